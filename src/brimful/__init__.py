@@ -1,0 +1,81 @@
+"""Fine-tune and run Hugging Face text classifiers with the GPU filled to the brim, without changing what they learn.
+
+    import brimful
+
+    run = brimful.train("reviews.csv", model="bert-base-uncased", output="run")
+    print(run.metrics["accuracy"])
+
+Importing loads neither torch nor transformers: each public name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from brimful.api import classify, train
+    from brimful.core.errors import (
+        BrimfulError,
+        CheckpointError,
+        DataError,
+        DeviceError,
+        DiskFullError,
+        InputError,
+        Interrupted,
+        ModelError,
+        NonFiniteError,
+        OptionError,
+        OutputError,
+    )
+    from brimful.core.options import TrainOptions
+    from brimful.core.records import Run
+
+__version__ = "0.1.0"
+
+_ERRORS = "brimful.core.errors"
+_PUBLIC = {
+    "BrimfulError": _ERRORS,
+    "CheckpointError": _ERRORS,
+    "DataError": _ERRORS,
+    "DeviceError": _ERRORS,
+    "DiskFullError": _ERRORS,
+    "InputError": _ERRORS,
+    "Interrupted": _ERRORS,
+    "ModelError": _ERRORS,
+    "NonFiniteError": _ERRORS,
+    "OptionError": _ERRORS,
+    "OutputError": _ERRORS,
+    "Run": "brimful.core.records",
+    "TrainOptions": "brimful.core.options",
+    "classify": "brimful.api",
+    "train": "brimful.api",
+}
+
+__all__ = [
+    "BrimfulError",
+    "CheckpointError",
+    "DataError",
+    "DeviceError",
+    "DiskFullError",
+    "InputError",
+    "Interrupted",
+    "ModelError",
+    "NonFiniteError",
+    "OptionError",
+    "OutputError",
+    "Run",
+    "TrainOptions",
+    "classify",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'brimful' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,1 @@
+"""The nouns: what every part may import, and the standard library only."""

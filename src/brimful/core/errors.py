@@ -1,0 +1,127 @@
+"""Every error a user can meet, in one tree.
+
+    BrimfulError                 exit  what happened
+    ├── InputError                2    something asked for cannot be done as asked
+    │   ├── OptionError           2    a flag, a configuration key or an argument
+    │   ├── DataError             2    rows, columns, labels, files of text
+    │   ├── ModelError            2    weights, configuration, tokenizer
+    │   ├── OutputError           2    the output folder, or the disk under it
+    │   └── DeviceError           2    a device that is not there or cannot do it
+    ├── NonFiniteError            3    training stopped after too many non-finite steps
+    ├── DiskFullError             4    the disk filled up while running; the last checkpoint is whole
+    ├── CheckpointError           5    no checkpoint can be resumed from
+    └── Interrupted             130/143  stopped by Ctrl-C or SIGTERM after saving
+
+Every message is one line that says what, where and why; `hint` says what to do about it.
+
+    try:
+        brimful.train("reviews.csv", model="bert-base-uncased", output="run")
+    except brimful.BrimfulError as error:
+        print(error, error.hint)
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+EXIT_OK = 0
+
+
+def printable(text: object, limit: int = 120) -> str:
+    """`text` on one line with control characters escaped, cut to `limit` characters: safe in a terminal and in HTML."""
+    escaped = "".join(
+        c if unicodedata.category(c)[0] != "C" else c.encode("unicode_escape", "backslashreplace").decode("ascii")
+        for c in str(text)
+    )
+    return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
+
+
+class BrimfulError(Exception):
+    """Base of all errors raised on purpose.
+
+    Attributes:
+        hint: what to do about it, one line, or None.
+        exit_code: what the command line returns.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class InputError(BrimfulError):
+    """Something asked for cannot be done as asked."""
+
+    exit_code = 2
+
+
+class OptionError(InputError):
+    """A flag, a configuration key or an argument."""
+
+
+class DataError(InputError):
+    """Rows, columns, labels or files of text.
+
+    Attributes:
+        file: path as the user gave it, or None.
+        row: 1-based number of the row within the file, header not counted, or None.
+        value: the offending value, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        row: int | None = None,
+        value: object = None,
+        hint: str | None = None,
+    ) -> None:
+        place = ", ".join(
+            part for part in (printable(file, 200) if file else "", f"row {row}" if row is not None else "") if part
+        )
+        said = f"{place}: {message}" if place else message
+        if value is not None:
+            said += f": {printable(value)!r}"
+        super().__init__(said, hint=hint)
+        self.file, self.row, self.value = file, row, value
+
+
+class ModelError(InputError):
+    """Weights, configuration or tokenizer of a model."""
+
+
+class OutputError(InputError):
+    """The output folder, or the disk under it."""
+
+
+class DeviceError(InputError):
+    """A device that is not there, or cannot do what was asked."""
+
+
+class NonFiniteError(BrimfulError):
+    """Training stopped: too many steps in a row had a non-finite loss or gradient."""
+
+    exit_code = 3
+
+
+class DiskFullError(BrimfulError):
+    """The disk filled up while running. Complete checkpoints are untouched."""
+
+    exit_code = 4
+
+
+class CheckpointError(BrimfulError):
+    """No checkpoint can be resumed from."""
+
+    exit_code = 5
+
+
+class Interrupted(BrimfulError):  # noqa: N818  (it is not an error of anyone's)
+    """Stopped by a signal after saving; `--resume` goes on. Exit code 128 + the signal's number."""
+
+    def __init__(self, message: str, *, signal_number: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = 128 + signal_number

@@ -1,0 +1,176 @@
+"""What a user can ask for. Every flag exists once, here: a field, its default, and the docstring that is its help."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from brimful.core.errors import OptionError
+
+TaskChoice = Literal["auto", "single_label", "multi_label", "regression"]
+PrecisionChoice = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+OptimizerChoice = Literal["adamw_torch_fused", "adamw_torch", "sgd"]
+ScheduleChoice = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """One fine-tuning run. Names and defaults are those of transformers' TrainingArguments where it has them."""
+
+    data: str
+    """Rows to train on: CSV, TSV, JSON, JSONL, Parquet (each also .gz or .zst), Arrow, a folder saved by `datasets`,
+    a folder with one sub-folder of .txt files per class, a glob of these, or a hub data set name."""
+    model: str
+    """Any sequence-classification or base model of Hugging Face: a folder, or a hub name."""
+    output: str
+    """Folder of the run: model/, run.json, events.jsonl, checkpoints/."""
+
+    eval_data: str | None = None
+    """Rows to evaluate on, in any of the forms of DATA. Default: a split of DATA."""
+    eval_split: float = 0.1
+    """Share of DATA held out for evaluation, stratified by label. 0 trains on every row. Ignored with --eval-data."""
+    text_column: str | None = None
+    """Column with the text. Default: found by name and type."""
+    pair_column: str | None = None
+    """Column with the second text of a pair. Default: found by name."""
+    label_column: str | None = None
+    """Column with the label; several, separated by commas, for one column per output. Default: found by name."""
+    task: TaskChoice = "auto"
+    """What the labels mean. auto: seen from the label column, and printed."""
+    label_map: str | None = None
+    """Data label to model label, as `pos=POSITIVE,neg=NEGATIVE` or a JSON file, for a model whose head has other names."""
+    new_head: bool = False
+    """Replace the model's classification head by a new one for the labels in the data."""
+    max_length: int | None = None
+    """Longest sequence in tokens; longer ones are truncated, and counted. Default: the model's limit, at most 512."""
+
+    batch_size: int = 32
+    """Effective batch: samples per optimizer step, however it is split to run. Never changes by itself."""
+    learning_rate: float = 5e-5
+    """Peak learning rate."""
+    num_train_epochs: float = 3.0
+    """Passes over the training rows."""
+    max_steps: int | None = None
+    """Applied optimizer steps to train for; overrides --num-train-epochs."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up. Default: 0."""
+    warmup_ratio: float | None = None
+    """Warm-up as a share of all steps; not together with --warmup-steps."""
+    lr_scheduler_type: ScheduleChoice = "linear"
+    """Learning-rate schedule after warm-up."""
+    optim: OptimizerChoice = "adamw_torch_fused"
+    """Optimizer."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay; never on biases and norms."""
+    adam_beta1: float = 0.9
+    """AdamW's first decay."""
+    adam_beta2: float = 0.999
+    """AdamW's second decay."""
+    adam_epsilon: float = 1e-8
+    """AdamW's epsilon."""
+    max_grad_norm: float = 1.0
+    """Gradient clipping by global norm; 0 turns it off."""
+    label_smoothing_factor: float = 0.0
+    """Label smoothing, for single_label and multi_label."""
+    class_weights: str | None = None
+    """`balanced`, or weights by label as `spam=3,ham=1`. Single label: weight of the class; multi-label: of positives."""
+    seed: int = 42
+    """Seed of the order, the split, the new head and dropout."""
+
+    eval_steps: int | None = None
+    """Applied steps between evaluations. Default: after each epoch."""
+    save_steps: int | None = None
+    """Applied steps between checkpoints. Default: after each epoch."""
+    save_total_limit: int = 2
+    """Complete checkpoints to keep; the best one is kept besides."""
+    logging_steps: int = 10
+    """Applied steps between logged lines."""
+    metric_for_best_model: str | None = None
+    """Metric that picks the saved model and ends training early, e.g. f1_macro or loss. Default: the last model."""
+    early_stopping_patience: int | None = None
+    """Stop after this many evaluations without improvement of --metric-for-best-model."""
+
+    precision: PrecisionChoice = "auto"
+    """Arithmetic of matrix products; weights, gradients, optimizer, norms and loss stay fp32.
+    auto: bf16 on a GPU that has it, fp32 elsewhere."""
+    device: DeviceChoice = "auto"
+    """Where to run. auto: a GPU if there is one."""
+    deterministic: bool = False
+    """On a GPU: equal bits from equal seeds, at some cost in speed."""
+    packing: Literal["auto", "off"] = "auto"
+    """auto: sequences run packed, without padding, where that was proved equal on this model. off: padded batches."""
+    token_budget: int | None = None
+    """Most tokens a micro-batch may have. Default: chosen from the data's lengths and the device."""
+    transform: str | None = None
+    """Function applied to each text at each epoch, in worker processes: `file.py:function` or `module:function`,
+    called with the text and a random.Random seeded by seed, epoch and sample."""
+    num_workers: int | None = None
+    """Worker processes for --transform. Default: one per core, at most 8."""
+
+    resume: bool = False
+    """Go on from the newest whole checkpoint in the output folder, from the beginning if there is none."""
+    dry_run: bool = False
+    """Print what would run, and stop."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with the model."""
+    allow_pickle: bool = False
+    """Load weights that are only there as a pickle (pytorch_model.bin)."""
+    report_to: Literal["none", "tensorboard"] = "none"
+    """Also write the events for this tracker."""
+    json: bool = False
+    """Print one JSON document on stdout at the end, and nothing else there."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "batch_size", "num_train_epochs", "learning_rate", "save_total_limit", "logging_steps")
+        _check_positive(self, "max_steps", "eval_steps", "save_steps", "max_length", "token_budget", "num_workers")
+        _check_positive(self, "early_stopping_patience", "adam_epsilon")
+        for name in ("weight_decay", "max_grad_norm", "warmup_steps", "seed"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise OptionError(f"{flag(name)} is {value}: it must be finite and at least 0")
+        for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor", "eval_split"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise OptionError(f"{flag(name)} is {value}: it must be at least 0 and below 1")
+        if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
+            raise OptionError(f"--warmup-ratio is {self.warmup_ratio}: it must be between 0 and 1")
+        if self.warmup_ratio is not None and self.warmup_steps is not None:
+            raise OptionError("--warmup-ratio and --warmup-steps are both given", hint="give one of them")
+        if self.early_stopping_patience is not None and self.metric_for_best_model is None:
+            raise OptionError(
+                "--early-stopping-patience needs a metric to watch",
+                hint="add --metric-for-best-model loss, or accuracy, f1_macro, ...",
+            )
+        if self.metric_for_best_model is not None and self.eval_data is None and self.eval_split == 0:
+            raise OptionError(
+                "--metric-for-best-model needs rows to evaluate on", hint="give --eval-data, or an --eval-split above 0"
+            )
+
+
+def _check_positive(options: object, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise OptionError(f"{flag(name)} is {value}: it must be finite and greater than 0")
+
+
+def flag(field: str) -> str:
+    """`batch_size` as typed on the command line: `--batch-size`."""
+    return "--" + field.replace("_", "-")
+
+
+#: Fields that say how a run is started and shown, not what it learns or how it runs: free to differ on --resume.
+NOT_PART_OF_THE_RUN = frozenset({"output", "resume", "dry_run", "json", "report_to", "num_workers", "save_total_limit"})
+
+
+def differences(before: dict[str, object], now: TrainOptions) -> list[str]:
+    """Options that differ from those a run was started with, as `--seed was 1, is 2`, in the order of the fields."""
+    return [
+        f"{flag(field.name)} was {before.get(field.name)}, is {getattr(now, field.name)}"
+        for field in dataclasses.fields(now)
+        if field.name not in NOT_PART_OF_THE_RUN and before.get(field.name, field.default) != getattr(now, field.name)
+    ]

@@ -1,0 +1,145 @@
+"""Nouns that travel between the parts: frozen, keyword-only, JSON both ways. Unknown is None."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+
+TaskName = Literal["single_label", "multi_label", "regression"]
+Arithmetic = Literal["exact", "rounding", "training"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelSpace:
+    """What the outputs of a classifier mean.
+
+    names: output i is called names[i]. For regression, the name of the label column(s).
+    values: label as it stands in the data, as text -> output index. Empty for regression.
+    """
+
+    task: TaskName
+    names: tuple[str, ...]
+    values: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Facts of one GPU. total_bytes by the driver; compute_capability such as (9, 0)."""
+
+    name: str
+    total_bytes: int | None = None
+    compute_capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Facts of the machine a run was made on."""
+
+    cpu: str | None
+    num_cores: int | None
+    memory_bytes: int | None
+    gpus: tuple[Gpu, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lever:
+    """One choice of how to run, with what it does to the arithmetic and why it was made."""
+
+    name: str
+    value: str
+    arithmetic: Arithmetic
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a run is run: every lever with its reason. What is learned stands in the options, not here."""
+
+    device: str
+    levers: tuple[Lever, ...]
+
+    def value(self, name: str) -> str | None:
+        """Value of the lever called `name`, None if the recipe has none."""
+        return next((lever.value for lever in self.levers if lever.name == name), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """Highest memory of a run in bytes: allocated and reserved by torch, nvml for the whole process. None: unknown."""
+
+    allocated: int | None = None
+    reserved: int | None = None
+    nvml: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A fine-tuning run: everything needed to repeat and to explain it. Stored as run.json in the run's folder.
+
+    status: `running` until the model is saved, then `finished`.
+    metrics: of the saved model on the evaluation rows, by name; empty if there were none.
+    steps: applied optimizer steps. skipped_steps: batches consumed without an update.
+    train_s: seconds in the training loop, without loading, tokenising and evaluation.
+    packed: True, or False with the reason in `packed_reason`.
+    """
+
+    run: str
+    status: Literal["running", "finished"]
+    model: str
+    options: Mapping[str, Any]
+    command: str
+    labels: LabelSpace
+    recipe: Recipe
+    machine: Machine
+    data_fingerprint: str
+    data: Mapping[str, Any]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    steps: int = 0
+    skipped_steps: int = 0
+    train_s: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    peak_bytes: PeakMemory = field(default_factory=PeakMemory)
+    packed: bool = False
+    packed_reason: str | None = None
+    schema: int = 1
+
+
+T = TypeVar("T")
+
+
+def to_json(record: Any) -> str:
+    """A record as one JSON document, keys in the order of its fields."""
+    return json.dumps(dataclasses.asdict(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def from_json(kind: type[T], text: str) -> T:
+    """The record that `to_json` wrote. Keys that `kind` does not have are left out: a newer version wrote them.
+
+    Raises: ValueError for text that is not JSON, KeyError or TypeError for a required field that is missing.
+    """
+    return cast(T, _build(kind, json.loads(text)))
+
+
+def _build(kind: Any, value: Any) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if value is None or kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        known = {f.name for f in dataclasses.fields(kind)}
+        return cast(Any, kind)(**{name: _build(hints[name], item) for name, item in value.items() if name in known})
+    if origin is tuple:
+        kinds = [arguments[0]] * len(value) if arguments[-1:] == (Ellipsis,) else arguments
+        return tuple(_build(k, item) for k, item in zip(kinds, value, strict=True))
+    if origin is not None and type(None) in arguments:
+        return _build(next(a for a in arguments if a is not type(None)), value)
+    return value

@@ -1,0 +1,42 @@
+"""Numbers into text: the only place that formats bytes, seconds, counts and shares for people."""
+
+from __future__ import annotations
+
+
+def bytes_text(num_bytes: float | None) -> str:
+    """`1.5 GiB`; `unknown` for None."""
+    if num_bytes is None:
+        return "unknown"
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """`0.8 s`, `3 min 05 s`, `2 h 10 min`; `unknown` for None."""
+    if seconds is None:
+        return "unknown"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def count_text(count: float | None) -> str:
+    """`950`, `12,400`, `1.3 M`, `22.7 M`, `7.2 B`; `unknown` for None."""
+    if count is None:
+        return "unknown"
+    if count < 1_000_000:
+        return f"{count:,.0f}"
+    return f"{count / 1e6:.1f} M" if count < 1e9 else f"{count / 1e9:.1f} B"
+
+
+def share_text(share: float | None) -> str:
+    """A share between 0 and 1 as per cent: `3.4 %`; `unknown` for None."""
+    return "unknown" if share is None else f"{100 * share:.1f} %"

@@ -1,0 +1,1 @@
+"""Data: files to rows, rows to examples, examples to tokens, tokens to fixed-shape micro-batches."""

@@ -1,0 +1,1 @@
+"""Facts about the machine, and what its memory reads."""

@@ -1,0 +1,1 @@
+"""Records into documents: terminal text, model card."""

@@ -1,0 +1,1 @@
+"""Techniques: one file per lever; what it does to the arithmetic, where it works, what it costs."""
