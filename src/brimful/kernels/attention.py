@@ -1,0 +1,139 @@
+"""Variable-length attention over one packed row: fast kernels beside their plain twin.
+
+All take queries (H, T, D), keys and values (K, T, D) with K dividing H, and return (H, T, D). A token sees the tokens
+of its own segment: those before it and itself if `causal`; those nearer than `window` if there is one, so that a
+window of w covers w tokens of the past with the token itself, and as many of the future where it is not causal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from brimful.kernels.layout import Segments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """What attention computes besides the products: all of it belongs to the model."""
+
+    scale: float
+    causal: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+
+
+Attention = Callable[[Tensor, Tensor, Tensor, Segments, Pattern], Tensor]
+
+
+def reference_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
+    """The plain twin: a T x T score matrix with everything outside a segment masked. Memory grows with T squared."""
+    k_HTD, v_HTD = _repeat_heads(q_HTD, k_KTD, v_KTD)
+    same_TT = segments.segment_T[:, None] == segments.segment_T[None, :]
+    place_T = torch.arange(q_HTD.shape[1], device=q_HTD.device)
+    return _masked_attention(q_HTD, k_HTD, v_HTD, same_TT & _visible(place_T, pattern), pattern)
+
+
+def grouped_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
+    """Padded rows of similar length through torch's scaled-dot-product attention; only attention sees padding.
+
+    For devices and dtypes without a variable-length kernel, and for patterns that kernels do not have (soft caps).
+    """
+    if segments.place_T is None:
+        raise ValueError("grouped_attention needs segments made by with_groups")
+    k_HTD, v_HTD = _repeat_heads(q_HTD, k_KTD, v_KTD)
+    outputs = []
+    for group in segments.groups:
+        width = group.index_RL.shape[1]
+        rows = [x[:, group.index_RL].transpose(0, 1) for x in (q_HTD, k_HTD, v_HTD)]
+        seen = group.valid_RL[:, None, None, :]
+        if pattern.causal or pattern.window is not None:
+            seen = seen & _visible(torch.arange(width, device=q_HTD.device), pattern)
+            seen = seen | torch.eye(width, dtype=torch.bool, device=q_HTD.device)  # padding sees itself: no empty row
+        elif _full(group.valid_RL):
+            seen = None
+        outputs.append(_masked_attention(rows[0], rows[1], rows[2], seen, pattern).transpose(0, 1).flatten(1, 2))
+    return torch.cat(outputs, dim=1)[:, segments.place_T]
+
+
+def _full(valid_RL: Tensor) -> bool:
+    """Whether a group has no padding; only asked on the CPU, where looking costs nothing."""
+    return valid_RL.device.type == "cpu" and bool(valid_RL.all())
+
+
+def flash_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
+    """FlashAttention-2 as torch ships it, for bf16 and fp16 on a GPU; windows and dropout included, no soft cap."""
+    offsets_N, longest = segments.offsets_N, segments.max_length
+    left = -1 if pattern.window is None else pattern.window - 1
+    out_THD: Tensor = torch.ops.aten._flash_attention_forward(
+        *(x.transpose(0, 1) for x in (q_HTD, k_KTD, v_KTD)),
+        offsets_N,
+        offsets_N,
+        longest,
+        longest,
+        pattern.dropout,
+        pattern.causal,
+        False,
+        scale=pattern.scale,
+        window_size_left=left,
+        window_size_right=0 if pattern.causal else left,
+    )[0]
+    return out_THD.transpose(0, 1)
+
+
+def efficient_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
+    """The memory-efficient kernel as torch ships it: variable length in fp32 and tf32 on a GPU; no window, no soft cap."""
+    k_HTD, v_HTD = _repeat_heads(q_HTD, k_KTD, v_KTD)
+    out_1THD: Tensor = torch.ops.aten._efficient_attention_forward(
+        *(x.transpose(0, 1)[None] for x in (q_HTD, k_HTD, v_HTD)),
+        None,
+        segments.offsets_N,
+        segments.offsets_N,
+        segments.max_length,
+        segments.max_length,
+        pattern.dropout,
+        1 if pattern.causal else 0,
+        True,
+        scale=pattern.scale,
+    )[0]
+    return out_1THD[0].transpose(0, 1)
+
+
+def choose_attention(device: torch.device, dtype: torch.dtype, pattern: Pattern, head_dim: int) -> Attention:
+    """The fastest kernel that can do it here. The choice depends on no input value, so it may be captured."""
+    if device.type != "cuda" or pattern.softcap is not None or dtype == torch.float64:
+        return grouped_attention
+    if dtype in (torch.bfloat16, torch.float16) and head_dim <= 256:
+        return flash_attention
+    return grouped_attention if pattern.window is not None else efficient_attention
+
+
+def _repeat_heads(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> tuple[Tensor, Tensor]:
+    times = q_HTD.shape[0] // k_KTD.shape[0]
+    if times == 1:
+        return k_KTD, v_KTD
+    return k_KTD.repeat_interleave(times, 0), v_KTD.repeat_interleave(times, 0)
+
+
+def _visible(place_T: Tensor, pattern: Pattern) -> Tensor:
+    """(T, T) bool: which keys a query sees by causality and window alone."""
+    distance_TT = place_T[:, None] - place_T[None, :]
+    seen = distance_TT >= 0 if pattern.causal else torch.ones_like(distance_TT, dtype=torch.bool)
+    return seen if pattern.window is None else seen & (distance_TT.abs() < pattern.window)
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, pattern: Pattern) -> Tensor:
+    if pattern.softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, dropout_p=pattern.dropout, scale=pattern.scale
+        )
+    scores = pattern.softcap * torch.tanh((q @ k.transpose(-1, -2)) * pattern.scale / pattern.softcap)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
+    return F.dropout(weights, pattern.dropout) @ v

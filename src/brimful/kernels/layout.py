@@ -1,0 +1,221 @@
+"""Layouts: how sequences stand in a batch of fixed shape. What kernels, packing and execution speak to one another.
+
+Legend of shape suffixes: T tokens in a packed row, N segments with the tail's, S sequence slots, R rows, L length,
+C outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Segments of similar length, for kernels that work on padded rows.
+
+    index_RL: place in the packed row of each token, 0 where the row is padding.
+    valid_RL: True at tokens.
+    """
+
+    index_RL: Tensor
+    valid_RL: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Where sequences start and end in one packed row of T tokens. Every token, the unused tail's too, is in a segment.
+
+    offsets_N: (N + 1,) int32, non-decreasing from 0 to T; N is constant, what is not needed repeats T.
+    segment_T: (T,) int64, the segment of each token.
+    max_length: longest segment allowed, a host number that kernels are compiled for.
+    groups: the same segments as padded rows, where the chosen kernel wants them; empty otherwise.
+    place_T: (T,) int64, the place of each token among all rows of all groups, flattened; None without groups.
+    """
+
+    offsets_N: Tensor
+    segment_T: Tensor
+    max_length: int
+    groups: tuple[Group, ...] = ()
+    place_T: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedInputs:
+    """Sequences end to end in one row of T tokens. Slots beyond the real sequences point at token 0.
+
+    first_S, last_S: place of each slot's first and last token. types_T: token types, None if the model has none.
+    """
+
+    ids_T: Tensor
+    positions_T: Tensor
+    types_T: Tensor | None
+    segments: Segments
+    first_S: Tensor
+    last_S: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(T tokens, S slots)."""
+        return self.ids_T.shape[0], self.first_S.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedInputs:
+    """One sequence a row, padded at the end. Rows beyond the real ones have one unmasked padding token."""
+
+    ids_RL: Tensor
+    mask_RL: Tensor
+    types_RL: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(R rows, L tokens each)."""
+        return self.ids_RL.shape[0], self.ids_RL.shape[1]
+
+
+Inputs = PackedInputs | PaddedInputs
+Layout = TypeVar("Layout")
+
+
+def map_tensors(layout: Layout, change: Any) -> Layout:
+    """A copy of a layout with `change` applied to every tensor in it, at any depth."""
+    return replace(layout, **{f.name: _map(getattr(layout, f.name), change) for f in fields(layout)})  # type: ignore[type-var, arg-type]
+
+
+def _map(value: Any, change: Any) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_map(item, change) for item in value)
+    return map_tensors(value, change) if isinstance(value, Segments | Group | PackedInputs | PaddedInputs) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedShape:
+    """Fixed shape of a packed row: T tokens, S slots, the longest sequence it may hold."""
+
+    num_tokens: int
+    num_slots: int
+    max_length: int
+
+    @property
+    def num_segments(self) -> int:
+        """Segments that any `num_slots` sequences need: one a slot, and the unused tail cut at `max_length`."""
+        return self.num_slots + self.num_tokens // self.max_length + 1
+
+
+def make_segments(lengths: Sequence[int], shape: PackedShape) -> Segments:
+    """Segments of the given lengths from the start of a row; the unused tail becomes more of them.
+
+    Raises: ValueError if the sequences do not fit the shape.
+    """
+    tail = shape.num_tokens - sum(lengths)
+    if tail < 0 or len(lengths) > shape.num_slots or max(lengths, default=0) > shape.max_length:
+        raise ValueError(f"{len(lengths)} sequences of {sum(lengths)} tokens do not fit {shape}")
+    whole, rest = divmod(tail, shape.max_length)
+    sizes_N = np.zeros(shape.num_segments, dtype=np.int64)
+    sizes_N[: len(lengths)] = lengths
+    sizes_N[shape.num_slots : shape.num_slots + whole] = shape.max_length
+    sizes_N[shape.num_slots + whole] = rest
+    offsets_N = np.zeros(shape.num_segments + 1, dtype=np.int32)
+    np.cumsum(sizes_N, out=offsets_N[1:])
+    segment_T = np.repeat(np.arange(shape.num_segments), sizes_N)
+    return Segments(
+        offsets_N=torch.from_numpy(offsets_N), segment_T=torch.from_numpy(segment_T), max_length=shape.max_length
+    )
+
+
+def packed_inputs(
+    ids: Sequence[np.ndarray],
+    shape: PackedShape,
+    *,
+    padding_id: int,
+    types: Sequence[np.ndarray] | None = None,
+    groups: bool = False,
+) -> PackedInputs:
+    """Sequences of token ids end to end in one row of the given shape.
+
+    types: token types of each sequence. groups: also as padded rows, for `grouped_attention`.
+    Raises: ValueError if the sequences do not fit the shape.
+    """
+    lengths = [len(sequence) for sequence in ids]
+    segments = make_segments(lengths, shape)
+    offsets_N = segments.offsets_N.numpy().astype(np.int64)
+    segment_T = segments.segment_T.numpy()
+    used = sum(lengths)
+    ids_T = np.full(shape.num_tokens, padding_id, dtype=np.int64)
+    ids_T[:used] = np.concatenate(ids)
+    types_T = None
+    if types is not None:
+        types_T = np.zeros(shape.num_tokens, dtype=np.int64)
+        types_T[:used] = np.concatenate(types)
+    first_S, last_S = np.zeros((2, shape.num_slots), dtype=np.int64)
+    first_S[: len(ids)] = offsets_N[: len(ids)]
+    last_S[: len(ids)] = offsets_N[1 : len(ids) + 1] - 1
+    return PackedInputs(
+        ids_T=torch.from_numpy(ids_T),
+        positions_T=torch.from_numpy(np.arange(shape.num_tokens) - offsets_N[segment_T]),
+        types_T=None if types_T is None else torch.from_numpy(types_T),
+        segments=with_groups(segments) if groups else segments,
+        first_S=torch.from_numpy(first_S),
+        last_S=torch.from_numpy(last_S),
+    )
+
+
+def padded_inputs(
+    ids: Sequence[np.ndarray],
+    num_rows: int,
+    length: int,
+    *,
+    padding_id: int,
+    types: Sequence[np.ndarray] | None = None,
+) -> PaddedInputs:
+    """Sequences of token ids, one a row of `length`; rows beyond them hold one unmasked padding token.
+
+    Raises: ValueError if the sequences do not fit.
+    """
+    if len(ids) > num_rows or max((len(sequence) for sequence in ids), default=0) > length:
+        raise ValueError(f"{len(ids)} sequences do not fit {num_rows} rows of {length} tokens")
+    ids_RL = np.full((num_rows, length), padding_id, dtype=np.int64)
+    mask_RL = np.zeros((num_rows, length), dtype=np.int64)
+    mask_RL[len(ids) :, 0] = 1
+    types_RL = None if types is None else np.zeros((num_rows, length), dtype=np.int64)
+    for row, sequence in enumerate(ids):
+        ids_RL[row, : len(sequence)] = sequence
+        mask_RL[row, : len(sequence)] = 1
+        if types is not None and types_RL is not None:
+            types_RL[row, : len(sequence)] = types[row]
+    return PaddedInputs(
+        ids_RL=torch.from_numpy(ids_RL),
+        mask_RL=torch.from_numpy(mask_RL),
+        types_RL=None if types_RL is None else torch.from_numpy(types_RL),
+    )
+
+
+def with_groups(segments: Segments, ratio: float = 1.25, slack: int = 8) -> Segments:
+    """The same segments, also as padded rows in groups whose lengths differ by at most `ratio` and `slack` tokens."""
+    lengths_N = segments.offsets_N.diff().long()
+    order = torch.argsort(lengths_N, stable=True)
+    order = order[lengths_N[order] > 0]
+    groups, place_T, filled = [], torch.zeros_like(segments.segment_T), 0
+    sizes = lengths_N[order].tolist()
+    start = 0
+    while start < len(sizes):
+        end = start
+        while end < len(sizes) and sizes[end] <= ratio * sizes[start] + slack:
+            end += 1
+        members, width = order[start:end], sizes[end - 1]
+        column_L = torch.arange(width)
+        valid_RL = column_L < lengths_N[members, None]
+        index_RL = torch.where(valid_RL, segments.offsets_N[members].long()[:, None] + column_L, 0)
+        place_T[index_RL[valid_RL]] = filled + torch.nonzero(valid_RL.flatten())[:, 0]
+        groups.append(Group(index_RL=index_RL, valid_RL=valid_RL))
+        filled += valid_RL.numel()
+        start = end
+    return replace(segments, groups=tuple(groups), place_T=place_T)

@@ -1,0 +1,195 @@
+"""Two ways to run one classifier: packed, without padding, and padded as Hugging Face does. Same parameters, same head.
+
+The packed way runs the unmodified base model on one row of T tokens, with attention told where sequences end; then it
+pools one hidden state a sequence and lets the model's own classification code finish on these states, as if they were
+sequences of one token. Nothing here knows a family by name except `_pooled_output`; `proof.py` finds out whether the
+result is right, and which pooling and first position the model has.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+
+from brimful.kernels.attention import Attention, Pattern, choose_attention, reference_attention
+from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments
+
+Pooling = Literal["first", "last", "mean"]
+
+PACKED = "brimful_packed"
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segments: Segments | None = None,
+    plain: bool = False,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of Hugging Face layers on one packed row, (1, H, T, D) in and (1, T, H, D) out."""
+    if segments is None:
+        raise TypeError(f"{type(module).__name__} does not hand keyword arguments on to its attention")
+    pattern = Pattern(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        causal=bool(getattr(module, "is_causal", False) if is_causal is None else is_causal),
+        window=sliding_window,
+        softcap=softcap,
+        dropout=dropout,
+    )
+    dtype = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled(query.device.type) else value.dtype
+    q_HTD, k_KTD, v_KTD = (x[0].to(dtype) for x in (query, key, value))
+    attend: Attention = reference_attention if plain else choose_attention(q_HTD.device, dtype, pattern, q_HTD.shape[-1])
+    return attend(q_HTD, k_KTD, v_KTD, segments, pattern).transpose(0, 1)[None], None
+
+
+AttentionInterface.register(PACKED, _packed_attention)
+AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
+
+
+class _GivenStates(nn.Module):
+    """Stands where the base model stands, and answers with hidden states that were computed already."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "base", base)  # not a submodule: its parameters are the classifier's already
+        self.states_S1H: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        assert self.states_S1H is not None
+        pooled_SH = _pooled_output(self.base, self.states_S1H)
+        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.states_S1H, pooler_output=pooled_SH)
+
+
+def _pooled_output(base: nn.Module, states_S1H: Tensor) -> Tensor | None:
+    """The pooler's output where a base model has one. ALBERT's is a linear layer with its activation beside it."""
+    pooler = getattr(base, "pooler", None)
+    if pooler is None:
+        return None
+    if isinstance(pooler, nn.Linear):
+        pooled: Tensor = base.pooler_activation(pooler(states_S1H[:, 0]))  # type: ignore[operator]
+    else:
+        pooled = pooler(states_S1H)
+    return pooled
+
+
+class Execution:
+    """Runs a classifier on a layout: `execution(inputs)` are the logits, (slots, C).
+
+    Gradients flow into `model`'s own parameters. `train()` and `eval()` of the model are obeyed.
+    """
+
+    model: Any
+    packed: bool
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        raise NotImplementedError
+
+
+class PaddedExecution(Execution):
+    """The plain Hugging Face forward on padded rows."""
+
+    packed = False
+
+    def __init__(self, model: Any, attention: str = "sdpa") -> None:
+        self.model = model
+        try:
+            model.set_attn_implementation(attention)
+        except (ValueError, ImportError):  # families without it: they say so, and have another
+            model.set_attn_implementation("eager")
+        self._takes_types = takes_token_types(model)
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        assert isinstance(inputs, PaddedInputs)
+        types = {"token_type_ids": inputs.types_RL} if self._takes_types and inputs.types_RL is not None else {}
+        logits: Tensor = self.model(input_ids=inputs.ids_RL, attention_mask=inputs.mask_RL, **types).logits
+        return logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedForm:
+    """How a model runs packed: what its head reads, and the number its positions start at."""
+
+    pooling: Pooling
+    first_position: int
+
+
+class PackedExecution(Execution):
+    """The unmodified base model on one packed row, and the model's own head on one pooled state a sequence.
+
+    plain: run with the reference attention instead of the kernel chosen for the device and dtype.
+    """
+
+    packed = True
+
+    def __init__(self, model: Any, form: PackedForm, *, plain: bool = False) -> None:
+        self.model, self.form, self.plain = model, form, plain
+        model.set_attn_implementation(PACKED)
+        self._base: Any = model.base_model
+        self._takes_types = takes_token_types(model)
+        self._head = copy.copy(model)
+        self._head._modules = dict(model._modules)
+        self._given = _GivenStates(self._base)
+        self._head._modules[model.base_model_prefix] = self._given
+        self._dummy_id = _token_that_is_not_padding(model.config)
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        assert isinstance(inputs, PackedInputs)
+        states_TH = self.hidden_states_TH(inputs)
+        return self.head(self._pool_SH(states_TH, inputs))
+
+    def hidden_states_TH(self, inputs: PackedInputs) -> Tensor:
+        """The base model's last hidden states, one a token."""
+        types = {"token_type_ids": inputs.types_T[None]} if self._takes_types and inputs.types_T is not None else {}
+        states: Tensor = self._base(
+            input_ids=inputs.ids_T[None],
+            position_ids=inputs.positions_T[None] + self.form.first_position,
+            segments=inputs.segments,
+            plain=self.plain,
+            **types,
+        )[0]
+        return states[0]
+
+    def _pool_SH(self, states_TH: Tensor, inputs: PackedInputs) -> Tensor:
+        if self.form.pooling == "mean":
+            num_slots = inputs.first_S.shape[0]
+            num_segments = inputs.segments.offsets_N.shape[0] - 1
+            sums_NH = states_TH.new_zeros(num_segments, states_TH.shape[1])
+            sums_NH = sums_NH.index_add(0, inputs.segments.segment_T, states_TH)[:num_slots]
+            return sums_NH / (inputs.last_S - inputs.first_S + 1)[:, None].to(sums_NH.dtype)
+        return states_TH.index_select(0, inputs.first_S if self.form.pooling == "first" else inputs.last_S)
+
+    def head(self, states_SH: Tensor) -> Tensor:
+        """Logits (S, C) of the model's own classification code on pooled states."""
+        self._head.training = self.model.training
+        self._given.states_S1H = states_SH[:, None]
+        ids_S1 = torch.full((states_SH.shape[0], 1), self._dummy_id, device=states_SH.device)
+        try:
+            logits: Tensor = self._head(input_ids=ids_S1, attention_mask=torch.ones_like(ids_S1)).logits
+        finally:
+            self._given.states_S1H = None
+        return logits
+
+
+def takes_token_types(model: Any) -> bool:
+    """Whether the base model has token types that differ, so that they must be told for text pairs."""
+    return (getattr(model.config, "type_vocab_size", None) or 0) > 1
+
+
+def _token_that_is_not_padding(config: Any) -> int:
+    return 1 if getattr(config, "pad_token_id", None) != 1 else 0

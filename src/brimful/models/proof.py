@@ -1,0 +1,282 @@
+"""The proof: a model runs packed because it was shown equal to its plain Hugging Face forward, not by its name.
+
+On a copy with one layer of each kind and the model's own weights, in eval mode:
+
+    1  plain, alone = plain, in company            else rows influence one another: batches are never split
+    2  packed with reference attention = plain     forward in fp32; finds the pooling and the first position
+    3  the same, each sequence alone in its row
+    4  gradient of all parameters together         norm of the difference over the norm
+    5  the chosen kernel = the reference           in the run's precision, forward and gradient
+
+One of the sequences is longer than any attention window that the run's lengths can reach.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+
+from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
+from brimful.models.execution import Execution, PackedExecution, PackedForm, PaddedExecution, Pooling
+
+#: Largest relative difference (norm of the difference over the norm) that counts as equal, by dtype of the products.
+FORWARD_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "bf16": 5e-2, "fp16": 1e-2}
+GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "fp16": 3e-2}
+
+#: Raised when packed execution or this proof changes, so that what was proved of older code is not believed.
+_REVISION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What was shown of one model.
+
+    packed: it may run packed, in `form`. independent: rows of a batch do not influence one another.
+    *_error: relative differences that were measured, None where the proof did not get that far.
+    """
+
+    packed: bool
+    independent: bool
+    reason: str
+    pooling: Pooling | None = None
+    first_position: int | None = None
+    forward_error: float | None = None
+    gradient_error: float | None = None
+    kernel_error: float | None = None
+
+    @property
+    def form(self) -> PackedForm | None:
+        """How the model runs packed, None where it does not."""
+        if self.pooling is None or self.first_position is None:
+            return None
+        return PackedForm(pooling=self.pooling, first_position=self.first_position)
+
+
+def prove(model: Any, *, max_length: int, device: torch.device, precision: str, cache: bool = True) -> Proof:
+    """Whether `model` may run packed on `device` in `precision` with sequences of up to `max_length` tokens.
+
+    The model is not changed. The result is kept in the user's cache folder by architecture, versions, device and
+    precision; `cache=False` neither reads nor writes it.
+    """
+    path = _cache_path(model, max_length, device, precision)
+    if cache and (known := _read(path)) is not None:
+        return known
+    was = model.config._attn_implementation
+    try:
+        proof = _prove(model, max_length, device, precision)
+    finally:
+        model.config._attn_implementation = was
+    if cache:
+        _write(path, proof)
+    return proof
+
+
+def _prove(model: Any, max_length: int, device: torch.device, precision: str) -> Proof:
+    small = one_layer_of_each_kind(model).float().eval().requires_grad_(True)
+    sequences = _sequences(small.config, max_length)
+    with _exact_fp32():
+        padded = PaddedExecution(small, "eager")
+        try:
+            plain = padded(_padded(sequences, small.config))
+            alone = torch.cat([padded(_padded([sequence], small.config)) for sequence in sequences])
+        except (ValueError, RuntimeError, IndexError) as refusal:
+            why = f"{small.config.model_type} does not take short sequences: {str(refusal).splitlines()[0][:100]}"
+            return Proof(packed=False, independent=False, reason=why)
+        if not relative_error(plain.detach(), alone.detach()) <= FORWARD_TOLERANCE["fp32"]:
+            why = "the result of a row depends on the other rows of its batch, or on its padding"
+            return Proof(packed=False, independent=False, reason=why)
+        plain_gradient = _gradient(small, plain)
+        form, error, why = _find_form(small, sequences, alone.detach(), max_length)
+        if form is None:
+            return Proof(packed=False, independent=True, reason=why, forward_error=error)
+        row = _packed(sequences, small.config, max_length)
+        gradient = _gradient(small, PackedExecution(small, form, plain=True)(row)[: len(sequences)])
+        gradient_error = relative_error(gradient, plain_gradient)
+    if not gradient_error <= GRADIENT_TOLERANCE["fp32"]:
+        why = f"its packed gradient differs from the plain one by {gradient_error:.1e}"
+        return Proof(packed=False, independent=True, reason=why, forward_error=error, gradient_error=gradient_error)
+    kernel_error = _kernel_error(small.to(device), form, row, plain.detach(), plain_gradient, precision)
+    passed = kernel_error <= 1.0
+    return Proof(
+        packed=passed,
+        independent=True,
+        reason=f"equal to the plain forward within {error:.1e}, gradient within {gradient_error:.1e}"
+        if passed
+        else f"the attention kernel in {precision} is {kernel_error:.1f} times over its tolerance",
+        pooling=form.pooling,
+        first_position=form.first_position,
+        forward_error=error,
+        gradient_error=gradient_error,
+        kernel_error=kernel_error,
+    )
+
+
+def _find_form(
+    small: Any, sequences: Sequence[np.ndarray], plain: Tensor, max_length: int
+) -> tuple[PackedForm | None, float | None, str]:
+    """The pooling and first position under which packed equals plain; else None, the smallest error and why."""
+    if not getattr(small, "_supports_attention_backend", True):
+        return None, None, f"attention of {small.config.model_type} cannot be told where sequences end"
+    padding_id = getattr(small.config, "pad_token_id", None)
+    offsets = [0] if padding_id is None else [0, padding_id + 1]
+    poolings: tuple[Pooling, ...] = ("first", "last", "mean")
+    best, failure = float("inf"), "no pooling and position gives the plain logits"
+    for first_position, pooling in product(offsets, poolings):
+        form = PackedForm(pooling=pooling, first_position=first_position)
+        try:
+            with torch.no_grad():
+                run = PackedExecution(small, form, plain=True)
+                together = run(_packed(sequences, small.config, max_length))[: len(sequences)]
+                error = relative_error(together, plain)
+                if error <= FORWARD_TOLERANCE["fp32"]:
+                    apart = [run(_packed([s], small.config, max_length))[:1] for s in sequences]
+                    error = max(error, relative_error(torch.cat(apart), plain))
+        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError) as refusal:
+            failure = f"{small.config.model_type} does not run on one row: {str(refusal).splitlines()[0][:100]}"
+            continue
+        best = min(best, error)
+        if error <= FORWARD_TOLERANCE["fp32"]:
+            return form, error, ""
+    if best < float("inf"):
+        failure = f"its packed logits differ from the plain ones by {best:.1e}"
+    return None, best if best < float("inf") else None, failure
+
+
+def _kernel_error(small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str) -> float:
+    """Differences of the chosen kernel in the run's precision, in units of their tolerances; the larger one."""
+    device = next(small.parameters()).device
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    with _exact_fp32(), torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+        logits = PackedExecution(small, form)(map_tensors(row, lambda t: t.to(device)))[: len(plain)].float()
+    forward = relative_error(logits.detach().cpu(), plain)
+    backward = relative_error(_gradient(small, logits).cpu(), gradient)
+    return max(forward / FORWARD_TOLERANCE[precision], backward / GRADIENT_TOLERANCE[precision])
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what was expected; NaN if anything is not finite."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def _gradient(model: nn.Module, logits: Tensor) -> Tensor:
+    """Gradient of all parameters together, (P,), for a fixed random direction in the logits."""
+    direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad((logits * direction).sum(), parameters, allow_unused=True)
+    return torch.cat(
+        [torch.zeros_like(p).flatten() if g is None else g.flatten() for p, g in zip(parameters, found, strict=True)]
+    )
+
+
+def one_layer_of_each_kind(model: Any) -> Any:
+    """A copy of the model with its own weights and its first layers, as many as have one of each kind.
+
+    Two layers are of one kind if they have the same modules and the same entry in the configuration's `layer_types`.
+    A model whose layers are shared or nested is copied whole.
+    """
+    count = getattr(model.config, "num_hidden_layers", None)
+    lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not lists:
+        return copy.deepcopy(model)
+    layers, everything = lists[0], lists[0]._modules
+    types = getattr(model.config, "layer_types", None) or [None] * len(layers)
+    kinds = [(types[index], str(layer)) for index, layer in enumerate(layers)]
+    kept = 1 + max(kinds.index(kind) for kind in set(kinds))
+    layers._modules = {name: everything[name] for name in list(everything)[:kept]}
+    try:
+        small = copy.deepcopy(model)
+    finally:
+        layers._modules = everything
+    field = small.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    object.__setattr__(small.config, field, kept)
+    if types[0] is not None:
+        object.__setattr__(small.config, "layer_types", types[:kept])
+    return small
+
+
+def _sequences(config: Any, max_length: int) -> list[np.ndarray]:
+    """Random token ids without padding and end tokens: short ones, and one longer than any window that can matter."""
+    windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_window")]
+    longest = max([48, *(w + 40 for w in windows if isinstance(w, int))])
+    lengths = [min(n, max_length) for n in (5, 17, longest, 2, 31)]
+    avoided = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
+    allowed = np.setdiff1d(np.arange(config.vocab_size), [a for a in avoided if isinstance(a, int)])
+    random = np.random.default_rng(0)
+    return [random.choice(allowed, size=length) for length in lengths]
+
+
+def _packed(sequences: Sequence[np.ndarray], config: Any, max_length: int) -> Inputs:
+    """The sequences in one row whose unused tail is longer than one of them, so that the tail is tested too."""
+    longest = max(len(s) for s in sequences)
+    total = sum(len(s) for s in sequences) + longest + 9
+    shape = PackedShape(num_tokens=total, num_slots=len(sequences) + 2, max_length=min(max_length, longest))
+    types = [_types(s) for s in sequences]
+    return packed_inputs(sequences, shape, padding_id=_padding_id(config), types=types, groups=True)
+
+
+def _padded(sequences: Sequence[np.ndarray], config: Any) -> Inputs:
+    longest, types = max(len(s) for s in sequences), [_types(s) for s in sequences]
+    return padded_inputs(sequences, len(sequences), longest, padding_id=_padding_id(config), types=types)
+
+
+def _types(sequence: np.ndarray) -> np.ndarray:
+    """Token types of a text pair whose second text begins in the middle."""
+    return (np.arange(len(sequence)) >= len(sequence) // 2).astype(np.int64)
+
+
+def _padding_id(config: Any) -> int:
+    padding_id = getattr(config, "pad_token_id", None)
+    return padding_id if isinstance(padding_id, int) else 0
+
+
+@contextmanager
+def _exact_fp32() -> Iterator[None]:
+    """fp32 products in full fp32, whatever the process has set."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _cache_path(model: Any, max_length: int, device: torch.device, precision: str) -> Path:
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_ARCHITECTURE}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    versions = [torch.__version__, transformers.__version__, _REVISION]
+    key = json.dumps([type(model).__name__, config, max_length, name, precision, versions], sort_keys=True, default=str)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "brimful" / "proofs"
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+_NOT_ARCHITECTURE = frozenset({"_name_or_path", "id2label", "label2id", "transformers_version", "dtype", "torch_dtype"})
+
+
+def _read(path: Path) -> Proof | None:
+    try:
+        return Proof(**json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(path: Path, proof: Proof) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(asdict(proof)), "utf-8")
+        temporary.replace(path)
+    except OSError:
+        pass  # a cache that cannot be written costs a second next time, nothing else

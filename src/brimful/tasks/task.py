@@ -1,0 +1,204 @@
+"""What a classifier is trained on and judged by: the loss as a sum over rows, its denominator, and the metrics.
+
+The plain Hugging Face loss is a mean. Here it is `loss_rows_S(...).sum() / denominator`, with the denominator of the
+whole effective batch: whatever the split into micro-batches, the gradients add up to the one of the plain batch.
+
+    task           row's addend to the sum               denominator              targets
+    single_label   cross entropy x weight of its class   sum of those weights     (S,)   int64
+    multi_label    sum over outputs of cross entropies   rows x outputs           (S, C) float32
+    regression     sum over outputs of squared errors    rows x outputs           (S, C) float32
+
+Legend: S rows (slots of a micro-batch), N all rows, C outputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from brimful.core.errors import OptionError, printable
+from brimful.core.records import LabelSpace
+
+Metrics = dict[str, float]
+
+
+class Task(ABC):
+    """One kind of classification. Instances hold no state that changes."""
+
+    #: Metric shown first, higher is better unless in LOWER_IS_BETTER.
+    headline: str
+
+    def __init__(self, space: LabelSpace) -> None:
+        self.space = space
+
+    @abstractmethod
+    def loss_rows_S(self, logits_SC: Tensor, targets_S: Tensor) -> Tensor:
+        """Each row's addend to the loss sum, in the dtype of the logits."""
+
+    def denominator(self, targets_N: np.ndarray) -> float:
+        """What the loss sum of an effective batch with these targets is divided by."""
+        return float(len(targets_N) * self.space.num_outputs)
+
+    @abstractmethod
+    def metrics(self, logits_NC: np.ndarray, targets_N: np.ndarray) -> Metrics:
+        """Metrics by name, without the loss."""
+
+    def loss(self, logits_NC: np.ndarray, targets_N: np.ndarray) -> float:
+        """Mean loss over these rows as the plain batch has it, in fp64."""
+        rows = self.loss_rows_S(torch.from_numpy(logits_NC).double(), torch.from_numpy(targets_N))
+        return float(rows.sum()) / self.denominator(targets_N)
+
+    def empty_targets(self, num_rows: int) -> np.ndarray:
+        """Targets for slots that hold no row: any valid value."""
+        return np.zeros((num_rows, self.space.num_outputs), dtype=np.float32)
+
+
+#: Metrics that are better when lower; of all others more is better.
+LOWER_IS_BETTER = frozenset({"loss", "mse", "rmse", "mae"})
+
+
+class SingleLabel(Task):
+    """One of C classes. Same arithmetic as torch's CrossEntropyLoss with weights and label smoothing."""
+
+    headline = "accuracy"
+
+    def __init__(self, space: LabelSpace, class_weights_C: np.ndarray | None = None, smoothing: float = 0.0) -> None:
+        super().__init__(space)
+        self.class_weights_C, self.smoothing = class_weights_C, smoothing
+
+    def loss_rows_S(self, logits_SC: Tensor, targets_S: Tensor) -> Tensor:
+        weights_C = _like(self.class_weights_C, logits_SC)
+        return F.cross_entropy(logits_SC, targets_S, weights_C, reduction="none", label_smoothing=self.smoothing)
+
+    def denominator(self, targets_N: np.ndarray) -> float:
+        return float(len(targets_N) if self.class_weights_C is None else self.class_weights_C[targets_N].sum())
+
+    def empty_targets(self, num_rows: int) -> np.ndarray:
+        return np.zeros(num_rows, dtype=np.int64)
+
+    def metrics(self, logits_NC: np.ndarray, targets_N: np.ndarray) -> Metrics:
+        from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+        predicted_N = logits_NC.argmax(-1)
+        present = np.union1d(predicted_N, targets_N)
+        return {
+            "accuracy": float(accuracy_score(targets_N, predicted_N)),
+            "f1_macro": float(f1_score(targets_N, predicted_N, labels=present, average="macro", zero_division=0)),
+            "f1_weighted": float(f1_score(targets_N, predicted_N, average="weighted", zero_division=0)),
+            "matthews_correlation": float(matthews_corrcoef(targets_N, predicted_N)),
+        }
+
+
+class MultiLabel(Task):
+    """Any number of C labels. Same arithmetic as torch's BCEWithLogitsLoss; class weights are its pos_weight."""
+
+    headline = "f1_micro"
+
+    def __init__(self, space: LabelSpace, class_weights_C: np.ndarray | None = None, smoothing: float = 0.0) -> None:
+        super().__init__(space)
+        self.class_weights_C, self.smoothing = class_weights_C, smoothing
+
+    def loss_rows_S(self, logits_SC: Tensor, targets_S: Tensor) -> Tensor:
+        targets_SC = targets_S.to(logits_SC.dtype) * (1 - self.smoothing) + self.smoothing / 2
+        pos_weight_C = _like(self.class_weights_C, logits_SC)
+        rows_SC = F.binary_cross_entropy_with_logits(
+            logits_SC, targets_SC, reduction="none", pos_weight=pos_weight_C
+        )
+        return rows_SC.sum(-1)
+
+    def metrics(self, logits_NC: np.ndarray, targets_N: np.ndarray) -> Metrics:
+        from sklearn.metrics import f1_score
+
+        predicted_NC, true_NC = logits_NC > 0, targets_N > 0.5
+        return {
+            "f1_micro": float(f1_score(true_NC, predicted_NC, average="micro", zero_division=0)),
+            "f1_macro": float(f1_score(true_NC, predicted_NC, average="macro", zero_division=0)),
+            "accuracy": float((predicted_NC == true_NC).all(-1).mean()),
+            "label_accuracy": float((predicted_NC == true_NC).mean()),
+        }
+
+
+class Regression(Task):
+    """C numbers. Same arithmetic as torch's MSELoss."""
+
+    headline = "rmse"
+
+    def loss_rows_S(self, logits_SC: Tensor, targets_S: Tensor) -> Tensor:
+        return (logits_SC - targets_S.to(logits_SC.dtype)).square().sum(-1)
+
+    def metrics(self, logits_NC: np.ndarray, targets_N: np.ndarray) -> Metrics:
+        from scipy.stats import pearsonr, spearmanr
+        from sklearn.metrics import r2_score
+
+        error = logits_NC.astype(np.float64) - targets_N
+        found: Metrics = {
+            "mse": float(np.mean(error**2)),
+            "rmse": float(np.sqrt(np.mean(error**2))),
+            "mae": float(np.abs(error).mean()),
+        }
+        if len(targets_N) > 1 and self.space.num_outputs == 1 and np.ptp(targets_N) > 0 and np.ptp(logits_NC) > 0:
+            found["r2"] = float(r2_score(targets_N, logits_NC))
+            found["pearson"] = float(pearsonr(logits_NC[:, 0], targets_N[:, 0])[0])
+            found["spearman"] = float(spearmanr(logits_NC[:, 0], targets_N[:, 0])[0])
+        return found
+
+
+def make_task(
+    space: LabelSpace, targets_N: np.ndarray, class_weights: str | None = None, smoothing: float = 0.0
+) -> Task:
+    """The task of a label space. `targets_N`, the training targets, are what `balanced` weights are counted on.
+
+    Raises: OptionError for class weights or label smoothing that the task does not have.
+    """
+    if space.task == "regression":
+        if class_weights is not None or smoothing:
+            given = "--class-weights" if class_weights is not None else "--label-smoothing-factor"
+            raise OptionError(f"{given} is for labels, and the task is regression", hint=f"leave {given} out")
+        return Regression(space)
+    kind = SingleLabel if space.task == "single_label" else MultiLabel
+    return kind(space, _class_weights_C(class_weights, space, targets_N), smoothing)
+
+
+def _class_weights_C(text: str | None, space: LabelSpace, targets_N: np.ndarray) -> np.ndarray | None:
+    if text is None:
+        return None
+    if text == "balanced":
+        return _balanced_weights_C(space, targets_N)
+    weights = np.ones(space.num_outputs, dtype=np.float32)
+    names: Mapping[str, int] = {name: i for i, name in enumerate(space.names)} | dict(space.values)
+    for part in text.split(","):
+        name, _, number = part.rpartition("=")
+        try:
+            index, weight = names[name.strip()], float(number)
+        except (KeyError, ValueError):
+            raise OptionError(
+                f"--class-weights: {printable(part)!r} is not a label of the data with a number",
+                hint="write balanced, or label=weight for each label, e.g. spam=3,ham=1; the labels are "
+                + ", ".join(printable(n, 40) for n in list(names)[:20]),
+            ) from None
+        if not 0 < weight < float("inf"):
+            raise OptionError(f"--class-weights: the weight of {printable(name)!r} is {weight}: it must be above 0")
+        weights[index] = weight
+    return weights
+
+
+def _balanced_weights_C(space: LabelSpace, targets_N: np.ndarray) -> np.ndarray:
+    """Single label: rows / (classes x rows of the class). Multi-label: negatives / positives. 1 for a label never seen."""
+    if space.task == "single_label":
+        counts_C = np.bincount(targets_N, minlength=space.num_outputs)
+        weights_C = len(targets_N) / (max(1, np.count_nonzero(counts_C)) * np.maximum(counts_C, 1))
+    else:
+        counts_C = targets_N.sum(0)
+        weights_C = np.maximum(len(targets_N) - counts_C, 1) / np.maximum(counts_C, 1)
+    return np.where(counts_C > 0, weights_C, 1.0).astype(np.float32)
+
+
+def _like(values_C: np.ndarray | None, logits_SC: Tensor) -> Tensor | None:
+    if values_C is None:
+        return None
+    return torch.from_numpy(values_C).to(device=logits_SC.device, dtype=logits_SC.dtype)
