@@ -151,6 +151,59 @@ class TrainOptions:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClassifyOptions:
+    """One pass of a saved classifier over a file of texts."""
+
+    model: str
+    """A fine-tuned classifier: the `model` folder of a run, any folder of Hugging Face form, or a hub name."""
+    data: str
+    """Texts to classify, in any of the forms that `train` reads."""
+    output: str | None = None
+    """File for the results, with all columns of the input: .csv, .tsv, .jsonl or .parquet. Default: JSONL on stdout."""
+    text_column: str | None = None
+    """Column with the text. Default: found by name and type."""
+    pair_column: str | None = None
+    """Column with the second text of a pair. Default: found by name."""
+    max_length: int | None = None
+    """Longest sequence in tokens; longer ones are truncated, and counted. Default: the model's limit, at most 512."""
+    threshold: float = 0.5
+    """Multi-label: probability from which a label is given."""
+    precision: PrecisionChoice = "auto"
+    """Arithmetic of matrix products. auto: bf16 on a GPU that has it, fp32 elsewhere."""
+    device: DeviceChoice = "auto"
+    """Where to run. auto: a GPU if there is one."""
+    packing: Literal["auto", "off"] = "auto"
+    """auto: packed, without padding, where that was proved equal on this model. off: padded batches."""
+    token_budget: int | None = None
+    """Most tokens a micro-batch may have. Default: by device."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with the model."""
+    allow_pickle: bool = False
+    """Load weights that are only there as a pickle (pytorch_model.bin)."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "max_length", "token_budget")
+        if not 0 < self.threshold < 1:
+            raise OptionError(f"--threshold is {self.threshold}: it must be between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """The demonstration: MiniLM-L6 on BBC News, both from Python packages, on this machine."""
+
+    output: str = "demo-run"
+    """Folder to work in; a number is added if it is taken."""
+    seed: int = 42
+    """Seed of the run."""
+    num_train_epochs: float = 2.0
+    """Passes over the training rows."""
+    max_length: int = 128
+    """Longest sequence in tokens."""
+    json: bool = False
+    """Print one JSON document on stdout at the end."""
+
+
 def _check_positive(options: object, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
@@ -164,13 +217,15 @@ def flag(field: str) -> str:
 
 
 #: Fields that say how a run is started and shown, not what it learns or how it runs: free to differ on --resume.
-NOT_PART_OF_THE_RUN = frozenset({"output", "resume", "dry_run", "json", "report_to", "num_workers", "save_total_limit"})
+#: The data are compared by what they hold, not by their names.
+NOT_PART_OF_THE_RUN = frozenset({"data", "eval_data", "output", "resume", "dry_run", "json", "report_to", "num_workers", "save_total_limit"})
 
 
 def differences(before: dict[str, object], now: TrainOptions) -> list[str]:
     """Options that differ from those a run was started with, as `--seed was 1, is 2`, in the order of the fields."""
-    return [
-        f"{flag(field.name)} was {before.get(field.name)}, is {getattr(now, field.name)}"
+    pairs = [
+        (field.name, before.get(field.name, field.default), getattr(now, field.name))
         for field in dataclasses.fields(now)
-        if field.name not in NOT_PART_OF_THE_RUN and before.get(field.name, field.default) != getattr(now, field.name)
+        if field.name not in NOT_PART_OF_THE_RUN
     ]
+    return [f"{flag(name)} was {was}, is {value}" for name, was, value in pairs if was != value]

@@ -84,7 +84,7 @@ class PeakMemory:
 class Run:
     """A fine-tuning run: everything needed to repeat and to explain it. Stored as run.json in the run's folder.
 
-    status: `running` until the model is saved, then `finished`.
+    status: `planned` by --dry-run; `running` until the model is saved, then `finished`.
     metrics: of the saved model on the evaluation rows, by name; empty if there were none.
     steps: applied optimizer steps. skipped_steps: batches consumed without an update.
     train_s: seconds in the training loop, without loading, tokenising and evaluation.
@@ -92,7 +92,7 @@ class Run:
     """
 
     run: str
-    status: Literal["running", "finished"]
+    status: Literal["planned", "running", "finished"]
     model: str
     options: Mapping[str, Any]
     command: str
@@ -131,9 +131,11 @@ def from_json(kind: type[T], text: str) -> T:
 
 def _build(kind: Any, value: Any) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
-    if value is None or kind is Any:
+    if kind is Any or (value is None and type(None) in arguments):
         return value
     if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise TypeError(f"{getattr(kind, '__name__', kind)} is a JSON object, not {type(value).__name__}")
         hints = get_type_hints(kind)
         known = {f.name for f in dataclasses.fields(kind)}
         return cast(Any, kind)(**{name: _build(hints[name], item) for name, item in value.items() if name in known})

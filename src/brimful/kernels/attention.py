@@ -50,15 +50,22 @@ def grouped_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Seg
     outputs = []
     for group in segments.groups:
         width = group.index_RL.shape[1]
-        rows = [x[:, group.index_RL].transpose(0, 1) for x in (q_HTD, k_HTD, v_HTD)]
+        q, k, v = (_rows_RHLD(x, group.index_RL) for x in (q_HTD, k_HTD, v_HTD))
         seen = group.valid_RL[:, None, None, :]
         if pattern.causal or pattern.window is not None:
             seen = seen & _visible(torch.arange(width, device=q_HTD.device), pattern)
             seen = seen | torch.eye(width, dtype=torch.bool, device=q_HTD.device)  # padding sees itself: no empty row
         elif _full(group.valid_RL):
             seen = None
-        outputs.append(_masked_attention(rows[0], rows[1], rows[2], seen, pattern).transpose(0, 1).flatten(1, 2))
-    return torch.cat(outputs, dim=1)[:, segments.place_T]
+        outputs.append(_masked_attention(q, k, v, seen, pattern).transpose(1, 2).flatten(0, 1))
+    # Whole tokens are gathered, (H * D) at once: their gradient is then a sum of rows, which is fast everywhere.
+    out_TX = torch.cat(outputs).flatten(1).index_select(0, segments.place_T)
+    return out_TX.unflatten(1, (q_HTD.shape[0], -1)).transpose(0, 1)
+
+
+def _rows_RHLD(x_HTD: Tensor, index_RL: Tensor) -> Tensor:
+    rows_RLX = x_HTD.transpose(0, 1).flatten(1).index_select(0, index_RL.flatten()).unflatten(0, index_RL.shape)
+    return rows_RLX.unflatten(2, (x_HTD.shape[0], -1)).transpose(1, 2)
 
 
 def _full(valid_RL: Tensor) -> bool:

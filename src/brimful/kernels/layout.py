@@ -19,7 +19,8 @@ from torch import Tensor
 class Group:
     """Segments of similar length, for kernels that work on padded rows.
 
-    index_RL: place in the packed row of each token, 0 where the row is padding.
+    index_RL: place in the packed row of each token; where the row is padding, of its own first token: what is masked is
+    still multiplied by zero, and a sequence that is not finite must not reach another one that way.
     valid_RL: True at tokens.
     """
 
@@ -49,7 +50,8 @@ class Segments:
 class PackedInputs:
     """Sequences end to end in one row of T tokens. Slots beyond the real sequences point at token 0.
 
-    first_S, last_S: place of each slot's first and last token. types_T: token types, None if the model has none.
+    first_S: place of each slot's first token. last_S: place of its last token that is not the padding id, which is the
+    one Hugging Face's decoders read. types_T: token types, None if the model has none.
     """
 
     ids_T: Tensor
@@ -60,23 +62,23 @@ class PackedInputs:
     last_S: Tensor
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(T tokens, S slots)."""
-        return self.ids_T.shape[0], self.first_S.shape[0]
+    def num_tokens(self) -> int:
+        """Tokens that are computed, the tail counted."""
+        return self.ids_T.numel()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedInputs:
-    """One sequence a row, padded at the end. Rows beyond the real ones have one unmasked padding token."""
+    """One sequence a row, padded at the end. Rows beyond the real ones repeat the first: any model takes it."""
 
     ids_RL: Tensor
     mask_RL: Tensor
     types_RL: Tensor | None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(R rows, L tokens each)."""
-        return self.ids_RL.shape[0], self.ids_RL.shape[1]
+    def num_tokens(self) -> int:
+        """Tokens that are computed, padding counted."""
+        return self.ids_RL.numel()
 
 
 Inputs = PackedInputs | PaddedInputs
@@ -141,7 +143,8 @@ def packed_inputs(
 ) -> PackedInputs:
     """Sequences of token ids end to end in one row of the given shape.
 
-    types: token types of each sequence. groups: also as padded rows, for `grouped_attention`.
+    padding_id: the model's own, by which its head knows padding. types: token types of each sequence. groups: also as
+    padded rows, for `grouped_attention`.
     Raises: ValueError if the sequences do not fit the shape.
     """
     lengths = [len(sequence) for sequence in ids]
@@ -157,7 +160,7 @@ def packed_inputs(
         types_T[:used] = np.concatenate(types)
     first_S, last_S = np.zeros((2, shape.num_slots), dtype=np.int64)
     first_S[: len(ids)] = offsets_N[: len(ids)]
-    last_S[: len(ids)] = offsets_N[1 : len(ids) + 1] - 1
+    last_S[: len(ids)] = offsets_N[: len(ids)] + [_last_read(sequence, padding_id) for sequence in ids]
     return PackedInputs(
         ids_T=torch.from_numpy(ids_T),
         positions_T=torch.from_numpy(np.arange(shape.num_tokens) - offsets_N[segment_T]),
@@ -168,6 +171,13 @@ def packed_inputs(
     )
 
 
+def _last_read(sequence: np.ndarray, padding_id: int) -> int:
+    """Place of the last token that is not padding, 0 if all are: texts may end in it where it is also the end token."""
+    if sequence[-1] != padding_id:
+        return len(sequence) - 1
+    return int(np.flatnonzero(sequence != padding_id).max(initial=0))
+
+
 def padded_inputs(
     ids: Sequence[np.ndarray],
     num_rows: int,
@@ -176,21 +186,22 @@ def padded_inputs(
     padding_id: int,
     types: Sequence[np.ndarray] | None = None,
 ) -> PaddedInputs:
-    """Sequences of token ids, one a row of `length`; rows beyond them hold one unmasked padding token.
+    """Sequences of token ids, one a row of `length`; rows beyond them repeat the first.
 
-    Raises: ValueError if the sequences do not fit.
+    Raises: ValueError if there is no sequence, or if they do not fit.
     """
-    if len(ids) > num_rows or max((len(sequence) for sequence in ids), default=0) > length:
+    if not 0 < len(ids) <= num_rows or max(len(sequence) for sequence in ids) > length:
         raise ValueError(f"{len(ids)} sequences do not fit {num_rows} rows of {length} tokens")
     ids_RL = np.full((num_rows, length), padding_id, dtype=np.int64)
     mask_RL = np.zeros((num_rows, length), dtype=np.int64)
-    mask_RL[len(ids) :, 0] = 1
     types_RL = None if types is None else np.zeros((num_rows, length), dtype=np.int64)
-    for row, sequence in enumerate(ids):
-        ids_RL[row, : len(sequence)] = sequence
-        mask_RL[row, : len(sequence)] = 1
+    for row in range(num_rows):
+        which = row if row < len(ids) else 0
+        used = len(ids[which])
+        ids_RL[row, :used] = ids[which]
+        mask_RL[row, :used] = 1
         if types is not None and types_RL is not None:
-            types_RL[row, : len(sequence)] = types[row]
+            types_RL[row, :used] = types[which]
     return PaddedInputs(
         ids_RL=torch.from_numpy(ids_RL),
         mask_RL=torch.from_numpy(mask_RL),
@@ -213,7 +224,7 @@ def with_groups(segments: Segments, ratio: float = 1.25, slack: int = 8) -> Segm
         members, width = order[start:end], sizes[end - 1]
         column_L = torch.arange(width)
         valid_RL = column_L < lengths_N[members, None]
-        index_RL = torch.where(valid_RL, segments.offsets_N[members].long()[:, None] + column_L, 0)
+        index_RL = segments.offsets_N[members].long()[:, None] + torch.where(valid_RL, column_L, 0)
         place_T[index_RL[valid_RL]] = filled + torch.nonzero(valid_RL.flatten())[:, 0]
         groups.append(Group(index_RL=index_RL, valid_RL=valid_RL))
         filled += valid_RL.numel()

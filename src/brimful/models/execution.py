@@ -112,7 +112,7 @@ class PaddedExecution(Execution):
             model.set_attn_implementation(attention)
         except (ValueError, ImportError):  # families without it: they say so, and have another
             model.set_attn_implementation("eager")
-        self._takes_types = takes_token_types(model)
+        self._takes_types = has_token_types(model.config)
 
     def __call__(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs, PaddedInputs)
@@ -141,7 +141,7 @@ class PackedExecution(Execution):
         self.model, self.form, self.plain = model, form, plain
         model.set_attn_implementation(PACKED)
         self._base: Any = model.base_model
-        self._takes_types = takes_token_types(model)
+        self._takes_types = has_token_types(model.config)
         self._head = copy.copy(model)
         self._head._modules = dict(model._modules)
         self._given = _GivenStates(self._base)
@@ -171,7 +171,8 @@ class PackedExecution(Execution):
             num_segments = inputs.segments.offsets_N.shape[0] - 1
             sums_NH = states_TH.new_zeros(num_segments, states_TH.shape[1])
             sums_NH = sums_NH.index_add(0, inputs.segments.segment_T, states_TH)[:num_slots]
-            return sums_NH / (inputs.last_S - inputs.first_S + 1)[:, None].to(sums_NH.dtype)
+            counts_S = inputs.segments.offsets_N.diff()[:num_slots].clamp(min=1)
+            return sums_NH / counts_S[:, None].to(sums_NH.dtype)
         return states_TH.index_select(0, inputs.first_S if self.form.pooling == "first" else inputs.last_S)
 
     def head(self, states_SH: Tensor) -> Tensor:
@@ -186,9 +187,9 @@ class PackedExecution(Execution):
         return logits
 
 
-def takes_token_types(model: Any) -> bool:
-    """Whether the base model has token types that differ, so that they must be told for text pairs."""
-    return (getattr(model.config, "type_vocab_size", None) or 0) > 1
+def has_token_types(config: Any) -> bool:
+    """Whether a model has token types that differ, so that it must be told them for text pairs."""
+    return (getattr(config, "type_vocab_size", None) or 0) > 1
 
 
 def _token_that_is_not_padding(config: Any) -> int:

@@ -29,15 +29,19 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from brimful.core.errors import printable
 from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
-from brimful.models.execution import Execution, PackedExecution, PackedForm, PaddedExecution, Pooling
+from brimful.models.execution import PackedExecution, PackedForm, PaddedExecution, Pooling
 
 #: Largest relative difference (norm of the difference over the norm) that counts as equal, by dtype of the products.
 FORWARD_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "bf16": 5e-2, "fp16": 1e-2}
 GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "fp16": 3e-2}
 
+#: Most positions of models that have a learned table of them; packed rows in the proof are longer.
+_SHORT_TABLE = 1026
+
 #: Raised when packed execution or this proof changes, so that what was proved of older code is not believed.
-_REVISION = 1
+_REVISION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,21 +75,25 @@ def prove(model: Any, *, max_length: int, device: torch.device, precision: str, 
     The model is not changed. The result is kept in the user's cache folder by architecture, versions, device and
     precision; `cache=False` neither reads nor writes it.
     """
-    path = _cache_path(model, max_length, device, precision)
-    if cache and (known := _read(path)) is not None:
+    path = _cache_path(model, max_length, device, precision) if cache else None
+    if path is not None and (known := _read(path)) is not None:
         return known
     was = model.config._attn_implementation
     try:
         proof = _prove(model, max_length, device, precision)
+    except Exception as failure:  # whatever a model does, it is not proved; not kept: it may be the machine's fault
+        why = f"{model.config.model_type} could not be tried: {type(failure).__name__}: {printable(failure)}"
+        return Proof(packed=False, independent=False, reason=why)
     finally:
         model.config._attn_implementation = was
-    if cache:
+    if path is not None:
         _write(path, proof)
     return proof
 
 
 def _prove(model: Any, max_length: int, device: torch.device, precision: str) -> Proof:
-    small = one_layer_of_each_kind(model).float().eval().requires_grad_(True)
+    small = one_layer_of_each_kind(model).to("cpu", torch.float32).eval().requires_grad_(True)
+    _wake(small)
     sequences = _sequences(small.config, max_length)
     with _exact_fp32():
         padded = PaddedExecution(small, "eager")
@@ -143,7 +151,7 @@ def _find_form(
                 error = relative_error(together, plain)
                 if error <= FORWARD_TOLERANCE["fp32"]:
                     apart = [run(_packed([s], small.config, max_length))[:1] for s in sequences]
-                    error = max(error, relative_error(torch.cat(apart), plain))
+                    error = _worse(error, relative_error(torch.cat(apart), plain))
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError) as refusal:
             failure = f"{small.config.model_type} does not run on one row: {str(refusal).splitlines()[0][:100]}"
             continue
@@ -163,7 +171,21 @@ def _kernel_error(small: Any, form: PackedForm, row: Inputs, plain: Tensor, grad
         logits = PackedExecution(small, form)(map_tensors(row, lambda t: t.to(device)))[: len(plain)].float()
     forward = relative_error(logits.detach().cpu(), plain)
     backward = relative_error(_gradient(small, logits).cpu(), gradient)
-    return max(forward / FORWARD_TOLERANCE[precision], backward / GRADIENT_TOLERANCE[precision])
+    return _worse(forward / FORWARD_TOLERANCE[precision], backward / GRADIENT_TOLERANCE[precision])
+
+
+def _worse(error: float, other: float) -> float:
+    """The larger error, NaN if either is: `max` keeps a number and drops the NaN behind it."""
+    return float(np.maximum(error, other))
+
+
+def _wake(small: nn.Module) -> None:
+    """Random values for parameters that are all zero: behind a new head or a closed gate everything looks equal."""
+    random = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in small.parameters():
+            if not parameter.any():
+                parameter.normal_(0, 0.02, generator=random)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -184,8 +206,8 @@ def _gradient(model: nn.Module, logits: Tensor) -> Tensor:
 def one_layer_of_each_kind(model: Any) -> Any:
     """A copy of the model with its own weights and its first layers, as many as have one of each kind.
 
-    Two layers are of one kind if they have the same modules and the same entry in the configuration's `layer_types`.
-    A model whose layers are shared or nested is copied whole.
+    Two layers are of one kind if they have the same modules with the same settings, their number left out, and the same
+    entry in the configuration's `layer_types`. A model whose layers are shared or nested is copied whole.
     """
     count = getattr(model.config, "num_hidden_layers", None)
     lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
@@ -193,7 +215,7 @@ def one_layer_of_each_kind(model: Any) -> Any:
         return copy.deepcopy(model)
     layers, everything = lists[0], lists[0]._modules
     types = getattr(model.config, "layer_types", None) or [None] * len(layers)
-    kinds = [(types[index], str(layer)) for index, layer in enumerate(layers)]
+    kinds = [(types[index], str(layer), _settings(layer)) for index, layer in enumerate(layers)]
     kept = 1 + max(kinds.index(kind) for kind in set(kinds))
     layers._modules = {name: everything[name] for name in list(everything)[:kept]}
     try:
@@ -207,21 +229,49 @@ def one_layer_of_each_kind(model: Any) -> Any:
     return small
 
 
+def _settings(layer: nn.Module) -> str:
+    """What a layer's modules were made with: windows, scales, switches."""
+    return str(
+        [
+            (name, key, value)
+            for name, module in layer.named_modules()
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, bool | int | float | str) and key not in _LAYER_NUMBERS
+        ]
+    )
+
+
+_LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"})
+
+
 def _sequences(config: Any, max_length: int) -> list[np.ndarray]:
-    """Random token ids without padding and end tokens: short ones, and one longer than any window that can matter."""
+    """Random token ids without padding and end tokens: short ones, and one longer than any window that can matter.
+
+    Encoder-decoders get one end token each: it is what their heads read.
+    """
     windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_window")]
     longest = max([48, *(w + 40 for w in windows if isinstance(w, int))])
     lengths = [min(n, max_length) for n in (5, 17, longest, 2, 31)]
     avoided = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
     allowed = np.setdiff1d(np.arange(config.vocab_size), [a for a in avoided if isinstance(a, int)])
     random = np.random.default_rng(0)
-    return [random.choice(allowed, size=length) for length in lengths]
+    sequences = [random.choice(allowed, size=length) for length in lengths]
+    if getattr(config, "is_encoder_decoder", False) and isinstance(config.eos_token_id, int):
+        for sequence in sequences:
+            sequence[-1] = config.eos_token_id
+    return sequences
 
 
 def _packed(sequences: Sequence[np.ndarray], config: Any, max_length: int) -> Inputs:
-    """The sequences in one row whose unused tail is longer than one of them, so that the tail is tested too."""
+    """The sequences in one row whose unused tail is longer than one of them, so that the tail is tested too.
+
+    The row is longer than any short table of positions, so that nothing that is made for one sequence has its length.
+    """
     longest = max(len(s) for s in sequences)
     total = sum(len(s) for s in sequences) + longest + 9
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions <= _SHORT_TABLE:
+        total = max(total, positions + 1)
     shape = PackedShape(num_tokens=total, num_slots=len(sequences) + 2, max_length=min(max_length, longest))
     types = [_types(s) for s in sequences]
     return packed_inputs(sequences, shape, padding_id=_padding_id(config), types=types, groups=True)
@@ -253,13 +303,18 @@ def _exact_fp32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _cache_path(model: Any, max_length: int, device: torch.device, precision: str) -> Path:
+def _cache_path(model: Any, max_length: int, device: torch.device, precision: str) -> Path | None:
+    """Where the proof of this model is kept, None for a user without a home. Remote code has its hash in the module."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_ARCHITECTURE}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [torch.__version__, transformers.__version__, _REVISION]
-    key = json.dumps([type(model).__name__, config, max_length, name, precision, versions], sort_keys=True, default=str)
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "brimful" / "proofs"
-    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    key = json.dumps([kind, config, max_length, name, precision, versions], sort_keys=True, default=str)
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    return folder / "brimful" / "proofs" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 _NOT_ARCHITECTURE = frozenset({"_name_or_path", "id2label", "label2id", "transformers_version", "dtype", "torch_dtype"})

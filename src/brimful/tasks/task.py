@@ -76,7 +76,9 @@ class SingleLabel(Task):
         return F.cross_entropy(logits_SC, targets_S, weights_C, reduction="none", label_smoothing=self.smoothing)
 
     def denominator(self, targets_N: np.ndarray) -> float:
-        return float(len(targets_N) if self.class_weights_C is None else self.class_weights_C[targets_N].sum())
+        if self.class_weights_C is None:
+            return float(len(targets_N))
+        return float(self.class_weights_C[targets_N].sum(dtype=np.float64))
 
     def empty_targets(self, num_rows: int) -> np.ndarray:
         return np.zeros(num_rows, dtype=np.int64)

@@ -1,0 +1,207 @@
+"""The same fine-tune by transformers' Trainer and by brimful: BBC News, MiniLM-L6, equal hyperparameters, several seeds.
+
+    python benchmarks/trainer_parity/run.py --device cpu --output benchmarks/trainer_parity/cpu
+    python benchmarks/trainer_parity/run.py --device cuda --output benchmarks/trainer_parity/h200
+
+Each run is a process of its own; sides alternate, so that a machine that gets slower gets slower for both. Runs that
+are in results.jsonl are not run again. Times are of the training loop alone: no loading, tokenising, evaluation.
+Trainer runs at its best settings: dynamic padding, fused AdamW, on a GPU bf16, tf32 and four pinned loader workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HYPERPARAMETERS = {
+    "learning_rate": 1e-4,
+    "num_train_epochs": 2.0,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "lr_scheduler_type": "linear",
+}
+BATCH_SIZE, WARMUP_RATIO, TEST_SHARE = 32, 0.1, 0.2
+
+
+def corpus(folder: Path) -> tuple[Path, Path]:
+    """BBC News as train.jsonl and test.jsonl, one stratified split for all runs."""
+    from sklearn.model_selection import train_test_split
+
+    from brimful.data.packaged import bbc_news
+
+    train, test = folder / "train.jsonl", folder / "test.jsonl"
+    if not test.exists():
+        rows = bbc_news()
+        parts = train_test_split(rows, test_size=TEST_SHARE, random_state=0, stratify=[r["label"] for r in rows])
+        for path, part in zip((train, test), parts, strict=True):
+            path.write_text("".join(json.dumps(row) + "\n" for row in part), "utf-8")
+    return train, test
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def by_trainer(model: str, train: Path, test: Path, device: str, seed: int, max_length: int) -> dict[str, Any]:
+    """transformers' Trainer."""
+    import torch
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        DataCollatorWithPadding,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
+
+    class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __init__(self, path: Path, names: list[str]) -> None:
+            rows = rows_of(path)
+            self.encoded = tokenizer([r["text"] for r in rows], truncation=True, max_length=max_length)
+            self.labels = [names.index(r["label"]) for r in rows]
+
+        def __len__(self) -> int:
+            return len(self.labels)
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {key: value[index] for key, value in self.encoded.items()} | {"labels": self.labels[index]}
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    names = sorted({row["label"] for row in rows_of(train)})
+    set_seed(seed)
+    classifier = AutoModelForSequenceClassification.from_pretrained(
+        model, num_labels=len(names), dtype=torch.float32
+    )
+    cuda = device == "cuda"
+    settings = {"bf16": True, "tf32": True, "dataloader_num_workers": 4, "dataloader_pin_memory": True} if cuda else {}
+    data = Rows(train, names)
+    steps = -(-len(data) // BATCH_SIZE) * HYPERPARAMETERS["num_train_epochs"]
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=BATCH_SIZE,
+        per_device_eval_batch_size=64,
+        warmup_steps=-int(-WARMUP_RATIO * steps // 1),
+        optim="adamw_torch_fused",
+        seed=seed,
+        use_cpu=not cuda,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=10,
+        log_level="error",
+        **HYPERPARAMETERS,
+        **settings,
+    )
+    trainer = Trainer(
+        model=classifier, args=arguments, train_dataset=data, data_collator=DataCollatorWithPadding(tokenizer)
+    )
+    if cuda:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    trainer.train()
+    if cuda:
+        torch.cuda.synchronize()
+    train_s = time.perf_counter() - began
+    held_out = Rows(test, names)
+    predicted = trainer.predict(held_out).predictions.argmax(-1)
+    accuracy = sum(int(p) == t for p, t in zip(predicted, held_out.labels, strict=True)) / len(held_out)
+    samples = len(data) * HYPERPARAMETERS["num_train_epochs"]
+    peak = torch.cuda.max_memory_allocated() if cuda else None
+    return {"accuracy": accuracy, "train_s": train_s, "samples_per_s": samples / train_s, "peak_allocated_bytes": peak}
+
+
+def by_brimful(model: str, train: Path, test: Path, device: str, seed: int, max_length: int) -> dict[str, Any]:
+    """brimful, through its Python interface."""
+    import brimful
+
+    run = brimful.train(
+        train,
+        model=model,
+        output=tempfile.mkdtemp(),
+        eval_data=str(test),
+        max_length=max_length,
+        batch_size=BATCH_SIZE,
+        warmup_ratio=WARMUP_RATIO,
+        seed=seed,
+        device=device,
+        eval_steps=10**9,
+        save_steps=10**9,
+        **HYPERPARAMETERS,
+    )
+    return {
+        "accuracy": run.metrics["accuracy"],
+        "train_s": run.train_s,
+        "samples_per_s": run.samples_per_s,
+        "tokens_per_s": run.tokens_per_s,
+        "peak_allocated_bytes": run.peak_bytes.allocated,
+        "levers": {lever.name: lever.value for lever in run.recipe.levers},
+    }
+
+
+SIDES = {"trainer": by_trainer, "brimful": by_brimful}
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    lines = ["| side | seeds | accuracy, mean (min to max) | training, s, median | samples/s, median |", "|---|---|---|---|---|"]
+    for side in SIDES:
+        found = [r for r in results if r["side"] == side]
+        if found:
+            accuracy = [r["accuracy"] for r in found]
+            lines.append(
+                f"| {side} | {len(found)} | {statistics.mean(accuracy):.4f} ({min(accuracy):.4f} to {max(accuracy):.4f}) "
+                f"| {statistics.median(r['train_s'] for r in found):.1f} "
+                f"| {statistics.median(r['samples_per_s'] for r in found):.1f} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--output", type=Path, required=True, help="folder of results.jsonl and table.md")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", help="model folder; default: the packaged MiniLM-L6")
+    parser.add_argument("--max-length", type=int, default=128)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--one", nargs=2, metavar=("SIDE", "SEED"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    train, test = corpus(arguments.output)
+    if arguments.model is None:
+        from brimful.data.packaged import minilm
+
+        arguments.model = str(minilm())
+    if arguments.one:
+        side, seed = arguments.one[0], int(arguments.one[1])
+        row = SIDES[side](arguments.model, train, test, arguments.device, seed, arguments.max_length)
+        print("ROW " + json.dumps({"side": side, "seed": seed, "device": arguments.device, **row}))
+        return
+    path = arguments.output / "results.jsonl"
+    results = rows_of(path) if path.exists() else []
+    for seed in arguments.seeds:
+        for side in SIDES:
+            if any(r["side"] == side and r["seed"] == seed for r in results):
+                continue
+            command = [sys.executable, __file__, "--output", str(arguments.output), "--device", arguments.device]
+            command += ["--model", arguments.model, "--max-length", str(arguments.max_length), "--one", side, str(seed)]
+            done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+            found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+            if not found:
+                print(f"{side}, seed {seed}: failed\n{done.stderr[-3000:]}", file=sys.stderr)
+                continue
+            results.append(json.loads(found[0].removeprefix("ROW ")))
+            path.write_text("".join(json.dumps(row) + "\n" for row in results), "utf-8")
+            print(found[0], flush=True)
+    (arguments.output / "table.md").write_text(table(results) + "\n", "utf-8")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The command line: arguments to a call of the API, errors to one line and an exit code. No logic of its own.
+
+    0  done                       3  too many non-finite steps     130  stopped by Ctrl-C, all saved
+    1  an error of ours           4  disk full, checkpoints whole  143  stopped by SIGTERM, all saved
+    2  cannot be done as asked    5  no checkpoint to resume from
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from brimful.core.errors import BrimfulError, printable
+
+if TYPE_CHECKING:
+    from brimful.reports.terminal import Terminal
+
+_HELP = """usage: brimful COMMAND ...
+
+Fine-tune and run Hugging Face text classifiers with the GPU filled to the brim, without changing what they learn.
+
+commands:
+  train DATA --model MODEL --output DIR    fine-tune a classifier on a file of texts
+  classify MODEL FILE                      label a file of texts with a fine-tuned classifier
+  demo                                     fine-tune MiniLM on BBC News, on this machine, in a few minutes
+
+`brimful COMMAND --help` shows all options of a command; `brimful --version` the version.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command line and exits with its code."""
+    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command line; its exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_HELP, end="")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from brimful import __version__
+
+        print(__version__)
+        return 0
+    command = _COMMANDS.get(arguments[0])
+    if command is None:
+        return _fail(f"there is no command {printable(arguments[0])!r}", f"one of {', '.join(_COMMANDS)}", 2)
+    try:
+        return command(arguments[1:])
+    except BrimfulError as error:
+        return _fail(str(error), error.hint, error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", None, 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        said = str(error).split(". ")[0]
+        return _fail(f"the GPU's memory is full: {said}", "lower --token-budget, or --max-length", 1)
+
+
+def _fail(message: str, hint: str | None, code: int) -> int:
+    print(f"error: {printable(message, 2000)}", file=sys.stderr)
+    if hint:
+        print(f"hint: {printable(hint, 2000)}", file=sys.stderr)
+    return code
+
+
+def _train(words: list[str]) -> int:
+    from brimful.arguments import train_options
+
+    options = train_options(words)
+    with _terminal() as listener:
+        from brimful.api import run_training, summary_json
+
+        record = run_training(options, listener)
+    if options.json:
+        print(summary_json(record))
+    return 0
+
+
+def _classify(words: list[str]) -> int:
+    from brimful.arguments import classify_options
+
+    options = classify_options(words)
+    with _terminal() as listener:
+        from brimful.api import run_classification
+        from brimful.data.writing import json_lines
+
+        table, answers = run_classification(options, listener)
+        if answers.num_truncated:
+            listener.warning(f"{answers.num_truncated:,} texts were cut at the longest length")
+    if options.output is None:
+        for line in json_lines(table):
+            print(line)
+    return 0
+
+
+def _demo(words: list[str]) -> int:
+    from brimful.arguments import demo_options
+
+    options = demo_options(words)
+    with _terminal() as listener:
+        from brimful.api import summary_json
+        from brimful.demo import run_demo
+
+        record = run_demo(options, listener)
+    if options.json:
+        print(summary_json(record))
+    return 0
+
+
+def _terminal() -> closing[Terminal]:
+    """The terminal as a listener, whose live display ends with the block."""
+    from brimful.reports.terminal import Terminal
+
+    return closing(Terminal())
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "classify": _classify, "demo": _demo}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What a running loop tells whoever watches it. The loops know this protocol; terminals and trackers implement it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from brimful.core.records import Recipe, Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a training run is.
+
+    step: applied optimizer steps, of `num_steps`. loss: mean over the batches since the last progress.
+    tokens_per_s, samples_per_s: real tokens and samples, since the last progress. left_s: estimated, None at first.
+    """
+
+    step: int
+    num_steps: int
+    epoch: float
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens_per_s: float
+    samples_per_s: float
+    left_s: float | None
+
+
+class Listener:
+    """Hears everything and says nothing. Subclasses override what they care about; none may raise."""
+
+    def stage(self, text: str) -> None:
+        """A phase begins, e.g. `tokenising`."""
+
+    def note(self, text: str) -> None:
+        """Something inferred or decided that the user should see."""
+
+    def warning(self, text: str) -> None:
+        """Something lost, skipped or fallen back on."""
+
+    def data(self, report: Mapping[str, Any]) -> None:
+        """What the data look like, before training."""
+
+    def recipe(self, recipe: Recipe) -> None:
+        """How the run will run, before training."""
+
+    def progress(self, progress: Progress) -> None:
+        """Training went on."""
+
+    def count(self, done: int, total: int) -> None:
+        """Of `total` rows, `done` are done, in the stage begun last."""
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation ended."""
+
+    def finished(self, run: Run, folder: str) -> None:
+        """The run ended and its model is saved."""

@@ -1,0 +1,233 @@
+"""Samples to effective batches of fixed-shape micro-batches, in an order that is a function of (seed, epoch, position).
+
+Legend: S slots of a micro-batch, N samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from brimful.data.packing import Budgets, pack
+from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
+from brimful.tasks.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What one forward and backward runs on.
+
+    targets_S: the task's targets, any valid value in empty slots. valid_S: (S,) bool, True where a slot holds a sample.
+    samples: dataset index of each sample, on the host, in slot order.
+    """
+
+    inputs: Inputs
+    targets_S: Tensor
+    valid_S: Tensor
+    samples: np.ndarray
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """A copy with `change` applied to every tensor."""
+        return MicroBatch(
+            inputs=map_tensors(self.inputs, change),
+            targets_S=change(self.targets_S),
+            valid_S=change(self.valid_S),
+            samples=self.samples,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One effective batch: what one optimizer step consumes.
+
+    number: batches consumed before it since training began. denominator: () fp64, of the plain loss over the whole batch.
+    num_tokens: tokens of its sequences. num_computed: tokens of its micro-batches, padding and tails counted.
+    """
+
+    number: int
+    micro_batches: tuple[MicroBatch, ...]
+    denominator: Tensor
+    num_samples: int
+    num_tokens: int
+    num_computed: int
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """A copy with `change` applied to every tensor."""
+        return Batch(
+            number=self.number,
+            micro_batches=tuple(micro.map(change) for micro in self.micro_batches),
+            denominator=change(self.denominator),
+            num_samples=self.num_samples,
+            num_tokens=self.num_tokens,
+            num_computed=self.num_computed,
+        )
+
+    @property
+    def samples(self) -> np.ndarray:
+        """Dataset indices of all its samples."""
+        return np.concatenate([micro.samples for micro in self.micro_batches])
+
+
+class Layout(Protocol):
+    """How the sequences of a batch are laid out in micro-batches."""
+
+    def arrange(
+        self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None
+    ) -> list[tuple[Inputs, list[int], int]]:
+        """(inputs, members, slots) of each micro-batch; members are indices into `ids`, in slot order."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLayout:
+    """Sequences end to end in rows of a few token budgets. groups: the attention kernel wants padded rows besides."""
+
+    budgets: Budgets
+    num_slots: int
+    max_length: int
+    padding_id: int
+    groups: bool
+
+    def arrange(
+        self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None
+    ) -> list[tuple[Inputs, list[int], int]]:
+        """One packed row a micro-batch, as few as fit."""
+        found: list[tuple[Inputs, list[int], int]] = []
+        for budget, members in pack([len(sequence) for sequence in ids], self.budgets):
+            shape = PackedShape(
+                num_tokens=budget, num_slots=min(self.num_slots, budget), max_length=min(self.max_length, budget)
+            )
+            inputs = packed_inputs(
+                [ids[i] for i in members],
+                shape,
+                padding_id=self.padding_id,
+                types=None if types is None else [types[i] for i in members],
+                groups=self.groups,
+            )
+            found.append((inputs, members, shape.num_slots))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedLayout:
+    """Sequences of similar length in padded rows: for models that do not run packed.
+
+    lengths: row lengths, ascending. num_tokens: most tokens of a micro-batch, padding counted.
+    num_rows: samples of an effective batch, the most rows a micro-batch may need.
+    split: False where rows influence one another: then the whole batch is one micro-batch padded to its longest.
+    """
+
+    lengths: tuple[int, ...]
+    num_tokens: int
+    num_rows: int
+    padding_id: int
+    split: bool = True
+
+    def arrange(
+        self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None
+    ) -> list[tuple[Inputs, list[int], int]]:
+        """Rows in order of length, cut where a row would need the next longer shape or the shape is full."""
+        sizes = [len(sequence) for sequence in ids]
+        if not self.split:
+            return [self._rows(ids, types, list(range(len(ids))), len(ids), max(sizes))]
+        buckets: dict[int, list[int]] = {}
+        for index in sorted(range(len(ids)), key=lambda i: sizes[i]):
+            length = next(bucket for bucket in self.lengths if bucket >= sizes[index])
+            buckets.setdefault(length, []).append(index)
+        found = []
+        for length, members in buckets.items():
+            rows = min(self.num_rows, max(1, self.num_tokens // length), _power_of_two(len(members)))
+            for start in range(0, len(members), rows):
+                found.append(self._rows(ids, types, members[start : start + rows], rows, length))
+        return found
+
+    def _rows(
+        self,
+        ids: Sequence[np.ndarray],
+        types: Sequence[np.ndarray] | None,
+        members: list[int],
+        num_rows: int,
+        length: int,
+    ) -> tuple[Inputs, list[int], int]:
+        chosen = None if types is None else [types[i] for i in members]
+        inputs = padded_inputs(
+            [ids[i] for i in members], num_rows, length, padding_id=self.padding_id, types=chosen
+        )
+        return inputs, members, num_rows
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def make_batch(
+    number: int,
+    samples: np.ndarray,
+    ids: Sequence[np.ndarray],
+    types: Sequence[np.ndarray] | None,
+    targets_N: np.ndarray,
+    task: Task,
+    layout: Layout,
+) -> Batch:
+    """The effective batch of these samples: their ids, token types and targets, laid out in micro-batches."""
+    micro_batches, num_computed = [], 0
+    for inputs, members, num_slots in layout.arrange(ids, types):
+        targets_S = task.empty_targets(num_slots)
+        targets_S[: len(members)] = targets_N[members]
+        micro_batches.append(
+            MicroBatch(
+                inputs=inputs,
+                targets_S=torch.from_numpy(targets_S),
+                valid_S=torch.arange(num_slots) < len(members),
+                samples=samples[members],
+            )
+        )
+        num_computed += inputs.num_tokens
+    return Batch(
+        number=number,
+        micro_batches=tuple(micro_batches),
+        denominator=torch.tensor(task.denominator(targets_N), dtype=torch.float64),
+        num_samples=len(samples),
+        num_tokens=sum(len(sequence) for sequence in ids),
+        num_computed=num_computed,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Which samples each effective batch has: shuffled anew each epoch, the last batch of an epoch ragged.
+
+    A function of (seed, epoch, position) alone: there is no state to save, and resuming costs nothing.
+    """
+
+    num_samples: int
+    batch_size: int
+    seed: int
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Effective batches that an epoch has, the ragged last one counted."""
+        return -(-self.num_samples // self.batch_size)
+
+    def epoch(self, number: int) -> int:
+        """The epoch that batch `number` is in."""
+        return number // self.batches_per_epoch
+
+    def samples(self, number: int) -> np.ndarray:
+        """Dataset indices of the samples of batch `number`, counted from the beginning of training."""
+        epoch, position = divmod(number, self.batches_per_epoch)
+        order = _epoch_order(self.seed, epoch, self.num_samples)
+        return order[position * self.batch_size : (position + 1) * self.batch_size]
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
+    order = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_samples)
+    order.flags.writeable = False  # it is kept, and batches are views of it
+    return order

@@ -1,0 +1,187 @@
+"""From what was asked to what runs: the model on its device, every lever with its reason, the step and its batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from brimful.core.options import TrainOptions
+from brimful.core.records import Lever, Recipe
+from brimful.data.augment import Augmenter
+from brimful.data.batches import Layout, Order, PackedLayout, PaddedLayout
+from brimful.data.feed import Source
+from brimful.data.packing import choose_budgets, length_buckets
+from brimful.engine.prepare import Part, Prepared
+from brimful.models.execution import Execution
+from brimful.models.load import load_model
+from brimful.models.proof import prove
+from brimful.step.step import Step, make_schedule
+from brimful.techniques.optimizer import Optimizer
+from brimful.techniques.packing import Packing, needs_groups
+from brimful.techniques.precision import Precision
+
+#: Most tokens of a micro-batch unless --token-budget says otherwise: on a GPU enough to fill it, on a CPU few enough
+#: to stay near the caches.
+_DEFAULT_BUDGET = {"cuda": 32768, "cpu": 4096}
+#: Batches looked at to choose token budgets.
+_LOOKED_AT = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A run that could begin."""
+
+    model: Any
+    execution: Execution
+    layout: Layout
+    step: Step
+    source: Source
+    precision: Precision
+    recipe: Recipe
+    packing: Packing
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens that evaluation lays out at once: as many as the largest micro-batch of training has."""
+        return self.layout.budgets.tokens[-1] if isinstance(self.layout, PackedLayout) else _DEFAULT_BUDGET["cpu"]
+
+
+def build(options: TrainOptions, prepared: Prepared, precision: Precision, optimizer: Optimizer) -> Built:
+    """Loads the model and puts together how it runs.
+
+    Raises: ModelError for weights that do not fit the model.
+    """
+    device = precision.device
+    model = load_model(prepared.facts, prepared.space, head=prepared.alignment.head, seed=options.seed)
+    packing = Packing(
+        proof=None
+        if options.packing == "off"
+        else prove(model, max_length=prepared.max_length, device=device, precision=precision.value)
+    )
+    model = model.to(device).train()
+    execution = packing.apply(model)
+    layout, budget_lever = _layout(options, prepared, packing, precision)
+    schedule = make_schedule(
+        options.lr_scheduler_type, options.learning_rate, prepared.num_steps, prepared.num_warmup_steps
+    )
+    step = Step(
+        execution,
+        prepared.task,
+        optimizer,
+        precision,
+        schedule,
+        max_grad_norm=options.max_grad_norm,
+        seed=options.seed,
+    )
+    levers = (packing.lever(), budget_lever, precision.lever(), optimizer.lever(), _attention(packing, precision, model))
+    return Built(
+        model=model,
+        execution=execution,
+        layout=layout,
+        step=step,
+        source=_source(options, prepared, layout),
+        precision=precision,
+        recipe=Recipe(device=_device_text(device), levers=(*levers, _dropout())),
+        packing=packing,
+    )
+
+
+def make_layout(
+    packing: Packing,
+    precision: Precision,
+    config: Any,
+    *,
+    batches: list[np.ndarray],
+    batch_size: int,
+    max_length: int,
+    token_budget: int | None,
+) -> tuple[Layout, Lever]:
+    """How batches are laid out for this model, and the lever that says so.
+
+    batches: lengths of the sequences of batches as they will come. batch_size: most sequences of a batch.
+    """
+    largest = token_budget or _DEFAULT_BUDGET[precision.device.type]
+    padding_id = config.pad_token_id if isinstance(getattr(config, "pad_token_id", None), int) else 0
+    if packing.packed:
+        budgets = choose_budgets(batches, largest, max_length)
+        groups = needs_groups(precision.device, precision.value, config)
+        value = ", ".join(str(b) for b in budgets.tokens)
+        reason = f"tokens of a micro-batch, from the data's lengths; {100 * budgets.fill:.1f} % filled"
+        packed = PackedLayout(
+            budgets=budgets, num_slots=batch_size, max_length=max_length, padding_id=padding_id, groups=groups
+        )
+        return packed, Lever(name="token_budget", value=value, arithmetic="exact", reason=reason)
+    split = packing.proof is None or packing.proof.independent
+    lengths = length_buckets(max_length)
+    reason = f"rows of {lengths[0]} to {lengths[-1]} tokens by length" if split else packing.supports().because
+    padded = PaddedLayout(
+        lengths=lengths, num_tokens=max(largest, max_length), num_rows=batch_size, padding_id=padding_id, split=split
+    )
+    value = str(largest) if split else "whole batch"
+    return padded, Lever(name="token_budget", value=value, arithmetic="exact", reason=reason)
+
+
+def _layout(
+    options: TrainOptions, prepared: Prepared, packing: Packing, precision: Precision
+) -> tuple[Layout, Lever]:
+    lengths, order = prepared.training.tokens.lengths, prepared.order
+    looked_at = min(_LOOKED_AT, prepared.num_batches or prepared.num_steps)
+    batches = [lengths[order.samples(number)] for number in range(looked_at)]
+    return make_layout(
+        packing,
+        precision,
+        prepared.facts.config,
+        batches=batches,
+        batch_size=options.batch_size,
+        max_length=prepared.max_length,
+        token_budget=options.token_budget,
+    )
+
+
+def _source(options: TrainOptions, prepared: Prepared, layout: Layout) -> Source:
+    training: Part = prepared.training
+    augmenter = None
+    if options.transform is not None:
+        augmenter = Augmenter(
+            options.transform, prepared.encoder, seed=options.seed, num_workers=options.num_workers
+        )
+
+    def texts(samples: np.ndarray) -> tuple[list[str], list[str] | None]:
+        pairs = training.examples.pairs
+        return training.examples.texts.take(samples).to_pylist(), (
+            None if pairs is None else pairs.take(samples).to_pylist()
+        )
+
+    order: Order = prepared.order
+    return Source(
+        training.tokens, training.targets_N, prepared.task, layout, order, augmenter=augmenter, texts=texts
+    )
+
+
+def _attention(packing: Packing, precision: Precision, model: Any) -> Lever:
+    if not packing.packed:
+        value, reason = model.config._attn_implementation, "Hugging Face's own, on padded rows"
+    elif needs_groups(precision.device, precision.value, model.config):
+        value = "grouped sdpa"
+        reason = f"sequences of similar length together: no variable-length kernel for this on {precision.device.type}"
+    elif precision.value in ("bf16", "fp16"):
+        value, reason = "flash, variable length", "torch's FlashAttention-2 takes packed sequences as they are"
+    else:
+        value, reason = "memory-efficient, variable length", "torch's kernel for packed sequences in fp32"
+    return Lever(name="attention", value=str(value), arithmetic="exact", reason=reason)
+
+
+def _dropout() -> Lever:
+    return Lever(
+        name="dropout",
+        value="by (seed, batch, micro-batch)",
+        arithmetic="exact",
+        reason="masks repeat on resume; they change with the split into micro-batches",
+    )
+
+
+def _device_text(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -1,0 +1,75 @@
+"""Logits of tokenised rows: the forward pass that evaluation and classification share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from brimful.data.batches import Layout
+from brimful.data.tokens import Tokens
+from brimful.kernels.layout import Inputs, map_tensors
+from brimful.models.execution import Execution
+from brimful.techniques.precision import Precision
+
+
+def predict_logits(
+    execution: Execution,
+    tokens: Tokens,
+    layout: Layout,
+    precision: Precision,
+    *,
+    batch_tokens: int,
+    most_rows: int,
+    progress: Callable[[int], None] | None = None,
+) -> np.ndarray:
+    """(N, C) fp32 logits of all rows, in their order; computed in eval mode, in order of length.
+
+    batch_tokens, most_rows: as many tokens and rows are laid out at once. progress: called with the number of rows done.
+    """
+    device = next(execution.model.parameters()).device
+    was_training = execution.model.training
+    execution.model.eval()
+    places: list[np.ndarray] = []
+    found: list[Tensor] = []
+    done = 0
+    try:
+        with torch.inference_mode(), precision.autocast():
+            for rows in _chunks(tokens.lengths, batch_tokens, most_rows):
+                ids = [tokens.sequence(row) for row in rows]
+                kinds = [tokens.sequence_types(row) for row in rows]
+                types = [kind for kind in kinds if kind is not None] if tokens.types is not None else None
+                for inputs, members, _ in layout.arrange(ids, types):
+                    logits_SC = execution(_to(inputs, device))[: len(members)]
+                    found.append(logits_SC.float())
+                    places.append(rows[members])
+                done += len(rows)
+                if progress:
+                    progress(done)
+    finally:
+        execution.model.train(was_training)
+    together = torch.cat(found).cpu().numpy()
+    logits_NC = np.empty_like(together)
+    logits_NC[np.concatenate(places)] = together
+    return logits_NC
+
+
+def _chunks(lengths: np.ndarray, batch_tokens: int, most_rows: int) -> Iterator[np.ndarray]:
+    """Row numbers in order of length, the longest first, cut where `batch_tokens` or `most_rows` are reached."""
+    order = np.argsort(-lengths, kind="stable")
+    ends = np.cumsum(lengths[order])
+    start = 0
+    while start < len(order):
+        base = ends[start - 1] if start else 0
+        stop = int(np.searchsorted(ends, base + batch_tokens, side="right"))
+        stop = min(max(stop, start + 1), start + most_rows)
+        yield order[start:stop]
+        start = stop
+
+
+def _to(inputs: Inputs, device: torch.device) -> Inputs:
+    if device.type == "cpu":
+        return inputs
+    return map_tensors(inputs, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))

@@ -1,0 +1,37 @@
+"""SIGTERM and Ctrl-C as a question the loop asks at each step: was I told to stop?"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """While open, the first signal to stop is remembered in `received`; a second Ctrl-C interrupts at once.
+
+    Outside the main thread, where signals cannot be handled, it hears nothing.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._remember) for number in _STOPS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = self.received or number

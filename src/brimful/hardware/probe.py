@@ -1,0 +1,76 @@
+"""The machine as it is: facts for the record, and the device a run may use."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from brimful.core.errors import DeviceError
+from brimful.core.options import DeviceChoice
+from brimful.core.records import Gpu, Machine
+
+_PACKAGES = ("brimful", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "triton")
+
+
+def choose_device(asked: DeviceChoice) -> torch.device:
+    """The device that was asked for; for `auto` a GPU if there is one.
+
+    Raises: DeviceError if a GPU was asked for and torch sees none.
+    """
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}" if torch.version.cuda else (
+            f"torch {torch.__version__} is built without CUDA"
+        )
+        raise DeviceError(
+            f"--device cuda was asked for, and torch sees no GPU: {built}",
+            hint="check nvidia-smi and the torch build, or use --device cpu",
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def probe() -> Machine:
+    """Facts of this machine; None where they cannot be read."""
+    gpus = ()
+    if torch.cuda.is_available():
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        gpus = tuple(
+            Gpu(name=p.name, total_bytes=p.total_memory, compute_capability=(p.major, p.minor)) for p in found
+        )
+    return Machine(
+        cpu=_cpu_name(),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        memory_bytes=_memory_bytes(),
+        gpus=gpus,
+        versions={"python": platform.python_version(), **_versions()},
+    )
+
+
+def _cpu_name() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

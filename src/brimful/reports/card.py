@@ -1,0 +1,70 @@
+"""The model card: what a saved classifier is, what it was trained on, how good it is, and how to make it again."""
+
+from __future__ import annotations
+
+from brimful.core.errors import printable
+from brimful.core.records import Run
+from brimful.core.units import count_text, seconds_text, share_text
+
+_SHOWN_OPTIONS = (
+    "batch_size", "learning_rate", "num_train_epochs", "max_steps", "lr_scheduler_type", "warmup_steps",
+    "warmup_ratio", "optim", "weight_decay", "max_grad_norm", "label_smoothing_factor", "class_weights", "seed",
+)  # fmt: skip
+
+
+def model_card(run: Run) -> str:
+    """The card of a finished run, as Markdown with the metadata block that the Hub reads."""
+    sections = [_metadata(run), _head(run), _metrics(run), _data(run), _training(run), _again(run)]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _metadata(run: Run) -> str:
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-classification", "tags:", "- brimful", "---"]
+    return "\n".join(lines)
+
+
+def _head(run: Run) -> str:
+    names = ", ".join(f"`{_text(name)}`" for name in run.labels.names)
+    task = {"single_label": "one of", "multi_label": "any of", "regression": "the number"}[run.labels.task]
+    return (
+        f"# {_text(run.model)}, fine-tuned\n\nA text classifier that answers {task} {names}. Fine-tuned from"
+        f" `{_text(run.model)}` with brimful {run.machine.versions.get('brimful', '')}.\n\n"
+        "```python\nfrom transformers import pipeline\n\n"
+        'classify = pipeline("text-classification", model="path/to/this/folder")\nclassify("a text")\n```'
+    )
+
+
+def _metrics(run: Run) -> str:
+    if not run.metrics:
+        return "## Metrics\n\nTrained on every row: nothing was held out to measure on."
+    rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in run.metrics.items())
+    held_out = run.data.get("eval_rows")
+    return f"## Metrics\n\nOn {count_text(held_out)} held-out rows:\n\n| metric | value |\n|---|---|\n{rows}"
+
+
+def _data(run: Run) -> str:
+    truncated = share_text(run.data.get("truncated_share"))
+    return (
+        f"## Data\n\n{count_text(run.data.get('rows'))} training rows, sequences of at most "
+        f"{run.data.get('max_length')} tokens ({truncated} truncated). Fingerprint (SHA-256 of the rows):"
+        f" `{run.data_fingerprint}`."
+    )
+
+
+def _training(run: Run) -> str:
+    options = "\n".join(f"| {name} | {run.options[name]} |" for name in _SHOWN_OPTIONS if run.options.get(name))
+    levers = "\n".join(f"| {lever.name} | {lever.value} | {lever.arithmetic} |" for lever in run.recipe.levers)
+    skipped = f", {run.skipped_steps} skipped as not finite" if run.skipped_steps else ""
+    return (
+        f"## Training\n\n{count_text(run.steps)} steps{skipped} in {seconds_text(run.train_s)} on {run.recipe.device}."
+        f"\n\n| hyperparameter | value |\n|---|---|\n{options}\n\n| how it ran | value | arithmetic |\n|---|---|---|\n{levers}"
+    )
+
+
+def _again(run: Run) -> str:
+    return f"## Made by\n\n```\n{_text(run.command, 2000)}\n```"
+
+
+def _text(value: str, limit: int = 200) -> str:
+    """User text that can break neither the table nor the page."""
+    return printable(value, limit).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

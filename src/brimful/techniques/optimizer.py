@@ -1,0 +1,67 @@
+"""Optimizers by transformers' `optim` names, all through torch's fused kernels: one pass over the parameters that also
+applies clipping and the loss scale, and does nothing at all where a step was found not to be finite.
+
+`adamw_torch` and `adamw_torch_fused` are the same arithmetic and run the same kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from brimful.core.options import OptimizerChoice
+from brimful.core.records import Arithmetic, Lever
+from brimful.techniques.technique import Cost, Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """An optimizer and its hyperparameters. The learning rate belongs to the step, which reads it from its schedule."""
+
+    value: OptimizerChoice
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    source: str = "Loshchilov and Hutter 2019, arXiv 1711.05101; torch.optim"
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """`exact`: it is what was asked for."""
+        return "exact"
+
+    def supports(self) -> Verdict:
+        """torch has fused kernels for the CPU and for CUDA."""
+        return Verdict(ok=True, because="torch has a fused kernel for CPU and CUDA")
+
+    def cost(self, num_parameters: int) -> Cost:
+        """Two fp32 states a parameter for AdamW, none for plain SGD."""
+        return Cost(resident_bytes=0 if self.value == "sgd" else 8 * num_parameters)
+
+    def lever(self) -> Lever:
+        """Its line in the recipe."""
+        return Lever(
+            name="optimizer", value=self.value, arithmetic="exact", reason="asked for; torch's fused kernel, fp32 states"
+        )
+
+    def apply(self, model: nn.Module, learning_rate: Tensor) -> torch.optim.Optimizer:
+        """The torch optimizer over the model's parameters, reading `learning_rate` from a () tensor at each step."""
+        groups = parameter_groups(model.named_parameters(), self.weight_decay)
+        if self.value == "sgd":
+            return torch.optim.SGD(groups, lr=learning_rate, fused=True)
+        return torch.optim.AdamW(
+            groups, lr=learning_rate, betas=(self.beta1, self.beta2), eps=self.epsilon, fused=True
+        )
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices and embeddings decay; biases and norms, everything with fewer than two dimensions, do not."""
+    trained = [parameter for _, parameter in named if parameter.requires_grad]
+    decayed = [p for p in trained if p.ndim >= 2]
+    others = [p for p in trained if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

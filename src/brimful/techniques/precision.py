@@ -1,0 +1,98 @@
+"""Precision of matrix products. Weights, gradients, optimizer states, norms, softmax and loss stay fp32 in all of them.
+
+    fp32   full products
+    tf32   products of 10-bit mantissas on a GPU's matrix units
+    bf16   torch's autocast in bf16: 7-bit mantissas, the range of fp32
+    fp16   torch's autocast in fp16, with a loss scale that halves when gradients overflow and doubles every 2,000 steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from brimful.core.errors import DeviceError, OptionError
+from brimful.core.options import PrecisionChoice
+from brimful.core.records import Arithmetic, Lever
+from brimful.techniques.technique import Cost, Verdict
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Precision of products on one device."""
+
+    value: str
+    device: torch.device
+    reason: str
+    source: str = "Micikevicius et al. 2018, arXiv 1710.03740; torch.amp"
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """`exact` in fp32, `rounding` otherwise."""
+        return "exact" if self.value == "fp32" else "rounding"
+
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients need a loss scale."""
+        return self.value == "fp16"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What products take."""
+        return _AUTOCAST.get(self.value, torch.float32)
+
+    def supports(self) -> Verdict:
+        """tf32 and fp16 need a GPU's matrix units to make sense; bf16 runs everywhere."""
+        if self.value == "tf32" and self.device.type != "cuda":
+            return Verdict(ok=False, because="tf32 is a format of NVIDIA's matrix units")
+        if self.device.type == "cuda" and self.value in ("tf32", "bf16"):
+            major, minor = torch.cuda.get_device_capability(self.device)
+            return Verdict(ok=major >= 8, because=f"the GPU has compute capability {major}.{minor}, and it begins with 8.0")
+        return Verdict(ok=True, because="it runs everywhere")
+
+    def cost(self, num_parameters: int) -> Cost:
+        """Autocast keeps a copy of the weights in its own type during a step."""
+        return Cost(step_bytes=2 * num_parameters if self.value in _AUTOCAST else 0)
+
+    def lever(self) -> Lever:
+        """Its line in the recipe."""
+        return Lever(name="precision", value=self.value, arithmetic=self.arithmetic, reason=self.reason)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context that forward passes run in."""
+        if self.value not in _AUTOCAST:
+            return nullcontext()
+        return torch.autocast(self.device.type, _AUTOCAST[self.value])
+
+    @contextmanager
+    def apply(self) -> Iterator[None]:
+        """Sets fp32 products of the process to this precision, and back."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest" if self.value == "fp32" else "high")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+def choose_precision(asked: PrecisionChoice, device: torch.device) -> Precision:
+    """The precision that was asked for; for `auto` bf16 on a GPU that has it, fp32 elsewhere.
+
+    Raises: OptionError for tf32 without a GPU, DeviceError for a GPU that does not have what was asked.
+    """
+    if asked == "auto":
+        bf16 = Precision(value="bf16", device=device, reason="the GPU's fastest type with the range of fp32")
+        if device.type == "cuda" and bf16.supports().ok:
+            return bf16
+        return Precision(value="fp32", device=device, reason=f"the default on {device.type}")
+    precision = Precision(value=asked, device=device, reason="asked for")
+    verdict = precision.supports()
+    if not verdict.ok:
+        kind = DeviceError if device.type == "cuda" else OptionError
+        raise kind(f"--precision {asked} does not work here: {verdict.because}", hint="use fp32 or bf16")
+    return precision

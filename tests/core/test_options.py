@@ -1,0 +1,139 @@
+"""What a user can ask for: defaults, what is refused, what differs from an earlier run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+
+from brimful.core.errors import OptionError
+from brimful.core.options import NOT_PART_OF_THE_RUN, TrainOptions, differences, flag
+
+
+def options(**changes: Any) -> TrainOptions:
+    return TrainOptions(**{"data": "d.csv", "model": "m", "output": "out", **changes})
+
+
+def test_the_defaults_are_allowed_and_are_those_of_transformers() -> None:
+    made = options()
+    assert (made.learning_rate, made.num_train_epochs, made.weight_decay, made.max_grad_norm) == (5e-5, 3.0, 0.0, 1.0)
+    assert (made.adam_beta1, made.adam_beta2, made.adam_epsilon, made.seed) == (0.9, 0.999, 1e-8, 42)
+
+
+def test_options_want_names_and_cannot_be_changed() -> None:
+    with pytest.raises(TypeError):
+        TrainOptions("d.csv", "m", "out")  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options().seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("batch_size", "num_train_epochs", "learning_rate", "save_total_limit", "logging_steps", "max_steps"),
+        *("eval_steps", "save_steps", "max_length", "token_budget", "num_workers", "adam_epsilon"),
+        "early_stopping_patience",
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
+def test_what_must_be_above_zero(name: str, value: float) -> None:
+    with pytest.raises(OptionError, match=f"{flag(name)} is {value}: it must be finite and greater than 0"):
+        options(**{name: value, "metric_for_best_model": "loss"})
+    assert getattr(options(**{name: 1, "metric_for_best_model": "loss"}), name) == 1
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "max_grad_norm", "warmup_steps", "seed"])
+@pytest.mark.parametrize("value", [-1, math.inf, math.nan])
+def test_what_must_not_be_below_zero(name: str, value: float) -> None:
+    with pytest.raises(OptionError, match=f"{flag(name)} is {value}"):
+        options(**{name: value})
+    assert getattr(options(**{name: 0}), name) == 0
+
+
+@pytest.mark.parametrize("name", ["adam_beta1", "adam_beta2", "label_smoothing_factor", "eval_split"])
+@pytest.mark.parametrize("value", [-0.1, 1, math.nan])
+def test_shares_below_one(name: str, value: float) -> None:
+    with pytest.raises(OptionError, match=f"{flag(name)} is {value}"):
+        options(**{name: value})
+    assert getattr(options(**{name: 0}), name) == 0
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan])
+def test_warm_up_as_a_share(value: float) -> None:
+    with pytest.raises(OptionError, match="--warmup-ratio"):
+        options(warmup_ratio=value)
+    assert options(warmup_ratio=1).warmup_ratio == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"warmup_ratio": 0.1, "warmup_steps": 0}, "--warmup-ratio and --warmup-steps are both given"),
+        ({"early_stopping_patience": 3}, "--early-stopping-patience needs a metric"),
+        ({"metric_for_best_model": "loss", "eval_split": 0}, "needs rows to evaluate on"),
+    ],
+)
+def test_options_that_contradict_each_other(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words) as raised:
+        options(**changes)
+    assert raised.value.hint
+
+
+def test_options_that_go_together() -> None:
+    options(metric_for_best_model="loss", eval_split=0, eval_data="e.csv", early_stopping_patience=1)
+
+
+def test_a_flag_is_its_field_with_dashes() -> None:
+    assert flag("batch_size") == "--batch-size"
+    assert flag("seed") == "--seed"
+
+
+def test_what_is_not_part_of_the_run_are_fields() -> None:
+    assert {field.name for field in dataclasses.fields(TrainOptions)} >= NOT_PART_OF_THE_RUN
+
+
+def test_every_field_has_a_default_but_three() -> None:
+    required = [field.name for field in dataclasses.fields(TrainOptions) if field.default is dataclasses.MISSING]
+    assert required == ["data", "model", "output"]
+
+
+def stored(made: TrainOptions) -> dict[str, object]:
+    return dict(json.loads(json.dumps(dataclasses.asdict(made))))
+
+
+def test_equal_options_have_no_differences_after_json() -> None:
+    made = options(learning_rate=0.1 + 0.2, max_steps=7)
+    assert differences(stored(made), made) == []
+
+
+def test_differences_are_named_in_the_order_of_the_fields() -> None:
+    before = stored(options(seed=1, max_steps=5))
+    now = options(seed=2, max_steps=None, batch_size=8)
+    assert differences(before, now) == [
+        "--batch-size was 32, is 8",
+        "--max-steps was 5, is None",
+        "--seed was 1, is 2",
+    ]
+
+
+def test_how_a_run_is_started_and_shown_may_differ() -> None:
+    now = options(
+        output="elsewhere",
+        resume=True,
+        dry_run=True,
+        json=True,
+        report_to="tensorboard",
+        num_workers=3,
+        save_total_limit=9,
+    )
+    assert differences(stored(options()), now) == []
+
+
+def test_an_option_that_the_earlier_version_did_not_have_was_at_its_default() -> None:
+    before = stored(options())
+    del before["seed"]
+    assert differences(before, options()) == []
+    assert differences(before, options(seed=1)) == ["--seed was 42, is 1"]

@@ -1,0 +1,100 @@
+"""Tiny classifiers of real families, built from their configurations: nothing is downloaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForSequenceClassification
+
+VOCABULARY = 99
+#: Longest sequence that every family here takes: more than any of their windows.
+LONGEST = 64
+
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 80,
+}
+_END = {"bos_token_id": 3, "eos_token_id": 4}
+_ROPE = _SIZES | {"num_key_value_heads": 2, "head_dim": 4, "pad_token_id": 0} | _END
+_ENCODER = _SIZES | {"pad_token_id": 0, "initializer_range": 0.2}
+_ROBERTA = _SIZES | {"pad_token_id": 1, "type_vocab_size": 1, "initializer_range": 0.2}
+_MODERN = _ENCODER | _END | {"cls_token_id": 3, "sep_token_id": 4, "local_attention": 16, "num_hidden_layers": 4}
+_GEMMA = _ROPE | {"sliding_window": 16, "query_pre_attn_scalar": 4}
+_GEMMA3 = _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family, its tiny configuration, and how it is expected to run packed.
+
+    partly_fp32: it computes rotary angles or norms in fp32 whatever the dtype of the model is.
+    """
+
+    config: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    pooling: str = "first"
+    first_position: int = 0
+    partly_fp32: bool = False
+
+    def model(self, num_labels: int = 3, *, seed: int = 0, dropout: float = 0.0, **settings: Any) -> Any:
+        """A fresh model in fp32, with every dropout at `dropout`."""
+        config_class = getattr(transformers, self.config)
+        config = config_class(**self.settings | settings, num_labels=num_labels)
+        for name in vars(config):
+            if "dropout" in name or name.endswith(("pdrop", "_drop")):
+                setattr(config, name, dropout)
+        torch.manual_seed(seed)
+        return AutoModelForSequenceClassification.from_config(config)
+
+
+FAMILIES = {
+    "bert": Family(config="BertConfig", settings=_ENCODER),
+    "roberta": Family(config="RobertaConfig", settings=_ROBERTA, first_position=2),
+    "xlm-roberta": Family(config="XLMRobertaConfig", settings=_ROBERTA, first_position=2),
+    "distilbert": Family(
+        config="DistilBertConfig",
+        settings={"vocab_size": VOCABULARY, "dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 24,
+                  "max_position_embeddings": 80, "initializer_range": 0.2},
+    ),
+    "electra": Family(config="ElectraConfig", settings=_ENCODER | {"embedding_size": 8}),
+    "albert": Family(config="AlbertConfig", settings=_ENCODER | {"embedding_size": 8}),
+    "modernbert": Family(config="ModernBertConfig", settings=_MODERN, partly_fp32=True),
+    "modernbert-mean": Family(
+        config="ModernBertConfig", settings=_MODERN | {"classifier_pooling": "mean"}, pooling="mean", partly_fp32=True
+    ),
+    "llama": Family(config="LlamaConfig", settings=_ROPE, pooling="last", partly_fp32=True),
+    "mistral": Family(
+        config="MistralConfig", settings=_ROPE | {"sliding_window": 16}, pooling="last", partly_fp32=True
+    ),
+    "qwen2": Family(config="Qwen2Config", settings=_ROPE, pooling="last", partly_fp32=True),
+    "qwen3": Family(config="Qwen3Config", settings=_ROPE, pooling="last", partly_fp32=True),
+    "gemma2": Family(
+        config="Gemma2Config", settings=_GEMMA | {"attn_logit_softcapping": 2.0}, pooling="last", partly_fp32=True
+    ),
+    "gemma3": Family(config="Gemma3TextConfig", settings=_GEMMA3, pooling="last", partly_fp32=True),
+    "gpt2": Family(
+        config="GPT2Config",
+        settings={"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 80,
+                  "pad_token_id": 0, "initializer_range": 0.2} | _END,
+        pooling="last",
+    ),
+}
+
+
+def sequences(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
+    """Random token ids of these lengths, without special ones."""
+    random = np.random.default_rng(seed)
+    return [random.integers(5, VOCABULARY, size=length).astype(np.int32) for length in lengths]
+
+
+def pair_types(ids: list[np.ndarray]) -> list[np.ndarray]:
+    """Token types of text pairs whose second text begins in the middle."""
+    return [(np.arange(len(i)) >= len(i) // 2).astype(np.uint8) for i in ids]

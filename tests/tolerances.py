@@ -1,0 +1,38 @@
+"""The one table of tolerances. All are relative, norm of the difference over the norm, unless their name says otherwise."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: A kernel against its plain twin, by dtype: outputs and gradients.
+ATTENTION: Final = {torch.float64: 1e-10, torch.float32: 1e-5}
+#: A packed, split step against the plain padded batch in fp64: gradient of all parameters together.
+STEP_FP64: Final = 1e-10
+#: The same for families that compute a part in fp32 whatever the dtype: rotary angles, softmax, norms.
+STEP_PARTLY_FP32: Final = 1e-7
+#: A whole model, packed against plain, in fp32: logits and gradient.
+MODEL_FP32: Final = 1e-5
+#: A loss against torch's or Hugging Face's own, in fp64 and in fp32.
+LOSS_FP64: Final = 1e-12
+LOSS_FP32: Final = 1e-6
+#: Ten optimizer steps against a plain loop in fp32: each loss, and all weights together.
+RUN_LOSS_FP32: Final = 1e-6
+RUN_WEIGHTS_FP32: Final = 1e-5
+#: Our numbers against scikit-learn's.
+METRIC: Final = 1e-12
+#: A learning rate that is kept in fp32 against transformers' fp64.
+LEARNING_RATE: Final = 1e-6
+
+
+def difference(found: Tensor | np.ndarray, expected: Tensor | np.ndarray) -> float:
+    """Norm of the difference over the norm of what was expected; infinite if anything is not finite."""
+    found, expected = (torch.as_tensor(x).detach().double().flatten() for x in (found, expected))
+    assert found.shape == expected.shape, f"{found.shape} is not {expected.shape}"
+    off = float((found - expected).norm())
+    if not np.isfinite(off):
+        return float("inf")
+    return off / max(float(expected.norm()), 1e-30) if off else 0.0
