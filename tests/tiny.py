@@ -61,8 +61,15 @@ FAMILIES = {
     "xlm-roberta": Family(config="XLMRobertaConfig", settings=_ROBERTA, first_position=2),
     "distilbert": Family(
         config="DistilBertConfig",
-        settings={"vocab_size": VOCABULARY, "dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 24,
-                  "max_position_embeddings": 80, "initializer_range": 0.2},
+        settings={
+            "vocab_size": VOCABULARY,
+            "dim": 16,
+            "n_layers": 2,
+            "n_heads": 4,
+            "hidden_dim": 24,
+            "max_position_embeddings": 80,
+            "initializer_range": 0.2,
+        },
     ),
     "electra": Family(config="ElectraConfig", settings=_ENCODER | {"embedding_size": 8}),
     "albert": Family(config="AlbertConfig", settings=_ENCODER | {"embedding_size": 8}),
@@ -82,8 +89,16 @@ FAMILIES = {
     "gemma3": Family(config="Gemma3TextConfig", settings=_GEMMA3, pooling="last", partly_fp32=True),
     "gpt2": Family(
         config="GPT2Config",
-        settings={"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 80,
-                  "pad_token_id": 0, "initializer_range": 0.2} | _END,
+        settings={
+            "vocab_size": VOCABULARY,
+            "n_embd": 16,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 80,
+            "pad_token_id": 0,
+            "initializer_range": 0.2,
+        }
+        | _END,
         pooling="last",
     ),
 }

@@ -1,4 +1,4 @@
-"""The one table of tolerances. All are relative, norm of the difference over the norm, unless their name says otherwise."""
+"""The one table of tolerances. All are relative, norm of the difference over the norm, unless their name differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same fine-tune by transformers' Trainer and by brimful: BBC News, MiniLM-L6, equal hyperparameters, several seeds.
+"""The same fine-tune by transformers' Trainer and by brimful: BBC News, MiniLM-L6, equal hyperparameters and seeds.
 
     python benchmarks/trainer_parity/run.py --device cpu --output benchmarks/trainer_parity/cpu
     python benchmarks/trainer_parity/run.py --device cuda --output benchmarks/trainer_parity/h200
@@ -77,9 +77,7 @@ def by_trainer(model: str, train: Path, test: Path, device: str, seed: int, max_
     tokenizer = AutoTokenizer.from_pretrained(model)
     names = sorted({row["label"] for row in rows_of(train)})
     set_seed(seed)
-    classifier = AutoModelForSequenceClassification.from_pretrained(
-        model, num_labels=len(names), dtype=torch.float32
-    )
+    classifier = AutoModelForSequenceClassification.from_pretrained(model, num_labels=len(names), dtype=torch.float32)
     cuda = device == "cuda"
     settings = {"bf16": True, "tf32": True, "dataloader_num_workers": 4, "dataloader_pin_memory": True} if cuda else {}
     data = Rows(train, names)
@@ -150,13 +148,16 @@ SIDES = {"trainer": by_trainer, "brimful": by_brimful}
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    lines = ["| side | seeds | accuracy, mean (min to max) | training, s, median | samples/s, median |", "|---|---|---|---|---|"]
+    lines = [
+        "| side | seeds | accuracy, mean (min to max) | training, s, median | samples/s, median |",
+        "|---|---|---|---|---|",
+    ]
     for side in SIDES:
         found = [r for r in results if r["side"] == side]
         if found:
-            accuracy = [r["accuracy"] for r in found]
+            scores = [r["accuracy"] for r in found]
             lines.append(
-                f"| {side} | {len(found)} | {statistics.mean(accuracy):.4f} ({min(accuracy):.4f} to {max(accuracy):.4f}) "
+                f"| {side} | {len(found)} | {statistics.mean(scores):.4f} ({min(scores):.4f} to {max(scores):.4f}) "
                 f"| {statistics.median(r['train_s'] for r in found):.1f} "
                 f"| {statistics.median(r['samples_per_s'] for r in found):.1f} |"
             )

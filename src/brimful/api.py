@@ -72,7 +72,9 @@ def run_classification(options: ClassifyOptions, listener: Listener) -> tuple[pa
     for field, reason in columns.reasons.items():
         listener.note(f"{field}: {reason}")
     pairs = None if columns.pair is None else rows.table[columns.pair]
-    answers = classify_texts(options, _text(rows.table[columns.text]), None if pairs is None else _text(pairs), listener)
+    answers = classify_texts(
+        options, _text(rows.table[columns.text]), None if pairs is None else _text(pairs), listener
+    )
     found = [answers.best(row, options.threshold) for row in range(rows.num_rows)]
     table = rows.table
     for name in found[0]:

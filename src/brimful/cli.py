@@ -1,8 +1,8 @@
 """The command line: arguments to a call of the API, errors to one line and an exit code. No logic of its own.
 
-    0  done                       3  too many non-finite steps     130  stopped by Ctrl-C, all saved
-    1  an error of ours           4  disk full, checkpoints whole  143  stopped by SIGTERM, all saved
-    2  cannot be done as asked    5  no checkpoint to resume from
+0  done                       3  too many non-finite steps     130  stopped by Ctrl-C, all saved
+1  an error of ours           4  disk full, checkpoints whole  143  stopped by SIGTERM, all saved
+2  cannot be done as asked    5  no checkpoint to resume from
 """
 
 from __future__ import annotations

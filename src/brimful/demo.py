@@ -1,4 +1,4 @@
-"""The demonstration: the whole of `brimful train` and `brimful classify` on a real model and real text, no network needed.
+"""The demonstration: `brimful train` and `brimful classify` whole, on a real model and real text, without a network.
 
 Model and text come from Python packages (the `demo` extra): all-MiniLM-L6-v2, a base model of 22.7 M parameters without
 a classification head, and BBC News, 2,225 articles in five classes.

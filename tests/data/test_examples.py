@@ -44,7 +44,7 @@ def rows_in(part: Examples) -> list[int]:
 
 
 def test_rows_without_text_are_left_out_and_counted() -> None:
-    rows = rows_of(text=["a", "", None, " \n\t", "b"], label=["x", "y", None, "", "y"])
+    rows = rows_of(text=["a", "", None, " \n\t\v\x85\u00a0\u3000", "b"], label=["x", "y", None, "", "y"])
     columns = Columns(text="text", pair=None, labels=("label",), reasons={})
     examples, num_empty = make_examples(rows, columns, detect_labels(rows, columns))
     assert num_empty == 3

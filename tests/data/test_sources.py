@@ -277,6 +277,9 @@ def test_glob_and_folder_read_files_by_name(tmp_path: Path, monkeypatch: pytest.
     for spec in ("d", "d/*", f"{tmp_path}/d/*.*"):
         rows = read_rows(spec)
         assert rows.table.to_pydict() == {"text": ["x", "y", "b"], "label": ["1", "1", "2"]}
+    monkeypatch.chdir(tmp_path / "d")
+    assert read_rows("../d/*.csv").place(0) == ("../d/a.csv", 1)
+    monkeypatch.chdir(tmp_path)
     assert (read_rows("d").place(1), read_rows("d/*").place(2)) == (("d/a.csv", 2), ("d/b.jsonl", 1))
 
 
@@ -308,6 +311,7 @@ def test_glob_without_match(tmp_path: Path) -> None:
     error = refused(tmp_path / "parts-*.csv")
     assert "no file has a name like this" in str(error)
     assert error.hint == f"did you mean {tmp_path}/part-1.csv?"
+    assert "cannot be read as a pattern" in str(refused(tmp_path / "part**.csv"))
 
 
 # Fingerprint
@@ -555,6 +559,16 @@ def test_unknown_kind_of_file(tmp_path: Path) -> None:
     error = refused(put(tmp_path / "rows.xlsx", b"PK"))
     assert "is not a kind of file that can be read" in str(error)
     assert (error.hint or "").startswith("it can be CSV, TSV, JSON")
+
+
+def test_names_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "cannot be read (File name too long)" in str(refused("x" * 5000))
+    (tmp_path / "dataset_dict.json").write_text("{")
+    assert str(refused(tmp_path)) == f"{tmp_path}/dataset_dict.json: is not JSON"
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    assert f"{tmp_path}/train/state.json: cannot be read (No such file" in str(refused(tmp_path))
+    put(tmp_path / "train/state.json", "{}")
+    assert "does not name its files" in str(refused(tmp_path))
 
 
 def test_no_name() -> None:

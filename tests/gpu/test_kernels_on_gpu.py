@@ -21,7 +21,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 3e-3}
 LENGTHS = [5, 130, 1, 64, 17]
 
 
-def outputs_and_gradients(attend: Attention, dtype: torch.dtype, pattern: Pattern, heads: tuple[int, int]) -> torch.Tensor:
+def outputs_and_gradients(
+    attend: Attention, dtype: torch.dtype, pattern: Pattern, heads: tuple[int, int]
+) -> torch.Tensor:
     segments = with_groups(make_segments(LENGTHS, PackedShape(num_tokens=512, num_slots=8, max_length=160)))
     segments = map_tensors(segments, lambda t: t.cuda())
     generator = torch.Generator("cuda").manual_seed(0)

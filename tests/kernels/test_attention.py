@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tolerances import ATTENTION, difference
 from torch import Tensor
 
 from brimful.kernels.attention import Attention, Pattern, choose_attention, grouped_attention, reference_attention
 from brimful.kernels.layout import PackedShape, Segments, make_segments, with_groups
+from tolerances import ATTENTION, difference
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 
@@ -36,9 +36,9 @@ class Case:
     def segments(self) -> Segments:
         total = sum(self.lengths) + self.tail
         slots = len(self.lengths) + self.spare_slots
-        return with_groups(make_segments(self.lengths, PackedShape(
-            num_tokens=total, num_slots=slots, max_length=self.longest
-        )))
+        return with_groups(
+            make_segments(self.lengths, PackedShape(num_tokens=total, num_slots=slots, max_length=self.longest))
+        )
 
     def qkv(self, dtype: torch.dtype) -> Qkv:
         random = torch.Generator().manual_seed(self.seed)
@@ -172,9 +172,7 @@ def test_dropout_keeps_the_mean(softcap: float | None) -> None:
     q, k = torch.randn(2, 64, 8, generator=random), torch.randn(2, 64, 8, generator=random)
     v = torch.ones(2, 64, 8)
     torch.manual_seed(0)
-    runs = [
-        grouped_attention(q, k, v, segments, Pattern(scale=0.3, softcap=softcap, dropout=0.25)) for _ in range(60)
-    ]
+    runs = [grouped_attention(q, k, v, segments, Pattern(scale=0.3, softcap=softcap, dropout=0.25)) for _ in range(60)]
     assert not torch.equal(runs[0], runs[1])
     assert abs(float(torch.stack(runs).mean()) - 1) < 0.02
 

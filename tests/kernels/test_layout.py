@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import pair_types, sequences
 
 from brimful.kernels.layout import (
     PackedShape,
@@ -19,6 +18,7 @@ from brimful.kernels.layout import (
     padded_inputs,
     with_groups,
 )
+from tiny import pair_types, sequences
 
 PADDING = 0
 

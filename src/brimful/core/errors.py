@@ -28,9 +28,11 @@ EXIT_OK = 0
 
 
 def printable(text: object, limit: int = 120) -> str:
-    """`text` on one line with control characters escaped, cut to `limit` characters: safe in a terminal and in HTML."""
+    """`text` on one line, control characters and line breaks escaped, cut to `limit` characters: safe in a terminal."""
     escaped = "".join(
-        c if unicodedata.category(c)[0] != "C" else c.encode("unicode_escape", "backslashreplace").decode("ascii")
+        c
+        if unicodedata.category(c)[0] != "C" and c not in "\u2028\u2029"
+        else c.encode("unicode_escape", "backslashreplace").decode("ascii")
         for c in str(text)
     )
     return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
@@ -84,7 +86,7 @@ class DataError(InputError):
         )
         said = f"{place}: {message}" if place else message
         if value is not None:
-            said += f": {printable(value)!r}"
+            said += f": '{printable(value)}'"
         super().__init__(said, hint=hint)
         self.file, self.row, self.value = file, row, value
 
@@ -122,6 +124,6 @@ class CheckpointError(BrimfulError):
 class Interrupted(BrimfulError):  # noqa: N818  (it is not an error of anyone's)
     """Stopped by a signal after saving; `--resume` goes on. Exit code 128 + the signal's number."""
 
-    def __init__(self, message: str, *, signal_number: int, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, signal_number: int = 2, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.exit_code = 128 + signal_number

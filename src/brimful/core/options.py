@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from brimful.core.errors import OptionError
 
@@ -42,7 +42,7 @@ class TrainOptions:
     task: TaskChoice = "auto"
     """What the labels mean. auto: seen from the label column, and printed."""
     label_map: str | None = None
-    """Data label to model label, as `pos=POSITIVE,neg=NEGATIVE` or a JSON file, for a model whose head has other names."""
+    """Data label to model label, for a head with other names: `pos=POSITIVE,neg=NEGATIVE`, or a JSON file."""
     new_head: bool = False
     """Replace the model's classification head by a new one for the labels in the data."""
     max_length: int | None = None
@@ -77,7 +77,7 @@ class TrainOptions:
     label_smoothing_factor: float = 0.0
     """Label smoothing, for single_label and multi_label."""
     class_weights: str | None = None
-    """`balanced`, or weights by label as `spam=3,ham=1`. Single label: weight of the class; multi-label: of positives."""
+    """`balanced`, or weights by label as `spam=3,ham=1`: of the class, or in multi-label of its positives."""
     seed: int = 42
     """Seed of the order, the split, the new head and dropout."""
 
@@ -125,6 +125,7 @@ class TrainOptions:
     """Print one JSON document on stdout at the end, and nothing else there."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check_positive(self, "batch_size", "num_train_epochs", "learning_rate", "save_total_limit", "logging_steps")
         _check_positive(self, "max_steps", "eval_steps", "save_steps", "max_length", "token_budget", "num_workers")
         _check_positive(self, "early_stopping_patience", "adam_epsilon")
@@ -183,6 +184,7 @@ class ClassifyOptions:
     """Load weights that are only there as a pickle (pytorch_model.bin)."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check_positive(self, "max_length", "token_budget")
         if not 0 < self.threshold < 1:
             raise OptionError(f"--threshold is {self.threshold}: it must be between 0 and 1")
@@ -204,6 +206,23 @@ class DemoOptions:
     """Print one JSON document on stdout at the end."""
 
 
+def _check_types(options: object) -> None:
+    """That each field holds what its annotation says: the command line makes sure of it, a Python call may not."""
+    hints = get_type_hints(type(options))
+    for field in dataclasses.fields(cast(Any, options)):
+        hint, value = hints[field.name], getattr(options, field.name)
+        allowed = get_args(hint) if get_origin(hint) is Literal else None
+        if allowed is not None:
+            if value not in allowed:
+                raise OptionError(f"{flag(field.name)} is {value!r}: it must be one of {', '.join(map(str, allowed))}")
+            continue
+        kinds = tuple(get_args(hint)) or (hint,)
+        kinds = (*kinds, int) if float in kinds else kinds
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            wanted = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in dict.fromkeys(kinds))
+            raise OptionError(f"{flag(field.name)} is {value!r}: it must be {wanted}")
+
+
 def _check_positive(options: object, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
@@ -218,7 +237,9 @@ def flag(field: str) -> str:
 
 #: Fields that say how a run is started and shown, not what it learns or how it runs: free to differ on --resume.
 #: The data are compared by what they hold, not by their names.
-NOT_PART_OF_THE_RUN = frozenset({"data", "eval_data", "output", "resume", "dry_run", "json", "report_to", "num_workers", "save_total_limit"})
+NOT_PART_OF_THE_RUN = frozenset(
+    {"data", "eval_data", "output", "resume", "dry_run", "json", "report_to", "num_workers", "save_total_limit"}
+)
 
 
 def differences(before: dict[str, object], now: TrainOptions) -> list[str]:

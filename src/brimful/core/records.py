@@ -85,7 +85,7 @@ class Run:
     """A fine-tuning run: everything needed to repeat and to explain it. Stored as run.json in the run's folder.
 
     status: `planned` by --dry-run; `running` until the model is saved, then `finished`.
-    metrics: of the saved model on the evaluation rows, by name; empty if there were none.
+    metrics: of the saved model on the evaluation rows, by name; empty if there were none, None if not finite.
     steps: applied optimizer steps. skipped_steps: batches consumed without an update.
     train_s: seconds in the training loop, without loading, tokenising and evaluation.
     packed: True, or False with the reason in `packed_reason`.
@@ -101,7 +101,7 @@ class Run:
     machine: Machine
     data_fingerprint: str
     data: Mapping[str, Any]
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
     steps: int = 0
     skipped_steps: int = 0
     train_s: float | None = None

@@ -40,3 +40,8 @@ def count_text(count: float | None) -> str:
 def share_text(share: float | None) -> str:
     """A share between 0 and 1 as per cent: `3.4 %`; `unknown` for None."""
     return "unknown" if share is None else f"{100 * share:.1f} %"
+
+
+def number_text(number: float | None) -> str:
+    """A metric: `0.9775`; `unknown` for None."""
+    return "unknown" if number is None else f"{number:.4f}"

@@ -74,7 +74,9 @@ class Augmenter:
         Raises: DataError, here or from the future, for a transform that failed. Read futures under `worker_errors`.
         """
         with worker_errors():
-            return self._pool.submit(_work, self._seed, epoch, samples.tolist(), list(texts), pairs)
+            return self._pool.submit(
+                _work, self._seed, epoch, samples.tolist(), list(texts), None if pairs is None else list(pairs)
+            )
 
     def close(self) -> None:
         """Ends the workers without waiting for work nobody will read."""

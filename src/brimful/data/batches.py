@@ -23,7 +23,7 @@ from brimful.tasks.task import Task
 class MicroBatch:
     """What one forward and backward runs on.
 
-    targets_S: the task's targets, any valid value in empty slots. valid_S: (S,) bool, True where a slot holds a sample.
+    targets_S: the task's targets, any valid value in empty slots. valid_S: (S,) bool, True where there is a sample.
     samples: dataset index of each sample, on the host, in slot order.
     """
 
@@ -46,7 +46,7 @@ class MicroBatch:
 class Batch:
     """One effective batch: what one optimizer step consumes.
 
-    number: batches consumed before it since training began. denominator: () fp64, of the plain loss over the whole batch.
+    number: batches consumed before it since training began. denominator: () fp64, the plain loss of the batch has it.
     num_tokens: tokens of its sequences. num_computed: tokens of its micro-batches, padding and tails counted.
     """
 
@@ -156,9 +156,7 @@ class PaddedLayout:
         length: int,
     ) -> tuple[Inputs, list[int], int]:
         chosen = None if types is None else [types[i] for i in members]
-        inputs = padded_inputs(
-            [ids[i] for i in members], num_rows, length, padding_id=self.padding_id, types=chosen
-        )
+        inputs = padded_inputs([ids[i] for i in members], num_rows, length, padding_id=self.padding_id, types=chosen)
         return inputs, members, num_rows
 
 
@@ -228,6 +226,6 @@ class Order:
 
 @lru_cache(maxsize=2)
 def _epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
-    order = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_samples)
+    order = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(num_samples)
     order.flags.writeable = False  # it is kept, and batches are views of it
     return order

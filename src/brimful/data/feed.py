@@ -116,9 +116,8 @@ class Feed:
                 raise item
             batch, event = item
             if event is not None:
-                here = torch.cuda.current_stream(self._device)
-                here.wait_event(event)
-                batch.map(lambda tensor: _used_on(tensor, here))
+                torch.cuda.current_stream(self._device).wait_event(event)
+                batch.map(_used_here)
             yield batch
 
     def _stage(self) -> None:
@@ -150,6 +149,7 @@ class Feed:
         return moved, event
 
 
-def _used_on(tensor: Tensor, stream: Any) -> Tensor:
-    tensor.record_stream(stream)
+def _used_here(tensor: Tensor) -> Tensor:
+    """Keeps the memory of a tensor made on another stream until what is queued on this one is done with it."""
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor

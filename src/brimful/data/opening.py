@@ -55,11 +55,8 @@ def reading(file: str) -> Iterator[pa.NativeFile]:
 
 def check_whole(file: str) -> None:
     """Raises DataError for an empty file, and for one that git-lfs has left a pointer for."""
-    try:
-        with Path(file).open("rb") as raw:
-            head = raw.read(len(_POINTER))
-    except OSError as error:
-        raise DataError(f"cannot be read ({error.strerror})", file=file) from error
+    with Path(file).open("rb") as raw:
+        head = raw.read(len(_POINTER))
     if not head:
         raise DataError("is empty", file=file)
     if head == _POINTER:

@@ -1,4 +1,4 @@
-"""A pretrained model and real texts that come as Python packages (the `demo` extra): for the demo, tests and benchmarks."""
+"""A pretrained model and real texts that come as Python packages (the `demo` extra): for demo, tests, benchmarks."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from brimful.core.errors import DataError, printable
 from brimful.data.formats import KINDS, is_data_file, read_file
 from brimful.data.hub import looks_like_hub_name, read_hub
-from brimful.data.opening import not_utf8
+from brimful.data.opening import first_line, not_utf8
 from brimful.data.rows import Rows, join_files
 
 __all__ = ["Rows", "read_rows"]
@@ -36,15 +36,22 @@ def read_rows(spec: str) -> Rows:
     """
     if not spec:
         raise DataError("the data has no name", hint="give a file, a folder or a hub name")
-    path = str(Path(spec).expanduser()) if spec.startswith("~") else spec
-    if Path(path).exists():
-        return join_files(spec, _read_path(path))
-    if any(character in path for character in "*?["):
-        return join_files(spec, _read_glob(path))
-    otherwise = _nearest(path)
-    if is_data_file(path) or not looks_like_hub_name(spec):
+    try:
+        return join_files(spec, _read(str(Path(spec).expanduser()) if spec.startswith("~") else spec))
+    except OSError as error:
+        file = str(error.filename or spec)
+        raise DataError(f"cannot be read ({error.strerror or first_line(error)})", file=file) from error
+
+
+def _read(spec: str) -> Parts:
+    if Path(spec).exists():
+        return _read_path(spec)
+    if any(character in spec for character in "*?["):
+        return _read_glob(spec)
+    otherwise = _nearest(spec)
+    if is_data_file(spec) or not looks_like_hub_name(spec):
         raise DataError("there is no such file or folder", value=spec, hint=otherwise)
-    return join_files(spec, [(spec, read_hub(spec, otherwise))])
+    return [(spec, read_hub(spec, otherwise))]
 
 
 def _read_path(path: str) -> Parts:
@@ -53,7 +60,10 @@ def _read_path(path: str) -> Parts:
 
 def _read_glob(pattern: str) -> Parts:
     anchor = Path(pattern).anchor
-    found = Path(anchor).glob(str(Path(pattern).relative_to(anchor)))
+    try:
+        found = list(Path(anchor).glob(str(Path(pattern).relative_to(anchor))))
+    except ValueError as error:
+        raise DataError(f"cannot be read as a pattern ({first_line(error)})", value=pattern) from error
     matches = sorted(str(path) for path in found if not path.name.startswith("."))
     if not matches:
         raise DataError("no file has a name like this", value=pattern, hint=_nearest(pattern))
@@ -101,8 +111,8 @@ def _train_split(folder: str) -> str:
 def _json_of(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError("cannot be read as JSON", file=str(path), hint="save the data again") from error
+    except ValueError as error:
+        raise DataError("is not JSON", file=str(path), hint="save the data again") from error
 
 
 def _read_class(folder: Path) -> Parts:
@@ -111,8 +121,6 @@ def _read_class(folder: Path) -> Parts:
     for path in sorted(folder.glob("*.txt")):
         try:
             text = path.read_bytes().decode("utf-8-sig")
-        except OSError as error:
-            raise DataError(f"cannot be read ({error.strerror})", file=str(path)) from error
         except UnicodeDecodeError as error:
             raise not_utf8(error.object, file=str(path)) from error
         columns = {"text": pa.array([text], pa.large_string()), "label": pa.array([folder.name], pa.large_string())}

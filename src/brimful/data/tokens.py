@@ -119,8 +119,13 @@ def tokenize(
             if not lengths.all():
                 row = start + int(lengths.argmin())
                 file, number = place(row) if place else (None, row + 1)
-                raise DataError("no token of the text is known to the tokenizer", file=file, row=number,
-                                value=part[row - start], hint="leave the row out, or use the model's own tokenizer")
+                raise DataError(
+                    "no token of the text is known to the tokenizer",
+                    file=file,
+                    row=number,
+                    value=part[row - start],
+                    hint="leave the row out, or use the model's own tokenizer",
+                )
             offsets[start + 1 : start + 1 + len(lengths)] = offsets[start] + np.cumsum(lengths)
             ids.append([e.ids for e in encodings])
             if encoder.with_types:
@@ -141,7 +146,7 @@ class _Spool:
 
     def __init__(self, dtype: Any, folder: Path | None) -> None:
         self._dtype = np.dtype(dtype)
-        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder or os.environ.get("TMPDIR"))
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by __exit__)
 
     def __enter__(self) -> _Spool:
         return self

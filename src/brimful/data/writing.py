@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,7 +23,7 @@ def write_table(table: pa.Table, path: Path) -> None:
     check_suffix(path)
     temporary = durable.temporary_path(path)
     durable.make_folder(path.parent)
-    with durable.file_errors(path):
+    with durable.file_errors(path), _removed_on_error(temporary):
         if path.suffix == ".parquet":
             pq.write_table(table, temporary)
         elif path.suffix in (".csv", ".tsv"):
@@ -34,6 +35,15 @@ def write_table(table: pa.Table, path: Path) -> None:
         durable.sync_file(temporary)
         temporary.replace(path)
     durable.sync_folder(path.parent)
+
+
+@contextmanager
+def _removed_on_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def check_suffix(path: Path) -> None:

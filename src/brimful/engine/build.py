@@ -76,7 +76,13 @@ def build(options: TrainOptions, prepared: Prepared, precision: Precision, optim
         max_grad_norm=options.max_grad_norm,
         seed=options.seed,
     )
-    levers = (packing.lever(), budget_lever, precision.lever(), optimizer.lever(), _attention(packing, precision, model))
+    levers = (
+        packing.lever(),
+        budget_lever,
+        precision.lever(),
+        optimizer.lever(),
+        _attention(packing, precision, model),
+    )
     return Built(
         model=model,
         execution=execution,
@@ -124,9 +130,7 @@ def make_layout(
     return padded, Lever(name="token_budget", value=value, arithmetic="exact", reason=reason)
 
 
-def _layout(
-    options: TrainOptions, prepared: Prepared, packing: Packing, precision: Precision
-) -> tuple[Layout, Lever]:
+def _layout(options: TrainOptions, prepared: Prepared, packing: Packing, precision: Precision) -> tuple[Layout, Lever]:
     lengths, order = prepared.training.tokens.lengths, prepared.order
     looked_at = min(_LOOKED_AT, prepared.num_batches or prepared.num_steps)
     batches = [lengths[order.samples(number)] for number in range(looked_at)]
@@ -145,9 +149,7 @@ def _source(options: TrainOptions, prepared: Prepared, layout: Layout) -> Source
     training: Part = prepared.training
     augmenter = None
     if options.transform is not None:
-        augmenter = Augmenter(
-            options.transform, prepared.encoder, seed=options.seed, num_workers=options.num_workers
-        )
+        augmenter = Augmenter(options.transform, prepared.encoder, seed=options.seed, num_workers=options.num_workers)
 
     def texts(samples: np.ndarray) -> tuple[list[str], list[str] | None]:
         pairs = training.examples.pairs
@@ -156,9 +158,7 @@ def _source(options: TrainOptions, prepared: Prepared, layout: Layout) -> Source
         )
 
     order: Order = prepared.order
-    return Source(
-        training.tokens, training.targets_N, prepared.task, layout, order, augmenter=augmenter, texts=texts
-    )
+    return Source(training.tokens, training.targets_N, prepared.task, layout, order, augmenter=augmenter, texts=texts)
 
 
 def _attention(packing: Packing, precision: Precision, model: Any) -> Lever:

@@ -120,7 +120,9 @@ def _space(config: Any) -> LabelSpace:
         "single_label_classification": "single_label",
     }
     task = by_type.get(config.problem_type or "", "multi_label" if len(names) == 1 else "single_label")
-    return LabelSpace(task=task, names=names, values={} if task == "regression" else {n: i for i, n in enumerate(names)})
+    return LabelSpace(
+        task=task, names=names, values={} if task == "regression" else {n: i for i, n in enumerate(names)}
+    )
 
 
 def _scores(logits_NC: np.ndarray, task: TaskName) -> np.ndarray:

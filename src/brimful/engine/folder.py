@@ -1,7 +1,7 @@
 """The folder of a run: its names, its record, and who may write into it.
 
-    run.json        the record          model/         the classifier in Hugging Face form
-    events.jsonl    one line an event   checkpoints/   complete checkpoints
+run.json        the record          model/         the classifier in Hugging Face form
+events.jsonl    one line an event   checkpoints/   complete checkpoints
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class RunFolder:
         except OSError:
             os.close(self._lock)
             raise OutputError(
-                f"another process is writing into {printable(self.path, 200)}", hint="wait for it, or use another --output"
+                f"another process is writing into {durable.path_text(self.path)}",
+                hint="wait for it, or use another --output",
             ) from None
         durable.clean_temporaries(self.path)
         return self
@@ -62,7 +63,7 @@ class RunFolder:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise OutputError(
-                f"{printable(self.record, 200)} is not the record of a run: {printable(error)}",
+                f"{durable.path_text(self.record)} is not the record of a run: {printable(error)}",
                 hint="use another --output, or remove the folder",
             ) from error
 
@@ -79,19 +80,21 @@ def check_free(path: Path, *, resume: bool) -> None:
     if not path.exists():
         return
     if not path.is_dir():
-        raise OutputError(f"{printable(path, 200)} is a file", hint="--output is a folder")
+        raise OutputError(f"{durable.path_text(path)} is a file", hint="--output is a folder")
     if resume:
         return
     if (path / "run.json").exists():
         raise OutputError(
-            f"{printable(path, 200)} already holds a run", hint="go on with --resume, or use another --output"
+            f"{durable.path_text(path)} already holds a run", hint="go on with --resume, or use another --output"
         )
     strange = [
-        name for name in sorted(os.listdir(path)) if name not in _OURS and not name.startswith(durable.TEMPORARY)
+        name
+        for name in sorted(entry.name for entry in path.iterdir())
+        if name not in _OURS and not name.startswith((durable.TEMPORARY, durable.REPLACED))
     ]
     if strange:
         raise OutputError(
-            f"{printable(path, 200)} is not empty: it holds {printable(strange[0])}", hint="use a new folder"
+            f"{durable.path_text(path)} is not empty: it holds {printable(strange[0])}", hint="use a new folder"
         )
 
 
@@ -121,6 +124,6 @@ def check_space(path: Path, num_parameters: int, optimizer_bytes: int, num_check
     free = durable.free_bytes(existing)
     if free is not None and free < needed:
         raise OutputError(
-            f"{printable(path, 200)}: the run needs about {bytes_text(needed)} on this disk, and {bytes_text(free)} are free",
+            f"{durable.path_text(path)}: the run needs about {bytes_text(needed)} on this disk, {bytes_text(free)} are free",
             hint="free some space, use another --output, or lower --save-total-limit",
         )

@@ -27,7 +27,7 @@ def predict_logits(
 ) -> np.ndarray:
     """(N, C) fp32 logits of all rows, in their order; computed in eval mode, in order of length.
 
-    batch_tokens, most_rows: as many tokens and rows are laid out at once. progress: called with the number of rows done.
+    batch_tokens, most_rows: as many are laid out at once. progress: called with the number of rows done.
     """
     device = next(execution.model.parameters()).device
     was_training = execution.model.training

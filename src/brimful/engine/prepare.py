@@ -72,9 +72,7 @@ def prepare(options: TrainOptions, listener: Listener) -> Prepared:
     num_batches of the result: batches to consume, None where --max-steps counts applied steps instead.
     Raises: InputError for anything that cannot be done as asked.
     """
-    facts = inspect_model(
-        options.model, trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle
-    )
+    facts = inspect_model(options.model, trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle)
     tokenizer = load_tokenizer(facts)
     max_length = longest_sequence(options.max_length, facts, options.model)
     encoder = Encoder.from_tokenizer(tokenizer, max_length, with_types=has_token_types(facts.config))
@@ -134,9 +132,7 @@ def _examples(
 ) -> tuple[Columns, LabelSpace, Examples, Examples | None, str, int]:
     """Columns, label space, training and evaluation examples, fingerprint of both, and rows dropped as empty."""
     rows = read_rows(options.data)
-    columns = find_columns(
-        rows, text=options.text_column, pair=options.pair_column, label=options.label_column
-    )
+    columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=options.label_column)
     for field, reason in columns.reasons.items():
         listener.note(f"{field}: {reason}")
     space = detect_labels(rows, columns, options.task)
@@ -146,8 +142,8 @@ def _examples(
     evaluation: Examples | None = None
     if options.eval_data is not None:
         eval_rows = read_rows(options.eval_data)
-        given = {"text": columns.text, "pair": columns.pair, "label": ",".join(columns.labels)}
-        evaluation, num_eval_empty = make_examples(eval_rows, find_columns(eval_rows, **given), space)
+        same = find_columns(eval_rows, text=columns.text, pair=columns.pair, label=",".join(columns.labels))
+        evaluation, num_eval_empty = make_examples(eval_rows, same, space)
         num_empty += num_eval_empty
         fingerprint = f"{fingerprint}+{eval_rows.fingerprint}"
     elif options.eval_split > 0:
@@ -182,11 +178,15 @@ def _in_order(examples: Examples, space: LabelSpace) -> np.ndarray:
     assert own is not None
     if space.task == "regression":
         return targets.reshape(len(examples), -1).astype(np.float32)
-    place = np.array([space.values[label] for label in sorted(own.values, key=lambda label: own.values[label])])
+    place: np.ndarray = np.array(
+        [space.values[label] for label in sorted(own.values, key=lambda label: own.values[label])]
+    )
     if space.task == "single_label":
-        return place[targets]
+        classes: np.ndarray = place[targets]
+        return classes
     moved = np.zeros((len(examples), space.num_outputs), dtype=np.float32)
-    moved[:, place] = targets
+    for column, output in enumerate(place):  # --label-map may give two labels one output
+        moved[:, output] = np.maximum(moved[:, output], targets[:, column])
     return moved
 
 
@@ -214,12 +214,9 @@ def _report(training: Part, evaluation: Part | None, max_length: int, num_empty:
     lengths = training.tokens.lengths
     quantiles = {f"p{p}": int(np.percentile(lengths, p)) for p in (0, 5, 25, 50, 75, 95, 100)}
     return {
-        **describe(training.examples, evaluation.examples if evaluation else None),
-        "empty_rows": num_empty,
+        **describe(training.examples, evaluation.examples if evaluation else None, num_empty),
         "max_length": max_length,
         "token_lengths": {"mean": round(float(lengths.mean()), 1), **quantiles},
         "truncated_share": training.tokens.num_truncated / len(lengths),
         "truncated_rows": training.tokens.num_truncated,
     }
-
-

@@ -7,6 +7,7 @@ evaluation, the end), it first waits for the steps in flight and counts those th
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import secrets
 from collections import deque
@@ -88,9 +89,7 @@ def train(options: TrainOptions, *, command: str, listener: Listener) -> Run:
     )
     prepared = prepare(options, listener)
     num_parameters = prepared.facts.num_parameters
-    check_space(
-        path, num_parameters, optimizer.cost(num_parameters).resident_bytes, options.save_total_limit + 1
-    )
+    check_space(path, num_parameters, optimizer.cost(num_parameters).resident_bytes, options.save_total_limit + 1)
     if options.dry_run:
         with precision.apply():
             built = build(options, prepared, precision, optimizer)
@@ -231,7 +230,7 @@ class _Loop:
         self._listener.warning(said)
         if self._state.skipped_in_a_row >= _MOST_NON_FINITE:
             raise NonFiniteError(
-                f"{_MOST_NON_FINITE} steps in a row were not finite, the last after {self._state.applied} applied; {said}",
+                f"{_MOST_NON_FINITE} steps in a row were not finite, after {self._state.applied} applied ones; {said}",
                 hint="lower --learning-rate, use --precision fp32 or bf16, or look at the rows named",
             )
 
@@ -278,7 +277,11 @@ class _Loop:
         self._state.train_s = self._clock.seconds
         with self._clock.paused():
             improved = False
-            if due(options.eval_steps) and self._prepared.evaluation is not None and state.metrics_step != state.applied:
+            if (
+                due(options.eval_steps)
+                and self._prepared.evaluation is not None
+                and state.metrics_step != state.applied
+            ):
                 improved = self._evaluate()
             if (due(options.save_steps) or improved) and self._saved_step != state.applied:
                 self._save()
@@ -308,7 +311,7 @@ class _Loop:
             return False
         name = name.removeprefix("eval_")
         value, best = state.metrics[name], state.best_value
-        better = best is None or (value < best if name in LOWER_IS_BETTER else value > best)
+        better = math.isfinite(value) and (best is None or (value < best if name in LOWER_IS_BETTER else value > best))
         if better:
             state.best_value, state.best_step, state.without_improvement = value, state.applied, 0
         else:
@@ -381,7 +384,7 @@ class _Loop:
         run = dataclasses.replace(
             self._record,
             status="finished",
-            metrics=metrics,
+            metrics={name: value if math.isfinite(value) else None for name, value in metrics.items()},
             steps=steps,
             skipped_steps=state.skipped,
             train_s=state.train_s,
@@ -414,9 +417,7 @@ class _Loop:
         return best.state["metrics"], state.applied
 
 
-def _record(
-    options: TrainOptions, prepared: Prepared, built: Built, command: str, *, run: str, status: Any
-) -> Run:
+def _record(options: TrainOptions, prepared: Prepared, built: Built, command: str, *, run: str, status: Any) -> Run:
     verdict = built.packing.supports()
     return Run(
         run=run,

@@ -24,8 +24,10 @@ def choose_device(asked: DeviceChoice) -> torch.device:
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}" if torch.version.cuda else (
-            f"torch {torch.__version__} is built without CUDA"
+        built = (
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else (f"torch {torch.__version__} is built without CUDA")
         )
         raise DeviceError(
             f"--device cuda was asked for, and torch sees no GPU: {built}",
@@ -36,12 +38,10 @@ def choose_device(asked: DeviceChoice) -> torch.device:
 
 def probe() -> Machine:
     """Facts of this machine; None where they cannot be read."""
-    gpus = ()
+    gpus: tuple[Gpu, ...] = ()
     if torch.cuda.is_available():
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        gpus = tuple(
-            Gpu(name=p.name, total_bytes=p.total_memory, compute_capability=(p.major, p.minor)) for p in found
-        )
+        gpus = tuple(Gpu(name=p.name, total_bytes=p.total_memory, compute_capability=(p.major, p.minor)) for p in found)
     return Machine(
         cpu=_cpu_name(),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

@@ -51,21 +51,25 @@ def grouped_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Seg
     for group in segments.groups:
         width = group.index_RL.shape[1]
         q, k, v = (_rows_RHLD(x, group.index_RL) for x in (q_HTD, k_HTD, v_HTD))
-        seen = group.valid_RL[:, None, None, :]
+        seen: Tensor | None = group.valid_RL[:, None, None, :]
         if pattern.causal or pattern.window is not None:
-            seen = seen & _visible(torch.arange(width, device=q_HTD.device), pattern)
-            seen = seen | torch.eye(width, dtype=torch.bool, device=q_HTD.device)  # padding sees itself: no empty row
+            near = _visible(torch.arange(width, device=q_HTD.device), pattern)
+            seen = group.valid_RL[:, None, None, :] & near | torch.eye(
+                width, dtype=torch.bool, device=q_HTD.device
+            )  # padding sees itself: no empty row
         elif _full(group.valid_RL):
             seen = None
         outputs.append(_masked_attention(q, k, v, seen, pattern).transpose(1, 2).flatten(0, 1))
     # Whole tokens are gathered, (H * D) at once: their gradient is then a sum of rows, which is fast everywhere.
     out_TX = torch.cat(outputs).flatten(1).index_select(0, segments.place_T)
-    return out_TX.unflatten(1, (q_HTD.shape[0], -1)).transpose(0, 1)
+    out_THD: Tensor = out_TX.unflatten(1, (q_HTD.shape[0], -1))
+    return out_THD.transpose(0, 1)
 
 
 def _rows_RHLD(x_HTD: Tensor, index_RL: Tensor) -> Tensor:
     rows_RLX = x_HTD.transpose(0, 1).flatten(1).index_select(0, index_RL.flatten()).unflatten(0, index_RL.shape)
-    return rows_RLX.unflatten(2, (x_HTD.shape[0], -1)).transpose(1, 2)
+    rows_RLHD: Tensor = rows_RLX.unflatten(2, (x_HTD.shape[0], -1))
+    return rows_RLHD.transpose(1, 2)
 
 
 def _full(valid_RL: Tensor) -> bool:
@@ -94,7 +98,7 @@ def flash_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segme
 
 
 def efficient_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
-    """The memory-efficient kernel as torch ships it: variable length in fp32 and tf32 on a GPU; no window, no soft cap."""
+    """The memory-efficient kernel as torch ships it: variable length in fp32 on a GPU; no window, no soft cap."""
     k_HTD, v_HTD = _repeat_heads(q_HTD, k_KTD, v_KTD)
     out_1THD: Tensor = torch.ops.aten._efficient_attention_forward(
         *(x.transpose(0, 1)[None] for x in (q_HTD, k_HTD, v_HTD)),
@@ -136,9 +140,7 @@ def _visible(place_T: Tensor, pattern: Pattern) -> Tensor:
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, pattern: Pattern) -> Tensor:
     if pattern.softcap is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, dropout_p=pattern.dropout, scale=pattern.scale
-        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=pattern.dropout, scale=pattern.scale)
     scores = pattern.softcap * torch.tanh((q @ k.transpose(-1, -2)) * pattern.scale / pattern.softcap)
     if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))

@@ -17,12 +17,23 @@ if TYPE_CHECKING:
 _AUTO = "AutoModelForSequenceClassification"
 #: What a config.json can say that changes where a model's code or weights come from, not what it computes.
 _NOT_OF_THE_MODEL = ("auto_map", "fusion_config", "transformers_weights")
+#: Counts that transformers runs through one by one to build a model, by the ends of their names, with a most that no
+#: real model comes near: beyond it, building would take the whole memory before anything could be refused.
+_MOST = {
+    "layers": 1_000,
+    "n_layer": 1_000,
+    "num_hidden_groups": 1_000,
+    "inner_group_num": 1_000,
+    "experts": 100_000,
+    "num_labels": 1_000_000,
+}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of config.json.
 
-    Raises: ModelError if it is not there, is no JSON object, names no model_type, or says the weights are quantized.
+    Raises: ModelError if it is not there, is no JSON object, names no model_type, gives a count beyond all measure, or
+    says that the weights are quantized.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -40,7 +51,17 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{path_text(folder)}: its weights are quantized, and cannot be trained in full precision",
             hint="use the model that they were made from",
         )
+    _require_sane_counts(path, raw)
     return raw
+
+
+def _require_sane_counts(path: Path, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _require_sane_counts(path, value)
+        most = next((most for end, most in _MOST.items() if name.endswith(end)), None)
+        if most is not None and isinstance(value, int) and value > most:
+            raise ModelError(f"{path_text(path)} gives {printable(name)} as {printable(value)}", hint=AGAIN)
 
 
 def build_config(folder: Path, raw: dict[str, Any], *, trust_remote_code: bool) -> tuple[PreTrainedConfig, bool]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,9 @@ def _packed_attention(
     )
     dtype = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled(query.device.type) else value.dtype
     q_HTD, k_KTD, v_KTD = (x[0].to(dtype) for x in (query, key, value))
-    attend: Attention = reference_attention if plain else choose_attention(q_HTD.device, dtype, pattern, q_HTD.shape[-1])
+    attend: Attention = (
+        reference_attention if plain else choose_attention(q_HTD.device, dtype, pattern, q_HTD.shape[-1])
+    )
     return attend(q_HTD, k_KTD, v_KTD, segments, pattern).transpose(0, 1)[None], None
 
 
@@ -72,7 +74,7 @@ class _GivenStates(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
         assert self.states_S1H is not None
-        pooled_SH = _pooled_output(self.base, self.states_S1H)
+        pooled_SH = _pooled_output(cast(nn.Module, self.base), self.states_S1H)
         return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.states_S1H, pooler_output=pooled_SH)
 
 

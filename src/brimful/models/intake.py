@@ -11,6 +11,7 @@ holds shapes and no numbers. No code that comes with a model runs unless trust_r
 from __future__ import annotations
 
 import copy
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from brimful.core.durable import path_text
 from brimful.core.errors import ModelError, printable
+from brimful.core.units import count_text
 from brimful.models.chatter import first_line, quiet_transformers
 from brimful.models.configuration import build_config, read_config
 from brimful.models.weight_files import AGAIN, Weights, find_weights, refuse_lfs_pointer
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
 _TOKENIZER_FILE = re.compile(r"(tokenizer|vocab|merges|spiece|sentencepiece|tekken|bpe).*|.*\.(model|tiktoken)")
 #: Heads of other tasks whose parameters have the names of a sequence-classification head in some families.
 _OTHER_HEADS = ("ForTokenClassification", "ForMultipleChoice")
+
+
+#: Models pretrained on masked words come without the pooler that their classifier reads.
+POOLER = re.compile(r"(^|\.)pooler\.")
+OTHER_CONFIG = "is config.json that of these weights? if so, download or copy the model again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +79,7 @@ def inspect_model(name: str, *, trust_remote_code: bool, allow_pickle: bool) -> 
     config, own_code = build_config(folder, raw, trust_remote_code=trust_remote_code)
     model = empty_model(folder, config, own_code)
     has_head, note = _find_head(folder, model, weights)
+    _require_body(folder, model, weights)
     names = _label_names(config) if has_head else None
     return ModelFacts(
         name=name,
@@ -169,6 +177,30 @@ def _find_head(folder: Path, model: PreTrainedModel, weights: Weights) -> tuple[
     if others:
         return False, f"its head is that of {others[0]}"
     return True, f"its weights have {', '.join(wanted)}"
+
+
+def _require_body(folder: Path, model: PreTrainedModel, weights: Weights) -> None:
+    """Raises: ModelError if the weights are far from those of the body, which loading would then make up in memory.
+
+    Loading is exact about names and shapes; here only parameters of equal name and the total are compared, since some
+    files hold parameters under older names.
+    """
+    prefix = model.base_model_prefix + "."
+    for name, parameter in model.base_model.named_parameters():
+        in_file = weights.shapes.get(prefix + name, weights.shapes.get(name))
+        if in_file is not None and math.prod(in_file) != parameter.numel():
+            raise ModelError(
+                f"{path_text(folder)}: {name} is {in_file} in its weights and {tuple(parameter.shape)} by its config.json",
+                hint=OTHER_CONFIG,
+            )
+    wanted = sum(p.numel() for name, p in model.base_model.named_parameters() if not POOLER.search(name))
+    held = sum(math.prod(shape) for shape in weights.shapes.values())
+    if wanted > 1.5 * held:
+        raise ModelError(
+            f"{path_text(folder)}: its weights hold {count_text(held)} numbers, a {model.config.model_type} model of its "
+            f"config.json {count_text(wanted)} without the head",
+            hint=OTHER_CONFIG,
+        )
 
 
 def _label_names(config: PreTrainedConfig) -> tuple[str, ...] | None:

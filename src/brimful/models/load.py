@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +14,7 @@ from brimful.core.durable import path_text
 from brimful.core.errors import ModelError, printable
 from brimful.core.records import LabelSpace, TaskName
 from brimful.models.chatter import first_line, quiet_transformers
-from brimful.models.intake import ModelFacts, empty_model, head_parameters, load_tokenizer
+from brimful.models.intake import OTHER_CONFIG, POOLER, ModelFacts, empty_model, head_parameters, load_tokenizer
 from brimful.models.weight_files import AGAIN
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ PROBLEM_TYPES: Mapping[TaskName, str] = {
     "regression": "regression",
 }
 _MOST_NAMED = 4
-#: Models pretrained on masked words come without the pooler that their classifier reads.
-_POOLER = re.compile(r"(^|\.)pooler\.")
 
 
 def load_model(facts: ModelFacts, space: LabelSpace, *, head: Literal["kept", "new"], seed: int) -> PreTrainedModel:
@@ -101,13 +98,13 @@ def _require_whole(facts: ModelFacts, info: Mapping[str, Any], may_be_new: Colle
     """Raises: ModelError unless everything but the parameters in `may_be_new`, and then the pooler, was loaded."""
 
     def excused(name: str) -> bool:
-        return name in may_be_new or (bool(may_be_new) and _POOLER.search(name) is not None)
+        return name in may_be_new or (bool(may_be_new) and POOLER.search(name) is not None)
 
     if missing := sorted(name for name in info["missing_keys"] if not excused(name)):
         raise ModelError(
             f"{path_text(facts.folder)}: its weights lack {len(missing)} tensors of a {facts.model_type} model: "
             f"{_some(missing)}",
-            hint="is config.json that of these weights? if so, download or copy the model again",
+            hint=OTHER_CONFIG,
         )
     misfits = sorted(tuple(found) for found in info["mismatched_keys"] if not excused(found[0]))
     if misfits:
@@ -115,7 +112,7 @@ def _require_whole(facts: ModelFacts, info: Mapping[str, Any], may_be_new: Colle
         raise ModelError(
             f"{path_text(facts.folder)}: {printable(name)} is {tuple(in_file)} in its weights and {tuple(in_model)} by "
             f"its config.json, one of {len(misfits)} such tensors",
-            hint="is config.json that of these weights? if so, download or copy the model again",
+            hint=OTHER_CONFIG,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from brimful.core.errors import printable
 from brimful.core.records import Run
-from brimful.core.units import count_text, seconds_text, share_text
+from brimful.core.units import count_text, number_text, seconds_text, share_text
 
 _SHOWN_OPTIONS = (
     "batch_size", "learning_rate", "num_train_epochs", "max_steps", "lr_scheduler_type", "warmup_steps",
@@ -37,7 +37,7 @@ def _head(run: Run) -> str:
 def _metrics(run: Run) -> str:
     if not run.metrics:
         return "## Metrics\n\nTrained on every row: nothing was held out to measure on."
-    rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in run.metrics.items())
+    rows = "\n".join(f"| {name} | {number_text(value)} |" for name, value in run.metrics.items())
     held_out = run.data.get("eval_rows")
     return f"## Metrics\n\nOn {count_text(held_out)} held-out rows:\n\n| metric | value |\n|---|---|\n{rows}"
 
@@ -55,10 +55,10 @@ def _training(run: Run) -> str:
     options = "\n".join(f"| {name} | {run.options[name]} |" for name in _SHOWN_OPTIONS if run.options.get(name))
     levers = "\n".join(f"| {lever.name} | {lever.value} | {lever.arithmetic} |" for lever in run.recipe.levers)
     skipped = f", {run.skipped_steps} skipped as not finite" if run.skipped_steps else ""
-    return (
-        f"## Training\n\n{count_text(run.steps)} steps{skipped} in {seconds_text(run.train_s)} on {run.recipe.device}."
-        f"\n\n| hyperparameter | value |\n|---|---|\n{options}\n\n| how it ran | value | arithmetic |\n|---|---|---|\n{levers}"
-    )
+    done = f"{count_text(run.steps)} steps{skipped} in {seconds_text(run.train_s)} on {run.recipe.device}."
+    asked = f"| hyperparameter | value |\n|---|---|\n{options}"
+    ran = f"| how it ran | value | arithmetic |\n|---|---|---|\n{levers}"
+    return f"## Training\n\n{done}\n\n{asked}\n\n{ran}"
 
 
 def _again(run: Run) -> str:

@@ -19,7 +19,7 @@ from brimful.core.errors import printable
 from brimful.core.listener import Listener
 from brimful.core.listener import Progress as TrainingProgress
 from brimful.core.records import Recipe, Run
-from brimful.core.units import bytes_text, count_text, seconds_text, share_text
+from brimful.core.units import bytes_text, count_text, number_text, seconds_text, share_text
 
 #: Seconds between plain progress lines where there is no terminal to draw a bar on.
 _PLAIN_EVERY_S = 10.0
@@ -47,7 +47,7 @@ class Terminal(Listener):
         lengths = report["token_lengths"]
         held_out = f", {count_text(report.get('eval_rows'))} held out" if report.get("eval_rows") else ""
         self._console.print(f"\n[bold]Data[/bold]  {count_text(report.get('rows'))} rows to train on{held_out}")
-        for name, count in list((report.get("class_balance") or {}).items())[:20]:
+        for name, count in list((report.get("labels") or {}).items())[:20]:
             self._console.print(f"  {_safe(name, 40):<24} {count_text(count):>10}")
         self._console.print(
             "  tokens a row: "
@@ -56,8 +56,8 @@ class Terminal(Listener):
         )
         for name, text in (
             ("empty_rows", "rows without text were left out"),
-            ("duplicates", "training rows repeat another one's text"),
-            ("leaked", "held-out texts also stand in the training rows"),
+            ("duplicate_texts", "training rows repeat another one's text"),
+            ("eval_texts_in_train", "held-out texts also stand in the training rows"),
         ):
             if report.get(name):
                 self._console.print(f"  [yellow]{count_text(report[name])}[/yellow] {text}")
@@ -101,7 +101,7 @@ class Terminal(Listener):
         if run.skipped_steps:
             self._console.print(f"  [yellow]{run.skipped_steps} batches were skipped, not finite[/yellow]")
         for name, value in run.metrics.items():
-            self._console.print(f"  {name:<22} {value:.4f}")
+            self._console.print(f"  {name:<22} {number_text(value)}")
         if run.peak_bytes.allocated is not None:
             peak = run.peak_bytes
             self._console.print(

@@ -108,9 +108,7 @@ class MultiLabel(Task):
     def loss_rows_S(self, logits_SC: Tensor, targets_S: Tensor) -> Tensor:
         targets_SC = targets_S.to(logits_SC.dtype) * (1 - self.smoothing) + self.smoothing / 2
         pos_weight_C = _like(self.class_weights_C, logits_SC)
-        rows_SC = F.binary_cross_entropy_with_logits(
-            logits_SC, targets_SC, reduction="none", pos_weight=pos_weight_C
-        )
+        rows_SC = F.binary_cross_entropy_with_logits(logits_SC, targets_SC, reduction="none", pos_weight=pos_weight_C)
         return rows_SC.sum(-1)
 
     def metrics(self, logits_NC: np.ndarray, targets_N: np.ndarray) -> Metrics:
@@ -190,7 +188,7 @@ def _class_weights_C(text: str | None, space: LabelSpace, targets_N: np.ndarray)
 
 
 def _balanced_weights_C(space: LabelSpace, targets_N: np.ndarray) -> np.ndarray:
-    """Single label: rows / (classes x rows of the class). Multi-label: negatives / positives. 1 for a label never seen."""
+    """Single label: rows / (classes x rows of the class). Multi-label: negatives / positives. 1 for one not seen."""
     if space.task == "single_label":
         counts_C = np.bincount(targets_N, minlength=space.num_outputs)
         weights_C = len(targets_N) / (max(1, np.count_nonzero(counts_C)) * np.maximum(counts_C, 1))

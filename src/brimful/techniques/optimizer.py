@@ -45,7 +45,10 @@ class Optimizer:
     def lever(self) -> Lever:
         """Its line in the recipe."""
         return Lever(
-            name="optimizer", value=self.value, arithmetic="exact", reason="asked for; torch's fused kernel, fp32 states"
+            name="optimizer",
+            value=self.value,
+            arithmetic="exact",
+            reason="asked for; torch's fused kernel, fp32 states",
         )
 
     def apply(self, model: nn.Module, learning_rate: Tensor) -> torch.optim.Optimizer:
@@ -53,13 +56,11 @@ class Optimizer:
         groups = parameter_groups(model.named_parameters(), self.weight_decay)
         if self.value == "sgd":
             return torch.optim.SGD(groups, lr=learning_rate, fused=True)
-        return torch.optim.AdamW(
-            groups, lr=learning_rate, betas=(self.beta1, self.beta2), eps=self.epsilon, fused=True
-        )
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=(self.beta1, self.beta2), eps=self.epsilon, fused=True)
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices and embeddings decay; biases and norms, everything with fewer than two dimensions, do not."""
+    """Two groups: matrices and embeddings decay; biases and norms, all with fewer than two dimensions, do not."""
     trained = [parameter for _, parameter in named if parameter.requires_grad]
     decayed = [p for p in trained if p.ndim >= 2]
     others = [p for p in trained if p.ndim < 2]

@@ -1,4 +1,4 @@
-"""Packing: sequences end to end in one row, no padding computed, where the proof has shown it equal to the plain forward."""
+"""Packing: sequences end to end in one row, no padding computed, where the proof has shown it equal to plain."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Precision of matrix products. Weights, gradients, optimizer states, norms, softmax and loss stay fp32 in all of them.
 
-    fp32   full products
-    tf32   products of 10-bit mantissas on a GPU's matrix units
-    bf16   torch's autocast in bf16: 7-bit mantissas, the range of fp32
-    fp16   torch's autocast in fp16, with a loss scale that halves when gradients overflow and doubles every 2,000 steps
+fp32   full products
+tf32   products of 10-bit mantissas on a GPU's matrix units
+bf16   torch's autocast in bf16: 7-bit mantissas, the range of fp32
+fp16   torch's autocast in fp16, with a loss scale that halves when gradients overflow and doubles every 2,000 steps
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Precision:
             return Verdict(ok=False, because="tf32 is a format of NVIDIA's matrix units")
         if self.device.type == "cuda" and self.value in ("tf32", "bf16"):
             major, minor = torch.cuda.get_device_capability(self.device)
-            return Verdict(ok=major >= 8, because=f"the GPU has compute capability {major}.{minor}, and it begins with 8.0")
+            return Verdict(
+                ok=major >= 8, because=f"the GPU has compute capability {major}.{minor}, and it begins with 8.0"
+            )
         return Verdict(ok=True, because="it runs everywhere")
 
     def cost(self, num_parameters: int) -> Cost:
