@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -96,6 +98,24 @@ def make_model(tmp_path: Path) -> Make:
         return tmp_path / folder
 
     return make
+
+
+@pytest.fixture
+def own_code(make_model: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A classifier of a type that only the code in its folder knows; that code leaves a file `canary` when it runs."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = make_model()
+    (folder / "own.py").write_text(
+        f"import pathlib; pathlib.Path({str(tmp_path / 'canary')!r}).touch()\n"
+        "from transformers import BertConfig, BertForSequenceClassification\n"
+        "class OwnConfig(BertConfig):\n    model_type = 'own'\n"
+        "class OwnClassifier(BertForSequenceClassification):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForSequenceClassification": "own.OwnClassifier"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": auto_map}))
+    return folder
 
 
 @pytest.fixture

@@ -207,6 +207,7 @@ def test_what_the_hub_refuses(monkeypatch, refused, tmp_path, status, code, mess
 
     server = HTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -237,6 +238,17 @@ def test_what_the_hub_refuses(monkeypatch, refused, tmp_path, status, code, mess
         (b'{"model_type": "bert", "quantization_config": {"bits": 4}}', "its weights are quantized", "made from"),
         (b'{"model_type": "bert", "hidden_size": "wide"}', "is refused by transformers: ", "again"),
         (b'{"model_type": "bert", "id2label": {"x": "y"}}', "is refused by transformers: ", "again"),
+        (
+            b'{"model_type": "bert", "num_hidden_layers": 12345}',
+            "config.json gives num_hidden_layers as 12345",
+            "again",
+        ),
+        (b'{"model_type": "bert", "num_labels": 9999999}', "config.json gives num_labels as 9999999", "again"),
+        (
+            b'{"model_type": "bert"}',
+            "embeddings.word_embeddings.weight is (64, 32) in its weights and",
+            "that of these",
+        ),
         (b'{"model_type": "bert", "hidden_size": 30}', "no bert model can be built from its config.json", "again"),
     ],
 )
@@ -247,23 +259,15 @@ def test_configurations_that_are_refused(make_model, refused, content, message, 
         inspect(path.parent)
 
 
-def write_own_code(folder: Path, canary: Path) -> None:
-    """Make a model of a type of its own, whose code leaves a canary when it runs."""
-    (folder / "own.py").write_text(
-        f"import pathlib; pathlib.Path({str(canary)!r}).touch()\n"
-        "from transformers import BertConfig, BertForSequenceClassification\n"
-        "class OwnConfig(BertConfig):\n    model_type = 'own'\n"
-        "class OwnClassifier(BertForSequenceClassification):\n    config_class = OwnConfig\n"
-    )
-    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForSequenceClassification": "own.OwnClassifier"}
-    edit(folder / "config.json", model_type="own", auto_map=auto_map)
+def test_a_configuration_of_a_far_larger_model(make_model, refused):
+    folder = make_model(task="Model")
+    edit(folder / "config.json", num_hidden_layers=50)
+    with refused("its weights hold 19,520 numbers, and the body of the model in its config.json has", hint="that of"):
+        inspect(folder)
 
 
-def test_own_code_runs_only_when_trusted(make_model, monkeypatch, refused, tmp_path):
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    folder, canary = make_model(), tmp_path / "canary"
-    write_own_code(folder, canary)
+def test_own_code_runs_only_when_trusted(own_code, refused, tmp_path):
+    folder, canary = own_code, tmp_path / "canary"
     with refused(
         "a classifier of type 'own' is built by Python code that comes with the model", hint="--trust-remote-code"
     ):
@@ -274,9 +278,8 @@ def test_own_code_runs_only_when_trusted(make_model, monkeypatch, refused, tmp_p
     assert (facts.model_type, facts.runs_own_code, facts.has_head) == ("own", True, True)
 
 
-def test_own_code_of_a_known_type_is_not_needed(make_model, tmp_path):
-    folder, canary = make_model(), tmp_path / "canary"
-    write_own_code(folder, canary)
+def test_own_code_of_a_known_type_is_not_needed(own_code, tmp_path):
+    folder, canary = own_code, tmp_path / "canary"
     edit(folder / "config.json", model_type="bert")
     facts = inspect(folder)
     assert (facts.runs_own_code, facts.has_head, hasattr(facts.config, "auto_map")) == (False, True, False)

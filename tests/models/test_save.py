@@ -120,6 +120,15 @@ def test_how_the_model_ran_is_not_saved(trained, tmp_path):
     assert model.config._attn_implementation == "of_our_own"
 
 
+def test_a_model_with_code_of_its_own_takes_it_along(own_code, tmp_path):
+    facts = inspect_model(str(own_code), trust_remote_code=True, allow_pickle=False)
+    model, tokenizer = load_model(facts, SPACE, head="new", seed=1), load_tokenizer(facts)
+    save_model(model, tokenizer, SPACE, tmp_path / "out", CARD)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(again).__name__ == "OwnClassifier"
+    assert torch.equal(logits(again, tokenizer), logits(model, tokenizer))
+
+
 def test_saving_says_nothing(trained, tmp_path, capfd):
     model, tokenizer = trained()
     capfd.readouterr()

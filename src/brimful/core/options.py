@@ -11,6 +11,7 @@ from brimful.core.errors import OptionError
 TaskChoice = Literal["auto", "single_label", "multi_label", "regression"]
 PrecisionChoice = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+ExecutionChoice = Literal["auto", "eager", "captured", "compiled"]
 OptimizerChoice = Literal["adamw_torch_fused", "adamw_torch", "sgd"]
 ScheduleChoice = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
@@ -105,6 +106,9 @@ class TrainOptions:
     """auto: sequences run packed, without padding, where that was proved equal on this model. off: padded batches."""
     token_budget: int | None = None
     """Most tokens a micro-batch may have. Default: chosen from the data's lengths and the device."""
+    execution: ExecutionChoice = "auto"
+    """How steps are launched on a GPU: one kernel after another, captured as CUDA graphs, or captured with compiled
+    layers. auto: captured, and compiled where the run is long enough for it to pay."""
     transform: str | None = None
     """Function applied to each text at each epoch, in worker processes: `file.py:function` or `module:function`,
     called with the text and a random.Random seeded by seed, epoch and sample."""

@@ -91,6 +91,7 @@ class Feed:
         self._ended = threading.Event()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._stage, name="brimful-feed", daemon=True)
+        self._over = False
         self.wait_s = 0.0
 
     def __enter__(self) -> Feed:
@@ -106,13 +107,14 @@ class Feed:
                 self._thread.join(0.01)
 
     def __iter__(self) -> Iterator[Batch]:
-        while True:
+        while not self._over:
             began = time.perf_counter()
             item = self._ready.get()
             self.wait_s += time.perf_counter() - began
-            if item is None:
-                return
-            if isinstance(item, BaseException):
+            if item is None or isinstance(item, BaseException):
+                self._over = True
+                if item is None:
+                    return
                 raise item
             batch, event = item
             if event is not None:

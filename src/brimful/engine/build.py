@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from brimful.core.listener import Listener
 from brimful.core.options import TrainOptions
 from brimful.core.records import Lever, Recipe
 from brimful.data.augment import Augmenter
@@ -18,7 +19,9 @@ from brimful.engine.prepare import Part, Prepared
 from brimful.models.execution import Execution
 from brimful.models.load import load_model
 from brimful.models.proof import prove
+from brimful.step.captured import CapturedStep
 from brimful.step.step import Step, make_schedule
+from brimful.techniques.execution import ExecutionMode, choose_execution
 from brimful.techniques.optimizer import Optimizer
 from brimful.techniques.packing import Packing, needs_groups
 from brimful.techniques.precision import Precision
@@ -49,7 +52,9 @@ class Built:
         return self.layout.budgets.tokens[-1] if isinstance(self.layout, PackedLayout) else _DEFAULT_BUDGET["cpu"]
 
 
-def build(options: TrainOptions, prepared: Prepared, precision: Precision, optimizer: Optimizer) -> Built:
+def build(
+    options: TrainOptions, prepared: Prepared, precision: Precision, optimizer: Optimizer, listener: Listener
+) -> Built:
     """Loads the model and puts together how it runs.
 
     Raises: ModelError for weights that do not fit the model.
@@ -67,14 +72,12 @@ def build(options: TrainOptions, prepared: Prepared, precision: Precision, optim
     schedule = make_schedule(
         options.lr_scheduler_type, options.learning_rate, prepared.num_steps, prepared.num_warmup_steps
     )
-    step = Step(
-        execution,
-        prepared.task,
-        optimizer,
-        precision,
-        schedule,
-        max_grad_norm=options.max_grad_norm,
-        seed=options.seed,
+    mode = _mode(options, prepared, packing, layout, model, device)
+    mode.apply(model)
+    arguments = (execution, prepared.task, optimizer, precision, schedule)
+    settings: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "seed": options.seed}
+    step = (
+        CapturedStep(*arguments, note=listener.warning, **settings) if mode.captured else Step(*arguments, **settings)
     )
     levers = (
         packing.lever(),
@@ -90,7 +93,7 @@ def build(options: TrainOptions, prepared: Prepared, precision: Precision, optim
         step=step,
         source=_source(options, prepared, layout),
         precision=precision,
-        recipe=Recipe(device=_device_text(device), levers=(*levers, _dropout())),
+        recipe=Recipe(device=_device_text(device), levers=(*levers, mode.lever(), _dropout())),
         packing=packing,
     )
 
@@ -142,6 +145,21 @@ def _layout(options: TrainOptions, prepared: Prepared, packing: Packing, precisi
         batch_size=options.batch_size,
         max_length=prepared.max_length,
         token_budget=options.token_budget,
+    )
+
+
+def _mode(
+    options: TrainOptions, prepared: Prepared, packing: Packing, layout: Layout, model: Any, device: torch.device
+) -> ExecutionMode:
+    changing = isinstance(layout, PackedLayout) and layout.groups
+    samples = prepared.num_steps * options.batch_size
+    return choose_execution(
+        options.execution,
+        device,
+        model,
+        num_tokens=int(samples * prepared.training.tokens.lengths.mean()),
+        packed=packing.packed,
+        fixed="attention works on groups of rows whose shapes change with every batch" if changing else None,
     )
 
 

@@ -124,6 +124,6 @@ def check_space(path: Path, num_parameters: int, optimizer_bytes: int, num_check
     free = durable.free_bytes(existing)
     if free is not None and free < needed:
         raise OutputError(
-            f"{durable.path_text(path)}: the run needs about {bytes_text(needed)} on this disk, {bytes_text(free)} are free",
+            f"{durable.path_text(path)}: the run needs about {bytes_text(needed)} here, {bytes_text(free)} are free",
             hint="free some space, use another --output, or lower --save-total-limit",
         )

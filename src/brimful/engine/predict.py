@@ -36,7 +36,8 @@ def predict_logits(
     found: list[Tensor] = []
     done = 0
     try:
-        with torch.inference_mode(), precision.autocast():
+        # Layers compiled for training run as they are: compiling them for evaluation too would cost more than it saves.
+        with torch.inference_mode(), precision.autocast(), torch.compiler.set_stance("force_eager"):
             for rows in _chunks(tokens.lengths, batch_tokens, most_rows):
                 ids = [tokens.sequence(row) for row in rows]
                 kinds = [tokens.sequence_types(row) for row in rows]

@@ -177,7 +177,8 @@ def _in_order(examples: Examples, space: LabelSpace) -> np.ndarray:
     assert targets is not None
     assert own is not None
     if space.task == "regression":
-        return targets.reshape(len(examples), -1).astype(np.float32)
+        by_column = targets.reshape(len(examples), -1).astype(np.float32)
+        return by_column[:, [own.names.index(name) for name in space.names]]
     place: np.ndarray = np.array(
         [space.values[label] for label in sorted(own.values, key=lambda label: own.values[label])]
     )

@@ -92,7 +92,7 @@ def train(options: TrainOptions, *, command: str, listener: Listener) -> Run:
     check_space(path, num_parameters, optimizer.cost(num_parameters).resident_bytes, options.save_total_limit + 1)
     if options.dry_run:
         with precision.apply():
-            built = build(options, prepared, precision, optimizer)
+            built = build(options, prepared, precision, optimizer, listener)
         listener.recipe(built.recipe)
         return _record(options, prepared, built, command, run="", status="planned")
     with RunFolder(path) as folder, precision.apply(), deterministic(options.deterministic):
@@ -103,7 +103,7 @@ def train(options: TrainOptions, *, command: str, listener: Listener) -> Run:
                 listener.note("this run had finished; nothing was changed")
                 return before
         listener.stage("loading the model")
-        built = build(options, prepared, precision, optimizer)
+        built = build(options, prepared, precision, optimizer, listener)
         listener.recipe(built.recipe)
         run_id = before.run if before is not None else secrets.token_hex(6)
         run = _record(options, prepared, built, command, run=run_id, status="running")

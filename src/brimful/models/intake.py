@@ -189,16 +189,17 @@ def _require_body(folder: Path, model: PreTrainedModel, weights: Weights) -> Non
     for name, parameter in model.base_model.named_parameters():
         in_file = weights.shapes.get(prefix + name, weights.shapes.get(name))
         if in_file is not None and math.prod(in_file) != parameter.numel():
+            shape = tuple(parameter.shape)
             raise ModelError(
-                f"{path_text(folder)}: {name} is {in_file} in its weights and {tuple(parameter.shape)} by its config.json",
+                f"{path_text(folder)}: {name} is {in_file} in its weights and {shape} by its config.json",
                 hint=OTHER_CONFIG,
             )
     wanted = sum(p.numel() for name, p in model.base_model.named_parameters() if not POOLER.search(name))
     held = sum(math.prod(shape) for shape in weights.shapes.values())
     if wanted > 1.5 * held:
         raise ModelError(
-            f"{path_text(folder)}: its weights hold {count_text(held)} numbers, a {model.config.model_type} model of its "
-            f"config.json {count_text(wanted)} without the head",
+            f"{path_text(folder)}: its weights hold {count_text(held)} numbers, and the body of the model in its "
+            f"config.json has {count_text(wanted)}",
             hint=OTHER_CONFIG,
         )
 

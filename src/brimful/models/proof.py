@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from brimful.core.errors import printable
 from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
+from brimful.models.anatomy import layers_of
 from brimful.models.execution import PackedExecution, PackedForm, PaddedExecution, Pooling
 
 #: Largest relative difference (norm of the difference over the norm) that counts as equal, by dtype of the products.
@@ -209,11 +210,10 @@ def one_layer_of_each_kind(model: Any) -> Any:
     Two layers are of one kind if they have the same modules with the same settings, their number left out, and the same
     entry in the configuration's `layer_types`. A model whose layers are shared or nested is copied whole.
     """
-    count = getattr(model.config, "num_hidden_layers", None)
-    lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not lists:
+    layers = layers_of(model)
+    if layers is None:
         return copy.deepcopy(model)
-    layers, everything = lists[0], lists[0]._modules
+    everything = layers._modules
     types = getattr(model.config, "layer_types", None) or [None] * len(layers)
     kinds = [(types[index], str(layer), _settings(layer)) for index, layer in enumerate(layers)]
     kept = 1 + max(kinds.index(kind) for kind in set(kinds))

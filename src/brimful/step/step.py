@@ -132,10 +132,17 @@ class Step:
 
     def accumulate(self, batch: Batch, index: int) -> Tensor:
         """Adds the gradient of one micro-batch to the parameters' own; its rows' losses, (S,), detached."""
-        micro = batch.micro_batches[index]
+        self.draw_seed(batch, index)
+        return self.backward(batch.micro_batches[index], batch.denominator)
+
+    def draw_seed(self, batch: Batch, index: int) -> None:
+        """Seeds dropout of one micro-batch by (seed, batch, micro-batch)."""
         torch.manual_seed(_mix(self.seed, batch.number, index))
+
+    def backward(self, micro: MicroBatch, denominator: Tensor) -> Tensor:
+        """`accumulate` without the seed: what runs on the device, and can be captured."""
         loss_rows_S = self.loss_rows_S(micro)
-        loss = loss_rows_S.sum() / batch.denominator.to(loss_rows_S.dtype)
+        loss = loss_rows_S.sum() / denominator.to(loss_rows_S.dtype)
         (loss * self.scale).backward()  # type: ignore[no-untyped-call]
         self._loss.add_(loss.detach())
         return loss_rows_S.detach()

@@ -92,7 +92,7 @@ class SingleLabel(Task):
             "accuracy": float(accuracy_score(targets_N, predicted_N)),
             "f1_macro": float(f1_score(targets_N, predicted_N, labels=present, average="macro", zero_division=0)),
             "f1_weighted": float(f1_score(targets_N, predicted_N, average="weighted", zero_division=0)),
-            "matthews_correlation": float(matthews_corrcoef(targets_N, predicted_N)),
+            "matthews_correlation": float(matthews_corrcoef(targets_N, predicted_N)) if len(present) > 1 else 0.0,
         }
 
 
@@ -141,7 +141,8 @@ class Regression(Task):
             "rmse": float(np.sqrt(np.mean(error**2))),
             "mae": float(np.abs(error).mean()),
         }
-        if len(targets_N) > 1 and self.space.num_outputs == 1 and np.ptp(targets_N) > 0 and np.ptp(logits_NC) > 0:
+        varied = np.isfinite(error).all() and np.ptp(targets_N) > 0 and np.ptp(logits_NC) > 0
+        if len(targets_N) > 1 and self.space.num_outputs == 1 and varied:
             found["r2"] = float(r2_score(targets_N, logits_NC))
             found["pearson"] = float(pearsonr(logits_NC[:, 0], targets_N[:, 0])[0])
             found["spearman"] = float(spearmanr(logits_NC[:, 0], targets_N[:, 0])[0])

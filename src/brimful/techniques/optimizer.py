@@ -56,7 +56,14 @@ class Optimizer:
         groups = parameter_groups(model.named_parameters(), self.weight_decay)
         if self.value == "sgd":
             return torch.optim.SGD(groups, lr=learning_rate, fused=True)
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=(self.beta1, self.beta2), eps=self.epsilon, fused=True)
+        return torch.optim.AdamW(
+            groups,
+            lr=learning_rate,
+            betas=(self.beta1, self.beta2),
+            eps=self.epsilon,
+            fused=True,
+            capturable=learning_rate.is_cuda,
+        )
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:

@@ -1,0 +1,178 @@
+"""The step as CUDA graphs: what the host launches once, the device replays.
+
+One graph per shape runs a whole step where the batch is a single micro-batch. Otherwise one graph per shape runs
+`accumulate`, and one for all runs `update`; the number of micro-batches enters no graph. A shape runs eagerly when it
+is first met, which also warms up what capture must not (compilation, library handles, optimizer states), and is
+captured when it comes again. Graphs share one memory pool.
+
+Dropout: torch fills a graph's seed from the generator at each replay, so masks are drawn by (seed, batch, micro-batch)
+as in the eager step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brimful.data.batches import Batch, MicroBatch
+from brimful.step.step import Pending, Step
+
+#: Shapes captured at most; others run eagerly. A packed run has at most a dozen.
+_MOST_GRAPHS = 32
+
+Shape = tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Graph:
+    """A captured computation on static inputs, and where it leaves what the host reads."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    rows_S: Tensor | None
+    readings: Tensor | None
+
+    def replay(self, inputs: tuple[Tensor, ...]) -> None:
+        if inputs:
+            torch._foreach_copy_(self.inputs, inputs)
+        self.graph.replay()
+
+
+class CapturedStep(Step):
+    """`Step` with the same results, launched as graphs.
+
+    note: called once with the reason if capture turns out to be impossible; the step then goes on eagerly.
+    """
+
+    def __init__(self, *arguments: Any, note: Callable[[str], None], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._note = note
+        self._pool = torch.cuda.graph_pool_handle()
+        self._met: set[Shape] = set()
+        self._graphs: dict[Shape, _Graph] = {}
+        self._possible = True
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+        return len(self._graphs)
+
+    def run(self, batch: Batch) -> Pending:
+        """One step, replayed where its shapes have been met before."""
+        shapes = [_shape(micro) for micro in batch.micro_batches]
+        new = [shape for shape in dict.fromkeys(shapes) if shape not in self._met]
+        self._met.update(new)
+        if new or not self._possible or len(self._graphs) >= _MOST_GRAPHS:
+            return super().run(batch)
+        try:
+            return self._whole(batch, shapes[0]) if len(shapes) == 1 else self._pieces(batch, shapes)
+        except _CannotCapture as refusal:
+            self._possible = False
+            self._graphs.clear()
+            self._note(f"steps run eagerly: {refusal}")
+            return super().run(batch)
+
+    def load_state_tensors(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+        """As `Step` does. Graphs hold the addresses of what is replaced, and are captured anew."""
+        self._graphs.clear()
+        self._met.clear()
+        super().load_state_tensors(tensors)
+
+    def _whole(self, batch: Batch, shape: Shape) -> Pending:
+        micro = batch.micro_batches[0]
+        inputs = (*_tensors(micro), batch.denominator)
+        graph = self._graphs.get(("whole", shape))
+        if graph is None:
+            # Gradients are made inside the graph, not added to: the optimizer that follows is their only reader.
+            kept = [parameter.grad for parameter in self.parameters]
+            for parameter in self.parameters:
+                parameter.grad = None
+
+            def compute(static: MicroBatch, denominator: Tensor) -> tuple[Tensor, Tensor]:
+                rows_S = self.backward(static, denominator)
+                self.reduce()
+                return rows_S, self.update()
+
+            try:
+                graph = self._capture(("whole", shape), micro, batch.denominator, compute)
+            finally:
+                for parameter, gradient in zip(self.parameters, kept, strict=True):
+                    parameter.grad = gradient
+        self.draw_seed(batch, 0)
+        graph.replay(inputs)
+        assert graph.rows_S is not None
+        assert graph.readings is not None
+        return Pending(batch, graph.readings, [graph.rows_S.clone()], self.precision.scaled)
+
+    def _pieces(self, batch: Batch, shapes: list[Shape]) -> Pending:
+        rows = []
+        for index, (micro, shape) in enumerate(zip(batch.micro_batches, shapes, strict=True)):
+            graph = self._graphs.get(("accumulate", shape))
+            if graph is None:
+                graph = self._capture(
+                    ("accumulate", shape), micro, batch.denominator, lambda m, d: (self.backward(m, d), None)
+                )
+            self.draw_seed(batch, index)
+            graph.replay((*_tensors(micro), batch.denominator))
+            assert graph.rows_S is not None
+            rows.append(graph.rows_S.clone())
+        self.reduce()
+        update = self._graphs.get(("update",))
+        if update is None:
+            update = self._capture(("update",), None, None, lambda m, d: (None, self.update()))
+        update.replay(())
+        assert update.readings is not None
+        return Pending(batch, update.readings, rows, self.precision.scaled)
+
+    def _capture(
+        self,
+        name: Shape,
+        micro: MicroBatch | None,
+        denominator: Tensor | None,
+        compute: Callable[[Any, Any], tuple[Tensor | None, Tensor | None]],
+    ) -> _Graph:
+        """Records `compute` on copies of its inputs. Nothing is computed: the first replay does that."""
+        static = None if micro is None else micro.map(torch.clone)
+        over = None if denominator is None else denominator.clone()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        try:
+            # thread_local: the feed's thread goes on allocating and copying meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                rows_S, readings = compute(static, over)
+        except (RuntimeError, torch.AcceleratorError) as refusal:
+            torch.cuda.synchronize(self.device)
+            _leave_capture(self.device)
+            raise _CannotCapture(str(refusal).splitlines()[0][:200]) from refusal
+        inputs = () if static is None or over is None else (*_tensors(static), over)
+        self._graphs[name] = _Graph(graph=graph, inputs=inputs, rows_S=rows_S, readings=readings)
+        return self._graphs[name]
+
+
+class _CannotCapture(Exception):  # noqa: N818  (caught where it is raised)
+    """The model does on the host, or waits for, what a graph cannot hold."""
+
+
+def _leave_capture(device: torch.device) -> None:
+    """Gives the generator a state that does not believe, after a capture that failed, to be in it still."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
+
+
+def _tensors(micro: MicroBatch) -> tuple[Tensor, ...]:
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    micro.map(keep)
+    return tuple(found)
+
+
+def _shape(micro: MicroBatch) -> Shape:
+    return (type(micro.inputs).__name__, *(tuple(tensor.shape) for tensor in _tensors(micro)))

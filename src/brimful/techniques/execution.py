@@ -1,0 +1,103 @@
+"""How the host launches a step.
+
+    eager     one kernel after another
+    captured  as CUDA graphs: cheap, and it always pays
+    compiled  captured, with element-wise work fused by torch.compile: takes seconds, and pays in long runs
+
+One compilation serves all layers and all token budgets: layers are the same code with other parameters, and the number
+of tokens is a symbol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from brimful.core.errors import OptionError
+from brimful.core.options import ExecutionChoice
+from brimful.core.records import Arithmetic, Lever
+from brimful.models.anatomy import layers_of, matmul_parameters
+from brimful.techniques.technique import Cost, Verdict
+
+#: Cold seconds that compiling one layer costs, and the share of a step's device time that it saves: BERT-base on an
+#: H200, torch 2.11 (benchmarks/trainer_parity/README.md).
+_COMPILE_S, _SAVED = 12.0, 0.2
+#: Operations per second that a step reaches, to guess how long a run will take.
+_REACHED = 250e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionMode:
+    """How the steps of one run are launched."""
+
+    value: str
+    reason: str
+    source: str = "torch.compile, torch.cuda.CUDAGraph"
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """`exact`: fused kernels round less often than separate ones."""
+        return "exact"
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are replayed as graphs."""
+        return self.value in ("captured", "compiled")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled."""
+        return self.value == "compiled"
+
+    def supports(self) -> Verdict:
+        """What was chosen works here: `choose_execution` made sure."""
+        return Verdict(ok=True, because=self.reason)
+
+    def cost(self, num_parameters: int) -> Cost:
+        """A captured step keeps one set of gradients in the graphs' pool beside the eager one's."""
+        return Cost(resident_bytes=4 * num_parameters if self.captured else 0)
+
+    def lever(self) -> Lever:
+        """Its line in the recipe."""
+        return Lever(name="execution", value=self.value, arithmetic="exact", reason=self.reason)
+
+    def apply(self, model: Any) -> None:
+        """Compiles the model's layers in place, if that was chosen. Compilation itself waits for the first step."""
+        layers = layers_of(model)
+        if self.compiled and layers is not None:
+            for layer in layers:
+                layer.compile(dynamic=True)
+
+
+def choose_execution(
+    asked: ExecutionChoice, device: torch.device, model: Any, *, num_tokens: int, packed: bool, fixed: str | None
+) -> ExecutionMode:
+    """The mode asked for; for `auto` the fastest that works here and pays.
+
+    num_tokens: of the whole run. fixed: None where shapes repeat from batch to batch, else why they do not.
+    Raises: OptionError for a mode that does not work here.
+    """
+    refused = _refusal(device, packed=packed, fixed=fixed)
+    if refused is not None:
+        if asked not in ("auto", "eager"):
+            raise OptionError(f"--execution {asked} does not work here: {refused}", hint="leave it out")
+        return ExecutionMode(value="eager", reason="asked for" if asked == "eager" else refused)
+    if asked != "auto":
+        return ExecutionMode(value=asked, reason="asked for")
+    saved_s = _SAVED * 6 * matmul_parameters(model) * num_tokens / _REACHED
+    if layers_of(model) is None or saved_s < _COMPILE_S:
+        reason = (
+            f"one launch a step; compiling would save about {saved_s:.0f} s of this run and take {_COMPILE_S:.0f} s"
+        )
+        return ExecutionMode(value="captured", reason=reason)
+    return ExecutionMode(value="compiled", reason="one launch a step, with element-wise work fused by layer")
+
+
+def _refusal(device: torch.device, *, packed: bool, fixed: str | None) -> str | None:
+    if device.type != "cuda":
+        return f"graphs and fused kernels are for GPUs, and this runs on {device.type}"
+    if not packed:
+        return "padded batches have too many shapes"
+    return fixed
