@@ -1,8 +1,7 @@
-"""Options from a TOML or YAML file, as the arguments that would say the same, so that flags after them override."""
+"""Options from a TOML or YAML file, by the names of the flags, with - or _."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -10,70 +9,61 @@ from pathlib import Path
 from typing import Any
 
 from brimful.core.errors import OptionError, printable
-from brimful.core.options import flag
 
 
-def with_configuration(arguments: Sequence[str], options: type[Any]) -> list[str]:
-    """`arguments` with `--config FILE` replaced by what stands in the file.
+def read_configuration(file: str, known: Sequence[str]) -> dict[str, Any]:
+    """What stands in the file, by field name, as the file has it: text, a number, true or false.
 
-    Raises: OptionError for a file that cannot be read or has a key that `options` does not have.
+    known: names of the fields there are. A key whose value is null is as good as left out.
+    Raises: OptionError for a file that cannot be read, a key that is unknown or there twice, a value that is several.
     """
-    rest: list[str] = []
-    files: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        if word == "--config":
-            file = next(words, None)
-            if file is None:
-                raise OptionError("--config needs a file", hint="--config run.toml")
-            files.append(file)
-        elif word.startswith("--config="):
-            files.append(word.removeprefix("--config="))
-        else:
-            rest.append(word)
-    given = [word for file in files for word in _arguments(file, options, first=not rest or rest[0].startswith("-"))]
-    return [*given, *rest]
-
-
-def _arguments(file: str, options: type[Any], *, first: bool) -> list[str]:
-    """What stands in the file as arguments; `data`, which is no flag, only where the command line gives none first."""
-    known = [field.name for field in dataclasses.fields(options)]
-    words: list[str] = []
+    found: dict[str, Any] = {}
+    shown = printable(file, 200)
     for key, value in _read(file).items():
-        name = key.replace("-", "_")
+        name = str(key).replace("-", "_")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise OptionError(
-                f"{printable(file, 200)} has an unknown key {printable(key)!r}",
-                hint=f"did you mean {near[0]}?" if near else "the keys are the flags of brimful train --help",
+                f"{shown} has an unknown key {printable(key)!r}",
+                hint=f"did you mean {near[0]}?" if near else "the keys are the names of the flags, as in batch_size",
             )
+        if name in found:
+            raise OptionError(f"{shown} has the key {name} twice, with - and with _", hint="leave one of them out")
         if isinstance(value, dict | list):
-            raise OptionError(f"{printable(file, 200)}: {printable(key)} must be one value, and is a {_kind(value)}")
-        if name == "data":
-            words = [str(value), *words] if first else words
-        elif isinstance(value, bool):
-            words.append(flag(name) if value else flag(f"no_{name}"))
-        elif value is not None:
-            words += [flag(name), str(value)]
-    return words
+            raise OptionError(
+                f"{shown}: {name} must be one value, and is a {'table' if isinstance(value, dict) else 'list'}",
+                hint="write it as on the command line, in quotes: " + _one_value(name),
+            )
+        if value is not None:
+            found[name] = value
+    return found
 
 
-def _kind(value: object) -> str:
-    return "table" if isinstance(value, dict) else "list"
+def _one_value(name: str) -> str:
+    return {"label_map": '"pos=POSITIVE,neg=NEGATIVE"', "class_weights": '"spam=3,ham=1"'}.get(name, '"a,b"')
 
 
-def _read(file: str) -> Mapping[str, Any]:
-    path = Path(file)
+def _read(file: str) -> Mapping[Any, Any]:
+    path = Path(file).expanduser()
+    shown = printable(file, 200)
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"--config {printable(file, 200)} cannot be read: {printable(error)}") from error
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise OptionError(
+            f"--config {shown} cannot be read: {error.strerror}", hint="give a TOML or YAML file, as --config run.toml"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"--config {shown} is not UTF-8 text", hint="give a TOML or YAML file") from error
     try:
-        found = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
+        found = tomllib.loads(text) if path.suffix.lower() == ".toml" else _yaml(text)
     except ValueError as error:
-        raise OptionError(f"{printable(file, 200)} is not valid: {printable(error, 300)}") from error
+        kind = "TOML" if path.suffix.lower() == ".toml" else "YAML"
+        raise OptionError(
+            f"{shown} is not valid {kind}: {printable(error, 300)}",
+            hint='write one `key = value` a line in .toml, text in quotes; `key: value` in .yaml',
+        ) from error
     if not isinstance(found, Mapping):
-        raise OptionError(f"{printable(file, 200)} holds no keys", hint="write one `key: value` a line")
+        raise OptionError(f"{shown} holds no keys", hint="write one `key: value` a line, as in `batch_size: 16`")
     return found
 
 
@@ -84,3 +74,5 @@ def _yaml(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
+    except (RecursionError, TypeError) as error:  # nested beyond measure, or a key that is itself a list
+        raise ValueError(str(error)) from error

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from brimful.core.errors import OptionError
+from brimful.core.errors import OptionError, printable
 
 TaskChoice = Literal["auto", "single_label", "multi_label", "regression"]
 PrecisionChoice = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
@@ -136,13 +136,17 @@ class TrainOptions:
         for name in ("weight_decay", "max_grad_norm", "warmup_steps", "seed"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
-                raise OptionError(f"{flag(name)} is {value}: it must be finite and at least 0")
+                raise OptionError(
+                    f"{flag(name)} is {value}: it must be finite and at least 0", hint=_usual(self, name)
+                )
         for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor", "eval_split"):
             value = getattr(self, name)
             if not 0 <= value < 1:
-                raise OptionError(f"{flag(name)} is {value}: it must be at least 0 and below 1")
+                raise OptionError(f"{flag(name)} is {value}: it must be at least 0 and below 1", hint=_usual(self, name))
         if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
-            raise OptionError(f"--warmup-ratio is {self.warmup_ratio}: it must be between 0 and 1")
+            raise OptionError(
+                f"--warmup-ratio is {self.warmup_ratio}: it must be between 0 and 1", hint=_usual(self, "warmup_ratio")
+            )
         if self.warmup_ratio is not None and self.warmup_steps is not None:
             raise OptionError("--warmup-ratio and --warmup-steps are both given", hint="give one of them")
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
@@ -191,7 +195,9 @@ class ClassifyOptions:
         _check_types(self)
         _check_positive(self, "max_length", "token_budget")
         if not 0 < self.threshold < 1:
-            raise OptionError(f"--threshold is {self.threshold}: it must be between 0 and 1")
+            raise OptionError(
+                f"--threshold is {self.threshold}: it must be between 0 and 1", hint=_usual(self, "threshold")
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +216,9 @@ class DemoOptions:
     """Print one JSON document on stdout at the end."""
 
 
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False", type(None): "nothing"}
+
+
 def _check_types(options: object) -> None:
     """That each field holds what its annotation says: the command line makes sure of it, a Python call may not."""
     hints = get_type_hints(type(options))
@@ -218,20 +227,33 @@ def _check_types(options: object) -> None:
         allowed = get_args(hint) if get_origin(hint) is Literal else None
         if allowed is not None:
             if value not in allowed:
-                raise OptionError(f"{flag(field.name)} is {value!r}: it must be one of {', '.join(map(str, allowed))}")
+                said = f"{flag(field.name)} is {printable(repr(value))}: it must be one of {', '.join(map(str, allowed))}"
+                raise OptionError(said, hint=_usual(options, field.name))
             continue
         kinds = tuple(get_args(hint)) or (hint,)
         kinds = (*kinds, int) if float in kinds else kinds
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            wanted = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in dict.fromkeys(kinds))
-            raise OptionError(f"{flag(field.name)} is {value!r}: it must be {wanted}")
+            wanted = " or ".join(_KINDS[kind] for kind in dict.fromkeys(kinds) if not (kind is int and float in kinds))
+            raise OptionError(
+                f"{flag(field.name)} is {printable(repr(value))}: it must be {wanted}", hint=_usual(options, field.name)
+            )
 
 
 def _check_positive(options: object, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
-            raise OptionError(f"{flag(name)} is {value}: it must be finite and greater than 0")
+            raise OptionError(
+                f"{flag(name)} is {value}: it must be finite and greater than 0", hint=_usual(options, name)
+            )
+
+
+def _usual(options: object, name: str) -> str:
+    """A hint with the default of a field."""
+    default = next(field.default for field in dataclasses.fields(cast(Any, options)) if field.name == name)
+    if default is None or default is dataclasses.MISSING:
+        return "leave it out, or see --help" if default is None else "see --help"
+    return f"the default is {default}"
 
 
 def flag(field: str) -> str:

@@ -45,6 +45,11 @@ class Source:
         self.tokens, self.targets_N, self.task, self.layout, self.order = tokens, targets_N, task, layout, order
         self.augmenter, self._texts = augmenter, texts
 
+    def close(self) -> None:
+        """Ends the processes of a transform."""
+        if self.augmenter is not None:
+            self.augmenter.close()
+
     def batches(self, start: int, stop: int | None) -> Iterator[Batch]:
         """Batches from number `start` up to `stop`, without end if it is None."""
         waiting: deque[tuple[int, Future[Encoded]]] = deque()

@@ -86,7 +86,7 @@ def save_checkpoint(
         if not re.fullmatch(r"[A-Za-z0-9_-]+", stem):
             raise ValueError(f"{stem!r} is not a file stem of letters, digits, _ and -")
     state_json = json.dumps(dict(state), indent=2).encode("ascii")
-    path = folder / _folder_name(step)
+    path = checkpoint_path(folder, step)
     durable.make_folder(folder)
     durable.make_folder(path)
     try:
@@ -126,6 +126,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return _load(path, _read_manifest(path))
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """Steps that `folder` has something of, whole or not, in ascending order. Raises: CheckpointError."""
+    return sorted(step for step, _ in _step_folders(folder))
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, or would be."""
+    return folder / _folder_name(step)
+
+
 def newest_whole(folder: Path, run: str) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint of `run` with the highest step that is whole, and a line on each newer folder passed over.
 
@@ -144,17 +154,20 @@ def newest_whole(folder: Path, run: str) -> tuple[Checkpoint | None, list[str]]:
     return None, passed_over
 
 
-def rotate(folder: Path, keep: int, protect: Collection[int] = (), *, run: str, newest: int) -> list[Path]:
+def rotate(
+    folder: Path, keep: int, protect: Collection[int] = (), *, run: str, newest: int, passed_over: Collection[int] = ()
+) -> list[Path]:
     """Remove old checkpoints of `run`, oldest first, and return them: all but the `keep` highest steps up to `newest`.
 
     newest: the step just saved; never removed, and without it being complete nothing is. A number alone does not make
     a checkpoint new: folders of later steps were passed over on resume and count for nothing; they are left alone.
-    protect: steps kept besides. Incomplete folders up to `newest` are removed; unreadable ones and other runs' are not.
+    protect: steps kept besides. passed_over: steps that resuming found damaged; they count for nothing and are left
+    alone, though their sizes may look whole. Incomplete folders up to `newest` are removed; unreadable ones and other runs' are not.
     """
     complete: dict[int, Path] = {}
     incomplete: dict[int, Path] = {}
     for step, path in sorted(_step_folders(folder)):
-        if step <= newest:
+        if step <= newest and step not in passed_over:
             _sort_in(step, path, run, complete, incomplete)
     if newest not in complete:
         return []

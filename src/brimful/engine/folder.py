@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from brimful.core import durable
 from brimful.core.errors import OutputError, printable
 from brimful.core.options import TrainOptions, differences
-from brimful.core.records import Run, from_json, to_json
+from brimful.core.records import LabelSpace, Run, from_json, to_json
 from brimful.core.units import bytes_text
 
-#: Everything a run may leave in its folder before run.json is there: no reason to refuse the folder.
-_OURS = ("run.json", "events.jsonl", "model", "checkpoints", ".lock", "tensorboard")
+#: What a run may leave in its folder without a run.json: no reason to refuse the folder. A model is: it comes after
+#: run.json, so it is somebody else's, perhaps the one to be trained.
+_OURS = ("events.jsonl", "checkpoints", ".lock", "tensorboard")
 
 
 class RunFolder:
@@ -37,15 +41,22 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            with durable.file_errors(self.path):
+                self._take_lock()
+            durable.clean_temporaries(self.path)
+        except BaseException:
             os.close(self._lock)
+            raise
+        return self
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise OutputError(
                 f"another process is writing into {durable.path_text(self.path)}",
                 hint="wait for it, or use another --output",
             ) from None
-        durable.clean_temporaries(self.path)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -81,9 +92,9 @@ def check_free(path: Path, *, resume: bool) -> None:
         return
     if not path.is_dir():
         raise OutputError(f"{durable.path_text(path)} is a file", hint="--output is a folder")
-    if resume:
-        return
     if (path / "run.json").exists():
+        if resume:
+            return
         raise OutputError(
             f"{durable.path_text(path)} already holds a run", hint="go on with --resume, or use another --output"
         )
@@ -98,14 +109,21 @@ def check_free(path: Path, *, resume: bool) -> None:
         )
 
 
-def check_same(run: Run, options: TrainOptions, data_fingerprint: str) -> None:
-    """That `options` and the data are those the run was started with.
+def check_same(
+    run: Run, options: TrainOptions, space: LabelSpace, data_fingerprint: str, report: Mapping[str, Any]
+) -> None:
+    """That options, data, and the files behind options are those the run was started with.
 
+    report: of the data, with the SHA-256 of those files.
     Raises: OutputError naming what differs.
     """
     changed = differences(dict(run.options), options)
     if data_fingerprint != run.data_fingerprint:
         changed.append("the data have changed")
+    if space != run.labels:
+        changed.append("what the model's outputs mean has changed")
+    before, now = run.data.get("sha256") or {}, report["sha256"]
+    changed += [f"the {name} has changed" for name in now if now[name] != before.get(name)]
     if changed:
         raise OutputError(
             f"{printable(options.output, 200)} cannot be resumed: {'; '.join(changed)}",
@@ -113,17 +131,41 @@ def check_same(run: Run, options: TrainOptions, data_fingerprint: str) -> None:
         )
 
 
+def differences_of_place(before: Run, now: Run) -> list[str]:
+    """What a run goes on with that is not what it began with: versions, processors, levers that were chosen for it."""
+
+    def facts(run: Run) -> dict[str, object]:
+        machine = run.machine
+        gpus = ", ".join(gpu.name for gpu in machine.gpus) or None
+        levers = {lever.name: lever.value for lever in run.recipe.levers}
+        return {**machine.versions, "CPU": machine.cpu, "CPU cores": machine.num_cores, "GPU": gpus, **levers}
+
+    then = facts(before)
+    return [f"{name} was {then.get(name)}, is {fact}" for name, fact in facts(now).items() if fact != then.get(name)]
+
+
 def check_space(path: Path, num_parameters: int, optimizer_bytes: int, num_checkpoints: int) -> None:
-    """That the checkpoints and the model of a run will fit on the disk of `path`.
+    """That the checkpoints and the model of a run will fit on the disk of `path`, which may hold some of them already.
 
     Raises: OutputError with both numbers.
     """
     weights = 4 * num_parameters
     needed = weights + num_checkpoints * (weights + optimizer_bytes) + (64 << 20)
-    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-    free = durable.free_bytes(existing)
-    if free is not None and free < needed:
+    free = durable.free_bytes(path)
+    held = _used_bytes(path / "checkpoints") + _used_bytes(path / "model")
+    if free is not None and free + held < needed:
+        besides = f" besides the {bytes_text(held)} of its checkpoints" if held else ""
         raise OutputError(
-            f"{durable.path_text(path)}: the run needs about {bytes_text(needed)} here, {bytes_text(free)} are free",
+            f"{durable.path_text(path)}: the run needs about {bytes_text(needed)} here, {bytes_text(free)} are free"
+            f"{besides}",
             hint="free some space, use another --output, or lower --save-total-limit",
         )
+
+
+def _used_bytes(folder: Path) -> int:
+    """Bytes that all files under `folder` take on the disk; those that go away meanwhile count for nothing."""
+    used = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            used += path.lstat().st_blocks * 512
+    return used

@@ -5,8 +5,11 @@ Mistakes end here, with one line, before weights are loaded or a GPU is touched.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,6 +97,7 @@ def prepare(options: TrainOptions, listener: Listener) -> Prepared:
     num_batches = None if options.max_steps else math.ceil(options.num_train_epochs * order.batches_per_epoch)
     num_steps = options.max_steps or num_batches or 1
     report = _report(training_part, evaluation_part, max_length, num_empty)
+    report["sha256"] = _fingerprints(facts, options.transform)
     listener.data(report)
     return Prepared(
         facts=facts,
@@ -209,6 +213,14 @@ def _num_warmup_steps(options: TrainOptions, num_steps: int) -> int:
     if options.warmup_ratio is not None:
         return math.ceil(options.warmup_ratio * num_steps)
     return options.warmup_steps or 0
+
+
+def _fingerprints(facts: ModelFacts, transform: str | None) -> dict[str, str]:
+    """SHA-256 of the files that decide what is learned and can change under their names, by what they are."""
+    files = {"model's config.json": facts.folder / "config.json"}
+    if transform is not None and (source := inspect.getsourcefile(load_transform(transform))):
+        files["file of --transform"] = Path(source)
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
 
 
 def _report(training: Part, evaluation: Part | None, max_length: int, num_empty: int) -> dict[str, Any]:

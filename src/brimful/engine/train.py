@@ -12,23 +12,31 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from brimful.core.errors import CheckpointError, DiskFullError, Interrupted, NonFiniteError, printable
+from brimful.core.errors import CheckpointError, DiskFullError, Interrupted, NonFiniteError, OutputError, printable
 from brimful.core.listener import Listener, Progress
 from brimful.core.options import TrainOptions
 from brimful.core.records import Run
 from brimful.data.batches import Batch
 from brimful.data.feed import Feed
 from brimful.engine.build import Built, build
-from brimful.engine.checkpoint import Checkpoint, load_checkpoint, newest_whole, rotate, save_checkpoint
+from brimful.engine.checkpoint import (
+    Checkpoint,
+    checkpoint_path,
+    load_checkpoint,
+    newest_whole,
+    rotate,
+    save_checkpoint,
+    saved_steps,
+)
 from brimful.engine.clock import Clock
 from brimful.engine.events import EventLog
-from brimful.engine.folder import RunFolder, check_free, check_same, check_space
+from brimful.engine.folder import RunFolder, check_free, check_same, check_space, differences_of_place
 from brimful.engine.predict import predict_logits
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.signals import StopSignals
@@ -62,6 +70,7 @@ class _State:
     window_batches: int = 0
     best_value: float | None = None
     best_step: int | None = None
+    best_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     without_improvement: int = 0
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     metrics_step: int | None = None
@@ -88,18 +97,22 @@ def train(options: TrainOptions, *, command: str, listener: Listener) -> Run:
         epsilon=options.adam_epsilon,
     )
     prepared = prepare(options, listener)
-    num_parameters = prepared.facts.num_parameters
-    check_space(path, num_parameters, optimizer.cost(num_parameters).resident_bytes, options.save_total_limit + 1)
+    if not _is_finished(RunFolder(path).read() if options.resume else None, path):
+        num_parameters = prepared.facts.num_parameters
+        # Besides those kept, the one being written, and the best one where it is looked for.
+        num_checkpoints = options.save_total_limit + 1 + (options.metric_for_best_model is not None)
+        check_space(path, num_parameters, optimizer.cost(num_parameters).resident_bytes, num_checkpoints)
     if options.dry_run:
         with precision.apply():
             built = build(options, prepared, precision, optimizer, listener)
         listener.recipe(built.recipe)
         return _record(options, prepared, built, command, run="", status="planned")
     with RunFolder(path) as folder, precision.apply(), deterministic(options.deterministic):
+        check_free(path, resume=options.resume)  # again: another process may have been here since, and gone
         before = folder.read() if options.resume else None
         if before is not None:
-            check_same(before, options, prepared.data_fingerprint)
-            if before.status == "finished" and folder.model.exists():
+            check_same(before, options, prepared.space, prepared.data_fingerprint, prepared.report)
+            if _is_finished(before, path):
                 listener.note("this run had finished; nothing was changed")
                 return before
         listener.stage("loading the model")
@@ -107,9 +120,15 @@ def train(options: TrainOptions, *, command: str, listener: Listener) -> Run:
         listener.recipe(built.recipe)
         run_id = before.run if before is not None else secrets.token_hex(6)
         run = _record(options, prepared, built, command, run=run_id, status="running")
+        if before is not None and (moved := differences_of_place(before, run)):
+            listener.warning(f"rounding may differ from here on: {'; '.join(moved)}")
         folder.write(run)
         with EventLog(folder.events, report=listener.warning) as events:
             return _Loop(options, prepared, built, folder, events, listener, run).run()
+
+
+def _is_finished(run: Run | None, path: Path) -> bool:
+    return run is not None and run.status == "finished" and RunFolder(path).model.exists()
 
 
 @contextmanager
@@ -143,11 +162,12 @@ class _Loop:
         self._events, self._listener, self._record = events, listener, run
         self._state = _State()
         self._saved_step: int | None = None
+        self._passed_over: set[int] = set()  # steps whose checkpoints were found damaged
+        self._signals = StopSignals()
         self._flying: deque[Pending] = deque()
         self._memory = MemoryWatch(built.step.device)
         self._clock = Clock()
         self._logged = (0.0, 0, 0)  # seconds, samples and tokens when progress was last told
-        self._last: Outcome | None = None
 
     def run(self) -> Run:
         """Trains to the end and saves the model. Raises what `train` raises."""
@@ -155,15 +175,12 @@ class _Loop:
         self._events.write("resumed" if self._state.consumed else "started", step=self._state.applied)
         self._clock = Clock(self._state.train_s)
         self._logged = (self._clock.seconds, self._state.samples, self._state.tokens)
-        with StopSignals() as signals:
+        with self._signals, closing(self._built.source) as source:
+            self._do_what_is_due()  # a signal to stop may have come before it was done
             if not self._ended():
-                with Feed(
-                    self._built.source,
-                    self._built.step.device,
-                    start=self._state.consumed,
-                    stop=self._prepared.num_batches,
-                ) as feed:
-                    self._train(feed, signals)
+                device, start, stop = self._built.step.device, self._state.consumed, self._prepared.num_batches
+                with Feed(source, device, start=start, stop=stop) as feed:
+                    self._train(feed)
             self._state.train_s = self._clock.seconds
             return self._finish()
 
@@ -172,7 +189,10 @@ class _Loop:
         checkpoint, passed_over = newest_whole(self._folder.checkpoints, self._record.run)
         for line in passed_over:
             self._listener.warning(f"passed over: {line}")
+        whole_step = -1 if checkpoint is None else checkpoint.step
+        self._passed_over = {step for step in saved_steps(self._folder.checkpoints) if step > whole_step}
         if checkpoint is not None:
+            self._require_same_weights(checkpoint)
             self._state = _State(**checkpoint.state)
             self._built.step.load_state_tensors(checkpoint.tensors)
             self._saved_step = checkpoint.step
@@ -181,19 +201,31 @@ class _Loop:
             self._listener.note("no whole checkpoint yet: starting from the beginning")
         self._events.cut(self._state.events_position)
 
-    def _train(self, feed: Feed, signals: StopSignals) -> None:
+    def _require_same_weights(self, checkpoint: Checkpoint) -> None:
+        own = {name: tensor.shape for name, tensor in self._built.step.state_tensors()["weights"].items()}
+        saved = {name: tensor.shape for name, tensor in checkpoint.tensors["weights"].items()}
+        if other := sorted(name for name in {*own, *saved} if own.get(name) != saved.get(name)):
+            raise OutputError(
+                f"{printable(self._options.output, 200)} cannot be resumed: {printable(other[0])} of the model is not"
+                f" what it is in the checkpoint, one of {len(other)} such weights",
+                hint="resume with the model that the run was started with, or start another one in a new folder",
+            )
+
+    def _train(self, feed: Feed) -> None:
         for batch in feed:
             self._flying.append(self._built.step.run(batch))
             if len(self._flying) > _IN_FLIGHT:
                 self._land(self._flying.popleft())
-            if signals.received is not None:
-                self._stop(signals.received)
+            self._stop_if_told()
             if self._may_be_due(batch):
-                while self._flying:
-                    self._land(self._flying.popleft())
-                self._do_what_is_due(batch)
+                self._land_all()
+                self._do_what_is_due()
                 if self._ended():
                     return
+
+    def _land_all(self) -> None:
+        while self._flying:
+            self._land(self._flying.popleft())
 
     def _land(self, pending: Pending) -> None:
         """Takes account of one step that the device has done."""
@@ -202,7 +234,6 @@ class _Loop:
         if not outcome.applied:
             self._skipped(outcome)
             return
-        self._last = outcome
         state.applied += 1
         state.skipped_in_a_row = 0
         state.samples += outcome.num_samples
@@ -238,7 +269,8 @@ class _Loop:
         state, (seconds, samples, tokens) = self._state, self._logged
         now = self._clock.seconds
         passed = max(now - seconds, 1e-9)
-        steps_left = max(0, self._prepared.num_steps - state.applied - state.skipped)
+        done = state.applied if self._prepared.num_batches is None else state.consumed
+        steps_left = max(0, self._prepared.num_steps - done)
         progress = Progress(
             step=state.applied,
             num_steps=self._prepared.num_steps,
@@ -267,24 +299,23 @@ class _Loop:
             or (self._options.max_steps is not None and applied >= self._options.max_steps)
         )
 
-    def _do_what_is_due(self, batch: Batch) -> None:
+    def _do_what_is_due(self) -> None:
+        """Evaluates and saves if it is time to, by the state alone: a run that stopped just before does it on resume."""
         state, options = self._state, self._options
-        epoch_ends = (batch.number + 1) % self._prepared.order.batches_per_epoch == 0
+        epoch_ends = state.consumed > 0 and state.consumed % self._prepared.order.batches_per_epoch == 0
 
         def due(every: int | None) -> bool:
             return epoch_ends if every is None else state.applied > 0 and state.applied % every == 0
 
-        self._state.train_s = self._clock.seconds
+        state.train_s = self._clock.seconds
         with self._clock.paused():
-            improved = False
-            if (
-                due(options.eval_steps)
-                and self._prepared.evaluation is not None
-                and state.metrics_step != state.applied
-            ):
-                improved = self._evaluate()
+            best = (state.best_value, state.best_step, state.best_metrics)
+            has_rows, is_new = self._prepared.evaluation is not None, state.metrics_step != state.applied
+            improved = due(options.eval_steps) and has_rows and is_new and self._evaluate()
             if (due(options.save_steps) or improved) and self._saved_step != state.applied:
-                self._save()
+                saved = self._save()
+                if improved and not saved:  # what is not there cannot be kept: the one before stays the best
+                    state.best_value, state.best_step, state.best_metrics = best
 
     def _evaluate(self) -> bool:
         """Evaluates, and says whether the metric that picks the model improved."""
@@ -297,6 +328,7 @@ class _Loop:
             self._built.precision,
             batch_tokens=self._built.batch_tokens,
             most_rows=self._options.batch_size,
+            progress=lambda _: self._stop_if_told(),
         )
         loss = task.loss(logits_NC, evaluation.targets_N)
         state.metrics = {"loss": loss, **task.metrics(logits_NC, evaluation.targets_N)}
@@ -310,10 +342,11 @@ class _Loop:
         if name is None:
             return False
         name = name.removeprefix("eval_")
-        value, best = state.metrics[name], state.best_value
+        value, best = state.metrics.get(name, math.nan), state.best_value  # some are not defined for every prediction
         better = math.isfinite(value) and (best is None or (value < best if name in LOWER_IS_BETTER else value > best))
         if better:
-            state.best_value, state.best_step, state.without_improvement = value, state.applied, 0
+            state.best_value, state.best_step, state.best_metrics = value, state.applied, state.metrics
+            state.without_improvement = 0
         else:
             state.without_improvement += 1
         patience = self._options.early_stopping_patience
@@ -322,7 +355,7 @@ class _Loop:
             self._listener.note(f"{name} has not improved for {patience} evaluations: training ends")
         return better
 
-    def _save(self, *, must: bool = False) -> None:
+    def _save(self, *, must: bool = False) -> bool:
         """Saves a checkpoint. A full disk costs this checkpoint, not the run, unless it `must` be there."""
         state = self._state
         self._events.write("saving", step=state.applied)
@@ -340,8 +373,9 @@ class _Loop:
                 raise
             self._events.write("checkpoint_failed", step=state.applied, why=str(error))
             self._listener.warning(f"no checkpoint after step {state.applied}: {error}; training goes on")
-            return
+            return False
         self._saved_step = state.applied
+        self._passed_over.discard(state.applied)
         protect = {state.best_step} if state.best_step is not None else set()
         rotate(
             self._folder.checkpoints,
@@ -349,7 +383,9 @@ class _Loop:
             protect,
             run=self._record.run,
             newest=state.applied,
+            passed_over=self._passed_over,
         )
+        return True
 
     def _ended(self) -> bool:
         state, options = self._state, self._options
@@ -359,9 +395,12 @@ class _Loop:
             self._prepared.num_batches is not None and state.consumed >= self._prepared.num_batches
         )
 
-    def _stop(self, number: int) -> None:
-        while self._flying:
-            self._land(self._flying.popleft())
+    def _stop_if_told(self) -> None:
+        """Raises: Interrupted if a signal to stop has come, when all is saved."""
+        number = self._signals.received
+        if number is None:
+            return
+        self._land_all()
         self._state.train_s = self._clock.seconds
         if self._saved_step != self._state.applied:
             self._save(must=True)
@@ -406,15 +445,15 @@ class _Loop:
         state = self._state
         if state.best_step is None or state.best_step == state.applied:
             return state.metrics, state.applied
-        path = self._folder.checkpoints / f"step-{state.best_step:08d}"
         try:
-            best: Checkpoint = load_checkpoint(path)
+            best = load_checkpoint(checkpoint_path(self._folder.checkpoints, state.best_step))
         except CheckpointError as error:
+            self._events.write("best_lost", step=state.best_step, why=str(error))
             self._listener.warning(f"the best model is lost, the last one is kept: {error}")
             return state.metrics, state.applied
         self._built.step.load_state_tensors(best.tensors)
         self._listener.note(f"the model after step {best.step} was best, and is kept")
-        return best.state["metrics"], state.applied
+        return state.best_metrics, state.applied
 
 
 def _record(options: TrainOptions, prepared: Prepared, built: Built, command: str, *, run: str, status: Any) -> Run:

@@ -191,7 +191,9 @@ class Step:
             for key, value in state.items()
             if isinstance(value, Tensor)
         }
-        counters = {"applied": self.applied, "scale": self.scale, "growth": self.growth}
+        # A parameter that no batch has used yet has no gradient, and no update: not even decay.
+        in_use = torch.tensor([parameter.grad is not None for parameter in self.parameters])
+        counters = {"applied": self.applied, "scale": self.scale, "growth": self.growth, "in_use": in_use}
         weights = dict(model.named_parameters()) | dict(model.named_buffers())
         return {"weights": {k: v.detach() for k, v in weights.items()}, "optimizer": states, "step": counters}
 
@@ -203,6 +205,8 @@ class Step:
                 target.copy_(tensors["weights"][name])
             for name, counter in (("applied", self.applied), ("scale", self.scale), ("growth", self.growth)):
                 counter.copy_(tensors["step"][name])
+        for parameter, used in zip(self.parameters, tensors["step"]["in_use"].tolist(), strict=True):
+            parameter.grad = torch.zeros_like(parameter) if used else None
         self.optimizer.state.clear()
         by_name: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors["optimizer"].items():

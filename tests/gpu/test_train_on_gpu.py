@@ -1,0 +1,113 @@
+"""Whole runs on a GPU: precisions, determinism, resume, peak memory, the saved model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForSequenceClassification, BertConfig, BertModel, PreTrainedTokenizerFast
+
+import brimful
+
+pytestmark = pytest.mark.gpu
+
+WORDS = [f"word{i}" for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(data, model): 600 texts whose label is a word in them, and a small BERT that never saw any."""
+    folder = tmp_path_factory.mktemp("inputs")
+    draw = random.Random(0)
+    with (folder / "data.jsonl").open("w") as file:
+        for _ in range(600):
+            words = draw.choices(WORDS[10:], k=draw.randrange(3, 100))
+            label = draw.randrange(4)
+            words.insert(draw.randrange(len(words)), WORDS[label])
+            file.write(json.dumps({"text": " ".join(words), "label": f"class {label}"}) + "\n")
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
+        folder / "model"
+    )
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(vocabulary), hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256
+    )
+    BertModel(config).save_pretrained(folder / "model")
+    return folder / "data.jsonl", folder / "model"
+
+
+def train(inputs: tuple[Path, Path], output: Path, **options: Any) -> brimful.Run:
+    asked = {"num_train_epochs": 6, "learning_rate": 1e-3, "device": "cuda", "max_length": 128} | options
+    return brimful.train(inputs[0], model=inputs[1], output=output, **asked)
+
+
+def weights_hash(folder: Path) -> str:
+    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("execution", ["eager", "captured"])
+def test_learns(inputs: tuple[Path, Path], tmp_path: Path, precision: str, execution: str) -> None:
+    run = train(inputs, tmp_path / "run", precision=precision, execution=execution)
+    assert run.packed, run.packed_reason
+    assert run.recipe.value("execution") == execution
+    accuracy = run.metrics["accuracy"]
+    assert accuracy is not None
+    assert accuracy > 0.9
+    assert run.peak_bytes.allocated is not None
+    assert run.peak_bytes.nvml is not None
+    assert run.peak_bytes.allocated <= (run.peak_bytes.reserved or 0) < run.peak_bytes.nvml
+
+
+def test_padded_and_split_learn_the_same(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    whole = train(inputs, tmp_path / "whole", precision="fp32", max_steps=20)
+    split = train(inputs, tmp_path / "split", precision="fp32", max_steps=20, token_budget=300)
+    padded = train(inputs, tmp_path / "padded", precision="fp32", max_steps=20, packing="off")
+    assert not padded.packed
+    norms = [_first_gradient_norm(tmp_path / name) for name in ("whole", "split", "padded")]
+    assert norms == pytest.approx([norms[0]] * 3, rel=0.5)  # dropout differs; its exactness is tested without
+    assert split.recipe.value("token_budget") != whole.recipe.value("token_budget")
+
+
+def _first_gradient_norm(folder: Path) -> float:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return float(next(event["grad_norm"] for event in events if event["kind"] == "step"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_deterministic_runs_are_equal_bit_for_bit(inputs: tuple[Path, Path], tmp_path: Path, precision: str) -> None:
+    options = {"precision": precision, "deterministic": True, "max_steps": 60}
+    train(inputs, tmp_path / "one", **options)
+    train(inputs, tmp_path / "two", **options)
+    assert weights_hash(tmp_path / "one") == weights_hash(tmp_path / "two")
+
+
+def test_resume_continues(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    options = {"precision": "bf16", "deterministic": True, "max_steps": 60, "save_steps": 20, "execution": "eager"}
+    train(inputs, tmp_path / "whole", **options)
+    train(inputs, tmp_path / "again", **options)
+    again = tmp_path / "again"
+    run = json.loads((again / "run.json").read_text())
+    (again / "run.json").write_text(json.dumps(run | {"status": "running"}))
+    newest = max((again / "checkpoints").iterdir())
+    (newest / "manifest.json").unlink()
+    train(inputs, again, **options, resume=True)
+    assert weights_hash(again) == weights_hash(tmp_path / "whole")
+
+
+def test_saved_model_is_fp32_and_loads(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    train(inputs, tmp_path / "run", precision="bf16", max_steps=5)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    texts = [" ".join(WORDS[10:30]), WORDS[1]]
+    answers = brimful.classify(tmp_path / "run" / "model", texts)
+    assert [set(answer) for answer in answers] == [{"label", "score"}] * 2
