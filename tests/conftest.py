@@ -11,6 +11,9 @@ _cache = tempfile.TemporaryDirectory(prefix="brimful-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
 import torch  # noqa: E402  (what is imported reads the environment)
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU, step by step
 import transformers  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 

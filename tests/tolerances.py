@@ -13,7 +13,7 @@ ATTENTION: Final = {torch.float64: 1e-10, torch.float32: 1e-5}
 #: A packed, split step against the plain padded batch in fp64: gradient of all parameters together.
 STEP_FP64: Final = 1e-10
 #: The same for families that compute a part in fp32 whatever the dtype: rotary angles, softmax, norms.
-STEP_PARTLY_FP32: Final = 1e-7
+STEP_PARTLY_FP32: Final = 2e-7
 #: Gemma 2, whose soft cap only Hugging Face's eager attention has, with its softmax in fp32; ours keeps fp64.
 STEP_GEMMA: Final = 1e-6
 #: A whole model, packed against plain, in fp32: logits and gradient.

@@ -99,7 +99,11 @@ def help_texts(options: type[Any]) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     texts: dict[str, str] = {}
     for statement, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(statement.target, ast.Name):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(after, ast.Expr)
+            and isinstance(statement.target, ast.Name)
+        ):
             texts[statement.target.id] = " ".join(str(ast.literal_eval(after.value)).split())
     return texts
 
@@ -214,7 +218,9 @@ def _value(name: str, hint: Any, given: object) -> object:
     try:
         return kind(given) if kind is not bool else {"true": True, "false": False}[given.lower()]
     except (ValueError, KeyError):
-        raise OptionError(f"{name} is {printable(given)!r}: it must be {_KINDS[kind]}", hint=_example(name, kind)) from None
+        raise OptionError(
+            f"{name} is {printable(given)!r}: it must be {_KINDS[kind]}", hint=_example(name, kind)
+        ) from None
 
 
 def _example(name: str, kind: type[Any]) -> str:

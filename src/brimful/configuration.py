@@ -60,7 +60,7 @@ def _read(file: str) -> Mapping[Any, Any]:
         kind = "TOML" if path.suffix.lower() == ".toml" else "YAML"
         raise OptionError(
             f"{shown} is not valid {kind}: {printable(error, 300)}",
-            hint='write one `key = value` a line in .toml, text in quotes; `key: value` in .yaml',
+            hint="write one `key = value` a line in .toml, text in quotes; `key: value` in .yaml",
         ) from error
     if not isinstance(found, Mapping):
         raise OptionError(f"{shown} holds no keys", hint="write one `key: value` a line, as in `batch_size: 16`")

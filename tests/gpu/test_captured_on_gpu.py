@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,16 @@ def test_captured_is_the_eager_step(token_budget: int, compiled: bool) -> None:
     assert step.num_graphs >= 2
     assert found[:20] == pytest.approx(expected[:20], rel=2e-2)
     assert found[0] == pytest.approx(expected[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("typical_length", [30, 400], ids=["our attention", "flash attention"])
+def test_layers_are_compiled_once(typical_length: int) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    batches = source(8192)
+    batches.layout = dataclasses.replace(batches.layout, typical_length=typical_length)  # type: ignore[type-var]
+    losses(make_step(CapturedStep, dropout=0.1, compiled=True), batches)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_dropout_repeats_and_differs() -> None:

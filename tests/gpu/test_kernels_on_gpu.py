@@ -12,6 +12,7 @@ from brimful.kernels.attention import (
     flash_attention,
     grouped_attention,
     reference_attention,
+    triton_attention,
 )
 from brimful.kernels.layout import PackedShape, make_segments, map_tensors, with_groups
 
@@ -43,6 +44,9 @@ def outputs_and_gradients(
     [
         (flash_attention, torch.bfloat16),
         (flash_attention, torch.float16),
+        (triton_attention, torch.bfloat16),
+        (triton_attention, torch.float16),
+        (triton_attention, torch.float32),
         (efficient_attention, torch.float32),
         (grouped_attention, torch.float32),
     ],

@@ -136,13 +136,13 @@ class TrainOptions:
         for name in ("weight_decay", "max_grad_norm", "warmup_steps", "seed"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
-                raise OptionError(
-                    f"{flag(name)} is {value}: it must be finite and at least 0", hint=_usual(self, name)
-                )
+                raise OptionError(f"{flag(name)} is {value}: it must be finite and at least 0", hint=_usual(self, name))
         for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor", "eval_split"):
             value = getattr(self, name)
             if not 0 <= value < 1:
-                raise OptionError(f"{flag(name)} is {value}: it must be at least 0 and below 1", hint=_usual(self, name))
+                raise OptionError(
+                    f"{flag(name)} is {value}: it must be at least 0 and below 1", hint=_usual(self, name)
+                )
         if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
             raise OptionError(
                 f"--warmup-ratio is {self.warmup_ratio}: it must be between 0 and 1", hint=_usual(self, "warmup_ratio")
@@ -227,7 +227,9 @@ def _check_types(options: object) -> None:
         allowed = get_args(hint) if get_origin(hint) is Literal else None
         if allowed is not None:
             if value not in allowed:
-                said = f"{flag(field.name)} is {printable(repr(value))}: it must be one of {', '.join(map(str, allowed))}"
+                said = (
+                    f"{flag(field.name)} is {printable(repr(value))}: it must be one of {', '.join(map(str, allowed))}"
+                )
                 raise OptionError(said, hint=_usual(options, field.name))
             continue
         kinds = tuple(get_args(hint)) or (hint,)

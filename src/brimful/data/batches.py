@@ -93,6 +93,7 @@ class PackedLayout:
     max_length: int
     padding_id: int
     groups: bool
+    typical_length: int | None = None
 
     def arrange(
         self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None
@@ -101,7 +102,10 @@ class PackedLayout:
         found: list[tuple[Inputs, list[int], int]] = []
         for budget, members in pack([len(sequence) for sequence in ids], self.budgets):
             shape = PackedShape(
-                num_tokens=budget, num_slots=min(self.num_slots, budget), max_length=min(self.max_length, budget)
+                num_tokens=budget,
+                num_slots=min(self.num_slots, budget),
+                max_length=min(self.max_length, budget),
+                typical_length=self.typical_length,
             )
             inputs = packed_inputs(
                 [ids[i] for i in members],

@@ -69,7 +69,7 @@ def make_examples(rows: Rows, columns: Columns, space: LabelSpace | None) -> tup
     """
     texts = rows.table[columns.text].cast(pa.large_string())
     pairs = None if columns.pair is None else rows.table[columns.pair].cast(pa.large_string())
-    present = _has_text(texts) if pairs is None else pc.and_(_has_text(texts), _has_text(pairs))
+    present = has_text(texts) if pairs is None else pc.and_(has_text(texts), has_text(pairs))
     num_empty = len(texts) - (pc.sum(present).as_py() or 0)
     if num_empty == len(texts):
         raise DataError(
@@ -246,5 +246,6 @@ def _keys(examples: Examples) -> pa.ChunkedArray:
     return pc.binary_join_element_wise(examples.texts, examples.pairs, pa.scalar("\0", pa.large_string()))
 
 
-def _has_text(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+def has_text(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    """(N,) bool: whether each is there and not all white space."""
     return pc.match_substring_regex(texts, _NOT_BLANK).fill_null(False)

@@ -101,12 +101,13 @@ def tokenize(
     folder: Path | None = None,
     progress: Callable[[int], None] | None = None,
     place: Callable[[int], tuple[str, int]] | None = None,
+    may_be_empty: bool = False,
 ) -> Tokens:
     """Token ids of every row of an Arrow column of strings.
 
     folder: where the arrays are kept, in files without a name that go with the process. progress: called with the
     number of rows done. place: file and row number of a row, for errors.
-    Raises: DataError for a row that gives no token at all.
+    Raises: DataError for a row that gives no token at all, unless may_be_empty.
     """
     num_rows = len(texts)
     offsets = np.zeros(num_rows + 1, dtype=np.int64)
@@ -116,7 +117,7 @@ def tokenize(
             part = texts.slice(start, _SLICE).to_pylist()
             encodings = encoder(part, None if pairs is None else pairs.slice(start, _SLICE).to_pylist())
             lengths = np.fromiter((len(e.ids) for e in encodings), np.int64, len(encodings))
-            if not lengths.all():
+            if not may_be_empty and not lengths.all():
                 row = start + int(lengths.argmin())
                 file, number = place(row) if place else (None, row + 1)
                 raise DataError(

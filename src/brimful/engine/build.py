@@ -21,9 +21,10 @@ from brimful.models.load import load_model
 from brimful.models.proof import prove
 from brimful.step.captured import CapturedStep
 from brimful.step.step import Step, make_schedule
+from brimful.techniques.attention import AttentionKernels, choose_kernels
 from brimful.techniques.execution import ExecutionMode, choose_execution
 from brimful.techniques.optimizer import Optimizer
-from brimful.techniques.packing import Packing, needs_groups
+from brimful.techniques.packing import Packing
 from brimful.techniques.precision import Precision
 
 #: Most tokens of a micro-batch unless --token-budget says otherwise: on a GPU enough to fill it, on a CPU few enough
@@ -61,14 +62,15 @@ def build(
     """
     device = precision.device
     model = load_model(prepared.facts, prepared.space, head=prepared.alignment.head, seed=options.seed)
-    packing = Packing(
-        proof=None
-        if options.packing == "off"
-        else prove(model, max_length=prepared.max_length, device=device, precision=precision.value)
+    typical_length = round(float(prepared.training.tokens.lengths.mean()))
+    kernels = choose_kernels(prepared.facts.config, precision, typical_length)
+    proof = prove(
+        model, max_length=prepared.max_length, device=device, precision=precision.value, typical_length=typical_length
     )
+    packing = Packing(proof=proof, wanted=options.packing == "auto")
     model = model.to(device).train()
     execution = packing.apply(model)
-    layout, budget_lever = _layout(options, prepared, packing, precision)
+    layout, budget_lever = _layout(options, prepared, packing, kernels, precision)
     schedule = make_schedule(
         options.lr_scheduler_type, options.learning_rate, prepared.num_steps, prepared.num_warmup_steps
     )
@@ -84,7 +86,7 @@ def build(
         budget_lever,
         precision.lever(),
         optimizer.lever(),
-        _attention(packing, precision, model),
+        _attention(packing, kernels, model),
     )
     return Built(
         model=model,
@@ -100,6 +102,7 @@ def build(
 
 def make_layout(
     packing: Packing,
+    kernels: AttentionKernels,
     precision: Precision,
     config: Any,
     *,
@@ -116,16 +119,20 @@ def make_layout(
     padding_id = config.pad_token_id if isinstance(getattr(config, "pad_token_id", None), int) else 0
     if packing.packed:
         budgets = choose_budgets(batches, largest, max_length)
-        groups = needs_groups(precision.device, precision.value, config)
         value = ", ".join(str(b) for b in budgets.tokens)
         reason = f"tokens of a micro-batch, from the data's lengths; {100 * budgets.fill:.1f} % filled"
         packed = PackedLayout(
-            budgets=budgets, num_slots=batch_size, max_length=max_length, padding_id=padding_id, groups=groups
+            budgets=budgets,
+            num_slots=batch_size,
+            max_length=max_length,
+            padding_id=padding_id,
+            groups=kernels.needs_groups,
+            typical_length=kernels.typical_length,
         )
         return packed, Lever(name="token_budget", value=value, arithmetic="exact", reason=reason)
-    split = packing.proof is None or packing.proof.independent
+    split = packing.proof.independent
     lengths = length_buckets(max_length)
-    reason = f"rows of {lengths[0]} to {lengths[-1]} tokens by length" if split else packing.supports().because
+    reason = f"rows of {lengths[0]} to {lengths[-1]} tokens by length" if split else packing.proof.reason
     padded = PaddedLayout(
         lengths=lengths, num_tokens=max(largest, max_length), num_rows=batch_size, padding_id=padding_id, split=split
     )
@@ -133,12 +140,15 @@ def make_layout(
     return padded, Lever(name="token_budget", value=value, arithmetic="exact", reason=reason)
 
 
-def _layout(options: TrainOptions, prepared: Prepared, packing: Packing, precision: Precision) -> tuple[Layout, Lever]:
+def _layout(
+    options: TrainOptions, prepared: Prepared, packing: Packing, kernels: AttentionKernels, precision: Precision
+) -> tuple[Layout, Lever]:
     lengths, order = prepared.training.tokens.lengths, prepared.order
     looked_at = min(_LOOKED_AT, prepared.num_batches or prepared.num_steps)
     batches = [lengths[order.samples(number)] for number in range(looked_at)]
     return make_layout(
         packing,
+        kernels,
         precision,
         prepared.facts.config,
         batches=batches,
@@ -179,17 +189,11 @@ def _source(options: TrainOptions, prepared: Prepared, layout: Layout) -> Source
     return Source(training.tokens, training.targets_N, prepared.task, layout, order, augmenter=augmenter, texts=texts)
 
 
-def _attention(packing: Packing, precision: Precision, model: Any) -> Lever:
-    if not packing.packed:
-        value, reason = model.config._attn_implementation, "Hugging Face's own, on padded rows"
-    elif needs_groups(precision.device, precision.value, model.config):
-        value = "grouped sdpa"
-        reason = f"sequences of similar length together: no variable-length kernel for this on {precision.device.type}"
-    elif precision.value in ("bf16", "fp16"):
-        value, reason = "flash, variable length", "torch's FlashAttention-2 takes packed sequences as they are"
-    else:
-        value, reason = "memory-efficient, variable length", "torch's kernel for packed sequences in fp32"
-    return Lever(name="attention", value=str(value), arithmetic="exact", reason=reason)
+def _attention(packing: Packing, kernels: AttentionKernels, model: Any) -> Lever:
+    if packing.packed:
+        return kernels.lever()
+    own = str(model.config._attn_implementation)
+    return Lever(name="attention", value=own, arithmetic="exact", reason="Hugging Face's own, on padded rows")
 
 
 def _dropout() -> Lever:

@@ -162,7 +162,8 @@ def rotate(
     newest: the step just saved; never removed, and without it being complete nothing is. A number alone does not make
     a checkpoint new: folders of later steps were passed over on resume and count for nothing; they are left alone.
     protect: steps kept besides. passed_over: steps that resuming found damaged; they count for nothing and are left
-    alone, though their sizes may look whole. Incomplete folders up to `newest` are removed; unreadable ones and other runs' are not.
+    alone, though their sizes may look whole. Incomplete folders up to `newest` are removed; unreadable ones and other
+    runs' are not.
     """
     complete: dict[int, Path] = {}
     incomplete: dict[int, Path] = {}

@@ -21,6 +21,7 @@ from brimful.models.execution import has_token_types
 from brimful.models.intake import inspect_model, load_tokenizer
 from brimful.models.load import load_model
 from brimful.models.proof import prove
+from brimful.techniques.attention import choose_kernels
 from brimful.techniques.packing import Packing
 from brimful.techniques.precision import choose_precision
 
@@ -75,16 +76,21 @@ def classify_texts(
     tokens = tokenize(encoder, texts, pairs, progress=lambda done: listener.count(done, len(texts)))
     listener.stage("loading the model")
     model = load_model(facts, space, head="kept", seed=0)
+    typical_length = round(float(tokens.lengths.mean()))
     with precision.apply():
-        packing = Packing(
-            proof=None
-            if options.packing == "off"
-            else prove(model, max_length=max_length, device=precision.device, precision=precision.value)
+        proof = prove(
+            model,
+            max_length=max_length,
+            device=precision.device,
+            precision=precision.value,
+            typical_length=typical_length,
         )
+        packing = Packing(proof=proof, wanted=options.packing == "auto")
         execution = packing.apply(model.to(precision.device).eval())
         budget = options.token_budget or 8192
         layout, _ = make_layout(
             packing,
+            choose_kernels(facts.config, precision, typical_length),
             precision,
             facts.config,
             batches=[np.array([max(budget, max_length)])],

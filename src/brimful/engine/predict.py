@@ -25,7 +25,7 @@ def predict_logits(
     most_rows: int,
     progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
-    """(N, C) fp32 logits of all rows, in their order; computed in eval mode, in order of length.
+    """(N, C) fp32 logits of all rows, in their order; computed in eval mode, in order of length. NaN for no tokens.
 
     batch_tokens, most_rows: as many are laid out at once. progress: called with the number of rows done.
     """
@@ -38,7 +38,7 @@ def predict_logits(
     try:
         # Layers compiled for training run as they are: compiling them for evaluation too would cost more than it saves.
         with torch.inference_mode(), precision.autocast(), torch.compiler.set_stance("force_eager"):
-            for rows in _chunks(tokens.lengths, batch_tokens, most_rows):
+            for rows in chunks(tokens.lengths, batch_tokens, most_rows):
                 ids = [tokens.sequence(row) for row in rows]
                 kinds = [tokens.sequence_types(row) for row in rows]
                 types = [kind for kind in kinds if kind is not None] if tokens.types is not None else None
@@ -51,15 +51,16 @@ def predict_logits(
                     progress(done)
     finally:
         execution.model.train(was_training)
-    together = torch.cat(found).cpu().numpy()
-    logits_NC = np.empty_like(together)
-    logits_NC[np.concatenate(places)] = together
+    num_outputs = int(execution.model.config.num_labels)
+    together = torch.cat([*found, torch.zeros(0, num_outputs, device=device)]).cpu().numpy()
+    logits_NC = np.full((len(tokens), together.shape[1]), np.nan, dtype=np.float32)
+    logits_NC[np.concatenate([*places, np.zeros(0, dtype=np.int64)])] = together
     return logits_NC
 
 
-def _chunks(lengths: np.ndarray, batch_tokens: int, most_rows: int) -> Iterator[np.ndarray]:
-    """Row numbers in order of length, the longest first, cut where `batch_tokens` or `most_rows` are reached."""
-    order = np.argsort(-lengths, kind="stable")
+def chunks(lengths: np.ndarray, batch_tokens: int, most_rows: int) -> Iterator[np.ndarray]:
+    """Numbers of the rows that have tokens, the longest first, cut where `batch_tokens` or `most_rows` are reached."""
+    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
     ends = np.cumsum(lengths[order])
     start = 0
     while start < len(order):

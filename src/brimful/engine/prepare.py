@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,8 +219,9 @@ def _num_warmup_steps(options: TrainOptions, num_steps: int) -> int:
 def _fingerprints(facts: ModelFacts, transform: str | None) -> dict[str, str]:
     """SHA-256 of the files that decide what is learned and can change under their names, by what they are."""
     files = {"model's config.json": facts.folder / "config.json"}
-    if transform is not None and (source := inspect.getsourcefile(load_transform(transform))):
-        files["file of --transform"] = Path(source)
+    if transform is not None:
+        with suppress(TypeError):  # not written in Python
+            files["file of --transform"] = Path(inspect.getsourcefile(load_transform(transform)) or "")
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
 
 

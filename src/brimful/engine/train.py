@@ -300,7 +300,7 @@ class _Loop:
         )
 
     def _do_what_is_due(self) -> None:
-        """Evaluates and saves if it is time to, by the state alone: a run that stopped just before does it on resume."""
+        """Evaluates and saves if it is time to, by the state alone: a run stopped just before does it on resume."""
         state, options = self._state, self._options
         epoch_ends = state.consumed > 0 and state.consumed % self._prepared.order.batches_per_epoch == 0
 

@@ -16,6 +16,11 @@ from torch import Tensor
 
 from brimful.kernels.layout import Segments
 
+try:
+    from brimful.kernels import varlen
+except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
+    varlen = None  # type: ignore[assignment]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
@@ -115,13 +120,47 @@ def efficient_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: S
     return out_1THD[0].transpose(0, 1)
 
 
-def choose_attention(device: torch.device, dtype: torch.dtype, pattern: Pattern, head_dim: int) -> Attention:
-    """The fastest kernel that can do it here. The choice depends on no input value, so it may be captured."""
-    if device.type != "cuda" or pattern.softcap is not None or dtype == torch.float64:
+def triton_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
+    """Our own kernel (`varlen.py`): variable length with windows and soft caps, in bf16, fp16 and fp32 on a GPU."""
+    assert varlen is not None
+    k_HTD, v_HTD = _repeat_heads(q_HTD, k_KTD, v_KTD)
+    return varlen.varlen_attention_HTD(
+        q_HTD,
+        k_HTD,
+        v_HTD,
+        segments.offsets_N,
+        max_length=segments.max_length,
+        scale=pattern.scale,
+        causal=pattern.causal,
+        window=pattern.window,
+        softcap=pattern.softcap,
+        dropout=pattern.dropout,
+    )
+
+
+#: Mean length up to which our kernel beats FlashAttention-2 forward and backward, heads of 64 and dropout, on an H200:
+#: 31 against 64 us at a mean of 36 tokens, 623 against 465 us at 430.
+_SHORT = 128
+
+
+def choose_attention(
+    device: torch.device, dtype: torch.dtype, pattern: Pattern, head_dim: int, typical_length: int | None = None
+) -> Attention:
+    """The fastest kernel that can do it here. The choice depends on no input's value, so it may be captured.
+
+    typical_length: mean length of the sequences to come; None if it is not known.
+    """
+    if device.type != "cuda" or dtype == torch.float64:
         return grouped_attention
-    if dtype in (torch.bfloat16, torch.float16) and head_dim <= 256:
-        return flash_attention
-    return grouped_attention if pattern.window is not None else efficient_attention
+    ours = varlen is not None and varlen.supports(dtype, head_dim)
+    half = dtype in (torch.bfloat16, torch.float16)
+    if pattern.softcap is not None or (pattern.window is not None and not half):
+        return triton_attention if ours else grouped_attention
+    if not half:
+        return efficient_attention
+    if ours and typical_length is not None and typical_length <= _SHORT and head_dim <= 64:
+        return triton_attention
+    return flash_attention if head_dim <= 256 else grouped_attention
 
 
 def _repeat_heads(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> tuple[Tensor, Tensor]:

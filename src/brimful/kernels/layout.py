@@ -35,6 +35,7 @@ class Segments:
     offsets_N: (N + 1,) int32, non-decreasing from 0 to T; N is constant, what is not needed repeats T.
     segment_T: (T,) int64, the segment of each token.
     max_length: longest segment allowed, a host number that kernels are compiled for.
+    typical_length: mean length of the sequences to come, by which a kernel is chosen; None if it is not known.
     groups: the same segments as padded rows, where the chosen kernel wants them; empty otherwise.
     place_T: (T,) int64, the place of each token among all rows of all groups, flattened; None without groups.
     """
@@ -42,6 +43,7 @@ class Segments:
     offsets_N: Tensor
     segment_T: Tensor
     max_length: int
+    typical_length: int | None = None
     groups: tuple[Group, ...] = ()
     place_T: Tensor | None = None
 
@@ -105,6 +107,7 @@ class PackedShape:
     num_tokens: int
     num_slots: int
     max_length: int
+    typical_length: int | None = None
 
     @property
     def num_segments(self) -> int:
@@ -129,7 +132,10 @@ def make_segments(lengths: Sequence[int], shape: PackedShape) -> Segments:
     np.cumsum(sizes_N, out=offsets_N[1:])
     segment_T = np.repeat(np.arange(shape.num_segments), sizes_N)
     return Segments(
-        offsets_N=torch.from_numpy(offsets_N), segment_T=torch.from_numpy(segment_T), max_length=shape.max_length
+        offsets_N=torch.from_numpy(offsets_N),
+        segment_T=torch.from_numpy(segment_T),
+        max_length=shape.max_length,
+        typical_length=shape.typical_length,
     )
 
 

@@ -55,7 +55,9 @@ def _packed_attention(
     dtype = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled(query.device.type) else value.dtype
     q_HTD, k_KTD, v_KTD = (x[0].to(dtype) for x in (query, key, value))
     attend: Attention = (
-        reference_attention if plain else choose_attention(q_HTD.device, dtype, pattern, q_HTD.shape[-1])
+        reference_attention
+        if plain
+        else choose_attention(q_HTD.device, dtype, pattern, q_HTD.shape[-1], segments.typical_length)
     )
     return attend(q_HTD, k_KTD, v_KTD, segments, pattern).transpose(0, 1)[None], None
 

@@ -70,18 +70,28 @@ class Proof:
         return PackedForm(pooling=self.pooling, first_position=self.first_position)
 
 
-def prove(model: Any, *, max_length: int, device: torch.device, precision: str, cache: bool = True) -> Proof:
+def prove(
+    model: Any,
+    *,
+    max_length: int,
+    device: torch.device,
+    precision: str,
+    typical_length: int | None = None,
+    cache: bool = True,
+) -> Proof:
     """Whether `model` may run packed on `device` in `precision` with sequences of up to `max_length` tokens.
+
+    typical_length: mean length of the sequences to come, by which the kernel is chosen.
 
     The model is not changed. The result is kept in the user's cache folder by architecture, versions, device and
     precision; `cache=False` neither reads nor writes it.
     """
-    path = _cache_path(model, max_length, device, precision) if cache else None
+    path = _cache_path(model, max_length, device, precision, typical_length) if cache else None
     if path is not None and (known := _read(path)) is not None:
         return known
     was = model.config._attn_implementation
     try:
-        proof = _prove(model, max_length, device, precision)
+        proof = _prove(model, max_length, device, precision, typical_length)
     except Exception as failure:  # whatever a model does, it is not proved; not kept: it may be the machine's fault
         why = f"{model.config.model_type} could not be tried: {type(failure).__name__}: {printable(failure)}"
         return Proof(packed=False, independent=False, reason=why)
@@ -92,7 +102,7 @@ def prove(model: Any, *, max_length: int, device: torch.device, precision: str, 
     return proof
 
 
-def _prove(model: Any, max_length: int, device: torch.device, precision: str) -> Proof:
+def _prove(model: Any, max_length: int, device: torch.device, precision: str, typical_length: int | None) -> Proof:
     small = one_layer_of_each_kind(model).to("cpu", torch.float32).eval().requires_grad_(True)
     _wake(small)
     sequences = _sequences(small.config, max_length)
@@ -111,7 +121,7 @@ def _prove(model: Any, max_length: int, device: torch.device, precision: str) ->
         form, error, why = _find_form(small, sequences, alone.detach(), max_length)
         if form is None:
             return Proof(packed=False, independent=True, reason=why, forward_error=error)
-        row = _packed(sequences, small.config, max_length)
+        row = _packed(sequences, small.config, max_length, typical_length)
         gradient = _gradient(small, PackedExecution(small, form, plain=True)(row)[: len(sequences)])
         gradient_error = relative_error(gradient, plain_gradient)
     if not gradient_error <= GRADIENT_TOLERANCE["fp32"]:
@@ -262,7 +272,7 @@ def _sequences(config: Any, max_length: int) -> list[np.ndarray]:
     return sequences
 
 
-def _packed(sequences: Sequence[np.ndarray], config: Any, max_length: int) -> Inputs:
+def _packed(sequences: Sequence[np.ndarray], config: Any, max_length: int, typical_length: int | None = None) -> Inputs:
     """The sequences in one row whose unused tail is longer than one of them, so that the tail is tested too.
 
     The row is longer than any short table of positions, so that nothing that is made for one sequence has its length.
@@ -272,7 +282,12 @@ def _packed(sequences: Sequence[np.ndarray], config: Any, max_length: int) -> In
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions <= _SHORT_TABLE:
         total = max(total, positions + 1)
-    shape = PackedShape(num_tokens=total, num_slots=len(sequences) + 2, max_length=min(max_length, longest))
+    shape = PackedShape(
+        num_tokens=total,
+        num_slots=len(sequences) + 2,
+        max_length=min(max_length, longest),
+        typical_length=typical_length,
+    )
     types = [_types(s) for s in sequences]
     return packed_inputs(sequences, shape, padding_id=_padding_id(config), types=types, groups=True)
 
@@ -303,13 +318,16 @@ def _exact_fp32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _cache_path(model: Any, max_length: int, device: torch.device, precision: str) -> Path | None:
+def _cache_path(
+    model: Any, max_length: int, device: torch.device, precision: str, typical_length: int | None
+) -> Path | None:
     """Where the proof of this model is kept, None for a user without a home. Remote code has its hash in the module."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_ARCHITECTURE}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [torch.__version__, transformers.__version__, _REVISION]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    key = json.dumps([kind, config, max_length, name, precision, versions], sort_keys=True, default=str)
+    short = typical_length if device.type == "cuda" else None
+    key = json.dumps([kind, config, max_length, name, precision, short, versions], sort_keys=True, default=str)
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:

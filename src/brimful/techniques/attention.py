@@ -1,0 +1,67 @@
+"""Attention kernels of a packed run: which ones the layers will get, and whether they want padded rows besides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from brimful.core.records import Arithmetic, Lever
+from brimful.kernels.attention import Pattern, choose_attention, grouped_attention
+from brimful.techniques.precision import Precision
+from brimful.techniques.technique import Cost, Verdict
+
+_NAMES = {
+    "grouped_attention": "torch's sdpa on groups of similar length",
+    "flash_attention": "FlashAttention-2, variable length",
+    "efficient_attention": "torch's memory-efficient kernel, variable length",
+    "triton_attention": "our Triton kernel, variable length",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKernels:
+    """The kernels of one model in one precision, by function name, those of full layers and of windowed ones.
+
+    typical_length: mean length of the sequences to come.
+    """
+
+    functions: tuple[str, ...]
+    typical_length: int
+    source: str = "Dao 2023, arXiv 2307.08691; Rabe and Staats 2021, arXiv 2112.05682"
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """`exact`: equal up to the order of sums, in the precision of the run."""
+        return "exact"
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether segments must come as padded rows too; their shapes then change with every batch."""
+        return grouped_attention.__name__ in self.functions
+
+    def supports(self) -> Verdict:
+        """The choice made sure that they do."""
+        return Verdict(ok=True, because="chosen by device, precision, pattern and length")
+
+    def cost(self, num_parameters: int) -> Cost:
+        """Nothing that grows with the parameters."""
+        return Cost()
+
+    def lever(self) -> Lever:
+        """Its line in the recipe."""
+        names = dict.fromkeys(_NAMES[name] for name in self.functions)
+        reason = f"for sequences of {self.typical_length} tokens in the mean"
+        return Lever(name="attention", value="; ".join(names), arithmetic="exact", reason=reason)
+
+
+def choose_kernels(config: Any, precision: Precision, typical_length: int) -> AttentionKernels:
+    """The kernels that layers of this configuration will be given."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
+    window = next((w for w in windows if isinstance(w, int)), None)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    patterns = [Pattern(scale=1.0, window=w, softcap=softcap) for w in dict.fromkeys((None, window))]
+    chosen = [
+        choose_attention(precision.device, precision.dtype, pattern, head_dim, typical_length) for pattern in patterns
+    ]
+    return AttentionKernels(functions=tuple(function.__name__ for function in chosen), typical_length=typical_length)
