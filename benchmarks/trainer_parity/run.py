@@ -23,7 +23,6 @@ from typing import Any
 
 HYPERPARAMETERS = {
     "learning_rate": 1e-4,
-    "num_train_epochs": 2.0,
     "weight_decay": 0.0,
     "max_grad_norm": 1.0,
     "lr_scheduler_type": "linear",
@@ -50,7 +49,9 @@ def rows_of(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def by_trainer(model: str, train: Path, test: Path, device: str, seed: int, max_length: int) -> dict[str, Any]:
+def by_trainer(
+    model: str, train: Path, test: Path, device: str, seed: int, max_length: int, epochs: float
+) -> dict[str, Any]:
     """transformers' Trainer."""
     import torch
     from transformers import (
@@ -81,9 +82,10 @@ def by_trainer(model: str, train: Path, test: Path, device: str, seed: int, max_
     cuda = device == "cuda"
     settings = {"bf16": True, "tf32": True, "dataloader_num_workers": 4, "dataloader_pin_memory": True} if cuda else {}
     data = Rows(train, names)
-    steps = -(-len(data) // BATCH_SIZE) * HYPERPARAMETERS["num_train_epochs"]
+    steps = -(-len(data) // BATCH_SIZE) * epochs
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
+        num_train_epochs=epochs,
         per_device_train_batch_size=BATCH_SIZE,
         per_device_eval_batch_size=64,
         warmup_steps=-int(-WARMUP_RATIO * steps // 1),
@@ -111,12 +113,14 @@ def by_trainer(model: str, train: Path, test: Path, device: str, seed: int, max_
     held_out = Rows(test, names)
     predicted = trainer.predict(held_out).predictions.argmax(-1)
     accuracy = sum(int(p) == t for p, t in zip(predicted, held_out.labels, strict=True)) / len(held_out)
-    samples = len(data) * HYPERPARAMETERS["num_train_epochs"]
+    samples = len(data) * epochs
     peak = torch.cuda.max_memory_allocated() if cuda else None
     return {"accuracy": accuracy, "train_s": train_s, "samples_per_s": samples / train_s, "peak_allocated_bytes": peak}
 
 
-def by_brimful(model: str, train: Path, test: Path, device: str, seed: int, max_length: int) -> dict[str, Any]:
+def by_brimful(
+    model: str, train: Path, test: Path, device: str, seed: int, max_length: int, epochs: float
+) -> dict[str, Any]:
     """brimful, through its Python interface."""
     import brimful
 
@@ -124,6 +128,7 @@ def by_brimful(model: str, train: Path, test: Path, device: str, seed: int, max_
         train,
         model=model,
         output=tempfile.mkdtemp(),
+        num_train_epochs=epochs,
         eval_data=str(test),
         max_length=max_length,
         batch_size=BATCH_SIZE,
@@ -170,6 +175,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", help="model folder; default: the packaged MiniLM-L6")
     parser.add_argument("--max-length", type=int, default=128)
+    parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--one", nargs=2, metavar=("SIDE", "SEED"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -181,7 +187,8 @@ def main() -> None:
         arguments.model = str(minilm())
     if arguments.one:
         side, seed = arguments.one[0], int(arguments.one[1])
-        row = SIDES[side](arguments.model, train, test, arguments.device, seed, arguments.max_length)
+        shape = (arguments.max_length, arguments.epochs)
+        row = SIDES[side](arguments.model, train, test, arguments.device, seed, *shape)
         print("ROW " + json.dumps({"side": side, "seed": seed, "device": arguments.device, **row}))
         return
     path = arguments.output / "results.jsonl"
@@ -191,7 +198,8 @@ def main() -> None:
             if any(r["side"] == side and r["seed"] == seed for r in results):
                 continue
             command = [sys.executable, __file__, "--output", str(arguments.output), "--device", arguments.device]
-            command += ["--model", arguments.model, "--max-length", str(arguments.max_length), "--one", side, str(seed)]
+            command += ["--model", arguments.model, "--max-length", str(arguments.max_length)]
+            command += ["--epochs", str(arguments.epochs), "--one", side, str(seed)]
             done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
             found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
             if not found:

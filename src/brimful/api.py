@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import itertools
 import json
+import os
 import shlex
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 
-from brimful.core.errors import OptionError
+from brimful.core.errors import OptionError, printable
 from brimful.core.listener import Listener
-from brimful.core.options import ClassifyOptions, TrainOptions
+from brimful.core.options import ClassifyOptions, TrainOptions, flag
 from brimful.core.records import Run
+from brimful.core.units import count_text, seconds_text
 from brimful.data.columns import find_columns
 from brimful.data.sources import read_rows
-from brimful.data.writing import write_table
+from brimful.data.writing import check_output, write_table
 from brimful.engine.classify import Answers, classify_texts
+from brimful.engine.prepare import tell_columns
 from brimful.engine.train import train as _train
 from brimful.integrations.fanout import Fanout
 
@@ -32,10 +38,8 @@ def train(
     listener: hears what is inferred and how training goes. Default: nobody.
     Raises: BrimfulError, of the kind that `core.errors` draws; OptionError for an option there is not.
     """
-    known = {field.name for field in dataclasses.fields(TrainOptions)}
-    if unknown := sorted(set(options) - known):
-        raise OptionError(f"train has no option {unknown[0]!r}", hint="the options are " + ", ".join(sorted(known)))
-    asked = TrainOptions(data=str(data), model=str(model), output=str(output), **options)
+    _check_known("train", TrainOptions, options)
+    asked = TrainOptions(data=_path(data), model=_path(model), output=_path(output), **options)
     return run_training(asked, listener or Listener())
 
 
@@ -49,57 +53,127 @@ def run_training(options: TrainOptions, listener: Listener) -> Run:
 
 
 def classify(
-    model: str | Path, texts: Sequence[str], pairs: Sequence[str] | None = None, **options: Any
+    model: str | Path,
+    texts: Sequence[str | None],
+    pairs: Sequence[str | None] | None = None,
+    *,
+    listener: Listener | None = None,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """Label and score of each text (or text pair), in order, named as transformers' pipeline names them.
 
-    options: the fields of ClassifyOptions, e.g. `max_length=256, precision="bf16"`.
-    Raises: BrimfulError.
+    A text that is None or blank has neither: both are None. A multi-label model gives lists, a regression a score only.
+    options: the fields of ClassifyOptions but `data` and `output`, e.g. `max_length=256, precision="bf16"`.
+    Raises: BrimfulError; OptionError for an option there is not, and for texts that are none.
     """
-    asked = ClassifyOptions(model=str(model), data="", **options)
-    if not texts:
+    _check_known("classify", ClassifyOptions, options, without=("data", "output"))
+    asked = ClassifyOptions(model=_path(model), data="", **options)
+    first = _texts("texts", texts)
+    second = None if pairs is None else _texts("pairs", pairs)
+    if second is not None and len(first) != len(second):
+        raise OptionError(
+            f"there are {len(first):,} texts and {len(second):,} pairs",
+            hint="give each text its pair, in the same order",
+        )
+    if not len(first):
         return []
-    second = None if pairs is None else pa.chunked_array([pa.array(pairs, pa.large_string())])
-    answers = classify_texts(asked, pa.chunked_array([pa.array(texts, pa.large_string())]), second, Listener())
-    return [answers.best(row, asked.threshold) for row in range(len(texts))]
+    answers = classify_texts(asked, first, second, listener or Listener())
+    return cast(list[dict[str, Any]], answers.table(asked.threshold).to_pylist())
 
 
-def run_classification(options: ClassifyOptions, listener: Listener) -> tuple[pa.Table, Answers]:
-    """The rows of a file with `label` and `score` beside their columns, written to `options.output` if it is given."""
+def run_classification(options: ClassifyOptions, listener: Listener) -> pa.Table:
+    """The rows of a file with `label` and `score` beside their columns, written to `options.output` if it is given.
+
+    Every row keeps its place; one without text has null for both. A column of the file that has one of these names
+    keeps it, and the answer is called `predicted_label` or `predicted_score`.
+    """
+    if options.output is not None:
+        check_output(Path(options.output), options.data)
     listener.stage(f"reading {options.data}")
     rows = read_rows(options.data)
     columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=None, need_labels=False)
-    for field, reason in columns.reasons.items():
-        listener.note(f"{field}: {reason}")
-    pairs = None if columns.pair is None else rows.table[columns.pair]
+    tell_columns(columns, listener)
+    began = time.perf_counter()
     answers = classify_texts(
-        options, _text(rows.table[columns.text]), None if pairs is None else _text(pairs), listener
+        options,
+        rows.table[columns.text].cast(pa.large_string()),
+        None if columns.pair is None else rows.table[columns.pair].cast(pa.large_string()),
+        listener,
     )
-    found = [answers.best(row, options.threshold) for row in range(rows.num_rows)]
+    _tell(answers, rows.num_rows, time.perf_counter() - began, listener)
     table = rows.table
-    for name in found[0]:
-        taken = name if name not in table.column_names else f"predicted_{name}"
-        table = table.append_column(taken, pa.array([answer[name] for answer in found]))
+    found = answers.table(options.threshold)
+    for name in found.column_names:
+        table = table.append_column(_free_name(name, table.column_names), found[name])
     if options.output is not None:
         write_table(table, Path(options.output))
-    return table, answers
+        listener.note(f"written to {options.output}")
+    return table
 
 
-def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column as text, with nothing in place of null."""
-    return column.cast(pa.large_string()).fill_null("")
+def _tell(answers: Answers, num_rows: int, seconds: float, listener: Listener) -> None:
+    how = "packed, without padding" if answers.packed else f"on padded rows: {answers.reason}"
+    speed = f"{count_text(num_rows / seconds)} texts/s, loading included"
+    listener.note(f"{num_rows:,} texts in {seconds_text(seconds)} ({speed}); {how}")
+    for count, what in (
+        (answers.num_empty, "had no text, and have no label"),
+        (answers.num_truncated, "were longer than the longest sequence, and were cut (--max-length)"),
+        (answers.num_not_finite, "have no label: the model gave no number for them"),
+    ):
+        if count:
+            listener.warning(f"{count:,} of {num_rows:,} rows {what}")
+
+
+def _free_name(name: str, taken: Sequence[str]) -> str:
+    """`label`, or `predicted_label`, `predicted_label_2`, ... if it is taken."""
+    names = itertools.chain((name, f"predicted_{name}"), (f"predicted_{name}_{i}" for i in itertools.count(2)))
+    return next(each for each in names if each not in taken)
+
+
+def _check_known(function: str, kind: type[Any], options: Mapping[str, Any], without: Sequence[str] = ()) -> None:
+    known = sorted({field.name for field in dataclasses.fields(kind)} - set(without))
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise OptionError(
+                f"{function} has no option {printable(name)!r}",
+                hint=f"did you mean {near[0]}?" if near else "the options are " + ", ".join(known),
+            )
+
+
+def _path(given: object) -> Any:
+    """A path as text; anything that is none is left for the options to refuse."""
+    return os.fspath(given) if isinstance(given, os.PathLike) else given
+
+
+def _texts(name: str, texts: Sequence[str | None]) -> pa.ChunkedArray:
+    if isinstance(texts, str | bytes | Mapping):
+        raise OptionError(
+            f"{name} is {type(texts).__name__}: it must be a list of texts", hint="classify(model, [text])"
+        )
+    try:
+        return pa.chunked_array([pa.array(list(texts), pa.large_string())])
+    except (TypeError, ValueError, pa.ArrowException) as error:
+        wrong = next((i for i, text in enumerate(texts) if not isinstance(text, str | None)), None)
+        said = f"{name} must be a list of texts" if wrong is None else f"{name}[{wrong}] is no text"
+        raise OptionError(f"{said}: {printable(error)}", hint="each is a str, or None for no text") from error
 
 
 def command_of(options: TrainOptions) -> str:
     """The command line that asks for `options`."""
-    words = ["brimful", "train", options.data]
+    words = []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if field.name == "data" or (value == field.default and field.name not in ("model", "output")):
             continue
-        name = "--" + field.name.replace("_", "-")
-        words += [name] if value is True else [name, str(value)]
-    return shlex.join(words)
+        if value is True:
+            words += [flag(field.name)]
+        elif str(value).startswith("-"):
+            words += [f"{flag(field.name)}={value}"]
+        else:
+            words += [flag(field.name), str(value)]
+    data = ["--", options.data] if options.data.startswith("-") else [options.data]
+    return shlex.join(["brimful", "train", *(words + data if len(data) > 1 else data + words)])
 
 
 def summary_json(run: Run) -> str:

@@ -13,23 +13,21 @@ import inspect
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
-from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from brimful.configuration import read_configuration
 from brimful.core.errors import OptionError, printable
 from brimful.core.options import ClassifyOptions, DemoOptions, TrainOptions, flag
 
-O = TypeVar("O", TrainOptions, ClassifyOptions, DemoOptions)  # noqa: E741  (options)
-
 _CONFIG_HELP = "TOML or YAML file with any of these options, by the same names; flags override it."
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command(Generic[O]):
+class _Command:
     """One command. positionals: field -> how it is shown. groups: the first field of each group -> its heading."""
 
     name: str
-    options: type[O]
+    options: type[Any]
     summary: str
     example: str
     positionals: Mapping[str, str] = field(default_factory=dict)
@@ -74,17 +72,20 @@ def train_options(words: Sequence[str]) -> TrainOptions:
 
     Raises: OptionError for words that are no option or no value of one, and for what is missing.
     """
-    return _parse(_TRAIN, words)
+    options: TrainOptions = _parse(_TRAIN, words)
+    return options
 
 
 def classify_options(words: Sequence[str]) -> ClassifyOptions:
     """Options of `brimful classify`; otherwise as `train_options`."""
-    return _parse(_CLASSIFY, words)
+    options: ClassifyOptions = _parse(_CLASSIFY, words)
+    return options
 
 
 def demo_options(words: Sequence[str]) -> DemoOptions:
     """Options of `brimful demo`; otherwise as `train_options`."""
-    return _parse(_DEMO, words)
+    options: DemoOptions = _parse(_DEMO, words)
+    return options
 
 
 def suggestion(name: str, known: Sequence[str], otherwise: str) -> str:
@@ -120,7 +121,7 @@ class _Parser(argparse.ArgumentParser):
         raise OptionError(printable(message.removeprefix("argument "), 300), hint=f"{self.prog} --help")
 
 
-def _parse(command: _Command[O], words: Sequence[str]) -> O:
+def _parse(command: _Command, words: Sequence[str]) -> Any:
     hints = get_type_hints(command.options)
     words = [_with_dashes(word) for word in words]
     _check_known(command, hints, words)
@@ -144,7 +145,7 @@ def _with_dashes(word: str) -> str:
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-def _check_known(command: _Command[O], hints: Mapping[str, Any], words: Sequence[str]) -> None:
+def _check_known(command: _Command, hints: Mapping[str, Any], words: Sequence[str]) -> None:
     """Raises: OptionError for a word that looks like a flag and is none, before another takes its value for its own."""
     known = [flag(name) for name in hints if name not in command.positionals]
     known += [flag(f"no_{name}") for name, hint in hints.items() if hint is bool] + ["--help", "--config"]
@@ -157,7 +158,7 @@ def _check_known(command: _Command[O], hints: Mapping[str, Any], words: Sequence
             )
 
 
-def _parser(command: _Command[O], hints: Mapping[str, Any]) -> argparse.ArgumentParser:
+def _parser(command: _Command, hints: Mapping[str, Any]) -> argparse.ArgumentParser:
     usage = " ".join(["brimful", command.name, *command.positionals.values()])
     needed = [f.name for f in dataclasses.fields(command.options) if f.default is MISSING]
     usage += "".join(f" {flag(name)} {_shown_as(name)}" for name in needed if name not in command.positionals)

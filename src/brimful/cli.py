@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import difflib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,26 +22,30 @@ if TYPE_CHECKING:
 
 _HELP = """usage: brimful COMMAND ...
 
-Fine-tune and run Hugging Face text classifiers with the GPU filled to the brim, without changing what they learn.
+Fine-tune and run Hugging Face text classifiers with the GPU filled to the
+brim, without changing what they learn.
 
 commands:
-  train DATA --model MODEL --output DIR    fine-tune a classifier on a file of texts
-  classify MODEL FILE                      label a file of texts with a fine-tuned classifier
-  demo                                     fine-tune MiniLM on BBC News, on this machine, in a few minutes
+  train DATA --model MODEL --output DIR   fine-tune a classifier on labelled texts
+  classify MODEL FILE                     label a file of texts with a classifier
+  demo                                    see both at work here, in a few minutes
 
-`brimful COMMAND --help` shows all options of a command; `brimful --version` the version.
+`brimful COMMAND --help` shows the options of a command, `brimful --version`
+the version. Results go to stdout, everything else to stderr.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command line and exits with its code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # data are UTF-8, whatever the terminal's language
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
 def run(arguments: list[str]) -> int:
     """Runs one command line; its exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_HELP, end="")
+        print(_HELP, end="", file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     if arguments[0] == "--version":
         from brimful import __version__
@@ -48,13 +54,17 @@ def run(arguments: list[str]) -> int:
         return 0
     command = _COMMANDS.get(arguments[0])
     if command is None:
-        return _fail(f"there is no command {printable(arguments[0])!r}", f"one of {', '.join(_COMMANDS)}", 2)
+        near = difflib.get_close_matches(arguments[0], _COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(_COMMANDS)}"
+        return _fail(f"there is no command {printable(arguments[0])!r}", hint, 2)
     try:
-        return command(arguments[1:])
+        code = command(arguments[1:])
+        sys.stdout.flush()
+        return code
     except BrimfulError as error:
-        return _fail(str(error), error.hint, error.exit_code)
+        return _fail(str(error), error.hint or f"see brimful {arguments[0]} --help", error.exit_code)
     except KeyboardInterrupt:
-        return _fail("interrupted", None, 130)
+        return _fail("interrupted at once", "checkpoints are whole: the same command with --resume goes on", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -65,10 +75,9 @@ def run(arguments: list[str]) -> int:
         return _fail(f"the GPU's memory is full: {said}", "lower --token-budget, or --max-length", 1)
 
 
-def _fail(message: str, hint: str | None, code: int) -> int:
+def _fail(message: str, hint: str, code: int) -> int:
     print(f"error: {printable(message, 2000)}", file=sys.stderr)
-    if hint:
-        print(f"hint: {printable(hint, 2000)}", file=sys.stderr)
+    print(f"hint: {printable(hint, 2000)}", file=sys.stderr)
     return code
 
 
@@ -93,12 +102,9 @@ def _classify(words: list[str]) -> int:
         from brimful.api import run_classification
         from brimful.data.writing import json_lines
 
-        table, answers = run_classification(options, listener)
-        if answers.num_truncated:
-            listener.warning(f"{answers.num_truncated:,} texts were cut at the longest length")
+        table = run_classification(options, listener)
     if options.output is None:
-        for line in json_lines(table):
-            print(line)
+        sys.stdout.writelines(f"{line}\n" for line in json_lines(table))
     return 0
 
 

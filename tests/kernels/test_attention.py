@@ -184,11 +184,18 @@ def test_dropout_keeps_the_mean(softcap: float | None) -> None:
         ("cpu", torch.bfloat16, Pattern(scale=1.0), 64, "grouped_attention"),
         ("cuda", torch.bfloat16, Pattern(scale=1.0, window=8), 64, "flash_attention"),
         ("cuda", torch.float16, Pattern(scale=1.0, causal=True), 64, "flash_attention"),
-        ("cuda", torch.float16, Pattern(scale=1.0, softcap=5.0), 64, "grouped_attention"),
+        ("cuda", torch.float16, Pattern(scale=1.0, softcap=5.0), 64, "triton_attention"),
+        ("cuda", torch.float16, Pattern(scale=1.0, softcap=5.0), 96, "grouped_attention"),
         ("cuda", torch.float32, Pattern(scale=1.0), 64, "efficient_attention"),
-        ("cuda", torch.float32, Pattern(scale=1.0, window=8), 64, "grouped_attention"),
+        ("cuda", torch.float32, Pattern(scale=1.0, window=8), 64, "triton_attention"),
         ("cuda", torch.float64, Pattern(scale=1.0), 64, "grouped_attention"),
     ],
 )
 def test_the_kernel_chosen(device: str, dtype: torch.dtype, pattern: Pattern, head_dim: int, name: str) -> None:
     assert choose_attention(torch.device(device), dtype, pattern, head_dim).__name__ == name
+
+
+@pytest.mark.parametrize(("length", "name"), [(30, "triton_attention"), (400, "flash_attention")])
+def test_short_sequences_have_a_kernel_of_their_own(length: int, name: str) -> None:
+    chosen = choose_attention(torch.device("cuda"), torch.bfloat16, Pattern(scale=1.0), 64, length)
+    assert chosen.__name__ == name

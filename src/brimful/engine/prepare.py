@@ -19,6 +19,7 @@ from brimful.core.errors import OptionError
 from brimful.core.listener import Listener
 from brimful.core.options import TrainOptions
 from brimful.core.records import LabelSpace
+from brimful.core.units import count_text
 from brimful.data.augment import load_transform
 from brimful.data.batches import Order
 from brimful.data.columns import Columns, find_columns
@@ -33,6 +34,8 @@ from brimful.tasks.task import Task, make_task
 
 #: Sequences are cut here unless --max-length says otherwise or the model ends earlier.
 _DEFAULT_MAX_LENGTH = 512
+#: Most steps of a run: the learning rate of each is in memory.
+_MOST_STEPS = 10_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,11 @@ def prepare(options: TrainOptions, listener: Listener) -> Prepared:
     listener.stage(f"reading {options.data}")
     columns, space, training, evaluation, fingerprint, num_empty = _examples(options, listener)
     alignment = align_labels(space, facts, label_map=options.label_map, new_head=options.new_head)
-    listener.note(f"head: {alignment.head}: {alignment.reason}")
+    listener.note(f"head: {'new, untrained' if alignment.head == 'new' else 'kept'}: {alignment.reason}")
+    order = Order(num_samples=len(training), batch_size=options.batch_size, seed=options.seed)
+    num_batches = None if options.max_steps else math.ceil(options.num_train_epochs * order.batches_per_epoch)
+    num_steps = options.max_steps or num_batches or 1
+    listener.note(_steps_text(options, order, num_steps))
     training_part = _tokenized(training, alignment.space, encoder, options, listener, "training")
     evaluation_part = (
         None
@@ -94,9 +101,6 @@ def prepare(options: TrainOptions, listener: Listener) -> Prepared:
     )
     task = make_task(alignment.space, training_part.targets_N, options.class_weights, options.label_smoothing_factor)
     _check_metric(options, task, evaluation_part)
-    order = Order(num_samples=len(training), batch_size=options.batch_size, seed=options.seed)
-    num_batches = None if options.max_steps else math.ceil(options.num_train_epochs * order.batches_per_epoch)
-    num_steps = options.max_steps or num_batches or 1
     report = _report(training_part, evaluation_part, max_length, num_empty)
     report["sha256"] = _fingerprints(facts, options.transform)
     listener.data(report)
@@ -138,8 +142,7 @@ def _examples(
     """Columns, label space, training and evaluation examples, fingerprint of both, and rows dropped as empty."""
     rows = read_rows(options.data)
     columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=options.label_column)
-    for field, reason in columns.reasons.items():
-        listener.note(f"{field}: {reason}")
+    tell_columns(columns, listener)
     space = detect_labels(rows, columns, options.task)
     listener.note(f"task: {space.task}, {_labels_text(space)}")
     training, num_empty = make_examples(rows, columns, space)
@@ -154,6 +157,13 @@ def _examples(
     elif options.eval_split > 0:
         training, evaluation = split_examples(training, options.eval_split, options.seed)
     return columns, space, training, evaluation, fingerprint, num_empty
+
+
+def tell_columns(columns: Columns, listener: Listener) -> None:
+    """Says which columns are read, and why these."""
+    named = {"text": columns.text, "pair": columns.pair, "label": ", ".join(columns.labels)}
+    for role, reason in columns.reasons.items():
+        listener.note(f"{role}: column '{named[role]}' ({reason})")
 
 
 def _labels_text(space: LabelSpace) -> str:
@@ -208,6 +218,21 @@ def _check_metric(options: TrainOptions, task: Task, evaluation: Part | None) ->
             f"--metric-for-best-model {options.metric_for_best_model!r} is no metric of {task.space.task}",
             hint="one of " + ", ".join(names),
         )
+
+
+def _steps_text(options: TrainOptions, order: Order, num_steps: int) -> str:
+    """Raises: OptionError for more steps than anyone has time for, whose schedule alone would fill the memory."""
+    if num_steps > _MOST_STEPS:
+        asked = "--max-steps" if options.max_steps else "--num-train-epochs"
+        raise OptionError(
+            f"{asked} asks for {num_steps:,} steps, and the most is {_MOST_STEPS:,}", hint=f"lower {asked}"
+        )
+    epochs = num_steps / order.batches_per_epoch
+    return (
+        f"steps: {num_steps:,}, {options.batch_size:,} rows each ({count_text(order.num_samples)} rows, "
+        f"{epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}); learning rate {options.learning_rate:g}, "
+        f"{options.lr_scheduler_type}"
+    )
 
 
 def _num_warmup_steps(options: TrainOptions, num_steps: int) -> int:

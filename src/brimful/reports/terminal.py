@@ -1,11 +1,13 @@
 """A run on the terminal: what was inferred, how it will run and why, live progress, and what came of it.
 
-Everything goes to stderr; stdout is for data. Without a terminal, progress is a plain line now and then.
+Everything goes to stderr; stdout is for data. Without a terminal there is no colour and no bar: lines are as long as
+they are, and progress is a plain line now and then.
 """
 
 from __future__ import annotations
 
 import shlex
+import textwrap
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,102 +15,129 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column
 
 from brimful.core.errors import printable
 from brimful.core.listener import Listener
 from brimful.core.listener import Progress as TrainingProgress
-from brimful.core.records import Recipe, Run
+from brimful.core.records import Lever, Recipe, Run
 from brimful.core.units import bytes_text, count_text, number_text, seconds_text, share_text
 
 #: Seconds between plain progress lines where there is no terminal to draw a bar on.
 _PLAIN_EVERY_S = 10.0
+#: Labels that are listed with their counts.
+_MOST_LABELS = 20
+#: Widest that text is made, on however wide a terminal.
+_WIDEST = 120
 
 
 class Terminal(Listener):
     """Tells a person about a run."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
         self._bar: Progress | None = None
         self._task: Any = None
-        self._said_at = 0.0
+        self._said_at = time.monotonic()
+        self._counting = "texts"
 
     def stage(self, text: str) -> None:
+        self.close()
+        self._said_at = time.monotonic()
+        self._counting = text
         self._console.print(f"[dim]{_safe(text)}[/dim]")
 
     def note(self, text: str) -> None:
-        self._console.print(f"  {_safe(text)}")
+        self._say(text, indent=2)
 
     def warning(self, text: str) -> None:
-        self._console.print(f"[yellow]warning:[/yellow] {_safe(text, 400)}")
+        self._say(f"warning: {printable(text, 1000)}", style="yellow")
 
     def data(self, report: Mapping[str, Any]) -> None:
-        lengths = report["token_lengths"]
-        held_out = f", {count_text(report.get('eval_rows'))} held out" if report.get("eval_rows") else ""
-        self._console.print(f"\n[bold]Data[/bold]  {count_text(report.get('rows'))} rows to train on{held_out}")
-        for name, count in list((report.get("labels") or {}).items())[:20]:
-            self._console.print(f"  {_safe(name, 40):<24} {count_text(count):>10}")
-        self._console.print(
-            "  tokens a row: "
-            + ", ".join(f"{name} {lengths[name]}" for name in ("mean", "p5", "p50", "p95", "p100"))
-            + f"; {share_text(report['truncated_share'])} cut at {report['max_length']}"
+        held_out = report.get("eval_rows")
+        counts = f"{count_text(report.get('rows'))} rows to train on"
+        self._head(
+            "Data", counts + (f", {count_text(held_out)} to evaluate on" if held_out else ", none to evaluate on")
         )
-        for name, text in (
-            ("empty_rows", "rows without text were left out"),
-            ("duplicate_texts", "training rows repeat another one's text"),
-            ("eval_texts_in_train", "held-out texts also stand in the training rows"),
+        labels = list((report.get("labels") or {}).items())
+        width = max((len(printable(name, 40)) for name, _ in labels[:_MOST_LABELS]), default=0)
+        for name, count in labels[:_MOST_LABELS]:
+            self._say(f"{printable(name, 40):<{width}}  {count_text(count):>9}", indent=2)
+        if len(labels) > _MOST_LABELS:
+            self._say(f"and {len(labels) - _MOST_LABELS:,} more labels", indent=2)
+        for name, spread in (report.get("target") or {}).items():
+            low, mean, high = (f"{spread[key]:.4g}" for key in ("min", "mean", "max"))
+            self._say(f"{printable(name, 40)}: from {low} to {high}, mean {mean}", indent=2)
+        lengths = report["token_lengths"]
+        self._say(
+            f"tokens in a row: {lengths['p50']} half of the time or fewer, {lengths['p95']} in 95 % of rows,"
+            f" {lengths['p100']} at most",
+            indent=2,
+        )
+        if report.get("truncated_rows"):
+            share = share_text(report["truncated_share"])
+            cut = f"{count_text(report['truncated_rows'])} rows ({share}) are longer than {report['max_length']} tokens"
+            self._say(f"{cut}, and cut there (--max-length)", indent=2, style="yellow")
+        for name, one, several in (
+            ("empty_rows", "row without text was left out", "rows without text were left out"),
+            ("duplicate_texts", "training row repeats another's text", "training rows repeat another's text"),
+            ("eval_texts_in_train", "evaluation row is also trained on", "evaluation rows are also trained on"),
         ):
-            if report.get(name):
-                self._console.print(f"  [yellow]{count_text(report[name])}[/yellow] {text}")
+            if count := report.get(name):
+                self._say(f"{count_text(count)} {one if count == 1 else several}", indent=2, style="yellow")
+        self._console.print()
 
     def recipe(self, recipe: Recipe) -> None:
-        table = Table(title=f"How it runs on {_safe(recipe.device)}", title_justify="left", box=None, padding=(0, 2))
-        for header in ("lever", "value", "arithmetic", "why"):
-            table.add_column(header, style="dim" if header == "why" else None, overflow="fold")
-        for lever in recipe.levers:
-            table.add_row(lever.name, _safe(lever.value), lever.arithmetic, _safe(lever.reason, 300))
-        self._console.print()
-        self._console.print(table)
+        self._head("How it runs", f"on {printable(recipe.device)}")
+        names = max((len(lever.name) for lever in recipe.levers), default=0)
+        values = max((len(lever.value) for lever in recipe.levers), default=0)
+        lines = [_lever_line(lever, names, values) for lever in recipe.levers]
+        for lever, line in zip(recipe.levers, lines, strict=True):
+            reason = printable(lever.reason, 300)
+            if not self._console.is_terminal:
+                self._say(f"{line}  {reason}", indent=2)
+            else:
+                self._say(line, indent=2)
+                self._say(reason, indent=names + 4, style="dim")
+        self._say("exact: the same result as plain training, up to the order of sums", indent=2, style="dim")
         self._console.print()
 
     def progress(self, progress: TrainingProgress) -> None:
         text = (
-            f"step {progress.step}/{progress.num_steps}  loss {progress.loss:.4f}  lr {progress.learning_rate:.2e}  "
-            f"{count_text(progress.tokens_per_s)} tokens/s  {seconds_text(progress.left_s)} left"
+            f"step {progress.step:,} of {progress.num_steps:,}  loss {progress.loss:.4f}"
+            f"  lr {progress.learning_rate:.1e}  {count_text(progress.tokens_per_s)} tokens/s"
+            f"  {seconds_text(progress.left_s)} left"
         )
-        if not self._console.is_terminal:
-            if time.monotonic() - self._said_at >= _PLAIN_EVERY_S:
-                self._said_at = time.monotonic()
-                self._console.print(text)
-            return
-        if self._bar is None:
-            self._bar = Progress(BarColumn(30), TextColumn("{task.description}"), console=self._console)
-            self._task = self._bar.add_task("", total=progress.num_steps)
-            self._bar.start()
-        self._bar.update(self._task, completed=progress.step, description=text)
+        self._draw(text, progress.step, progress.num_steps)
+
+    def count(self, done: int, total: int) -> None:
+        if done < total:
+            self._draw(f"{done:,} of {total:,}", done, total)
+        else:
+            self.close()
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        self._console.print(f"[bold]evaluation[/bold] after step {step}: {shown}")
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self._say(f"evaluation after step {step:,}: {shown}")
 
     def finished(self, run: Run, folder: str) -> None:
         self.close()
-        speed = f"{count_text(run.samples_per_s)} samples/s, {count_text(run.tokens_per_s)} tokens/s"
-        self._console.print(
-            f"\n[bold]Done[/bold]  {count_text(run.steps)} steps in {seconds_text(run.train_s)}  ({speed})"
-        )
+        done = f"{count_text(run.steps)} steps in {seconds_text(run.train_s)}"
+        speed = f"{count_text(run.samples_per_s)} rows/s, {count_text(run.tokens_per_s)} tokens/s"
+        self._head("Done", f"{done} ({speed})")
         if run.skipped_steps:
-            self._console.print(f"  [yellow]{run.skipped_steps} batches were skipped, not finite[/yellow]")
-        for name, value in run.metrics.items():
-            self._console.print(f"  {name:<22} {number_text(value)}")
-        if run.peak_bytes.allocated is not None:
-            peak = run.peak_bytes
-            self._console.print(
-                f"  peak memory            {bytes_text(peak.allocated)} allocated, {bytes_text(peak.reserved)}"
-                f" reserved, {bytes_text(peak.nvml)} by NVML"
-            )
-        self._console.print(f"\nUse the model:  brimful classify {shlex.quote(folder + '/model')} FILE")
+            self._say(f"{count_text(run.skipped_steps)} steps were skipped: not finite", indent=2, style="yellow")
+        rows = [(name, number_text(value)) for name, value in run.metrics.items()]
+        peak = run.peak_bytes
+        if peak.allocated is not None:
+            used = f"{bytes_text(peak.allocated)} used, {bytes_text(peak.reserved)} reserved"
+            rows.append(("peak memory", f"{used}, {bytes_text(peak.nvml)} by the driver"))
+        rows += [("model", printable(f"{folder}/model", 1000)), ("record", printable(f"{folder}/run.json", 1000))]
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            self._say(f"{printable(name):<{width}}  {value}", indent=2)
+        self._console.print()
+        self._console.print(f"Use it:  brimful classify {_safe(shlex.quote(f'{folder}/model'), 1000)} FILE")
 
     def close(self) -> None:
         """Ends the live display."""
@@ -116,6 +145,41 @@ class Terminal(Listener):
             self._bar.stop()
             self._bar = None
 
+    def _head(self, word: str, rest: str) -> None:
+        self._console.print(f"\n[bold]{word}[/bold]  {escape(rest)}")
 
-def _safe(text: object, limit: int = 120) -> str:
+    def _say(self, text: str, *, indent: int = 0, style: str | None = None) -> None:
+        """Text at an indent, kept on all its lines where a terminal is too narrow for one."""
+        text = printable(text, 2000)
+        margin = " " * indent
+        lines = [margin + text]
+        if self._console.is_terminal:
+            width = max(40, min(self._console.width, _WIDEST))
+            deeper = margin if indent > 2 else margin + "    "
+            kept = textwrap.TextWrapper(width, margin, deeper, break_on_hyphens=False, break_long_words=False)
+            lines = kept.wrap(text) or [margin]
+        for line in lines:
+            self._console.print(escape(line), style=style)
+
+    def _draw(self, text: str, done: int, total: int) -> None:
+        """The bar, or a plain line where one is due."""
+        if not self._console.is_terminal:
+            if time.monotonic() - self._said_at >= _PLAIN_EVERY_S:
+                self._said_at = time.monotonic()
+                self._console.print(escape(text))
+            return
+        if self._bar is None:
+            words = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+            bar = BarColumn(bar_width=None, table_column=Column(min_width=4, max_width=24, ratio=1))
+            self._bar = Progress(bar, words, console=self._console, transient=True, expand=False)
+            self._task = self._bar.add_task("", total=total)
+            self._bar.start()
+        self._bar.update(self._task, completed=done, total=total, description=escape(text))
+
+
+def _lever_line(lever: Lever, names: int, values: int) -> str:
+    return f"{printable(lever.name):<{names}}  {printable(lever.value):<{values}}  {lever.arithmetic:<8}"
+
+
+def _safe(text: object, limit: int = 400) -> str:
     return escape(printable(text, limit))

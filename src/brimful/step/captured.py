@@ -123,10 +123,15 @@ class CapturedStep(Step):
         self.reduce()
         update = self._graphs.get(("update",))
         if update is None:
-            update = self._capture(("update",), None, None, lambda m, d: (None, self.update()))
+            update = self._capture(("update",), None, None, self._update_and_clear)
         update.replay(())
         assert update.readings is not None
         return Pending(batch, update.readings, rows, self.precision.scaled)
+
+    def _update_and_clear(self, *_: None) -> tuple[None, Tensor]:
+        readings = self.update()
+        self.clear_gradients()
+        return None, readings
 
     def _capture(
         self,

@@ -128,6 +128,7 @@ class Step:
         rows = [self.accumulate(batch, index) for index in range(len(batch.micro_batches))]
         self.reduce()
         readings = self.update()
+        self.clear_gradients()
         return Pending(batch, readings, rows, self.precision.scaled)
 
     def accumulate(self, batch: Batch, index: int) -> Tensor:
@@ -160,7 +161,7 @@ class Step:
         """Where gradients of several processes meet; with one there is nothing to do."""
 
     def update(self) -> Tensor:
-        """Clips, applies the optimizer where all is finite, advances the schedule and the scale, clears gradients.
+        """Clips, applies the optimizer where all is finite, advances the schedule and the scale.
 
         Returns readings, (5,) on the device: loss, gradient norm, learning rate, scale, whether it was skipped.
         """
@@ -177,9 +178,12 @@ class Step:
         self.applied += (1 - skipped).long()
         if self.precision.scaled:
             torch._amp_update_scale_(self.scale, self.growth, skipped, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
-        torch._foreach_zero_(gradients)
         self._loss.zero_()
         return readings
+
+    def clear_gradients(self) -> None:
+        """Makes gradients zero, where they are: the next micro-batch adds to them."""
+        torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything an exact continuation needs: weights, optimizer states by parameter name, counters."""
