@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import json
 import os
 import shlex
 import time
@@ -18,7 +17,7 @@ import pyarrow as pa
 from brimful.core.errors import OptionError, printable
 from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions, TrainOptions, flag
-from brimful.core.records import Run
+from brimful.core.records import Run, json_text
 from brimful.core.units import count_text, seconds_text
 from brimful.data.columns import find_columns
 from brimful.data.sources import read_rows
@@ -49,7 +48,10 @@ def run_training(options: TrainOptions, listener: Listener) -> Run:
         from brimful.integrations.tensorboard import TensorBoard
 
         listener = Fanout(listener, TensorBoard(Path(options.output) / "tensorboard"))
-    return _train(options, command=command_of(options), listener=listener)
+    run = _train(options, command=command_of(options), listener=listener)
+    if options.dry_run:
+        listener.stage("this was a dry run: nothing was trained, nothing was written")
+    return run
 
 
 def classify(
@@ -194,4 +196,4 @@ def summary_json(run: Run) -> str:
         "packed_reason": run.packed_reason,
         "recipe": dataclasses.asdict(run.recipe),
     }
-    return json.dumps(document, ensure_ascii=False, allow_nan=False)
+    return json_text(document)

@@ -48,12 +48,12 @@ def _read(file: str) -> Mapping[Any, Any]:
     shown = printable(file, 200)
     try:
         text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise OptionError(
-            f"--config {shown} cannot be read: {error.strerror}", hint="give a TOML or YAML file, as --config run.toml"
-        ) from error
     except UnicodeDecodeError as error:
         raise OptionError(f"--config {shown} is not UTF-8 text", hint="give a TOML or YAML file") from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        why = getattr(error, "strerror", None) or printable(error)
+        said = f"--config {shown} cannot be read: {why}"
+        raise OptionError(said, hint="give a TOML or YAML file, as --config run.toml") from error
     try:
         found = tomllib.loads(text) if path.suffix.lower() == ".toml" else _yaml(text)
     except ValueError as error:

@@ -6,10 +6,13 @@ a classification head, and BBC News, 2,225 articles in five classes.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
-from brimful.api import classify, run_training
+from brimful.api import classify, command_of, run_training
+from brimful.core.durable import make_folder, write_bytes
+from brimful.core.errors import OptionError
 from brimful.core.listener import Listener
 from brimful.core.options import DemoOptions, TrainOptions
 from brimful.core.records import Run
@@ -30,11 +33,8 @@ def run_demo(options: DemoOptions, listener: Listener) -> Run:
 
     Raises: InputError if the packages with model and text are not installed; what training raises.
     """
-    folder = _new_folder(Path(options.output))
+    folder = _free_name(Path(options.output))
     data = folder / "bbc-news.jsonl"
-    with data.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in bbc_news())
-    listener.stage(f"BBC News is now {data}; this is `brimful train {data} --model ... --output {folder / 'run'}`")
     asked = TrainOptions(
         data=str(data),
         model=str(minilm()),
@@ -46,16 +46,21 @@ def run_demo(options: DemoOptions, listener: Listener) -> Run:
         batch_size=32,
         seed=options.seed,
     )
+    articles = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bbc_news())
+    make_folder(folder)
+    write_bytes(data, articles.encode())
+    listener.stage(f"BBC News is now in {data}. What runs is this command:")
+    listener.note(command_of(asked))
     run = run_training(asked, listener)
-    listener.stage("\nFive sentences that nobody trained on:")
+    listener.stage("Sentences that nobody trained on, each with its label and how sure the model is:")
     for text, answer in zip(_EXAMPLES, classify(folder / "run" / "model", _EXAMPLES), strict=True):
-        listener.note(f"{answer['label']:<14} {answer['score']:.2f}  {text}")
+        listener.note(f"{answer['label']:<13}  {answer['score']:.2f}  {text}")
     return run
 
 
-def _new_folder(wanted: Path) -> Path:
-    """`wanted`, or `wanted-2`, `wanted-3`, ... if it is taken; made."""
-    names = (wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}") for number in range(1, 10_000))
-    folder = next(path for path in names if not path.exists())
-    folder.mkdir(parents=True)
-    return folder
+def _free_name(wanted: Path) -> Path:
+    """`wanted`, or `wanted-2`, `wanted-3`, ... if it is taken."""
+    if not wanted.name:
+        raise OptionError(f"--output {wanted} is no name for a new folder", hint="leave it out, or give a new name")
+    names = (wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(1))
+    return next(path for path in names if not path.exists())

@@ -40,7 +40,7 @@ def test_options_want_names_and_cannot_be_changed() -> None:
 )
 @pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
 def test_what_must_be_above_zero(name: str, value: float) -> None:
-    with pytest.raises(OptionError, match=f"{flag(name)} is {value}: it must be finite and greater than 0"):
+    with pytest.raises(OptionError, match=f"{flag(name)} is {value}: it must be"):
         options(**{name: value, "metric_for_best_model": "loss"})
     assert getattr(options(**{name: 1, "metric_for_best_model": "loss"}), name) == 1
 

@@ -143,6 +143,8 @@ class TrainOptions:
                 raise OptionError(
                     f"{flag(name)} is {value}: it must be at least 0 and below 1", hint=_usual(self, name)
                 )
+        if self.seed >= 1 << 63:
+            raise OptionError(f"--seed is {self.seed}: it must be below 2^63", hint=_usual(self, "seed"))
         if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
             raise OptionError(
                 f"--warmup-ratio is {self.warmup_ratio}: it must be between 0 and 1", hint=_usual(self, "warmup_ratio")
@@ -232,6 +234,8 @@ def _check_types(options: object) -> None:
                 )
                 raise OptionError(said, hint=_usual(options, field.name))
             continue
+        if isinstance(value, str) and "\0" in value:
+            raise OptionError(f"{flag(field.name)} is {printable(repr(value))}: it has a NUL in it", hint="remove it")
         kinds = tuple(get_args(hint)) or (hint,)
         kinds = (*kinds, int) if float in kinds else kinds
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):

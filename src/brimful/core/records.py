@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -115,10 +116,22 @@ class Run:
 
 T = TypeVar("T")
 
+#: Beyond what JSON always escapes: controls, direction marks, line separators. All stand in strings only.
+_OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
 
 def to_json(record: Any) -> str:
     """A record as one JSON document, keys in the order of its fields."""
-    return json.dumps(dataclasses.asdict(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json_text(dataclasses.asdict(record), indent=2) + "\n"
+
+
+def json_text(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
+    """Strict JSON that is safe to look at: what a terminal or a browser would obey is escaped, letters are not.
+
+    Raises: ValueError for a number that JSON does not have.
+    """
+    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False, default=default)
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def from_json(kind: type[T], text: str) -> T:

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -104,9 +105,18 @@ class _Worker:
 
 def _start_worker(transform: str, encoder: Encoder) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _Worker.transform = load_transform(transform)
     _Worker.encoder = encoder
+
+
+def _end_with_parent() -> None:
+    """A main process that was killed can tell its workers nothing: they would wait for it for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work(seed: int, epoch: int, samples: list[int], texts: list[str], pairs: list[str] | None) -> Encoded:
@@ -125,13 +135,17 @@ def _work(seed: int, epoch: int, samples: list[int], texts: list[str], pairs: li
                     hint="it is called with the text and a random.Random",
                 ) from None
             if not isinstance(new, str):
-                raise DataError(f"the transform gave {type(new).__name__}, not a text", value=text)
+                raise DataError(f"the transform gave {type(new).__name__}, not a text", value=text, hint="return a str")
             row.append(new)
         changed.append(row)
     encodings = _Worker.encoder(changed[0], changed[1] if pairs is not None else None)
     for encoding, text, new in zip(encodings, texts, changed[0], strict=True):
         if not encoding.ids:
-            raise DataError(f"the transform left no token the tokenizer knows: it gave {printable(new)!r}", value=text)
+            raise DataError(
+                f"the transform left no token the tokenizer knows: it gave {printable(new)!r}",
+                value=text,
+                hint="return the text as it was where nothing is left of it",
+            )
     return [
         (
             np.asarray(e.ids, dtype=np.int32),

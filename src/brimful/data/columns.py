@@ -88,7 +88,7 @@ def _given_labels(rows: Rows, label: str) -> tuple[str, ...]:
     for name in names:
         _check_there(rows, name, "--label-column")
         if names.count(name) > 1:
-            raise DataError("--label-column names a column twice", value=name)
+            raise DataError("--label-column names a column twice", value=name, hint="name each once")
     return tuple(names)
 
 

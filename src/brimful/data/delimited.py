@@ -19,6 +19,7 @@ import pyarrow.csv as pacsv
 from brimful.core.errors import DataError, printable
 from brimful.data.opening import first_line, in_blocks, not_utf8, reading
 
+_REWRITE = "write it anew as CSV or JSONL with the tool that it comes from"
 _DELIMITERS = ",;\t|"
 _REFUSED = (pa.ArrowInvalid, pa.ArrowKeyError)
 
@@ -135,7 +136,9 @@ def _fault(file: str, delimiter: str, error: Exception) -> DataError:
                     value=delimiter.join(record),
                     hint=_hint_ragged(record, len(names), delimiter),
                 )
-    return DataError(f"cannot be parsed ({first_line(error)})" if row else "has a header and no rows", file=file)
+    if not row:
+        return DataError("has a header and no rows", file=file, hint="it needs rows of texts: is it the right file?")
+    return DataError(f"cannot be parsed ({first_line(error)})", file=file, hint=_REWRITE)
 
 
 def _hint_ragged(record: list[str], num_columns: int, delimiter: str) -> str:

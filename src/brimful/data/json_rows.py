@@ -22,6 +22,7 @@ from brimful.data.rows import stack
 
 _BATCH_ROWS = 1 << 16
 _REFUSED = (pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError)
+_ARRAY = "it holds an array of objects, or one object per line"
 _ONE_PER_LINE = "each line is one JSON object"
 
 
@@ -117,12 +118,12 @@ def _objects_in(document: bytes, file: str) -> list[Any]:
             f"is not JSON ({error.msg} in line {error.lineno}, column {error.colno})",
             file=file,
             value=error.doc[max(0, error.pos - 20) : error.pos + 40],
-            hint="it holds an array of objects, or one object per line",
+            hint=_ARRAY,
         ) from error
     except UnicodeDecodeError as error:
         raise not_utf8(document, file=file) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"is not JSON ({_reason(error)})", file=file) from error
+        raise DataError(f"is not JSON ({_reason(error)})", file=file, hint=_ARRAY) from error
     if isinstance(parsed, list):
         return parsed
     arrays = _arrays_in(parsed) if isinstance(parsed, dict) else []
@@ -172,7 +173,7 @@ def _table_of(numbered: Iterable[tuple[int, Any]], file: str) -> pa.Table:
             raise _half_character(batch, file) from error
         tables.append(pa.table(columns))
     if not tables:
-        raise DataError("has no rows", file=file)
+        raise DataError("has no rows", file=file, hint="it needs rows of texts: is it the right file?")
     return stack(tables)
 
 
@@ -195,7 +196,9 @@ def _half_character(batch: Sequence[tuple[int, Any]], file: str) -> DataError:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            return DataError("half of a surrogate pair is no character", file=file, row=row, value=json.dumps(value))
+            shown = json.dumps(value)
+            hint = "remove it, or write the whole character"
+            return DataError("half of a surrogate pair is no character", file=file, row=row, value=shown, hint=hint)
     raise AssertionError("only called for a batch that holds one")
 
 

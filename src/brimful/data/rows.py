@@ -74,7 +74,8 @@ def join_files(name: str, parts: Sequence[tuple[str, pa.Table]]) -> Rows:
         starts=tuple(starts[:-1].tolist()),
     )
     if rows.num_rows == 0:
-        raise DataError("has a header and no rows" if first.column_names else "has no rows", file=name)
+        said = "has a header and no rows" if first.column_names else "has no rows"
+        raise DataError(said, file=name, hint="it needs rows of texts: is it the right file?")
     return rows
 
 

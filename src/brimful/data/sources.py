@@ -40,7 +40,8 @@ def read_rows(spec: str) -> Rows:
         return join_files(spec, _read(str(Path(spec).expanduser()) if spec.startswith("~") else spec))
     except OSError as error:
         file = str(error.filename or spec)
-        raise DataError(f"cannot be read ({error.strerror or first_line(error)})", file=file) from error
+        said = f"cannot be read ({error.strerror or first_line(error)})"
+        raise DataError(said, file=file, hint="may this user read it?") from error
 
 
 def _read(spec: str) -> Parts:
@@ -63,7 +64,8 @@ def _read_glob(pattern: str) -> Parts:
     try:
         found = list(Path(anchor).glob(str(Path(pattern).relative_to(anchor))))
     except ValueError as error:
-        raise DataError(f"cannot be read as a pattern ({first_line(error)})", value=pattern) from error
+        said = f"cannot be read as a pattern ({first_line(error)})"
+        raise DataError(said, value=pattern, hint='give a file, a folder, or a glob such as "data/*.csv"') from error
     matches = sorted(str(path) for path in found if not path.name.startswith("."))
     if not matches:
         raise DataError("no file has a name like this", value=pattern, hint=_nearest(pattern))
@@ -95,7 +97,7 @@ def _read_saved(folder: str) -> Parts:
     except (KeyError, TypeError) as error:
         raise DataError("does not name its files", file=f"{folder}/state.json", hint="save the data again") from error
     if not files:
-        raise DataError("has no rows", file=folder)
+        raise DataError("has no rows", file=folder, hint="it needs rows of texts: is it the right file?")
     return [(file, read_file(file)) for file in files]
 
 

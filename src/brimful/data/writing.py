@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +15,7 @@ import pyarrow.parquet as pq
 
 from brimful.core import durable
 from brimful.core.errors import OptionError
-
-#: Characters that a terminal or a browser obeys, beyond those that JSON always escapes: controls, direction marks,
-#: line separators.
-_OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+from brimful.core.records import json_text
 
 
 def check_output(path: Path, data: str) -> None:
@@ -72,8 +67,7 @@ def _removed_on_error(path: Path) -> Iterator[None]:
 def json_lines(table: pa.Table) -> Iterator[str]:
     """Each row as one JSON object, a slice of the table at a time.
 
-    A number that JSON does not have (NaN, infinities) is null, bytes are base64. Characters that a terminal obeys are
-    escaped: the lines are safe to look at.
+    A number that JSON does not have (NaN, infinities) is null, bytes are base64. The lines are safe to look at.
     """
     for batch in table.to_batches(max_chunksize=1024):
         for row in batch.to_pylist():
@@ -82,10 +76,9 @@ def json_lines(table: pa.Table) -> Iterator[str]:
 
 def _json(value: Any) -> str:
     try:
-        text = json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False)
+        return json_text(value, default=_plain)
     except ValueError:
-        text = json.dumps(_finite(value), ensure_ascii=False, default=_plain)
-    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+        return json_text(_finite(value), default=_plain)
 
 
 def _plain(value: object) -> str:

@@ -14,7 +14,7 @@ from brimful.core.records import Lever, Recipe
 from brimful.data.augment import Augmenter
 from brimful.data.batches import Layout, Order, PackedLayout, PaddedLayout
 from brimful.data.feed import Source
-from brimful.data.packing import choose_budgets, length_buckets
+from brimful.data.packing import TILE, choose_budgets, length_buckets
 from brimful.engine.prepare import Part, Prepared
 from brimful.models.execution import Execution
 from brimful.models.load import load_model
@@ -115,7 +115,7 @@ def make_layout(
 
     batches: lengths of the sequences of batches as they will come. batch_size: most sequences of a batch.
     """
-    largest = token_budget or _DEFAULT_BUDGET[precision.device.type]
+    largest = token_budget or _largest_budget(config, precision)
     padding_id = config.pad_token_id if isinstance(getattr(config, "pad_token_id", None), int) else 0
     if packing.packed:
         budgets = choose_budgets(batches, largest, max_length)
@@ -138,6 +138,22 @@ def make_layout(
     )
     value = str(largest) if split else "whole batch"
     return padded, Lever(name="token_budget", value=value, arithmetic="exact", reason=reason)
+
+
+def _largest_budget(config: Any, precision: Precision) -> int:
+    """Most tokens of a micro-batch: the default of the device, or what its free memory holds of activations.
+
+    34 bytes a hidden unit, layer and token in half precision (Korthikanti et al. 2022, arXiv 2205.05198, without the
+    scores that variable-length attention does not keep), a third more for what the formula leaves out, on half of what
+    is free once the optimizer has taken its part.
+    """
+    default = _DEFAULT_BUDGET[precision.device.type]
+    width, depth = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
+    if precision.device.type != "cuda" or not isinstance(width, int) or not isinstance(depth, int):
+        return default
+    free_bytes, _ = torch.cuda.mem_get_info(precision.device)
+    token_bytes = 45 * width * depth * (precision.dtype.itemsize // 2)
+    return max(TILE, min(default, free_bytes // 2 // token_bytes // TILE * TILE))
 
 
 def _layout(

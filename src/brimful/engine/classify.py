@@ -62,7 +62,7 @@ class Answers:
         single_label: the likeliest and its probability. multi_label: lists of those from `threshold` on, the likeliest
         first. regression: no label; the number, or a list of them in the order of the outputs.
         """
-        absent_N: npt.NDArray[np.bool_] = ~np.isfinite(self.scores_NC).all(axis=1, keepdims=True)[:, 0]
+        absent_N = np.asarray(~np.isfinite(self.scores_NC).all(axis=1))
         scores_NC = _shortest(np.nan_to_num(self.scores_NC, posinf=0.0, neginf=0.0))
         if self.space.task == "regression":
             several = scores_NC.shape[1] > 1

@@ -88,8 +88,9 @@ def check_free(path: Path, *, resume: bool) -> None:
 
     Raises: OutputError for a folder with another run, or with anything else, in it.
     """
-    if not path.exists():
-        return
+    with durable.file_errors(path):
+        if not path.exists():
+            return
     if not path.is_dir():
         raise OutputError(f"{durable.path_text(path)} is a file", hint="--output is a folder")
     if (path / "run.json").exists():

@@ -88,11 +88,16 @@ def prepare(options: TrainOptions, listener: Listener) -> Prepared:
     listener.stage(f"reading {options.data}")
     columns, space, training, evaluation, fingerprint, num_empty = _examples(options, listener)
     alignment = align_labels(space, facts, label_map=options.label_map, new_head=options.new_head)
-    listener.note(f"head: {'new, untrained' if alignment.head == 'new' else 'kept'}: {alignment.reason}")
+    listener.note(f"head: {'new and untrained' if alignment.head == 'new' else 'kept'} ({alignment.reason})")
     order = Order(num_samples=len(training), batch_size=options.batch_size, seed=options.seed)
     num_batches = None if options.max_steps else math.ceil(options.num_train_epochs * order.batches_per_epoch)
     num_steps = options.max_steps or num_batches or 1
-    listener.note(_steps_text(options, order, num_steps))
+    num_warmup_steps = _num_warmup_steps(options, num_steps)
+    listener.note(_steps_text(options, order, num_steps, num_warmup_steps))
+    if num_warmup_steps > num_steps:
+        listener.warning(
+            f"the warm-up is longer than the run: the learning rate never reaches {options.learning_rate:g}"
+        )
     training_part = _tokenized(training, alignment.space, encoder, options, listener, "training")
     evaluation_part = (
         None
@@ -117,7 +122,7 @@ def prepare(options: TrainOptions, listener: Listener) -> Prepared:
         order=order,
         num_steps=num_steps,
         num_batches=num_batches,
-        num_warmup_steps=_num_warmup_steps(options, num_steps),
+        num_warmup_steps=num_warmup_steps,
         data_fingerprint=fingerprint,
         report=report,
     )
@@ -220,7 +225,7 @@ def _check_metric(options: TrainOptions, task: Task, evaluation: Part | None) ->
         )
 
 
-def _steps_text(options: TrainOptions, order: Order, num_steps: int) -> str:
+def _steps_text(options: TrainOptions, order: Order, num_steps: int, num_warmup_steps: int) -> str:
     """Raises: OptionError for more steps than anyone has time for, whose schedule alone would fill the memory."""
     if num_steps > _MOST_STEPS:
         asked = "--max-steps" if options.max_steps else "--num-train-epochs"
@@ -232,6 +237,7 @@ def _steps_text(options: TrainOptions, order: Order, num_steps: int) -> str:
         f"steps: {num_steps:,}, {options.batch_size:,} rows each ({count_text(order.num_samples)} rows, "
         f"{epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}); learning rate {options.learning_rate:g}, "
         f"{options.lr_scheduler_type}"
+        + (f", warm-up {num_warmup_steps:,} {'step' if num_warmup_steps == 1 else 'steps'}" if num_warmup_steps else "")
     )
 
 

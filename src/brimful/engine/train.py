@@ -114,7 +114,7 @@ def train(options: TrainOptions, *, command: str, listener: Listener) -> Run:
             check_same(before, options, prepared.space, prepared.data_fingerprint, prepared.report)
             if _is_finished(before, path):
                 listener.note("this run had finished; nothing was changed")
-                return before
+                return dataclasses.replace(before, options=dataclasses.asdict(options))  # it may have been moved
         listener.stage("loading the model")
         built = build(options, prepared, precision, optimizer, listener)
         listener.recipe(built.recipe)
@@ -171,18 +171,19 @@ class _Loop:
 
     def run(self) -> Run:
         """Trains to the end and saves the model. Raises what `train` raises."""
-        self._take_up()
-        self._events.write("resumed" if self._state.consumed else "started", step=self._state.applied)
-        self._clock = Clock(self._state.train_s)
-        self._logged = (self._clock.seconds, self._state.samples, self._state.tokens)
         with self._signals, closing(self._built.source) as source:
+            self._take_up()
+            self._events.write("resumed" if self._state.consumed else "started", step=self._state.applied)
+            self._clock = Clock(self._state.train_s)
+            self._logged = (self._clock.seconds, self._state.samples, self._state.tokens)
             self._do_what_is_due()  # a signal to stop may have come before it was done
             if not self._ended():
                 device, start, stop = self._built.step.device, self._state.consumed, self._prepared.num_batches
                 with Feed(source, device, start=start, stop=stop) as feed:
                     self._train(feed)
             self._state.train_s = self._clock.seconds
-            return self._finish()
+            with self._clock.paused():
+                return self._finish()
 
     def _take_up(self) -> None:
         """Continues from the newest whole checkpoint, if there is one; cuts the event log back to it."""

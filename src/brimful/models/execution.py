@@ -26,6 +26,13 @@ Pooling = Literal["first", "last", "mean"]
 PACKED = "brimful_packed"
 
 
+#: What layers hand on to everything in them. Anything else may change what attention computes, be it a little: sinks,
+#: biases, caps under other names. A little is what a proof on weights that were never trained does not see.
+_NOT_FOR_ATTENTION = frozenset(
+    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "deterministic"}
+)
+
+
 def _packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -40,11 +47,14 @@ def _packed_attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of Hugging Face layers on one packed row, (1, H, T, D) in and (1, T, H, D) out."""
     if segments is None:
         raise TypeError(f"{type(module).__name__} does not hand keyword arguments on to its attention")
+    unknown = [name for name, value in others.items() if value is not None and name not in _NOT_FOR_ATTENTION]
+    if unknown:
+        raise TypeError(f"packed attention does not know {', '.join(unknown)}, which {type(module).__name__} gives it")
     pattern = Pattern(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         causal=bool(getattr(module, "is_causal", False) if is_causal is None else is_causal),

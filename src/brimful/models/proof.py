@@ -1,6 +1,6 @@
 """The proof: a model runs packed because it was shown equal to its plain Hugging Face forward, not by its name.
 
-On a copy with one layer of each kind and the model's own weights, in eval mode:
+On a copy with one layer of each kind, one more to read them, and the model's own weights, in eval mode:
 
     1  plain, alone = plain, in company            else rows influence one another: batches are never split
     2  packed with reference attention = plain     forward in fp32; finds the pooling and the first position
@@ -42,7 +42,7 @@ GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "
 _SHORT_TABLE = 1026
 
 #: Raised when packed execution or this proof changes, so that what was proved of older code is not believed.
-_REVISION = 2
+_REVISION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,10 +215,11 @@ def _gradient(model: nn.Module, logits: Tensor) -> Tensor:
 
 
 def one_layer_of_each_kind(model: Any) -> Any:
-    """A copy of the model with its own weights and its first layers, as many as have one of each kind.
+    """A copy of the model with its own weights and its first layers: as many as have one of each kind, and one more.
 
-    Two layers are of one kind if they have the same modules with the same settings, their number left out, and the same
-    entry in the configuration's `layer_types`. A model whose layers are shared or nested is copied whole.
+    Of the last layer only pooled tokens are read: what attention makes of the others is seen by a layer above. Two layers
+    are of one kind if they have the same modules with the same settings, their number left out, and the same entry in the
+    configuration's `layer_types`. A model whose layers are shared or nested is copied whole.
     """
     layers = layers_of(model)
     if layers is None:
@@ -226,7 +227,7 @@ def one_layer_of_each_kind(model: Any) -> Any:
     everything = layers._modules
     types = getattr(model.config, "layer_types", None) or [None] * len(layers)
     kinds = [(types[index], str(layer), _settings(layer)) for index, layer in enumerate(layers)]
-    kept = 1 + max(kinds.index(kind) for kind in set(kinds))
+    kept = min(2 + max(kinds.index(kind) for kind in set(kinds)), len(layers))
     layers._modules = {name: everything[name] for name in list(everything)[:kept]}
     try:
         small = copy.deepcopy(model)

@@ -66,7 +66,8 @@ def _unreachable(name: str, path: Path, error: Exception) -> ModelError:
         )
     return ModelError(
         f"there is no folder {printable(name)}, and the hub cannot give it: {first_line(error)}",
-        hint=_near(path) or "give a folder, or download it once where there is a network",
+        hint=(_near(path) if path.parent.is_dir() else None)
+        or "give a folder, or download it once where there is a network",
     )
 
 

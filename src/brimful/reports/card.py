@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from brimful.core.errors import printable
 from brimful.core.records import Run
 from brimful.core.units import count_text, number_text, seconds_text, share_text
@@ -24,11 +26,11 @@ def _metadata(run: Run) -> str:
 
 
 def _head(run: Run) -> str:
-    names = ", ".join(f"`{_text(name)}`" for name in run.labels.names)
+    names = ", ".join(_code(name) for name in run.labels.names)
     task = {"single_label": "one of", "multi_label": "any of", "regression": "the number"}[run.labels.task]
     return (
         f"# {_text(run.model)}, fine-tuned\n\nA text classifier that answers {task} {names}. Fine-tuned from"
-        f" `{_text(run.model)}` with brimful {run.machine.versions.get('brimful', '')}.\n\n"
+        f" {_code(run.model)} with brimful {run.machine.versions.get('brimful', '')}.\n\n"
         "```python\nfrom transformers import pipeline\n\n"
         'classify = pipeline("text-classification", model="path/to/this/folder")\nclassify("a text")\n```'
     )
@@ -52,19 +54,36 @@ def _data(run: Run) -> str:
 
 
 def _training(run: Run) -> str:
-    options = "\n".join(f"| {name} | {run.options[name]} |" for name in _SHOWN_OPTIONS if run.options.get(name))
-    levers = "\n".join(f"| {lever.name} | {lever.value} | {lever.arithmetic} |" for lever in run.recipe.levers)
+    over = {"num_train_epochs"} if run.options.get("max_steps") else set()
+    asked = {name: run.options.get(name) for name in _SHOWN_OPTIONS if name not in over}
+    options = "\n".join(f"| {name} | {_text(value)} |" for name, value in asked.items() if value is not None)
+    levers = "\n".join(f"| {lever.name} | {_text(lever.value)} | {lever.arithmetic} |" for lever in run.recipe.levers)
     skipped = f", {run.skipped_steps} skipped as not finite" if run.skipped_steps else ""
     done = f"{count_text(run.steps)} steps{skipped} in {seconds_text(run.train_s)} on {run.recipe.device}."
-    asked = f"| hyperparameter | value |\n|---|---|\n{options}"
+    table = f"| hyperparameter | value |\n|---|---|\n{options}"
     ran = f"| how it ran | value | arithmetic |\n|---|---|---|\n{levers}"
-    return f"## Training\n\n{done}\n\n{asked}\n\n{ran}"
+    return f"## Training\n\n{done}\n\n{table}\n\n{ran}"
 
 
 def _again(run: Run) -> str:
-    return f"## Made by\n\n```\n{_text(run.command, 2000)}\n```"
+    command = printable(run.command, 100_000)
+    fence = _fence(command, 3)
+    return f"## Made by\n\n{fence}\n{command}\n{fence}"
 
 
-def _text(value: str, limit: int = 200) -> str:
+def _text(value: object, limit: int = 200) -> str:
     """User text that can break neither the table nor the page."""
-    return printable(value, limit).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+    text = printable(value, limit).replace("\\", "\\\\").replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([|`*_\[\]#])", r"\\\1", text)
+
+
+def _code(value: object, limit: int = 200) -> str:
+    """User text as it stands, between as many backticks as it needs."""
+    text = printable(value, limit)
+    fence = _fence(text, 1)
+    return f"{fence}{text}{fence}" if len(fence) == 1 else f"{fence} {text} {fence}"
+
+
+def _fence(text: str, least: int) -> str:
+    """More backticks than stand together anywhere in `text`."""
+    return "`" * max(least, 1 + max((len(run) for run in re.findall("`+", text)), default=0))

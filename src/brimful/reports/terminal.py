@@ -20,7 +20,7 @@ from rich.table import Column
 from brimful.core.errors import printable
 from brimful.core.listener import Listener
 from brimful.core.listener import Progress as TrainingProgress
-from brimful.core.records import Lever, Recipe, Run
+from brimful.core.records import Arithmetic, Lever, Recipe, Run
 from brimful.core.units import bytes_text, count_text, number_text, seconds_text, share_text
 
 #: Seconds between plain progress lines where there is no terminal to draw a bar on.
@@ -29,6 +29,12 @@ _PLAIN_EVERY_S = 10.0
 _MOST_LABELS = 20
 #: Widest that text is made, on however wide a terminal.
 _WIDEST = 120
+#: What a lever does to the arithmetic, for those who have not read the documentation.
+_ARITHMETIC: Mapping[Arithmetic, str] = {
+    "exact": "the same result as plain training, up to the order of sums",
+    "rounding": "the same computation in numbers of fewer digits",
+    "training": "another computation, which you asked for",
+}
 
 
 class Terminal(Listener):
@@ -39,12 +45,10 @@ class Terminal(Listener):
         self._bar: Progress | None = None
         self._task: Any = None
         self._said_at = time.monotonic()
-        self._counting = "texts"
 
     def stage(self, text: str) -> None:
         self.close()
         self._said_at = time.monotonic()
-        self._counting = text
         self._console.print(f"[dim]{_safe(text)}[/dim]")
 
     def note(self, text: str) -> None:
@@ -70,8 +74,8 @@ class Terminal(Listener):
             self._say(f"{printable(name, 40)}: from {low} to {high}, mean {mean}", indent=2)
         lengths = report["token_lengths"]
         self._say(
-            f"tokens in a row: {lengths['p50']} half of the time or fewer, {lengths['p95']} in 95 % of rows,"
-            f" {lengths['p100']} at most",
+            f"tokens in a row: median {lengths['p50']}, 95 % of rows have at most {lengths['p95']},"
+            f" the longest {lengths['p100']}",
             indent=2,
         )
         if report.get("truncated_rows"):
@@ -85,7 +89,6 @@ class Terminal(Listener):
         ):
             if count := report.get(name):
                 self._say(f"{count_text(count)} {one if count == 1 else several}", indent=2, style="yellow")
-        self._console.print()
 
     def recipe(self, recipe: Recipe) -> None:
         self._head("How it runs", f"on {printable(recipe.device)}")
@@ -99,7 +102,8 @@ class Terminal(Listener):
             else:
                 self._say(line, indent=2)
                 self._say(reason, indent=names + 4, style="dim")
-        self._say("exact: the same result as plain training, up to the order of sums", indent=2, style="dim")
+        for kind in dict.fromkeys(lever.arithmetic for lever in recipe.levers):
+            self._say(f"{kind}: {_ARITHMETIC[kind]}", indent=2, style="dim")
         self._console.print()
 
     def progress(self, progress: TrainingProgress) -> None:

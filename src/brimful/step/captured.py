@@ -145,6 +145,7 @@ class CapturedStep(Step):
         over = None if denominator is None else denominator.clone()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # what eager steps kept cannot be used by the graphs' pool: give it back first
         try:
             # thread_local: the feed's thread goes on allocating and copying meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

@@ -233,4 +233,9 @@ def make_schedule(name: str, learning_rate: float, num_steps: int, num_warmup_st
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=learning_rate)
     scheduler = get_scheduler(name, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_steps)
     factor = scheduler.lr_lambdas[0]
-    return torch.tensor([learning_rate * factor(step) for step in range(num_steps + 1)], dtype=torch.float32)
+    factors = [factor(step) for step in range(num_steps)]
+    try:
+        factors.append(factor(num_steps))
+    except ZeroDivisionError:  # a polynomial decay with no step left after its warm-up
+        factors.append(factors[-1])
+    return torch.tensor([learning_rate * each for each in factors], dtype=torch.float32)

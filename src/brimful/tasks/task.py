@@ -183,7 +183,10 @@ def _class_weights_C(text: str | None, space: LabelSpace, targets_N: np.ndarray)
                 + ", ".join(printable(n, 40) for n in list(names)[:20]),
             ) from None
         if not 0 < weight < float("inf"):
-            raise OptionError(f"--class-weights: the weight of {printable(name)!r} is {weight}: it must be above 0")
+            raise OptionError(
+                f"--class-weights: the weight of {printable(name)!r} is {weight}: it must be above 0",
+                hint="leave the label out for a weight of 1",
+            )
         weights[index] = weight
     return weights
 

@@ -22,7 +22,7 @@ from brimful.models.anatomy import layers_of, matmul_parameters
 from brimful.techniques.technique import Cost, Verdict
 
 #: Cold seconds that compiling one layer costs, and the share of a step's device time that it saves: BERT-base on an
-#: H200, torch 2.11 (benchmarks/trainer_parity/README.md).
+#: H200, torch 2.11 (benchmarks/step_modes).
 _COMPILE_S, _SAVED = 12.0, 0.2
 #: Operations per second that a step reaches, to guess how long a run will take.
 _REACHED = 250e12
