@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModel, PreTrainedTokenizerFast
 
 from tiny import FAMILIES
@@ -19,14 +19,13 @@ _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def save_tokenizer(folder: Path, *, bare: bool = False) -> None:
-    """A tokenizer of a few words. bare: it adds no special tokens, and drops what it does not know."""
+    """A tokenizer of a few words. bare: it adds no special tokens, and drops what is not ASCII."""
     vocabulary = {word: index for index, word in enumerate(_SPECIAL + GOOD + BAD + OTHER)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if bare:
-        tokenizer = Tokenizer(models.BPE(vocabulary, []))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.normalizer = normalizers.Replace(Regex(r"[^\x00-\x7f]"), "")
     else:
-        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         tokenizer.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]",
             pair="[CLS] $A [SEP] $B:1 [SEP]:1",

@@ -138,7 +138,7 @@ def _check_known(function: str, kind: type[Any], options: Mapping[str, Any], wit
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise OptionError(
-                f"{function} has no option {printable(name)!r}",
+                f"{function} has no option '{printable(name)}'",
                 hint=f"did you mean {near[0]}?" if near else "the options are " + ", ".join(known),
             )
 

@@ -220,7 +220,7 @@ def _value(name: str, hint: Any, given: object) -> object:
         return kind(given) if kind is not bool else {"true": True, "false": False}[given.lower()]
     except (ValueError, KeyError):
         raise OptionError(
-            f"{name} is {printable(given)!r}: it must be {_KINDS[kind]}", hint=_example(name, kind)
+            f"{name} is '{printable(given)}': it must be {_KINDS[kind]}", hint=_example(name, kind)
         ) from None
 
 

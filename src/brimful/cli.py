@@ -26,7 +26,7 @@ Fine-tune and run Hugging Face text classifiers with the GPU filled to the
 brim, without changing what they learn.
 
 commands:
-  train DATA --model MODEL --output DIR   fine-tune a classifier on labelled texts
+  train DATA --model MODEL --output DIR   fine-tune a classifier on your texts
   classify MODEL FILE                     label a file of texts with a classifier
   demo                                    see both at work here, in a few minutes
 
@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> int:
     if command is None:
         near = difflib.get_close_matches(arguments[0], _COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(_COMMANDS)}"
-        return _fail(f"there is no command {printable(arguments[0])!r}", hint, 2)
+        return _fail(f"there is no command '{printable(arguments[0])}'", hint, 2)
     try:
         code = command(arguments[1:])
         sys.stdout.flush()

@@ -24,7 +24,7 @@ def read_configuration(file: str, known: Sequence[str]) -> dict[str, Any]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise OptionError(
-                f"{shown} has an unknown key {printable(key)!r}",
+                f"{shown} has an unknown key '{printable(key)}'",
                 hint=f"did you mean {near[0]}?" if near else "the keys are the names of the flags, as in batch_size",
             )
         if name in found:

@@ -80,7 +80,7 @@ def test_results_do_not_depend_on_the_workers(augmenters: list[Augmenter]) -> No
     whole = ids(one.submit(0, SAMPLES, TEXTS, None))
     assert whole == ids(two.submit(0, SAMPLES, TEXTS, None))
     parts = [two.submit(0, SAMPLES[i : i + 5], TEXTS[i : i + 5], None) for i in range(0, 24, 5)]
-    assert sum([ids(part) for part in parts], []) == whole
+    assert [row for part in parts for row in ids(part)] == whole
     backwards = ids(two.submit(0, SAMPLES[::-1], TEXTS[::-1], None))
     assert backwards[::-1] == whole
 

@@ -95,9 +95,12 @@ def test_a_feed_left_without_being_read(source: Source) -> None:
 
 
 def test_an_error_of_the_consumer_passes_and_ends_the_thread(source: Source) -> None:
+    def consume(feed: Feed) -> None:
+        assert next(iter(feed)).number == 0
+        raise KeyError("mine")
+
     with pytest.raises(KeyError, match="mine"), Feed(source, CPU) as feed:
-        for _ in feed:
-            raise KeyError("mine")
+        consume(feed)
 
 
 class _Failing(Source):
@@ -187,8 +190,7 @@ def test_an_error_of_a_worker_reaches_the_consumer(source: Source, encoder: Enco
     assert changed.augmenter is not None
     try:
         with pytest.raises(DataError, match="the transform failed with ValueError: seven"), Feed(changed, CPU) as feed:
-            for batch in feed:
-                assert 7 not in batch.samples
+            assert all(7 not in batch.samples for batch in feed)
     finally:
         changed.augmenter.close()
 

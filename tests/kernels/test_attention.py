@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -81,7 +82,7 @@ def by_formula(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, 
     heads = []
     for head in range(q_HTD.shape[0]):
         parts = []
-        for start, end in zip(offsets, offsets[1:], strict=False):
+        for start, end in itertools.pairwise(offsets):
             q, k, v = q_HTD[head, start:end], k_KTD[head // repeats, start:end], v_KTD[head // repeats, start:end]
             scores = q @ k.T * pattern.scale
             if pattern.softcap is not None:

@@ -1,4 +1,4 @@
-"""Families run packed: equal to their plain forward, admitted by the proof, and refused where something is forgotten."""
+"""Families run packed: equal to their plain forward, admitted by the proof, refused where something is forgotten."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from plain import gradient, padded
-from tiny import FAMILIES, LONGEST, VOCABULARY, Family, pair_types, sequences
-from tolerances import MODEL_FP32, difference
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
@@ -23,6 +20,9 @@ from brimful.kernels.layout import PackedShape, Segments, packed_inputs, padded_
 from brimful.models import execution, proof
 from brimful.models.execution import PackedExecution, PackedForm, PaddedExecution
 from brimful.models.proof import Proof, one_layer_of_each_kind, prove
+from plain import gradient, padded
+from tiny import FAMILIES, LONGEST, VOCABULARY, Family, pair_types, sequences
+from tolerances import MODEL_FP32, difference
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 17, LONGEST, 1, 2, 31]
@@ -234,8 +234,12 @@ _SMALL = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "
         ("EuroBertConfig", {"num_key_value_heads": 2, "clf_pooling": "late"}, True, "packed logits differ"),
         ("CanineConfig", {}, False, "canine does not take short sequences"),
         ("JambaConfig", {"num_key_value_heads": 2}, False, "jamba could not be tried: AttributeError"),
-        ("GptOssConfig", {"num_key_value_heads": 2, "head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
-         True, "packed attention does not know s_aux, which GptOssAttention gives it"),
+        (
+            "GptOssConfig",
+            {"num_key_value_heads": 2, "head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
+            True,
+            "packed attention does not know s_aux, which GptOssAttention gives it",
+        ),
     ],
 )
 def test_refused_with_a_reason(config: str, settings: dict[str, Any], independent: bool, reason: str) -> None:
@@ -261,7 +265,12 @@ def test_a_model_whose_layers_differ_by_number_is_tried_whole(monkeypatch: pytes
         ("bert", {"num_hidden_layers": 6}, "bert.encoder.layer", 2),
         ("gpt2", {"n_layer": 6}, "transformer.h", 2),
         ("distilbert", {"n_layers": 6}, "distilbert.transformer.layer", 2),
-        ("modernbert", {"num_hidden_layers": 7}, "model.layers", 5),  # full without its norm, windows, full with, and one more
+        (
+            "modernbert",
+            {"num_hidden_layers": 7},
+            "model.layers",
+            5,
+        ),  # full without a norm, windows, full with, one more
         ("gemma2", {"num_hidden_layers": 6}, "model.layers", 3),
         ("llama", {"num_hidden_layers": 5}, "model.layers", 2),
         ("llama", {"num_hidden_layers": 1}, "model.layers", 1),

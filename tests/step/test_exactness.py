@@ -1,7 +1,7 @@
 """What the library rests on: however a batch is packed and split, its gradient is the plain padded batch's.
 
-The plain batch is one Hugging Face forward with its own eager attention and one of torch's mean losses. Everything is in
-fp64, and gradients are compared over all parameters together.
+The plain batch is one Hugging Face forward with its own eager attention and one of torch's mean losses. Everything is
+in fp64, and gradients are compared over all parameters together.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain import gradient, padded, plain_loss
-from tiny import FAMILIES, LONGEST, pair_types, sequences
-from tolerances import STEP_FP64, STEP_GEMMA, STEP_PARTLY_FP32, difference
 
 from brimful.core.records import LabelSpace
 from brimful.data.batches import Batch, Layout, PackedLayout, PaddedLayout, make_batch
@@ -28,6 +25,9 @@ from brimful.step.step import Step
 from brimful.tasks.task import MultiLabel, Regression, SingleLabel, Task
 from brimful.techniques.optimizer import Optimizer
 from brimful.techniques.precision import Precision
+from plain import gradient, padded, plain_loss
+from tiny import FAMILIES, LONGEST, pair_types, sequences
+from tolerances import STEP_FP64, STEP_GEMMA, STEP_PARTLY_FP32, difference
 
 FP32 = Precision(value="fp32", device=torch.device("cpu"), reason="a test")
 
@@ -55,14 +55,25 @@ class Case:
     def packed(self) -> Batch:
         most = max(self.lengths) + self.room
         budgets = Budgets(tokens=tuple(sorted({max(1, most // 2), most})), fill=1.0)
-        return self.batch(PackedLayout(
-            budgets=budgets, num_slots=len(self.lengths) + self.spare_slots, max_length=LONGEST, padding_id=0, groups=True
-        ))
+        return self.batch(
+            PackedLayout(
+                budgets=budgets,
+                num_slots=len(self.lengths) + self.spare_slots,
+                max_length=LONGEST,
+                padding_id=0,
+                groups=True,
+            )
+        )
 
     def rows(self) -> Batch:
-        return self.batch(PaddedLayout(
-            lengths=(4, 12, 20, LONGEST), num_tokens=max(self.lengths) + self.room, num_rows=len(self.lengths), padding_id=0
-        ))
+        return self.batch(
+            PaddedLayout(
+                lengths=(4, 12, 20, LONGEST),
+                num_tokens=max(self.lengths) + self.room,
+                num_rows=len(self.lengths),
+                padding_id=0,
+            )
+        )
 
 
 def _label_space(task: str, number: int) -> LabelSpace:
@@ -119,7 +130,7 @@ def accumulated(execution: Execution, case: Case, batch: Batch) -> tuple[float, 
 
 
 def plain_logits_BC(family: str, plain: Any, ids: list[np.ndarray], types: list[np.ndarray] | None) -> torch.Tensor:
-    """Of one padded batch; of batches of one for families with windows, whose eager attention on padding is NaN in fp64.
+    """Of one padded batch; of batches of one for families with windows, whose eager fp64 is NaN on padding.
 
     They mask with the lowest fp64 number and take the softmax in fp32, where a padding row beyond the window of any
     token is minus infinity throughout.
@@ -205,7 +216,10 @@ def test_texts_that_end_in_the_padding_token(family: str, ends: list[int], room:
 
     Hugging Face's heads look for the last token that is not padding, and read the one before it.
     """
-    ids = [np.concatenate([s[:-1], np.zeros(n, dtype=np.int32)]) for s, n in zip(sequences([4] * len(ends)), ends, strict=True)]
+    ids = [
+        np.concatenate([s[:-1], np.zeros(n, dtype=np.int32)])
+        for s, n in zip(sequences([4] * len(ends)), ends, strict=True)
+    ]
     task = SingleLabel(_label_space("single_label", 3))
     targets = np.arange(len(ids)) % 3
     plain, model = models(family, 3)

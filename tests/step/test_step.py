@@ -13,9 +13,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from plain import padded, plain_loss
-from tiny import FAMILIES, LONGEST, sequences
-from tolerances import LEARNING_RATE, RUN_LOSS_FP32, RUN_WEIGHTS_FP32, difference
 from torch import Tensor, nn
 from transformers import get_scheduler
 
@@ -28,10 +25,17 @@ from brimful.step.step import Outcome, Step, make_schedule
 from brimful.tasks.task import SingleLabel, Task
 from brimful.techniques.optimizer import Optimizer, parameter_groups
 from brimful.techniques.precision import Precision
+from plain import padded, plain_loss
+from tiny import FAMILIES, LONGEST, sequences
+from tolerances import LEARNING_RATE, RUN_LOSS_FP32, RUN_WEIGHTS_FP32, difference
 
 CPU = torch.device("cpu")
 TASK = SingleLabel(LabelSpace(task="single_label", names=("a", "b", "c")), np.array([1, 2, 0.5], dtype=np.float32), 0.1)
 STEPS = 10
+PACKED = PackedLayout(
+    budgets=Budgets(tokens=(48, 80), fill=1.0), num_slots=6, max_length=LONGEST, padding_id=0, groups=True
+)
+PADDED = PaddedLayout(lengths=(16, 32, 64), num_tokens=96, num_rows=6, padding_id=0)
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Rows:
     """Samples of ten batches, ragged at the end, and their layouts."""
 
     lengths: list[list[int]] = field(
-        default_factory=lambda: np.random.default_rng(1).integers(1, 40, (STEPS - 1, 6)).tolist() + [[7, 30]]
+        default_factory=lambda: [*np.random.default_rng(1).integers(1, 40, (STEPS - 1, 6)).tolist(), [7, 30]]
     )
 
     def samples(self, number: int) -> np.ndarray:
@@ -52,11 +56,7 @@ class Rows:
         return np.random.default_rng(number).integers(0, 3, len(self.lengths[number]))
 
     def batch(self, number: int, *, packed: bool = True, task: Task = TASK) -> Batch:
-        layout = (
-            PackedLayout(budgets=Budgets(tokens=(48, 80), fill=1.0), num_slots=6, max_length=LONGEST, padding_id=0, groups=True)
-            if packed
-            else PaddedLayout(lengths=(16, 32, 64), num_tokens=96, num_rows=6, padding_id=0)
-        )
+        layout = PACKED if packed else PADDED
         return make_batch(number, self.samples(number), self.ids(number), None, self.targets(number), task, layout)
 
 
@@ -152,7 +152,11 @@ def test_ten_steps_are_those_of_a_plain_loop(family: str, optim: Any, max_grad_n
         max_grad_norm,
     )
     step = make_step(
-        model, family=family, packed=packed, optimizer=Optimizer(value=optim, weight_decay=0.1), max_grad_norm=max_grad_norm
+        model,
+        family=family,
+        packed=packed,
+        optimizer=Optimizer(value=optim, weight_decay=0.1),
+        max_grad_norm=max_grad_norm,
     )
     before = weights(model).clone()
     outcomes = [step.run(ROWS.batch(number, packed=packed)).read() for number in range(STEPS)]
@@ -280,9 +284,17 @@ def test_a_sequence_that_is_not_finite_spoils_no_other() -> None:
     rare = 4  # an id that no sequence has
     ids = [i.copy() for i in ROWS.ids(2)]
     ids[3][0] = rare
-    batch = make_batch(2, ROWS.samples(2), ids, None, ROWS.targets(2), TASK, PackedLayout(
-        budgets=Budgets(tokens=(256,), fill=1.0), num_slots=8, max_length=LONGEST, padding_id=0, groups=True
-    ))
+    batch = make_batch(
+        2,
+        ROWS.samples(2),
+        ids,
+        None,
+        ROWS.targets(2),
+        TASK,
+        PackedLayout(
+            budgets=Budgets(tokens=(256,), fill=1.0), num_slots=8, max_length=LONGEST, padding_id=0, groups=True
+        ),
+    )
     with torch.no_grad():
         model.bert.embeddings.word_embeddings.weight[rare] = float("nan")
     outcome = make_step(model).run(batch).read()
@@ -404,9 +416,15 @@ def test_a_run_goes_back_to_where_it_was() -> None:
 def test_dropout_differs_by_seed_batch_and_micro_batch() -> None:
     model = FAMILIES["bert"].model(dropout=0.3).train()
     batch = ROWS.batch(0)
-    other = make_batch(1, ROWS.samples(0), ROWS.ids(0), None, ROWS.targets(0), TASK, PackedLayout(
-        budgets=Budgets(tokens=(48, 80), fill=1.0), num_slots=6, max_length=LONGEST, padding_id=0, groups=True
-    ))
+    other = make_batch(
+        1,
+        ROWS.samples(0),
+        ROWS.ids(0),
+        None,
+        ROWS.targets(0),
+        TASK,
+        PACKED,
+    )
 
     def loss(seed: int, given: Batch) -> float:
         return make_step(copy.deepcopy(model), seed=seed).run(given).read().loss

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics as sklearn_metrics
-from tiny import FAMILIES, sequences
-from tolerances import LOSS_FP32, LOSS_FP64, METRIC, difference
 from torch import Tensor, nn
 
 from brimful.core.errors import OptionError
 from brimful.core.records import LabelSpace, TaskName
 from brimful.tasks.task import LOWER_IS_BETTER, MultiLabel, Regression, SingleLabel, Task, make_task
+from tiny import FAMILIES, sequences
+from tolerances import LOSS_FP32, LOSS_FP64, METRIC, difference
 
 NAMES = ("negative", "neutral", "positive", "none=of,these")
 
@@ -254,7 +254,7 @@ def test_weights_by_the_datas_names() -> None:
 
 @pytest.mark.parametrize("text", ["", "negative", "negative=", "=3", "negative=x", "other=3", "negative=3,", "a\nb=2"])
 def test_weights_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(OptionError, match="--class-weights: .* is not a label of the data with a number") as caught:
+    with pytest.raises(OptionError, match=r"--class-weights: .* is not a label of the data with a number") as caught:
         class_weights(text)
     assert caught.value.hint is not None
     assert "negative, neutral" in caught.value.hint
@@ -263,7 +263,7 @@ def test_weights_that_cannot_be_read(text: str) -> None:
 
 @pytest.mark.parametrize("number", ["0", "-1", "inf", "nan"])
 def test_weights_that_are_no_weights(number: str) -> None:
-    with pytest.raises(OptionError, match="the weight of 'negative' is .*: it must be above 0"):
+    with pytest.raises(OptionError, match=r"the weight of 'negative' is .*: it must be above 0"):
         class_weights(f"negative={number}")
 
 
@@ -282,9 +282,14 @@ def sklearn_balanced(targets: np.ndarray) -> list[float]:
     return weights_C
 
 
-@pytest.mark.parametrize(("text", "smoothing", "flag"), [
-    ("balanced", 0.0, "--class-weights"), (None, 0.1, "--label-smoothing-factor"), ("", 0.0, "--class-weights"),
-])
+@pytest.mark.parametrize(
+    ("text", "smoothing", "flag"),
+    [
+        ("balanced", 0.0, "--class-weights"),
+        (None, 0.1, "--label-smoothing-factor"),
+        ("", 0.0, "--class-weights"),
+    ],
+)
 def test_regression_has_neither_weights_nor_smoothing(text: str | None, smoothing: float, flag: str) -> None:
     with pytest.raises(OptionError, match=f"{flag} is for labels, and the task is regression"):
         make_task(space("regression", 1), np.zeros((1, 1)), text, smoothing)

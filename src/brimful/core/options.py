@@ -210,9 +210,9 @@ class DemoOptions:
     """Folder to work in; a number is added if it is taken."""
     seed: int = 42
     """Seed of the run."""
-    num_train_epochs: float = 2.0
+    num_train_epochs: float = 1.0
     """Passes over the training rows."""
-    max_length: int = 128
+    max_length: int = 96
     """Longest sequence in tokens."""
     json: bool = False
     """Print one JSON document on stdout at the end."""

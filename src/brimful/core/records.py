@@ -116,8 +116,9 @@ class Run:
 
 T = TypeVar("T")
 
-#: Beyond what JSON always escapes: controls, direction marks, line separators. All stand in strings only.
-_OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+#: Beyond what JSON always escapes: controls, direction marks, line separators, half surrogate pairs (which a file name
+#: can hold and UTF-8 cannot). All stand in strings only.
+_OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def to_json(record: Any) -> str:

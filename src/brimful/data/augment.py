@@ -74,7 +74,7 @@ class Augmenter:
 
         Raises: DataError, here or from the future, for a transform that failed. Read futures under `worker_errors`.
         """
-        with worker_errors():
+        with worker_errors(), _interrupts_blocked():
             return self._pool.submit(
                 _work, self._seed, epoch, samples.tolist(), list(texts), None if pairs is None else list(pairs)
             )
@@ -82,6 +82,16 @@ class Augmenter:
     def close(self) -> None:
         """Ends the workers without waiting for work nobody will read."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Processes that start inside are born deaf to Ctrl-C, before they can say so themselves."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -18,7 +18,15 @@ from typing import Any
 
 import torch
 
-from brimful.core.errors import CheckpointError, DiskFullError, Interrupted, NonFiniteError, OutputError, printable
+from brimful.core.errors import (
+    CheckpointError,
+    DataError,
+    DiskFullError,
+    Interrupted,
+    NonFiniteError,
+    OutputError,
+    printable,
+)
 from brimful.core.listener import Listener, Progress
 from brimful.core.options import TrainOptions
 from brimful.core.records import Run
@@ -180,7 +188,11 @@ class _Loop:
             if not self._ended():
                 device, start, stop = self._built.step.device, self._state.consumed, self._prepared.num_batches
                 with Feed(source, device, start=start, stop=stop) as feed:
-                    self._train(feed)
+                    try:
+                        self._train(feed)
+                    except DataError:
+                        self._stop_if_told()  # the workers of a transform may have ended of the same signal
+                        raise
             self._state.train_s = self._clock.seconds
             with self._clock.paused():
                 return self._finish()

@@ -217,9 +217,9 @@ def _gradient(model: nn.Module, logits: Tensor) -> Tensor:
 def one_layer_of_each_kind(model: Any) -> Any:
     """A copy of the model with its own weights and its first layers: as many as have one of each kind, and one more.
 
-    Of the last layer only pooled tokens are read: what attention makes of the others is seen by a layer above. Two layers
-    are of one kind if they have the same modules with the same settings, their number left out, and the same entry in the
-    configuration's `layer_types`. A model whose layers are shared or nested is copied whole.
+    Of the last layer only pooled tokens are read: what attention makes of the others is seen by a layer above.
+    Two layers are of one kind if they have the same modules with the same settings, their number left out, and the same
+    entry in the configuration's `layer_types`. A model whose layers are shared or nested is copied whole.
     """
     layers = layers_of(model)
     if layers is None:

@@ -74,7 +74,7 @@ def _again(run: Run) -> str:
 def _text(value: object, limit: int = 200) -> str:
     """User text that can break neither the table nor the page."""
     text = printable(value, limit).replace("\\", "\\\\").replace("&", "&amp;").replace("<", "&lt;")
-    return re.sub(r"([|`*_\[\]#])", r"\\\1", text)
+    return re.sub(r"([|`*\[\]#])", r"\\\1", text)
 
 
 def _code(value: object, limit: int = 200) -> str:

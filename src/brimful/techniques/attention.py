@@ -56,7 +56,8 @@ class AttentionKernels:
 
 def choose_kernels(config: Any, precision: Precision, typical_length: int) -> AttentionKernels:
     """The kernels that layers of this configuration will be given."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_heads = getattr(config, "num_attention_heads", None) or 1  # FNet has none, and no use for a kernel
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 64) // num_heads
     windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
     window = next((w for w in windows if isinstance(w, int)), None)
     softcap = getattr(config, "attn_logit_softcapping", None)

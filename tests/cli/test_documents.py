@@ -1,0 +1,125 @@
+"""Documents and help say what is there: each flag has help, each command and flag that a document names exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import brimful as package
+from brimful.arguments import classify_options, demo_options, help_texts, train_options
+from brimful.core.errors import OptionError
+from brimful.core.options import ClassifyOptions, DemoOptions, TrainOptions, flag
+from commands import Brimful
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMANDS: dict[str, tuple[type[Any], Any]] = {
+    "train": (TrainOptions, train_options),
+    "classify": (ClassifyOptions, classify_options),
+    "demo": (DemoOptions, demo_options),
+}
+#: Flags of other programs that documents name.
+FOREIGN = {"--strict", "--hypothesis-profile", "--help", "--version"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_has_help(command: str, brimful: Brimful, capsys: pytest.CaptureFixture[str]) -> None:
+    options, _ = COMMANDS[command]
+    texts = help_texts(options)
+    with pytest.raises(SystemExit) as ended:
+        brimful(command, "--help")
+    assert ended.value.code == 0
+    shown = " ".join(" ".join(part.split()) for part in _help_of(command).split("\n"))
+    for field in dataclasses.fields(options):
+        assert texts[field.name].endswith("."), field.name
+        assert texts[field.name] in shown, field.name
+        assert flag(field.name) in shown or field.default is dataclasses.MISSING
+    assert "--config" in shown
+
+
+def _help_of(command: str) -> str:
+    import contextlib
+    import io
+
+    from brimful.cli import run
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        run([command, "--help"])
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_fits_in_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = _help_of(command).splitlines()
+    choices = [line for line in lines if "{" in line]
+    assert all(len(line) <= 80 for line in lines if line not in choices)
+
+
+def documents_with_code() -> list[tuple[Path, str]]:
+    """Each command line of ours in a document, from fenced blocks and from inline code."""
+    found = []
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        blocks = "\n".join(re.findall(r"^```[a-z]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+        found += [(path, line) for line in re.findall(r"^(?:\$ )?(brimful .*)$", blocks, re.MULTILINE)]
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        found += [(path, code) for code in re.findall(r"`(brimful [^`]+)`", prose)]
+    return found
+
+
+def test_documents_show_commands() -> None:
+    assert {command.split()[1] for _, command in documents_with_code()} >= set(COMMANDS)
+
+
+@pytest.mark.parametrize(("path", "line"), documents_with_code(), ids=lambda part: str(part)[-60:])
+def test_commands_in_documents_can_be_run(path: Path, line: str) -> None:
+    """The words of a full command are taken as they stand; where some are left out, those there exist."""
+    words = shlex.split(line.split("   ")[0], comments=True)
+    command, rest = words[1], [word for word in words[2:] if word != "..."]
+    assert command in COMMANDS, f"{path}: {line}"
+    if "--help" in rest:
+        return
+    if all(word in rest for word in ("--model", "--output")) or command != "train":
+        COMMANDS[command][1](rest)
+    else:
+        with pytest.raises(OptionError, match="needs"):
+            COMMANDS[command][1](rest)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_flags_in_documents_exist(path: Path) -> None:
+    known = {flag(field.name) for options, _ in COMMANDS.values() for field in dataclasses.fields(options)}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", path.read_text(encoding="utf-8")))
+    assert named <= known | {"--config"} | FOREIGN
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_in_documents_lead_somewhere(path: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):
+        assert link.startswith("https://") or (path.parent / link).exists(), f"{path}: {link}"
+
+
+def test_make_targets_in_documents_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for path in DOCUMENTS:
+        code = " ".join(re.findall(r"`+[^`]+`+", path.read_text(encoding="utf-8")))
+        assert set(re.findall(r"\bmake ([a-z]+)", code)) <= targets, path
+
+
+def test_python_in_the_readme_calls_what_there_is() -> None:
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert blocks
+    options = {field.name for field in dataclasses.fields(TrainOptions)} | {"listener"}
+    for block in blocks:
+        compile(block, "README.md", "exec")
+        assert set(re.findall(r"brimful\.([a-zA-Z_]+)", block)) <= set(package.__all__)
+        assert set(re.findall(r"\b([a-z_]+)=", block)) <= options
