@@ -168,12 +168,13 @@ def command_of(options: TrainOptions) -> str:
         value = getattr(options, field.name)
         if field.name == "data" or (value == field.default and field.name not in ("model", "output")):
             continue
+        text = str(value).removesuffix(".0") if isinstance(value, float) else str(value)
         if value is True:
             words += [flag(field.name)]
-        elif str(value).startswith("-"):
-            words += [f"{flag(field.name)}={value}"]
+        elif text.startswith("-"):
+            words += [f"{flag(field.name)}={text}"]
         else:
-            words += [flag(field.name), str(value)]
+            words += [flag(field.name), text]
     data = ["--", options.data] if options.data.startswith("-") else [options.data]
     return shlex.join(["brimful", "train", *(words + data if len(data) > 1 else data + words)])
 

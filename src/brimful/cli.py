@@ -27,8 +27,8 @@ brim, without changing what they learn.
 
 commands:
   train DATA --model MODEL --output DIR   fine-tune a classifier on your texts
-  classify MODEL FILE                     label a file of texts with a classifier
-  demo                                    see both at work here, in a few minutes
+  classify MODEL FILE                     label a file of texts with it
+  demo                                    watch both at work, in a few minutes
 
 `brimful COMMAND --help` shows the options of a command, `brimful --version`
 the version. Results go to stdout, everything else to stderr.

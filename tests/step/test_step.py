@@ -433,6 +433,22 @@ def test_dropout_differs_by_seed_batch_and_micro_batch() -> None:
     assert len({loss(0, batch), loss(1, batch), loss(0, other)}) == 3
 
 
+def test_micro_batches_have_masks_of_their_own() -> None:
+    """Two that hold the same text and label."""
+    model = FAMILIES["bert"].model(dropout=0.3).train()
+    twice = sequences([40]) * 2
+    batch = make_batch(0, np.arange(2), twice, None, np.zeros(2, dtype=np.int64), TASK, PACKED)
+    assert len(batch.micro_batches) == 1
+    layout = PackedLayout(
+        budgets=Budgets(tokens=(48,), fill=1.0), num_slots=2, max_length=48, padding_id=0, groups=True
+    )
+    batch = make_batch(0, np.arange(2), twice, None, np.zeros(2, dtype=np.int64), TASK, layout)
+    step = make_step(model)
+    first, second = (step.accumulate(batch, index)[0] for index in range(2))
+    assert first != second
+    assert step.accumulate(batch, 0)[0] == first
+
+
 def test_state_has_what_a_continuation_needs() -> None:
     step = make_step(FAMILIES["bert"].model(), precision="fp16")
     step.scale.fill_(64.0)

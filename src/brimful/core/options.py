@@ -234,8 +234,8 @@ def _check_types(options: object) -> None:
                 )
                 raise OptionError(said, hint=_usual(options, field.name))
             continue
-        if isinstance(value, str) and "\0" in value:
-            raise OptionError(f"{flag(field.name)} is {printable(repr(value))}: it has a NUL in it", hint="remove it")
+        if isinstance(value, str):
+            _check_text(flag(field.name), value)
         kinds = tuple(get_args(hint)) or (hint,)
         kinds = (*kinds, int) if float in kinds else kinds
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -243,6 +243,16 @@ def _check_types(options: object) -> None:
             raise OptionError(
                 f"{flag(field.name)} is {printable(repr(value))}: it must be {wanted}", hint=_usual(options, field.name)
             )
+
+
+def _check_text(name: str, value: str) -> None:
+    """That it can be a file name, and that the libraries that save models can be told it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise OptionError(f"{name} is '{printable(value)}': it is not UTF-8", hint="use another name") from None
+    if "\0" in value:
+        raise OptionError(f"{name} is '{printable(value)}': it has a NUL in it", hint="remove it")
 
 
 def _check_positive(options: object, *names: str) -> None:

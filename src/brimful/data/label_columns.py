@@ -119,7 +119,8 @@ class LabelColumn:
             return _tidy_numbers(_without_blanks(column))
         if pa.types.is_floating(kind):
             column = pc.if_else(pc.is_finite(column), column, pa.scalar(None, kind))
-            whole = pc.all(pc.equal(column, pc.round(column)), min_count=0).as_py()
+            countable = pc.less(pc.abs(column), 2.0**53)  # beyond, floats and integers are not one to one
+            whole = pc.all(pc.and_(pc.equal(column, pc.round(column)), countable), min_count=0).as_py()
             return (column.cast(pa.int64()) if whole else column).cast(pa.large_string())
         if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):
             return column.cast(pa.large_string())
