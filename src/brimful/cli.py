@@ -64,7 +64,8 @@ def run(arguments: list[str]) -> int:
     except BrimfulError as error:
         return _fail(str(error), error.hint or f"see brimful {arguments[0]} --help", error.exit_code)
     except KeyboardInterrupt:
-        return _fail("interrupted at once", "checkpoints are whole: the same command with --resume goes on", 130)
+        again = "checkpoints are whole: the same command with --resume goes on"
+        return _fail("interrupted at once", again if arguments[0] == "train" else "start it again", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -79,14 +79,19 @@ def test_documents_show_commands() -> None:
 
 
 @pytest.mark.parametrize(("path", "line"), documents_with_code(), ids=lambda part: str(part)[-60:])
-def test_commands_in_documents_can_be_run(path: Path, line: str) -> None:
+def test_commands_in_documents_can_be_run(
+    path: Path, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The words of a full command are taken as they stand; where some are left out, those there exist."""
+    monkeypatch.chdir(tmp_path)
+    for name, content in re.findall(r"^```toml\n# (\S+)\n(.*?)^```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE):
+        (tmp_path / name).write_text(content, encoding="utf-8")
     words = shlex.split(line.split("   ")[0], comments=True)
     command, rest = words[1], [word for word in words[2:] if word != "..."]
     assert command in COMMANDS, f"{path}: {line}"
     if "--help" in rest:
         return
-    if all(word in rest for word in ("--model", "--output")) or command != "train":
+    if command != "train" or "--config" in rest or {"--model", "--output"} <= set(rest):
         COMMANDS[command][1](rest)
     else:
         with pytest.raises(OptionError, match="needs"):

@@ -62,6 +62,7 @@ def test_a_recipe_in_a_pipe_is_a_line_a_lever(capsys: pytest.CaptureFixture[str]
 
 def test_a_recipe_on_a_terminal_fits_it(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
     terminal.recipe(RECIPE)
+    terminal.close()
     shown = lines(capsys)
     assert shown[2:6] == [
         "  packing       packed     exact",

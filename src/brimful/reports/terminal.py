@@ -105,6 +105,8 @@ class Terminal(Listener):
         for kind in dict.fromkeys(lever.arithmetic for lever in recipe.levers):
             self._say(f"{kind}: {_ARITHMETIC[kind]}", indent=2, style="dim")
         self._console.print()
+        if self._console.is_terminal:
+            self._draw("the first steps", 0, None)
 
     def progress(self, progress: TrainingProgress) -> None:
         text = (
@@ -165,8 +167,8 @@ class Terminal(Listener):
         for line in lines:
             self._console.print(escape(line), style=style)
 
-    def _draw(self, text: str, done: int, total: int) -> None:
-        """The bar, or a plain line where one is due."""
+    def _draw(self, text: str, done: int, total: int | None) -> None:
+        """The bar, or a plain line where one is due. total: None while it is not known when something will come."""
         if not self._console.is_terminal:
             if time.monotonic() - self._said_at >= _PLAIN_EVERY_S:
                 self._said_at = time.monotonic()
@@ -176,7 +178,7 @@ class Terminal(Listener):
             words = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
             bar = BarColumn(bar_width=None, table_column=Column(min_width=4, max_width=24, ratio=1))
             self._bar = Progress(bar, words, console=self._console, transient=True, expand=False)
-            self._task = self._bar.add_task("", total=total)
+            self._task = self._bar.add_task(escape(text), total=total, completed=done)
             self._bar.start()
         self._bar.update(self._task, completed=done, total=total, description=escape(text))
 

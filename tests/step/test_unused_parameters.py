@@ -1,0 +1,71 @@
+"""Parameters that no batch has used yet: nothing decays them, and a resumed step does not forget which they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from brimful.core.records import LabelSpace
+from brimful.data.batches import Batch, MicroBatch
+from brimful.models.execution import Execution
+from brimful.step.step import Step
+from brimful.tasks.task import SingleLabel
+from brimful.techniques.optimizer import Optimizer
+from brimful.techniques.precision import Precision
+
+#: For each batch, whether it uses the second expert.
+USES = (False, False, True, False, False, True)
+
+
+class Experts(Execution):
+    """A model whose second part is used by some batches only, as experts and optional embeddings are."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+
+    def __call__(self, inputs: Any) -> Tensor:
+        x_S4, uses = inputs
+        logits: Tensor = self.model[0](x_S4)
+        return logits + self.model[1](x_S4) if uses else logits
+
+
+def make_step(optim: Any) -> Step:
+    precision = Precision(value="fp32", device=torch.device("cpu"), reason="")
+    task = SingleLabel(LabelSpace(task="single_label", names=("a", "b")))
+    optimizer = Optimizer(value=optim, weight_decay=0.5)
+    return Step(Experts(), task, optimizer, precision, torch.full((9,), 0.1), max_grad_norm=1.0, seed=1)
+
+
+def batch(number: int) -> Batch:
+    x_S4 = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+    inputs: Any = (x_S4, USES[number])
+    micro = MicroBatch(
+        inputs=inputs, targets_S=torch.tensor([0, 1, 1]), valid_S=torch.ones(3, dtype=torch.bool), samples=np.arange(3)
+    )
+    count = torch.tensor(3.0, dtype=torch.float64)
+    return Batch(number=number, micro_batches=(micro,), denominator=count, num_samples=3, num_tokens=3, num_computed=3)
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
+@pytest.mark.parametrize("stop", range(1, len(USES)))
+def test_a_resumed_step_knows_what_has_been_used(optim: str, stop: int) -> None:
+    alone, first, resumed = make_step(optim), make_step(optim), make_step(optim)
+    untouched = alone.execution.model[1].weight.clone()
+    for number in range(len(USES)):
+        alone.run(batch(number))
+        if number == 1:
+            assert torch.equal(alone.execution.model[1].weight, untouched)
+    for number in range(stop):
+        first.run(batch(number))
+    resumed.load_state_tensors(first.state_tensors())
+    for number in range(stop, len(USES)):
+        resumed.run(batch(number))
+    for (name, expected), found in zip(
+        alone.execution.model.named_parameters(), resumed.execution.model.parameters(), strict=True
+    ):
+        assert torch.equal(found, expected), name
