@@ -7,7 +7,7 @@ A plan is empty, or `ACT:OPERATION:NAME:COUNT`:
 
     ACT        kill   SIGKILL before the operation          term, int  send the signal before it
                tear   write half of it, sync, then SIGKILL     count      nothing: COUNT is a file for the number
-    OPERATION  open write fsync replace rename unlink mkdir ftruncate, `any` of these, `event`,
+    OPERATION  open write fsync replace rename unlink rmdir mkdir ftruncate, `any` of these, `event`,
                or `call` of a function of brimful.engine.train
     NAME       of the file it is about (for a rename the new one), temporary marks left out, as a pattern; for `event`
                the kind of event, after it was written
@@ -31,7 +31,7 @@ from typing import Any
 _MARKS = re.compile(r"^\.(?:tmp|old)-(.*?)(?:-[0-9a-f]{8})?$")
 _SIGNALS = {"kill": signal.SIGKILL, "tear": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
 _at_end: list[Callable[[], Any]] = []
-_OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink", "mkdir", "ftruncate")
+_OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "ftruncate")
 
 
 def arrange(plan: str, folder: str) -> None:
@@ -53,7 +53,7 @@ def arrange(plan: str, folder: str) -> None:
 
     def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **options: Any) -> Any:
-            if due(_subject(name, arguments)):
+            if due(_subject(name, arguments, options.get("dir_fd"))):
                 if act == "tear":
                     original(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
                     os.fsync(arguments[0])
@@ -80,14 +80,18 @@ def arrange(plan: str, folder: str) -> None:
             setattr(os, name, wrap(name, getattr(os, name)))
 
 
-def _subject(name: str, arguments: tuple[Any, ...]) -> str:
+def _subject(name: str, arguments: tuple[Any, ...], folder: int | None) -> str:
     """The path that an operation changes; empty for one that only reads."""
     if name == "open" and not arguments[1] & (os.O_WRONLY | os.O_RDWR):
         return ""
     subject = arguments[1] if name in ("replace", "rename") else arguments[0]
     if isinstance(subject, int):
-        return str(Path(f"/proc/self/fd/{subject}").readlink())
-    return str(Path(subject).absolute())
+        return _path_of(subject)
+    return str((Path.cwd() if folder is None else Path(_path_of(folder))) / subject)
+
+
+def _path_of(descriptor: int) -> str:
+    return str(Path(f"/proc/self/fd/{descriptor}").readlink())
 
 
 def _plain_name(path: str) -> str:
