@@ -35,14 +35,14 @@ from brimful.models.anatomy import layers_of
 from brimful.models.execution import PackedExecution, PackedForm, PaddedExecution, Pooling
 
 #: Largest relative difference (norm of the difference over the norm) that counts as equal, by dtype of the products.
-FORWARD_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "bf16": 1e-1, "fp16": 1e-2}
+FORWARD_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "bf16": 5e-2, "fp16": 1e-2}
 GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "fp16": 3e-2}
 
 #: Most positions of models that have a learned table of them; packed rows in the proof are longer.
 _SHORT_TABLE = 1026
 
 #: Raised when packed execution or this proof changes, so that what was proved of older code is not believed.
-_REVISION = 5
+_REVISION = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,14 +177,14 @@ def _find_form(
 def _kernel_error(small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str) -> float:
     """Differences of the chosen kernel in the run's precision from fp32, in units of what is allowed; the larger one.
 
-    Allowed is the tolerance, or twice what the reference attention itself loses in that precision: what a model's
+    Allowed is the tolerance, or three times what the reference attention itself loses in that precision: what a model's
     other layers round away is not the kernel's fault.
     """
     (lost, lost_gradient), (found, found_gradient) = (
         _errors(small, form, row, plain, gradient, precision, reference=reference) for reference in (True, False)
     )
-    forward = found / max(FORWARD_TOLERANCE[precision], 2 * lost)
-    return _worse(forward, found_gradient / max(GRADIENT_TOLERANCE[precision], 2 * lost_gradient))
+    forward = found / max(FORWARD_TOLERANCE[precision], 3 * lost)
+    return _worse(forward, found_gradient / max(GRADIENT_TOLERANCE[precision], 3 * lost_gradient))
 
 
 def _worse(error: float, other: float) -> float:
