@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -202,7 +203,13 @@ def _balanced_weights_C(space: LabelSpace, targets_N: np.ndarray) -> np.ndarray:
     return np.where(counts_C > 0, weights_C, 1.0).astype(np.float32)
 
 
+@lru_cache(maxsize=8)
+def _on_device(values_C: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Class weights where the logits are: copied once, so that a captured step finds them there."""
+    return torch.tensor(values_C, device=device, dtype=dtype)
+
+
 def _like(values_C: np.ndarray | None, logits_SC: Tensor) -> Tensor | None:
     if values_C is None:
         return None
-    return torch.from_numpy(values_C).to(device=logits_SC.device, dtype=logits_SC.dtype)
+    return _on_device(tuple(values_C.tolist()), logits_SC.device, logits_SC.dtype)
