@@ -105,6 +105,7 @@ class Runner:
         """One command line to its end; see `kill_driver.py` for plans. kill_after_s: SIGKILL from outside."""
         self.number += 1
         log = self.folder / f"run-{self.number}.log"
+        log.touch()  # a kill may come before it is opened
         line = json.dumps({"arguments": arguments, "plan": plan, "log": str(log), **request})
         assert self.process.stdin is not None
         assert self.process.stdout is not None
