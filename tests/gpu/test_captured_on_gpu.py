@@ -116,7 +116,7 @@ def test_dropout_repeats_and_differs() -> None:
     batch = next(iter(source(8192).batches(0, 1))).map(lambda t: t.cuda())
     other = Batch(**{**vars(batch), "number": 7})
     with torch.no_grad():
-        step._schedule.zero_()
+        step.update.schedule.zero_()
     found = [step.run(b).read().loss for b in (batch, batch, batch, other)]
     assert found[1] == found[2] != found[3]
 
@@ -144,7 +144,7 @@ def test_a_non_finite_step_is_not_applied() -> None:
     batches = list(source(8192).batches(0, 30))
     for batch in batches:
         step.run(batch.map(lambda t: t.cuda())).read()
-    before = [p.detach().clone() for p in step.parameters]
+    before = [p.detach().clone() for p in step.update.parameters]
     bad = batches[5].map(lambda t: t.cuda())
     slot = int(bad.micro_batches[0].inputs.first_S[3])  # type: ignore[union-attr]
     token = int(bad.micro_batches[0].inputs.ids_T[slot])  # type: ignore[union-attr]
@@ -158,7 +158,7 @@ def test_a_non_finite_step_is_not_applied() -> None:
     assert len(outcome.culprits) < len(bad.samples)
     with torch.no_grad():
         embedding[token] = saved
-    assert all(torch.equal(a, b) for a, b in zip(before, step.parameters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, step.update.parameters, strict=True))
     assert step.run(batches[6].map(lambda t: t.cuda())).read().applied
 
 

@@ -167,7 +167,7 @@ def test_ten_steps_are_those_of_a_plain_loop(family: str, optim: Any, max_grad_n
     assert all(o.applied and not o.overflow and o.culprits == () and o.scale == 1 for o in outcomes)
     assert [o.num_samples for o in outcomes] == [6] * 9 + [2]
     assert [o.num_tokens for o in outcomes] == [sum(lengths) for lengths in ROWS.lengths]
-    assert int(step.applied) == STEPS
+    assert int(step.update.applied) == STEPS
 
 
 def test_readings_are_those_of_the_gradient_before_clipping() -> None:
@@ -268,7 +268,7 @@ def test_samples_that_are_not_finite_are_named_and_cost_one_step(culprits: set[i
     assert set(outcome.culprits) == culprits
     assert len(outcome.culprits) == len(culprits)
     assert same(snapshot(step), before)
-    assert int(step.applied) == 2
+    assert int(step.update.applied) == 2
     clean = make_step(copy.deepcopy(step.execution.model))
     clean.load_state_tensors(before)
     after, expected = step.run(ROWS.batch(3)).read(), clean.run(ROWS.batch(3)).read()
@@ -323,40 +323,40 @@ def test_an_overflow_in_fp16_lowers_the_scale_and_nothing_else(optim: Any) -> No
     while not first.applied:  # the first scales may be too large for this model
         first = step.run(ROWS.batch(0)).read()
     before = snapshot(step)
-    scale = float(step.scale)
-    step.scale.fill_(2.0**40)
+    scale = float(step.update.scale)
+    step.update.scale.fill_(2.0**40)
     outcome = step.run(ROWS.batch(1)).read()
     assert (outcome.applied, outcome.overflow, outcome.scale) == (False, True, 2.0**40)
     assert math.isfinite(outcome.loss)
-    assert float(step.scale) == 2.0**39
+    assert float(step.update.scale) == 2.0**39
     after = snapshot(step)
     assert same(after, before, "weights", "optimizer")
-    assert int(step.applied) == int(before["step"]["applied"])
-    step.scale.fill_(scale)
+    assert int(step.update.applied) == int(before["step"]["applied"])
+    step.update.scale.fill_(scale)
     again = step.run(ROWS.batch(1)).read()
     assert again.applied
     assert again.learning_rate == float(make_schedule("linear", 2e-3, STEPS, 3)[int(before["step"]["applied"])])
-    assert int(step.applied) == int(before["step"]["applied"]) + 1
+    assert int(step.update.applied) == int(before["step"]["applied"]) + 1
 
 
 def test_the_scale_is_that_of_torchs_grad_scaler() -> None:
     """Start, growth after 2,000 good steps, backoff: its own constants."""
     step = make_step(FAMILIES["bert"].model(), precision="fp16", schedule=torch.zeros(1))
     scaler = torch.amp.GradScaler("cpu")
-    assert float(step.scale) == scaler.get_scale() == scaler._init_scale
-    step.scale.fill_(8.0)
-    step.growth.fill_(scaler.get_growth_interval() - 1)
+    assert float(step.update.scale) == scaler.get_scale() == scaler._init_scale
+    step.update.scale.fill_(8.0)
+    step.update.growth.fill_(scaler.get_growth_interval() - 1)
     assert step.run(ROWS.batch(0)).read().scale == 8.0
-    assert float(step.scale) == 8.0 * scaler.get_growth_factor()
-    assert int(step.growth) == 0
-    step.scale.fill_(2.0**40)
+    assert float(step.update.scale) == 8.0 * scaler.get_growth_factor()
+    assert int(step.update.growth) == 0
+    step.update.scale.fill_(2.0**40)
     step.run(ROWS.batch(0))
-    assert float(step.scale) == 2.0**40 * scaler.get_backoff_factor()
+    assert float(step.update.scale) == 2.0**40 * scaler.get_backoff_factor()
 
 
 def test_a_sample_that_is_not_finite_is_no_overflow_in_fp16() -> None:
     step = make_step(FAMILIES["bert"].model(), precision="fp16")
-    step.scale.fill_(64.0)
+    step.update.scale.fill_(64.0)
     batch = ROWS.batch(2)
     with spoiled(step.execution, batch, {21}, math.nan):
         outcome = step.run(batch).read()
@@ -367,10 +367,10 @@ def test_fp16_learns_what_fp32_learns() -> None:
     losses = []
     for precision in ("fp32", "fp16", "bf16"):
         step = make_step(FAMILIES["bert"].model(), precision=precision)
-        step.scale.fill_(64.0 if precision == "fp16" else 1.0)
+        step.update.scale.fill_(64.0 if precision == "fp16" else 1.0)
         outcomes = [step.run(ROWS.batch(number)).read() for number in range(STEPS)]
         assert all(o.applied for o in outcomes)
-        assert all(p.dtype == torch.float32 for p in step.parameters)
+        assert all(p.dtype == torch.float32 for p in step.update.parameters)
         losses.append([o.loss for o in outcomes])
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
     assert losses[2] == pytest.approx(losses[0], rel=0.05)
@@ -451,7 +451,7 @@ def test_micro_batches_have_masks_of_their_own() -> None:
 
 def test_state_has_what_a_continuation_needs() -> None:
     step = make_step(FAMILIES["bert"].model(), precision="fp16")
-    step.scale.fill_(64.0)
+    step.update.scale.fill_(64.0)
     step.run(ROWS.batch(0))
     state = step.state_tensors()
     names = [name for name, _ in step.execution.model.named_parameters()]

@@ -444,6 +444,7 @@ class _Loop:
             tokens_per_s=state.tokens / state.train_s if state.train_s else None,
             peak_bytes=peak,
         )
+        self._built.step.update.release()
         self._built.model.eval()
         save_model(
             self._built.model, self._prepared.tokenizer, self._prepared.space, self._folder.model, model_card(run)

@@ -29,12 +29,13 @@ Shape = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class _Graph:
-    """A captured computation on static inputs, and where it leaves what the host reads."""
+    """A captured computation on static inputs, and where it leaves what the host reads. kept: what it reads besides."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
     rows_S: Tensor | None
     readings: Tensor | None
+    kept: Any
 
     def replay(self, inputs: tuple[Tensor, ...]) -> None:
         if inputs:
@@ -87,21 +88,13 @@ class CapturedStep(Step):
         inputs = (*_tensors(micro), batch.denominator)
         graph = self._graphs.get(("whole", shape))
         if graph is None:
-            # Gradients are made inside the graph, not added to: the optimizer that follows is their only reader.
-            kept = [parameter.grad for parameter in self.parameters]
-            for parameter in self.parameters:
-                parameter.grad = None
 
             def compute(static: MicroBatch, denominator: Tensor) -> tuple[Tensor, Tensor]:
                 rows_S = self.backward(static, denominator)
                 self.reduce()
-                return rows_S, self.update()
+                return rows_S, self.update.apply(gathered=False)
 
-            try:
-                graph = self._capture(("whole", shape), micro, batch.denominator, compute)
-            finally:
-                for parameter, gradient in zip(self.parameters, kept, strict=True):
-                    parameter.grad = gradient
+            graph = self._capture(("whole", shape), micro, batch.denominator, compute)
         self.draw_seed(batch, 0)
         graph.replay(inputs)
         assert graph.rows_S is not None
@@ -113,9 +106,7 @@ class CapturedStep(Step):
         for index, (micro, shape) in enumerate(zip(batch.micro_batches, shapes, strict=True)):
             graph = self._graphs.get(("accumulate", shape))
             if graph is None:
-                graph = self._capture(
-                    ("accumulate", shape), micro, batch.denominator, lambda m, d: (self.backward(m, d), None)
-                )
+                graph = self._capture(("accumulate", shape), micro, batch.denominator, self._accumulate)
             self.draw_seed(batch, index)
             graph.replay((*_tensors(micro), batch.denominator))
             assert graph.rows_S is not None
@@ -123,15 +114,17 @@ class CapturedStep(Step):
         self.reduce()
         update = self._graphs.get(("update",))
         if update is None:
-            update = self._capture(("update",), None, None, self._update_and_clear)
+            update = self._capture(
+                ("update",), None, None, lambda *_: (None, self.update.apply(gathered=True))
+            )
         update.replay(())
         assert update.readings is not None
         return Pending(batch, update.readings, rows, self.precision.scaled)
 
-    def _update_and_clear(self, *_: None) -> tuple[None, Tensor]:
-        readings = self.update()
-        self.clear_gradients()
-        return None, readings
+    def _accumulate(self, micro: MicroBatch, denominator: Tensor) -> tuple[Tensor, None]:
+        rows_S = self.backward(micro, denominator)
+        self.update.gather()
+        return rows_S, None
 
     def _capture(
         self,
@@ -154,8 +147,9 @@ class CapturedStep(Step):
             torch.cuda.synchronize(self.device)
             _leave_capture(self.device)
             raise _CannotCapture(str(refusal).splitlines()[0][:200]) from refusal
+        kept = self.update.captured()
         inputs = () if static is None or over is None else (*_tensors(static), over)
-        self._graphs[name] = _Graph(graph=graph, inputs=inputs, rows_S=rows_S, readings=readings)
+        self._graphs[name] = _Graph(graph=graph, inputs=inputs, rows_S=rows_S, readings=readings, kept=kept)
         return self._graphs[name]
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step: `accumulate` each micro-batch, `reduce`, `update`. Nothing in it waits for the device.
+"""One optimizer step: `accumulate` each micro-batch, `reduce`, `update.apply`. Nothing in it waits for the device.
 
 The loss of a micro-batch is a sum over its rows, divided by the denominator of the whole effective batch, so gradients
 of micro-batches add up to the plain batch's. Learning rate, applied steps, loss scale and whether the step is finite
@@ -19,13 +19,11 @@ from torch import Tensor
 
 from brimful.data.batches import Batch, MicroBatch
 from brimful.models.execution import Execution
+from brimful.step.fused_update import FusedUpdate, can_fuse
+from brimful.step.update import States, Update
 from brimful.tasks.task import Task
 from brimful.techniques.optimizer import Optimizer
 from brimful.techniques.precision import Precision
-
-#: torch.amp.GradScaler's own constants.
-_FIRST_SCALE, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -92,7 +90,7 @@ class Pending:
 
 
 class Step:
-    """One optimizer step of one model, eager. State that training must keep is in `state` and the optimizer.
+    """One optimizer step of one model, eager. State that training must keep is in its `update`.
 
     schedule: (steps + 1,) fp32 learning rate by applied steps; the last one holds for any step beyond.
     """
@@ -108,31 +106,25 @@ class Step:
         max_grad_norm: float,
         seed: int,
     ) -> None:
-        self.execution, self.task, self.precision = execution, task, precision
-        self.max_grad_norm, self.seed = max_grad_norm, seed
-        self.parameters = [p for p in execution.model.parameters() if p.requires_grad]
-        device = self.parameters[0].device
-        self.device = device
-        self._schedule = schedule.to(device=device, dtype=torch.float32)
-        self._learning_rate = torch.zeros((), device=device)
-        self.optimizer = optimizer.apply(execution.model, self._learning_rate)
-        self.applied = torch.zeros((), dtype=torch.int64, device=device)
-        self.scale = torch.full((), _FIRST_SCALE if precision.scaled else 1.0, device=device)
-        self.growth = torch.zeros((), dtype=torch.int32, device=device)
-        self._loss = torch.zeros((), dtype=self.parameters[0].dtype, device=device)
-        for parameter in self.parameters:
-            parameter.grad = None  # made by the first backward, then kept: what a model does not use is never decayed
+        self.execution, self.task, self.precision, self.seed = execution, task, precision, seed
+        kind = FusedUpdate if can_fuse(execution.model, optimizer) else Update
+        self.update = kind(execution.model, optimizer, precision, schedule, max_grad_norm=max_grad_norm)
+        self.device = self.update.device
 
     def run(self, batch: Batch) -> Pending:
         """One step on one effective batch. Returns at once; the outcome is read later."""
-        rows = [self.accumulate(batch, index) for index in range(len(batch.micro_batches))]
+        several = len(batch.micro_batches) > 1
+        rows = []
+        for index in range(len(batch.micro_batches)):
+            rows.append(self.accumulate(batch, index))
+            if several:
+                self.update.gather()
         self.reduce()
-        readings = self.update()
-        self.clear_gradients()
+        readings = self.update.apply(gathered=several)
         return Pending(batch, readings, rows, self.precision.scaled)
 
     def accumulate(self, batch: Batch, index: int) -> Tensor:
-        """Adds the gradient of one micro-batch to the parameters' own; its rows' losses, (S,), detached."""
+        """Computes the gradient of one micro-batch, with those before it; its rows' losses, (S,), detached."""
         self.draw_seed(batch, index)
         return self.backward(batch.micro_batches[index], batch.denominator)
 
@@ -142,10 +134,11 @@ class Step:
 
     def backward(self, micro: MicroBatch, denominator: Tensor) -> Tensor:
         """`accumulate` without the seed: what runs on the device, and can be captured."""
+        self.update.before()
         loss_rows_S = self.loss_rows_S(micro)
         loss = loss_rows_S.sum() / denominator.to(loss_rows_S.dtype)
-        (loss * self.scale).backward()  # type: ignore[no-untyped-call]
-        self._loss.add_(loss.detach())
+        (loss * self.update.scale).backward()  # type: ignore[no-untyped-call]
+        self.update.loss.add_(loss.detach())
         return loss_rows_S.detach()
 
     def loss_rows_S(self, micro: MicroBatch) -> Tensor:
@@ -160,65 +153,13 @@ class Step:
     def reduce(self) -> None:
         """Where gradients of several processes meet; with one there is nothing to do."""
 
-    def update(self) -> Tensor:
-        """Clips, applies the optimizer where all is finite, advances the schedule and the scale.
+    def state_tensors(self) -> States:
+        """Everything an exact continuation needs."""
+        return self.update.state_tensors()
 
-        Returns readings, (5,) on the device: loss, gradient norm, learning rate, scale, whether it was skipped.
-        """
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True) / self.scale
-        skipped = (~(torch.isfinite(norm) & torch.isfinite(self._loss))).float()
-        clip = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm else torch.ones_like(norm)
-        place = self.applied.clamp(max=len(self._schedule) - 1)
-        self._learning_rate.copy_(self._schedule.index_select(0, place.view(1))[0])
-        self.optimizer.grad_scale = (self.scale / clip).float()  # type: ignore[attr-defined]
-        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        self.optimizer.step()
-        readings = torch.stack([t.double() for t in (self._loss, norm, self._learning_rate, self.scale, skipped)])
-        self.applied += (1 - skipped).long()
-        if self.precision.scaled:
-            torch._amp_update_scale_(self.scale, self.growth, skipped, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
-        self._loss.zero_()
-        return readings
-
-    def clear_gradients(self) -> None:
-        """Makes gradients zero, where they are: the next micro-batch adds to them."""
-        torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])
-
-    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Everything an exact continuation needs: weights, optimizer states by parameter name, counters."""
-        model = self.execution.model
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        states = {
-            f"{names[id(parameter)]}/{key}": value
-            for parameter, state in self.optimizer.state.items()
-            for key, value in state.items()
-            if isinstance(value, Tensor)
-        }
-        # A parameter that no batch has used yet has no gradient, and no update: not even decay.
-        in_use = torch.tensor([parameter.grad is not None for parameter in self.parameters])
-        counters = {"applied": self.applied, "scale": self.scale, "growth": self.growth, "in_use": in_use}
-        weights = dict(model.named_parameters()) | dict(model.named_buffers())
-        return {"weights": {k: v.detach() for k, v in weights.items()}, "optimizer": states, "step": counters}
-
-    def load_state_tensors(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+    def load_state_tensors(self, tensors: States) -> None:
         """Takes up where `state_tensors` was taken."""
-        model = self.execution.model
-        with torch.no_grad():
-            for name, target in [*model.named_parameters(), *model.named_buffers()]:
-                target.copy_(tensors["weights"][name])
-            for name, counter in (("applied", self.applied), ("scale", self.scale), ("growth", self.growth)):
-                counter.copy_(tensors["step"][name])
-        for parameter, used in zip(self.parameters, tensors["step"]["in_use"].tolist(), strict=True):
-            parameter.grad = torch.zeros_like(parameter) if used else None
-        self.optimizer.state.clear()
-        by_name: dict[str, dict[str, Tensor]] = {}
-        for key, value in tensors["optimizer"].items():
-            name, _, field = key.rpartition("/")
-            by_name.setdefault(name, {})[field] = value
-        for name, parameter in model.named_parameters():
-            if name in by_name:
-                self.optimizer.state[parameter] = {k: v.to(self.device, copy=True) for k, v in by_name[name].items()}
+        self.update.load_state_tensors(tensors)
 
 
 def _mix(seed: int, number: int, index: int) -> int:

@@ -69,7 +69,12 @@ class Optimizer:
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
     """Two groups: matrices and embeddings decay; biases and norms, all with fewer than two dimensions, do not."""
     trained = [parameter for _, parameter in named if parameter.requires_grad]
-    decayed = [p for p in trained if p.ndim >= 2]
-    others = [p for p in trained if p.ndim < 2]
+    decayed = [p for p in trained if decays(p)]
+    others = [p for p in trained if not decays(p)]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def decays(parameter: Tensor) -> bool:
+    """Whether weight decay is for this parameter: matrices and embeddings, not biases and norms."""
+    return parameter.ndim >= 2

@@ -1,0 +1,256 @@
+"""The update in three kernels, on weights that lie in one arena; products in half precision read copies that it writes.
+
+Under autocast every step casts each Linear weight to half precision, and its gradient back. Here the model's Linear
+layers hold the half-precision copies themselves: the same products, the same gradients, no casts. Masters and moments
+stay fp32, and what is saved are the masters.
+
+Gradients of a batch that is a single micro-batch are read where the backward pass left them. Those of several are
+added up in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from brimful.step.update import Update
+from brimful.techniques.optimizer import Optimizer, decays
+
+try:
+    import triton
+
+    from brimful.kernels import adamw
+except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
+    triton = adamw = None  # type: ignore[assignment]
+
+
+def can_fuse(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether this update works here: AdamW on fp32 parameters of one GPU."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    on_gpu = all(p.is_cuda and p.dtype == torch.float32 for p in trained)
+    return adamw is not None and on_gpu and optimizer.value.startswith("adamw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Places:
+    """Where each of P parameters lies in the arenas, as tables on the device.
+
+    blocks_B2: parameter and number within it of each block. starts_P: first place. copied_P: whether it has a
+    half-precision copy; those that do come first, so that the copies' arena ends with them.
+    """
+
+    blocks_B2: Tensor
+    starts_P: Tensor
+    numels_P: Tensor
+    decays_P: Tensor
+    copied_P: Tensor
+
+
+class FusedUpdate(Update):
+    """`Update` with the same results, for AdamW on a GPU."""
+
+    def _set_up(self, optimizer: Optimizer) -> None:
+        self._betas, self._epsilon = (optimizer.beta1, optimizer.beta2), optimizer.epsilon
+        half = self.precision.dtype if self.precision.dtype.itemsize == 2 else None
+        copied = _linear_parameters(self.model) if half is not None else set()
+        self._half = half or torch.float32
+        order = sorted(range(len(self.parameters)), key=_arena_order(self.named, copied))
+        starts, end, end_of_copies = [0] * len(order), 0, 0
+        for index in order:
+            starts[index] = end
+            end += -(-self.parameters[index].numel() // adamw.ALIGNMENT) * adamw.ALIGNMENT
+            if id(self.parameters[index]) in copied:
+                end_of_copies = end
+        self._places = self._tables(starts, copied, optimizer.weight_decay)
+        device, count = self.device, len(order)
+        self._master, self._moment1, self._moment2 = (torch.zeros(end, device=device) for _ in range(3))
+        self._copy = torch.zeros(max(end_of_copies, 1), dtype=self._half, device=device)
+        self._sum: Tensor | None = None  # fp32 gradients of several micro-batches, made when first needed
+        self._steps = torch.zeros(count, device=device)
+        self._used = torch.zeros(count, dtype=torch.int32, device=device)
+        self._nowhere = torch.zeros(count, dtype=torch.int64, device=device)
+        self._no_halves = torch.zeros(count, dtype=torch.int32, device=device)
+        self._corrections = torch.zeros(count, 2, device=device)
+        self._control = torch.zeros(3, device=device)
+        self._gathered = torch.zeros((), dtype=torch.int32, device=device)
+        self._parts = torch.zeros(adamw.PARTIALS, device=device)
+        self._waiting: list[tuple[Tensor, list[int]]] = []  # addresses known to a capture, to be written after it
+        self._views = [
+            self._master.narrow(0, start, p.numel()).view(p.shape)
+            for p, start in zip(self.parameters, starts, strict=True)
+        ]
+        with torch.no_grad():
+            for parameter, master, start in zip(self.parameters, self._views, starts, strict=True):
+                master.copy_(parameter)
+                if id(parameter) in copied:
+                    parameter.data = self._copy.narrow(0, start, parameter.numel()).view(parameter.shape)
+                    parameter.copy_(master)
+                else:
+                    parameter.data = master
+        self._is_copied = [id(p) in copied for p in self.parameters]
+
+    def _tables(self, starts: list[int], copied: set[int], weight_decay: float) -> _Places:
+        def table(values: list[Any], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device)
+
+        blocks = [
+            (index, block)
+            for index, parameter in enumerate(self.parameters)
+            for block in range(-(-parameter.numel() // adamw.BLOCK))
+        ]
+        return _Places(
+            blocks_B2=table(blocks, torch.int32),
+            starts_P=table(starts, torch.int64),
+            numels_P=table([p.numel() for p in self.parameters], torch.int64),
+            decays_P=table([weight_decay if decays(p) else 0.0 for p in self.parameters], torch.float32),
+            copied_P=table([id(p) in copied for p in self.parameters], torch.int32),
+        )
+
+    def before(self) -> None:
+        """Each backward pass leaves gradients of its own, wherever it likes."""
+        self._waiting.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def gather(self) -> None:
+        """Adds the gradients of one micro-batch to the batch's, in fp32."""
+        if self._sum is None:
+            self._sum = torch.empty_like(self._master)
+        places, grid = self._places, (len(self._places.blocks_B2),)
+        adamw.gather_gradients[grid](
+            places.blocks_B2, places.starts_P, places.numels_P, places.copied_P, self._addresses(), self._used,
+            self._gathered, self._sum, HALF=_triton_type(self._half), SIZE=adamw.BLOCK,
+        )  # fmt: skip
+        self._gathered.fill_(1)
+
+    def apply(self, *, gathered: bool) -> Tensor:
+        """As `Update.apply`, in three launches."""
+        places, blocks = self._places, len(self._places.blocks_B2)
+        addresses, halves = (self._sums(), self._no_halves) if gathered else (self._addresses(), places.copied_P)
+        constants: Any = {"HALF": _triton_type(self._half), "SIZE": adamw.BLOCK}
+        readings = torch.empty(5, dtype=torch.float64, device=self.device)
+        programs = min(adamw.PARTIALS, blocks)
+        adamw.adamw_norm[(programs,)](
+            places.blocks_B2, places.numels_P, halves, addresses, self._parts, blocks, **constants
+        )
+        adamw.adamw_decide[(1,)](
+            self._parts, self._nowhere if gathered else addresses, self._used, self._steps, self._corrections,
+            self.loss, self.scale, self.applied, self.schedule, self._control, readings, self._gathered,
+            len(self.parameters), programs, len(self.schedule), self.max_grad_norm or 0.0,
+            LOG_BETA1=math.log(self._betas[0]), LOG_BETA2=math.log(self._betas[1]), SIZE=adamw.PARTIALS,
+        )  # fmt: skip
+        adamw.adamw_update[(blocks,)](
+            places.blocks_B2, places.starts_P, places.numels_P, places.decays_P, places.copied_P, halves, addresses,
+            self._used, self._corrections, self._control, self._master, self._moment1, self._moment2, self._copy,
+            *self._betas, self._epsilon, **constants,
+        )  # fmt: skip
+        self._rescale(self._control[0])
+        return readings
+
+    def _addresses(self) -> Tensor:
+        """(P,) int64: where each parameter's gradient is, 0 where there is none."""
+        gradients = [p.grad for p in self.parameters]
+        for gradient, copied in zip(gradients, self._is_copied, strict=True):
+            if gradient is not None and not gradient.is_contiguous():
+                raise RuntimeError("a gradient is not contiguous")
+        found = [0 if g is None else g.data_ptr() for g in gradients]
+        return self._to_device(found)
+
+    def _sums(self) -> Tensor:
+        assert self._sum is not None
+        first = self._sum.data_ptr()
+        return self._places.starts_P * 4 + first
+
+    def _to_device(self, addresses: list[int]) -> Tensor:
+        if not self.parameters[0].is_cuda:
+            return torch.tensor(addresses)
+        if torch.cuda.is_current_stream_capturing():
+            table = torch.empty(len(addresses), dtype=torch.int64, device=self.device)
+            self._waiting.append((table, addresses))
+            return table
+        return torch.tensor(addresses).pin_memory().to(self.device, non_blocking=True)
+
+    def captured(self) -> Any:
+        """Writes the addresses that the graph found its gradients at; it reads them at every replay."""
+        tables = []
+        for table, addresses in self._waiting:
+            table.copy_(torch.tensor(addresses))
+            tables.append(table)
+        self.before()  # gradients are the graph's, and its memory is free for the next one's
+        return tables
+
+    def release(self) -> None:
+        """The model's parameters are the masters."""
+        for parameter, master in zip(self.parameters, self._views, strict=True):
+            parameter.grad = None
+            parameter.data = master
+
+    def _masters(self) -> dict[str, Tensor]:
+        return dict(zip(self.named, self._views, strict=True))
+
+    def _in_use(self) -> Tensor:
+        return self._used.bool()
+
+    def _state_views(self) -> dict[str, dict[str, Tensor]]:
+        starts = self._places.starts_P.tolist()
+        views = {}
+        for index, (name, parameter) in enumerate(self.named.items()):
+            moments = (m.narrow(0, starts[index], parameter.numel()).view(parameter.shape) for m in
+                       (self._moment1, self._moment2))  # fmt: skip
+            views[name] = {"step": self._steps[index], **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
+        return views
+
+    def _optimizer_states(self) -> dict[str, Tensor]:
+        used = dict(zip(self.named, self._used.tolist(), strict=True))
+        return {
+            f"{name}/{key}": value
+            for name, state in self._state_views().items()
+            if used[name]
+            for key, value in state.items()
+        }
+
+    def _load_optimizer_states(self, by_name: dict[str, dict[str, Tensor]], in_use: Tensor) -> None:
+        self._used.copy_(in_use)
+        for name, state in self._state_views().items():
+            for key, target in state.items():
+                target.copy_(by_name[name][key]) if name in by_name else target.zero_()
+        with torch.no_grad():
+            for parameter, master, copied in zip(self.parameters, self._views, self._is_copied, strict=True):
+                if copied:
+                    parameter.copy_(master)
+        self._gathered.zero_()
+
+
+def _linear_parameters(model: nn.Module) -> set[int]:
+    """Trained parameters that nothing but Linear layers has: autocast casts them whenever they are used."""
+    linear: set[int] = set()
+    other: set[int] = set()
+    for module in model.modules():
+        found = linear if type(module) is nn.Linear else other
+        found.update(id(p) for p in module.parameters(recurse=False) if p.requires_grad)
+    return linear - other
+
+
+def _arena_order(named: dict[str, nn.Parameter], copied: set[int]) -> Any:
+    """Copied ones first; weights of sibling layers side by side, then their biases: they may be read as one matrix."""
+    names = list(named)
+    parents = {name.rpartition(".")[0].rpartition(".")[0]: None for name in names}
+    rank = {parent: index for index, parent in enumerate(parents)}
+
+    def key(index: int) -> tuple[Any, ...]:
+        name = names[index]
+        module, _, kind = name.rpartition(".")
+        is_copied = id(named[name]) in copied
+        return (not is_copied, rank[module.rpartition(".")[0]], kind, index) if is_copied else (True, index, "", 0)
+
+    return key
+
+
+def _triton_type(dtype: torch.dtype) -> Any:
+    return {torch.bfloat16: triton.language.bfloat16, torch.float16: triton.language.float16}.get(
+        dtype, triton.language.float32
+    )
