@@ -63,7 +63,7 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
             built = build(options, prepared, precision, Optimizer(value=options.optim), listener)
             warm_up, steps, rounds = plan["warm_up"], plan["steps"], plan["rounds"]
             began = time.perf_counter()
-            marks, graphs, wait_s = _run(built, warm_up, steps, rounds)
+            marks, graphs, computed, wait_s = _run(built, warm_up, steps, rounds)
         lengths = prepared.training.tokens.lengths
         found = []
         for number in range(rounds):
@@ -74,6 +74,7 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
                     "seconds": marks[number + 1] - marks[number],
                     "samples": len(samples),
                     "tokens": int(lengths[samples].sum()),
+                    "computed_tokens": sum(computed[first : first + steps]),
                     "operations": operations(built.model, lengths[samples]),
                 }
             )
@@ -94,15 +95,16 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
         }
 
 
-def _run(built: Built, warm_up: int, steps: int, rounds: int) -> tuple[list[float], list[int], float]:
-    """Times at the edges of rounds, when the device has done all that it was told; graphs captured by then; and
-    seconds that the rounds waited for input."""
-    step, marks, graphs = built.step, list[float](), list[int]()
+def _run(built: Built, warm_up: int, steps: int, rounds: int) -> tuple[list[float], list[int], list[int], float]:
+    """Times at the edges of rounds, when the device has done all that it was told; graphs captured by then; tokens that
+    each step computes; and seconds that the rounds waited for input."""
+    step, marks, graphs, computed = built.step, list[float](), list[int](), list[int]()
     flying: deque[Any] = deque()
     waited_s = 0.0
     with closing(built.source) as source, Feed(source, step.device, stop=warm_up + rounds * steps) as feed:
         for number, batch in enumerate(feed, 1):
             flying.append(step.run(batch))
+            computed.append(batch.num_computed)
             if len(flying) > _IN_FLIGHT:
                 flying.popleft().read()
             if number >= warm_up and (number - warm_up) % steps == 0:
@@ -114,4 +116,4 @@ def _run(built: Built, warm_up: int, steps: int, rounds: int) -> tuple[list[floa
                 graphs.append(getattr(step, "num_graphs", 0))
                 if number == warm_up:
                     waited_s = feed.wait_s
-        return marks, graphs, feed.wait_s - waited_s
+        return marks, graphs, computed, feed.wait_s - waited_s

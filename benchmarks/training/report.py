@@ -71,6 +71,7 @@ def _result(record: Record, limits: Record, others: list[Record]) -> Record:
         "versions": record["versions"],
         "floor_samples_per_s": floor_samples_per_s,
         "share_of_floor": statistics.median(by_round) / floor_samples_per_s,
+        "fill": sum(r["tokens"] for r in record["rounds"]) / sum(r["computed_tokens"] for r in record["rounds"]),
         "rounds": len(by_round),
         "steps_per_round": record["steps_per_round"],
         "warm_up_s": record["warm_up_s"],

@@ -28,6 +28,7 @@ from works import TABLE, Work, make_inputs
 HF_BASE: dict[str, Any] = {
     "batch_size": 32,
     "padding": "longest",
+    "pad_to_multiple_of": None,
     "sampling": "random",
     "workers": 4,
     "optim": "adamw_torch_fused",
@@ -35,6 +36,7 @@ HF_BASE: dict[str, Any] = {
     "torch_compile": False,
 }
 HF_TRIED: list[dict[str, Any]] = [
+    {"pad_to_multiple_of": 8},
     {"sampling": "group_by_length"},
     {"workers": 0},
     {"workers": 8},

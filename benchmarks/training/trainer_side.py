@@ -62,10 +62,12 @@ class _Clock(TrainerCallback):
 
 
 class _Counting(Trainer):
-    """Keeps the lengths of the rows of each step on the device, where they are read when all is over."""
+    """Keeps the lengths of the rows of each step on the device, where they are read when all is over, and how many
+    tokens they are with their padding."""
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **others: Any) -> Any:
         self.lengths.append(inputs["attention_mask"].sum(1))
+        self.computed.append(inputs["attention_mask"].numel())
         return super().training_step(model, inputs, *arguments, **others)
 
 
@@ -106,8 +108,12 @@ def _train(
         seed=0,
         **fast,
     )
-    padding = {"padding": "max_length", "max_length": max_length(plan["smoke"])}
-    collator = DataCollatorWithPadding(tokenizer, **padding if settings["padding"] == "max_length" else {})
+    collator = DataCollatorWithPadding(
+        tokenizer,
+        padding=settings["padding"],
+        max_length=max_length(plan["smoke"]),
+        pad_to_multiple_of=settings["pad_to_multiple_of"],
+    )
     clock = _Clock(warm_up, steps)
     trainer = _Counting(
         model=model,
@@ -117,7 +123,7 @@ def _train(
         processing_class=tokenizer,
         callbacks=[clock],
     )
-    trainer.lengths = []
+    trainer.lengths, trainer.computed = [], []
     began = time.perf_counter()
     trainer.train()
     lengths = [each.cpu().numpy() for each in trainer.lengths]
@@ -130,6 +136,7 @@ def _train(
                 "seconds": clock.marks[number + 1] - clock.marks[number],
                 "samples": len(in_round),
                 "tokens": int(in_round.sum()),
+                "computed_tokens": sum(trainer.computed[first : first + steps]),
                 "operations": operations(model, in_round),
             }
         )

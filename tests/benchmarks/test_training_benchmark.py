@@ -63,6 +63,7 @@ def test_measures_both_sides_of_a_row_once(tmp_path: Path) -> None:
         assert result["rounds"] == 2
         assert 0 < result["samples_per_s_range"][0] <= result["samples_per_s"] < result["tokens_per_s"]
         assert result["mfu"] > 0
+        assert 0.5 < result["fill"] <= 1
         assert result["versions"]["transformers"]
     assert results[1]["packed"]
     assert results[1]["ratio"] == pytest.approx(results[1]["samples_per_s"] / results[0]["samples_per_s"])
