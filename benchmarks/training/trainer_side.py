@@ -1,0 +1,161 @@
+"""Hugging Face Trainer as a user's own code has it: tokenised rows in a list, a padding collator, TrainingArguments."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from chip import operations
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from works import Work, data_file, max_length, model_folder, read_rows
+
+
+def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
+    """One row a setting of the plan: what each round took. A setting that fails has `error` instead."""
+    work = Work.parse(plan["work"])
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(inputs, work))
+    rows = read_rows(data_file(inputs, work))
+    names = sorted({row["label"] for row in rows})
+    encoded = tokenizer([row["text"] for row in rows], truncation=True, max_length=max_length(plan["smoke"]))
+    data = [
+        {key: values[i] for key, values in encoded.items()} | {"labels": names.index(row["label"])}
+        for i, row in enumerate(rows)
+    ]
+    for settings in plan["settings"]:
+        try:
+            found = _train(work, settings, plan, inputs, data, tokenizer, len(names))
+        except Exception as failure:
+            if len(plan["settings"]) == 1:
+                raise
+            found = {"error": f"{type(failure).__name__}: {failure}"[:300]}
+        yield {"settings": settings, **found}
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+class _Clock(TrainerCallback):
+    """Notes the time at the edges of rounds, when the device has done all that it was told."""
+
+    def __init__(self, warm_up: int, steps: int) -> None:
+        self.warm_up, self.steps, self.marks = warm_up, steps, list[float]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step >= self.warm_up and (state.global_step - self.warm_up) % self.steps == 0:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.marks.append(time.perf_counter())
+
+
+class _Counting(Trainer):
+    """Keeps the lengths of the rows of each step on the device, where they are read when all is over, and how many
+    tokens they are with their padding."""
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **others: Any) -> Any:
+        self.lengths.append(inputs["attention_mask"].sum(1))
+        self.computed.append(inputs["attention_mask"].numel())
+        return super().training_step(model, inputs, *arguments, **others)
+
+
+def _train(
+    work: Work,
+    settings: dict[str, Any],
+    plan: dict[str, Any],
+    inputs: Path,
+    data: list[dict[str, Any]],
+    tokenizer: Any,
+    num_labels: int,
+) -> dict[str, Any]:
+    cuda = torch.cuda.is_available()
+    batch_size, workers = settings["batch_size"], settings["workers"]
+    warm_up, steps, rounds = _steps(settings, plan, len(data))
+    set_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        model_folder(inputs, work), num_labels=num_labels, dtype=torch.float32
+    )
+    fast = {"bf16": True, "tf32": True} if cuda else {"use_cpu": True}
+    if workers:
+        fast |= {"dataloader_persistent_workers": True}
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        max_steps=warm_up + rounds * steps,
+        per_device_train_batch_size=batch_size,
+        learning_rate=1e-5,
+        optim=settings["optim"],
+        torch_compile=settings["torch_compile"],
+        train_sampling_strategy=settings["sampling"],
+        logging_nan_inf_filter=settings["nan_filter"],
+        dataloader_num_workers=workers,
+        dataloader_pin_memory=cuda,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+        seed=0,
+        **fast,
+    )
+    collator = DataCollatorWithPadding(
+        tokenizer,
+        padding=settings["padding"],
+        max_length=max_length(plan["smoke"]),
+        pad_to_multiple_of=settings["pad_to_multiple_of"],
+    )
+    clock = _Clock(warm_up, steps)
+    trainer = _Counting(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        data_collator=collator,
+        processing_class=tokenizer,
+        callbacks=[clock],
+    )
+    trainer.lengths, trainer.computed = [], []
+    began = time.perf_counter()
+    trainer.train()
+    lengths = [each.cpu().numpy() for each in trainer.lengths]
+    found = []
+    for number in range(rounds):
+        first = warm_up + number * steps
+        in_round = np.concatenate(lengths[first : first + steps])
+        found.append(
+            {
+                "seconds": clock.marks[number + 1] - clock.marks[number],
+                "samples": len(in_round),
+                "tokens": int(in_round.sum()),
+                "computed_tokens": sum(trainer.computed[first : first + steps]),
+                "operations": operations(model, in_round),
+            }
+        )
+    return {
+        "rounds": found,
+        "warm_up_s": clock.marks[0] - began,
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
+        "steps_per_round": steps,
+    }
+
+
+def _steps(settings: dict[str, Any], plan: dict[str, Any], num_rows: int) -> tuple[int, int, int]:
+    """Steps of warm-up, steps of a round, rounds. With group_by_length, whole cycles from long rows to short ones:
+    Trainer sorts by length within 50 batches, or a quarter of the rows if that is less."""
+    warm_up, steps, rounds = plan["warm_up"], plan["steps"], plan["rounds"]
+    if settings["batch_size"] > 32:
+        warm_up, steps = warm_up // 2, steps // 2
+    if settings["sampling"] == "group_by_length":
+        cycle = max(1, min(50, num_rows // (4 * settings["batch_size"])))
+        warm_up, steps = (cycle * -(-number // cycle) for number in (warm_up, steps))
+    return warm_up, steps, rounds

@@ -1,0 +1,182 @@
+"""What is measured: the rows of the table by name, and the files that both sides read: models and JSONL."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Configurations by size; what is not named has its class's default, which for BERT and ModernBERT is their base model.
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "minilm": (
+        "BertConfig",
+        {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    ),
+    "base": ("BertConfig", {}),
+    "large": (
+        "BertConfig",
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+    ),
+    "modernbert": (
+        "ModernBertConfig",
+        {"pad_token_id": 0, "cls_token_id": 101, "sep_token_id": 102, "bos_token_id": None, "eos_token_id": None},
+    ),
+}
+_SMOKE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+#: tweets512: the tweets, padded to 512 tokens as tutorials do; only the HF side has such a row.
+CORPORA = ("tweets", "bbc", "dense512", "tweets512")
+TABLE = (
+    *(f"{corpus}/{size}" for corpus in ("tweets", "bbc") for size in ("base", "large", "minilm", "modernbert")),
+    "dense512/large",
+    "tweets/minilm-b16",
+    "tweets512/base",
+)
+#: Samples a second that HF Trainer is known to reach on one H200 (torch 2.11, transformers 5.17).
+KNOWN_HF = {
+    "tweets/base": 953,
+    "tweets/large": 500,
+    "bbc/base": 663,
+    "bbc/large": 280,
+    "dense512/large": 347,
+    "tweets512/base": 671,
+}
+_DENSE_ROWS, _SMOKE_ROWS = 4096, 96
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One row: corpus and shape, samples of an effective batch, and whether brimful's products are in fp8."""
+
+    corpus: str
+    size: str
+    batch_size: int = 32
+    fp8: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> Work:
+        """The work called `corpus/size[-bN][-fp8]`. Raises: ValueError if there is none of this name."""
+        corpus, _, rest = name.partition("/")
+        size, *marks = rest.split("-")
+        if corpus not in CORPORA or size not in SIZES:
+            raise ValueError(f"{name!r} is no work: it is CORPUS/SIZE, {', '.join(CORPORA)} / {', '.join(SIZES)}")
+        found: dict[str, Any] = {}
+        for mark in marks:
+            if mark == "fp8":
+                found["fp8"] = True
+            elif mark.startswith("b") and mark[1:].isdecimal() and int(mark[1:]) > 0:
+                found["batch_size"] = int(mark[1:])
+            else:
+                raise ValueError(f"{name!r}: {mark!r} is neither a batch size such as b16 nor fp8")
+        return cls(corpus=corpus, size=size, **found)
+
+    @property
+    def name(self) -> str:
+        """What `parse` reads."""
+        batch = "" if self.batch_size == 32 else f"-b{self.batch_size}"
+        return f"{self.corpus}/{self.size}{batch}{'-fp8' if self.fp8 else ''}"
+
+    @property
+    def texts(self) -> str:
+        """The corpus that its texts are of."""
+        return "tweets" if self.corpus == "tweets512" else self.corpus
+
+    @property
+    def sweep(self) -> str:
+        """The row on which HF Trainer's settings for this one are looked for: of short texts, or of long ones."""
+        return "tweets/base" if self.texts == "tweets" else "bbc/base"
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """What is measured: HF, and ours where there is an ours."""
+        return ("hf",) if self.corpus == "tweets512" else ("hf", "brimful")
+
+    @property
+    def hf_batches(self) -> tuple[int, ...]:
+        """Batch sizes that HF Trainer is tried with, the fastest counted: more than one where any batch will do."""
+        return (32, 128) if self.corpus == "dense512" else (self.batch_size,)
+
+
+def max_length(smoke: bool) -> int:
+    """Longest sequence of both sides, in tokens."""
+    return 48 if smoke else 512
+
+
+def data_file(inputs: Path, work: Work) -> Path:
+    """JSONL with `text` and `label`."""
+    return inputs / f"{work.texts}.jsonl"
+
+
+def lengths_file(inputs: Path, work: Work) -> Path:
+    """.npy with the tokens of each row."""
+    return inputs / f"{work.texts}.lengths.npy"
+
+
+def model_folder(inputs: Path, work: Work) -> Path:
+    """A base model without a head, as one downloads it, with its tokenizer."""
+    return inputs / work.size
+
+
+def read_rows(file: Path) -> list[dict[str, str]]:
+    """The rows of a JSONL file."""
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+
+
+def make_inputs(inputs: Path, works: list[Work], tokenizer_folder: str | None, *, smoke: bool) -> None:
+    """Writes what the works need and `inputs` does not have yet. Weights are random: speed does not depend on them."""
+    import numpy as np
+    from transformers import AutoTokenizer
+
+    from brimful.data.packaged import minilm
+
+    inputs.mkdir(parents=True, exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder or str(minilm()), model_max_length=max_length(smoke))
+    for work in works:
+        folder = model_folder(inputs, work)
+        if not folder.exists():
+            _save_model(folder, work.size, tokenizer, smoke=smoke)
+        if not lengths_file(inputs, work).exists():
+            rows = _corpus(work.texts, tokenizer)
+            if smoke:
+                rows = random.Random(0).sample(rows, _SMOKE_ROWS)
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            data_file(inputs, work).write_text(text, "utf-8")
+            ids = tokenizer([row["text"] for row in rows], truncation=True, max_length=max_length(smoke))["input_ids"]
+            np.save(lengths_file(inputs, work), np.array([len(each) for each in ids]))
+
+
+def _save_model(folder: Path, size: str, tokenizer: Any, *, smoke: bool) -> None:
+    import torch
+    import transformers
+
+    config_class, settings = SIZES[size]
+    config = getattr(transformers, config_class)(
+        vocab_size=len(tokenizer), **settings | (_SMOKE if smoke else {}), architectures=None
+    )
+    torch.manual_seed(0)
+    temporary = folder.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    transformers.AutoModel.from_config(config).save_pretrained(temporary)
+    if config_class == "ModernBertConfig":  # its tokenizers give no token types
+        tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    else:
+        tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    tokenizer.save_pretrained(temporary)
+    temporary.rename(folder)
+
+
+def _corpus(name: str, tokenizer: Any) -> list[dict[str, str]]:
+    """`text` and `label`. dense512: random words of the vocabulary, so many that every row is cut at 512 tokens."""
+    from brimful.data.packaged import bbc_news, tweets
+
+    if name == "tweets":
+        return tweets()
+    if name == "bbc":
+        return bbc_news()
+    words = sorted(word for word in tokenizer.get_vocab() if word.isascii() and word.isalpha() and word.islower())
+    source = random.Random(0)
+    texts = (" ".join(source.choices(words, k=512)) for _ in range(_DENSE_ROWS))
+    return [{"text": text, "label": source.choice("abcde")} for text in texts]

@@ -1,0 +1,133 @@
+"""The training benchmark, run small: what it writes, that it resumes, and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tiny import FAMILIES
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "training"
+FIELDS = {
+    "work",
+    "side",
+    "samples_per_s",
+    "tokens_per_s",
+    "mfu",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "nvml_bytes",
+    "settings",
+    "gpu",
+    "versions",
+}
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The modules beside the script, by name."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import chip
+    import report
+    import works
+
+    return {"chip": chip, "report": report, "works": works}
+
+
+def script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / "run.py"), "--smoke", "--output", str(folder / "output"), *words]
+    return subprocess.run([*command, "--inputs", str(folder / "inputs")], capture_output=True, text=True, check=True)
+
+
+def test_measures_both_sides_of_a_row_once(tmp_path: Path) -> None:
+    words = ("--no-sweep", "--rows", "tweets/minilm")
+    planned = script(tmp_path, *words, "--dry-run")
+    assert "tweets/minilm: brimful" in planned.stdout
+
+    first = script(tmp_path, *words)
+    assert "| tweets/minilm | brimful |" in first.stdout
+    assert "not measured yet" not in first.stdout
+    output = tmp_path / "output"
+    results = json.loads((output / "results.json").read_text("utf-8"))
+    assert [(r["work"], r["side"]) for r in results] == [("tweets/minilm", "hf"), ("tweets/minilm", "brimful")]
+    for result in results:
+        assert result.keys() >= FIELDS
+        assert result["rounds"] == 2
+        assert 0 < result["samples_per_s_range"][0] <= result["samples_per_s"] < result["tokens_per_s"]
+        assert result["mfu"] > 0
+        assert 0.5 < result["fill"] <= 1
+        assert result["versions"]["transformers"]
+    assert results[1]["packed"]
+    assert results[1]["ratio"] == pytest.approx(results[1]["samples_per_s"] / results[0]["samples_per_s"])
+
+    raw = (output / "raw.jsonl").read_text("utf-8")
+    with (output / "raw.jsonl").open("a", encoding="utf-8") as log:
+        log.write('{"kind": "ro')  # a call that was killed
+    second = script(tmp_path, *words)
+    assert (output / "raw.jsonl").read_text("utf-8") == raw
+    assert second.stdout == first.stdout
+
+    late = script(tmp_path, "--no-sweep", "--rows", "tweets/minilm", "bbc/minilm", "--budget-s", "0.1", "--dry-run")
+    assert "bbc/minilm: hf" in late.stdout
+    assert "tweets/minilm" not in late.stdout
+
+
+def test_a_work_is_its_name(parts: dict[str, ModuleType]) -> None:
+    work = parts["works"].Work
+    for name in (*parts["works"].TABLE, "bbc/large-fp8", "tweets/minilm-b16-fp8"):
+        assert work.parse(name).name == name
+    assert work.parse("tweets/minilm-b16").batch_size == 16
+    for name in ("bbc", "bbc/huge", "books/base", "bbc/base-b0", "bbc/base-int8"):
+        with pytest.raises(ValueError, match=name):
+            work.parse(name)
+
+
+def test_operations_are_those_of_the_products(parts: dict[str, ModuleType]) -> None:
+    """torch counts the products of a batch without padding, those of the first layer's input gradient among them."""
+    model = FAMILIES["bert"].model().train()
+    model.set_attn_implementation("eager")
+    ids = np.random.default_rng(0).integers(5, 99, (3, 40))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.from_numpy(ids)).logits.sum().backward()
+    assert parts["chip"].operations(model, np.array([40, 40, 40])) == counter.get_total_flops()
+
+
+def test_windowed_layers_count_the_pairs_in_their_window(parts: dict[str, ModuleType]) -> None:
+    model = FAMILIES["modernbert"].model()
+    operations = parts["chip"].operations
+    for length in (3, 9, 10, 40):
+        place = np.arange(length)
+        in_window = int((abs(place[:, None] - place) <= model.config.local_attention // 2).sum())
+        kinds = model.config.layer_types
+        pairs = sum(in_window if kind == "sliding_attention" else length**2 for kind in kinds)
+        # One sequence against as many tokens in sequences of one: what differs is attention, and heads.
+        one = operations(model, np.array([length]))
+        ones = operations(model, np.ones(length, dtype=np.int64))
+        head = operations(model, np.array([0]))
+        assert one + (length - 1) * head - ones == 12 * 16 * (pairs - length * len(kinds))
+
+
+def test_the_sweep_takes_what_is_faster_by_more_than_noise(parts: dict[str, ModuleType]) -> None:
+    def tried(samples: int, **change: object) -> dict[str, object]:
+        return {"tried": change, "rounds": [{"samples": samples, "seconds": 1.0}]}
+
+    found = [
+        tried(1000),
+        tried(1200, workers=0),
+        tried(1300, workers=8),
+        tried(1005, optim="adamw_torch"),
+        tried(900, sampling="group_by_length"),
+        {"tried": {"torch_compile": True}, "error": "not done after 150 s"},
+    ]
+    assert parts["report"].winners(found, 1.01) == {"workers": 8}
+    table = parts["report"].sweep_table({"tweets/base": found}, {"workers": 4}, 1.01)
+    assert "| tweets/base | workers 8 | 1,300 (1,300 to 1,300) | 1.30 | yes |" in table
+    assert "failed: not done after 150 s" in table
