@@ -9,7 +9,8 @@ from torch import Tensor
 from brimful.kernels.layout import PackedShape, make_segments
 
 pytest.importorskip("triton")
-from brimful.kernels.varlen import kept_mask_HTL, supports, varlen_attention_HTD
+from brimful.kernels.dropout import kept_mask_PRC
+from brimful.kernels.varlen import supports, varlen_attention_HTD
 
 LENGTHS = [5, 70, 1, 33]
 SHAPE = PackedShape(num_tokens=160, num_slots=6, max_length=80)
@@ -31,7 +32,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, sof
         scores = softcap * torch.tanh(scores / softcap)
     weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1)
     if p:
-        kept_HTL = kept_mask_HTL(SEED, len(q), segments.segment_T, segments.offsets_N, SHAPE.max_length, p)
+        kept_HTL = kept_mask_PRC(SEED, len(q), q.shape[1], SHAPE.max_length, p)
         column_T = place_T - segments.offsets_N.long()[segments.segment_T]
         weights = torch.where(kept_HTL.gather(2, column_T.expand_as(weights)), weights / (1 - p), 0.0)
     return weights @ v
@@ -69,7 +70,7 @@ def test_equal_to_plain_attention(causal: bool, window: int | None, softcap: flo
 def test_the_mask_keeps_the_share_it_should() -> None:
     segments = make_segments(LENGTHS, SHAPE)
     kept = [
-        kept_mask_HTL(torch.tensor(seed), 12, segments.segment_T, segments.offsets_N, 80, 0.1) for seed in (1, 2, 2**40)
+        kept_mask_PRC(torch.tensor(seed), 12, len(segments.segment_T), 80, 0.1) for seed in (1, 2, 2**40)
     ]
     for mask in kept:
         assert float(mask.float().mean()) == pytest.approx(0.9, abs=0.003)

@@ -4,10 +4,9 @@ One program works on one block of one segment of one head. The backward pass vis
 their gradient and as queries for theirs, so nothing is added atomically and equal inputs give equal bits. Windows, soft
 caps, causality and dropout are inside; a segment shorter than a block is a single pass.
 
-Dropout hashes (seed, head, query, key) to 24 bits: the forward and backward pass draw the same mask without storing it.
+Dropout hashes (seed, head, query, key): the forward and backward pass draw the same mask without storing it.
 
-Sources: Dao 2023, arXiv 2307.08691 (FlashAttention-2); the integer hash is lowbias32, found by C. Wellons' hash
-prospector, https://github.com/skeeto/hash-prospector.
+Source: Dao 2023, arXiv 2307.08691 (FlashAttention-2).
 """
 
 # Pointers and sizes of kernels carry their shapes in upper case, as is the field's habit for Triton.
@@ -22,27 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from brimful.kernels.dropout import draw_seed, kept, threshold
+
 _LOG2_E = 1.4426950408889634
-
-
-@triton.jit
-def _hash(x):
-    """lowbias32: every bit of the result depends on every bit of x, (uint32)."""
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _kept(SEED, head, rows, columns, threshold):
-    """(rows, columns) bool: what dropout keeps. rows: places in the packed row; columns: places in the segment."""
-    seed = tl.load(SEED)
-    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    row_keys = _hash(_hash(rows.to(tl.uint32) ^ low) + _hash(head.to(tl.uint32) ^ high))
-    bits = _hash(row_keys[:, None] + columns.to(tl.uint32)[None, :] * 0x9E3779B9)
-    return (bits >> 8).to(tl.int32) >= threshold
 
 
 @triton.jit
@@ -94,8 +75,8 @@ def _block(X, start, rows, length, head, stride_t, stride_h, D: tl.constexpr):
     return tl.load(X + places, mask=(rows < length)[:, None], other=0.0)
 
 
-@triton.jit
-def _forward(Q, K, V, OUT, LSE, OFFSETS, SEED, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, scale, softcap,
+@triton.jit(do_not_specialize=["site"])
+def varlen_attention_forward(Q, K, V, OUT, LSE, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, scale, softcap,
              threshold, keep, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr,
              D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -121,7 +102,7 @@ def _forward(Q, K, V, OUT, LSE, OFFSETS, SEED, T, q_t, q_h, k_t, k_h, v_t, v_h, 
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(p, 1)
         if DROPOUT:
-            p = tl.where(_kept(SEED, head, start + rows, columns, threshold), p / keep, 0.0)
+            p = tl.where(kept(SEED, site, head, start + rows, columns, threshold), p / keep, 0.0)
         out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         largest = now
     inside = rows < length
@@ -133,21 +114,21 @@ def _forward(Q, K, V, OUT, LSE, OFFSETS, SEED, T, q_t, q_h, k_t, k_h, v_t, v_h, 
 
 
 @triton.jit
-def _weights(s, lse, capped, dp, delta, kept, keep, scale, DROPOUT: tl.constexpr, CAP: tl.constexpr):
+def _weights(s, lse, capped, dp, delta, stays, keep, scale, DROPOUT: tl.constexpr, CAP: tl.constexpr):
     """Of one block: attention weights as they met the values, and the gradient of q times k."""
     p = tl.exp2(s - lse[:, None])
     dropped = p
     if DROPOUT:
-        dropped = tl.where(kept, p / keep, 0.0)
-        dp = tl.where(kept, dp / keep, 0.0)
+        dropped = tl.where(stays, p / keep, 0.0)
+        dp = tl.where(stays, dp / keep, 0.0)
     ds = p * (dp - delta[:, None]) * scale
     if CAP:
         ds = ds * (1.0 - capped * capped)
     return dropped, ds
 
 
-@triton.jit
-def _backward(Q, K, V, OUT, DO, DQ, DK, DV, LSE, OFFSETS, SEED, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h,
+@triton.jit(do_not_specialize=["site"])
+def varlen_attention_backward(Q, K, V, OUT, DO, DQ, DK, DV, LSE, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h,
               g_t, g_h, scale, softcap, threshold, keep, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
               CAP: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
               PRECISION: tl.constexpr):  # fmt: skip
@@ -177,10 +158,10 @@ def _backward(Q, K, V, OUT, DO, DQ, DK, DV, LSE, OFFSETS, SEED, T, q_t, q_h, k_t
         delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
         s, capped = _scores(q, k, rows, own, length, scale, softcap, CAUSAL, WINDOW, CAP, PRECISION)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        kept = s > 0
+        stays = s > 0
         if DROPOUT:
-            kept = _kept(SEED, head, start + rows, own, threshold)
-        p, ds = _weights(s, lse, capped, dp, delta, kept, keep, scale, DROPOUT, CAP)
+            stays = kept(SEED, site, head, start + rows, own, threshold)
+        p, ds = _weights(s, lse, capped, dp, delta, stays, keep, scale, DROPOUT, CAP)
         dv += tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
         dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision=PRECISION)
     tl.store(DK + gradients, dk.to(DK.dtype.element_ty), mask=inside)
@@ -200,10 +181,10 @@ def _backward(Q, K, V, OUT, DO, DQ, DK, DV, LSE, OFFSETS, SEED, T, q_t, q_h, k_t
         v = _block(V, start, columns, length, head, v_t, v_h, D)
         s, capped = _scores(q, k, own, columns, length, scale, softcap, CAUSAL, WINDOW, CAP, PRECISION)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        kept = s > 0
+        stays = s > 0
         if DROPOUT:
-            kept = _kept(SEED, head, start + own, columns, threshold)
-        _, ds = _weights(s, lse, capped, dp, delta, kept, keep, scale, DROPOUT, CAP)
+            stays = kept(SEED, site, head, start + own, columns, threshold)
+        _, ds = _weights(s, lse, capped, dp, delta, stays, keep, scale, DROPOUT, CAP)
         dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
     tl.store(DQ + gradients, dq.to(DQ.dtype.element_ty), mask=inside)
 
@@ -211,30 +192,6 @@ def _backward(Q, K, V, OUT, DO, DQ, DK, DV, LSE, OFFSETS, SEED, T, q_t, q_h, k_t
 def supports(dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the kernel takes such queries: bf16, fp16 and fp32, heads of 16, 32, 64 or 128."""
     return dtype in (torch.bfloat16, torch.float16, torch.float32) and head_dim in (16, 32, 64, 128)
-
-
-def kept_mask_HTL(seed: Tensor, num_heads: int, segment_T: Tensor, offsets_N: Tensor, longest: int, p: float) -> Tensor:
-    """The dropout mask as the kernels draw it, in plain torch, for the twin: (H, T, L) bool, True where it is kept."""
-    mask = 0xFFFFFFFF
-
-    def hashed(x: Tensor) -> Tensor:
-        x = x ^ (x >> 16)
-        x = (x * 0x7FEB352D) & mask
-        x = x ^ (x >> 15)
-        x = (x * 0x846CA68B) & mask
-        return x ^ (x >> 16)
-
-    device = segment_T.device
-    low, high = seed & mask, (seed >> 32) & mask
-    rows_T = torch.arange(len(segment_T), device=device)
-    heads_H = torch.arange(num_heads, device=device)
-    keys_HT = hashed((hashed(rows_T ^ low)[None] + hashed(heads_H ^ high)[:, None]) & mask)
-    columns_L = (torch.arange(longest, device=device) * 0x9E3779B9) & mask
-    return hashed((keys_HT[:, :, None] + columns_L) & mask) >> 8 >= _threshold(p)
-
-
-def _threshold(dropout: float) -> int:
-    return round(dropout * (1 << 24))
 
 
 def _launch(q: Tensor, offsets: Tensor, max_length: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
@@ -247,7 +204,7 @@ def _launch(q: Tensor, offsets: Tensor, max_length: int) -> tuple[tuple[int, int
 
 
 @torch.library.custom_op("brimful::varlen_attention", mutates_args=())
-def _attend(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -259,20 +216,21 @@ def _attend(
     window: int,
     softcap: float,
     dropout: float,
+    site: int = 0,
 ) -> tuple[Tensor, Tensor]:
     heads, tokens, head_dim = q.shape
     out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
     lse = q.new_empty(heads, tokens, dtype=torch.float32)
     grid, constants = _launch(q, offsets, max_length)
     strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
-    _forward[grid](
-        q, k, v, out, lse, offsets, seed, tokens, *strides, scale, softcap, _threshold(dropout), 1.0 - dropout,
+    varlen_attention_forward[grid](
+        q, k, v, out, lse, offsets, seed, site, tokens, *strides, scale, softcap, threshold(dropout), 1.0 - dropout,
         CAUSAL=causal, WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0, **constants,
     )  # fmt: skip
     return out, lse
 
 
-@_attend.register_fake
+@attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, seed: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     heads, tokens, head_dim = q.shape
     out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
@@ -280,7 +238,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, seed: Tensor, *_: Any) -
 
 
 @torch.library.custom_op("brimful::varlen_attention_backward", mutates_args=())
-def _attend_backward(
+def attend_backward(
     gradient: Tensor,
     q: Tensor,
     k: Tensor,
@@ -295,24 +253,26 @@ def _attend_backward(
     window: int,
     softcap: float,
     dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    site: int = 0,
+) -> Tensor:
+    """Gradients of queries, keys and values, (T, 3, H, D)."""
     heads, tokens, head_dim = q.shape
-    found = [q.new_empty(tokens, heads, head_dim).transpose(0, 1) for _ in range(3)]
+    packed = q.new_empty(tokens, 3, heads, head_dim)
+    found = [packed[:, part].transpose(0, 1) for part in range(3)]
     gradient = gradient if gradient.stride(2) == 1 else gradient.contiguous()
     grid, constants = _launch(q, offsets, max_length)
     strides = [x.stride(axis) for x in (q, k, v, out, gradient, found[0]) for axis in (1, 0)]
-    _backward[grid](
-        q, k, v, out, gradient, *found, lse, offsets, seed, tokens, *strides, scale, softcap, _threshold(dropout),
+    varlen_attention_backward[grid](
+        q, k, v, out, gradient, *found, lse, offsets, seed, site, tokens, *strides, scale, softcap, threshold(dropout),
         1.0 - dropout, CAUSAL=causal, WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0, **constants,
     )  # fmt: skip
-    return found[0], found[1], found[2]
+    return packed
 
 
-@_attend_backward.register_fake
-def _(gradient: Tensor, q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+@attend_backward.register_fake
+def _(gradient: Tensor, q: Tensor, *_: Any) -> Tensor:
     heads, tokens, head_dim = q.shape
-    dq, dk, dv = (q.new_empty(tokens, heads, head_dim).transpose(0, 1) for _ in range(3))
-    return dq, dk, dv
+    return q.new_empty(tokens, 3, heads, head_dim)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -321,11 +281,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    dq, dk, dv = _attend_backward(gradient, *ctx.saved_tensors, *ctx.settings)
-    return dq, dk, dv, *[None] * (2 + len(ctx.settings))
+    packed = attend_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    return *(part.transpose(0, 1) for part in packed.unbind(1)), *[None] * (2 + len(ctx.settings))
 
 
-_attend.register_autograd(_gradients, setup_context=_setup)
+attend.register_autograd(_gradients, setup_context=_setup)
 
 
 def varlen_attention_HTD(
@@ -348,13 +308,9 @@ def varlen_attention_HTD(
     from torch's generator if it is None and there is dropout.
     """
     if seed is None:
-        seed = (
-            torch.randint(0, 2**62, (), device=q_HTD.device)
-            if dropout
-            else torch.zeros((), dtype=torch.int64, device=q_HTD.device)
-        )
+        seed = draw_seed(q_HTD.device, dropout)
     q_HTD, k_HTD, v_HTD = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_HTD, v_HTD))
-    out: Tensor = _attend(
+    out: Tensor = attend(
         q_HTD, k_HTD, v_HTD, offsets_N, seed, max_length, scale, causal, window or 0, softcap or 0.0, dropout
     )[0]
     return out

@@ -114,9 +114,7 @@ class CapturedStep(Step):
         self.reduce()
         update = self._graphs.get(("update",))
         if update is None:
-            update = self._capture(
-                ("update",), None, None, lambda *_: (None, self.update.apply(gathered=True))
-            )
+            update = self._capture(("update",), None, None, lambda *_: (None, self.update.apply(gathered=True)))
         update.replay(())
         assert update.readings is not None
         return Pending(batch, update.readings, rows, self.precision.scaled)

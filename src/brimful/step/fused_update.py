@@ -11,6 +11,7 @@ added up in fp32.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ try:
     import triton
 
     from brimful.kernels import adamw
+    from brimful.kernels.overlap import Overlap
 except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
     triton = adamw = None  # type: ignore[assignment]
 
@@ -78,6 +80,7 @@ class FusedUpdate(Update):
         self._control = torch.zeros(3, device=device)
         self._gathered = torch.zeros((), dtype=torch.int32, device=device)
         self._parts = torch.zeros(adamw.PARTIALS, device=device)
+        self._overlap = Overlap(device) if device.type == "cuda" else None
         self._waiting: list[tuple[Tensor, list[int]]] = []  # addresses known to a capture, to be written after it
         self._views = [
             self._master.narrow(0, start, p.numel()).view(p.shape)
@@ -115,6 +118,11 @@ class FusedUpdate(Update):
         self._waiting.clear()
         for parameter in self.parameters:
             parameter.grad = None
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        """In a graph, gradients of weights run beside those of activations: nobody adds to them on the way."""
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._overlap.active() if capturing and self._overlap is not None else nullcontext()
 
     def gather(self) -> None:
         """Adds the gradients of one micro-batch to the batch's, in fp32."""

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from brimful.data.batches import Batch, MicroBatch
+from brimful.kernels.dropout import one_seed
 from brimful.models.execution import Execution
 from brimful.step.fused_update import FusedUpdate, can_fuse
 from brimful.step.update import States, Update
 from brimful.tasks.task import Task
 from brimful.techniques.optimizer import Optimizer
 from brimful.techniques.precision import Precision
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -137,13 +139,14 @@ class Step:
         self.update.before()
         loss_rows_S = self.loss_rows_S(micro)
         loss = loss_rows_S.sum() / denominator.to(loss_rows_S.dtype)
-        (loss * self.update.scale).backward()  # type: ignore[no-untyped-call]
+        with self.update.around_backward():
+            (loss * self.update.scale).backward()  # type: ignore[no-untyped-call]
         self.update.loss.add_(loss.detach())
         return loss_rows_S.detach()
 
     def loss_rows_S(self, micro: MicroBatch) -> Tensor:
         """Each slot's addend to the loss sum; 0 in empty slots."""
-        with self.precision.autocast():
+        with self.precision.autocast(), one_seed():
             logits_SC = self.execution(micro.inputs)
         if logits_SC.dtype != torch.float64:
             logits_SC = logits_SC.float()

@@ -5,6 +5,7 @@ Everything it decides by lives on the device: the host launches it without knowi
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +50,10 @@ class Update:
 
     def before(self) -> None:
         """Before each backward pass. Here gradients are kept, and added to."""
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        """What a backward pass runs in."""
+        return nullcontext()
 
     def gather(self) -> None:
         """After each backward pass of a batch of several micro-batches."""
@@ -131,6 +136,4 @@ class Update:
         self._optimizer.state.clear()
         for name, parameter in self.named.items():
             if name in by_name:
-                self._optimizer.state[parameter] = {
-                    k: v.to(self.device, copy=True) for k, v in by_name[name].items()
-                }
+                self._optimizer.state[parameter] = {k: v.to(self.device, copy=True) for k, v in by_name[name].items()}

@@ -1,0 +1,212 @@
+"""Pieces of a transformer layer with their gradients written out: matrix products and what surrounds them.
+
+Each is one autograd function whose plain twin is the composition that its docstring names. Products run in the dtype
+that autocast asks for, what surrounds them in fp32. Gradients of parameters are computed `beside` those of activations.
+
+Normalised rows come in two dtypes: fp32 for residuals, and half precision for products. The second travels with the
+first, as `halved`, so that nothing is cast twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from brimful.kernels import gelu, norm
+from brimful.kernels.dropout import next_site
+from brimful.kernels.overlap import beside
+from brimful.kernels.strips import make_strips, sum_strips
+from brimful.kernels.varlen import attend, attend_backward
+
+Gradients = tuple[Any, ...]
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What products of `x` run in here: autocast's dtype, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def halved(x: Tensor) -> Tensor:
+    """`x` in the dtype of products, as made along with it if it was."""
+    dtype = product_dtype(x)
+    if x.dtype == dtype:
+        return x
+    made: Tensor | None = getattr(x, "_brimful_half", None)
+    return x.to(dtype) if made is None or made.dtype != dtype else made
+
+
+def with_half(x: Tensor, half: Tensor) -> Tensor:
+    """`x`, with its half-precision twin for `halved`."""
+    if half.numel():
+        x._brimful_half = half  # type: ignore[attr-defined]
+    return x
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x_TK, w_NK = x.flatten(0, -2), weight.to(x.dtype)
+        ctx.save_for_backward(x_TK, w_NK)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.shape = x.shape
+        out_TN = x_TK @ w_NK.t() if bias is None else torch.addmm(bias.to(x.dtype), x_TK, w_NK.t())
+        return out_TN.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
+        x_TK, w_NK = ctx.saved_tensors
+        g_TN = gradient.reshape(-1, w_NK.shape[0]).contiguous()
+        dweight, dbias = beside(lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes), g_TN, x_TK)
+        return (g_TN @ w_NK).view(ctx.shape), dweight, dbias
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear(x, weight, bias), (..., N), in the dtype of products."""
+    out: Tensor = _Linear.apply(halved(x), weight, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _LinearGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        x_TK, w_FK = x.flatten(0, -2), weight.to(x.dtype)
+        h_TF = x_TK @ w_FK.t()
+        ctx.save_for_backward(x_TK, w_FK, bias, h_TF)
+        ctx.dtypes, ctx.shape = (weight.dtype, None), x.shape
+        return gelu.fused_forward(h_TF, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
+        x_TK, w_FK, bias, h_TF = ctx.saved_tensors
+        dh_TF, strips = gelu.fused_backward(gradient.reshape(h_TF.shape).contiguous(), h_TF, bias)
+
+        def parameters() -> tuple[Tensor, Tensor]:
+            dweight, _ = _weight_gradients(dh_TF, x_TK, *ctx.dtypes)
+            return dweight, sum_strips(strips, strips.shape[1], bias.dtype)[1]
+
+        dweight, dbias = beside(parameters, dh_TF, x_TK, strips)
+        return (dh_TF @ w_FK).view(ctx.shape), dweight, dbias
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """F.gelu(F.linear(x, weight, bias)), by the error function."""
+    out: Tensor = _LinearGelu.apply(halved(x), weight, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _LinearDropoutAddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, eps: float,
+        p: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x_TK, w_HK = x.flatten(0, -2), weight.to(x.dtype)
+        residual_TH = residual.reshape(-1, residual.shape[-1])
+        h_TH = x_TK @ w_HK.t()
+        seed, ctx.site = next_site(x.device, p)
+        y_TH, half_TH, statistics = norm.fused_forward(
+            h_TH, bias, residual_TH, gain, shift, seed, ctx.site, eps, p, h_TH.dtype != residual.dtype
+        )
+        ctx.save_for_backward(x_TK, w_HK, bias, residual_TH, gain, h_TH, statistics, seed)
+        ctx.set_materialize_grads(False)
+        ctx.p, ctx.dtypes, ctx.shapes = p, (weight.dtype, None), (x.shape, residual.shape)
+        half = half_TH.view(residual.shape) if half_TH.numel() else half_TH
+        return y_TH.view(residual.shape), half
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None, of_half: Tensor | None) -> Gradients:
+        x_TK, w_HK, bias, residual_TH, gain, h_TH, statistics, seed = ctx.saved_tensors
+        dy, dhalf = (None if g is None else g.reshape(h_TH.shape).contiguous() for g in (gradient, of_half))
+        dh_TH, dresidual_TH, strips = norm.fused_backward(
+            dy, dhalf, h_TH, bias, residual_TH, gain, statistics, seed, ctx.site, ctx.p
+        )
+
+        def parameters() -> tuple[Tensor, ...]:
+            dweight, _ = _weight_gradients(dh_TH, x_TK, *ctx.dtypes)
+            return dweight, *norm.parameter_gradients(strips, bias.dtype)
+
+        dweight, dgain, dshift, dbias = beside(parameters, dh_TH, x_TK, strips)
+        dx, dresidual = (dh_TH @ w_HK).view(ctx.shapes[0]), dresidual_TH.view(ctx.shapes[1])
+        return dx, dweight, dbias, dresidual, dgain, dshift, None, None
+
+
+def linear_dropout_add_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, eps: float, p: float
+) -> Tensor:
+    """F.layer_norm(F.dropout(F.linear(x, weight, bias), p) + residual, ...), in the dtype of the residual."""
+    y, half = _LinearDropoutAddNorm.apply(  # type: ignore[no-untyped-call]
+        halved(x), weight, bias, residual, gain, shift, eps, p
+    )
+    return with_half(y, half)
+
+
+class _ProjectedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, offsets: Tensor, num_heads: int, settings: Any, *parameters: Tensor | None
+    ) -> Tensor:
+        x_TK = x.flatten(0, -2)
+        w_NK, b_N = (_side_by_side(group, x.dtype) for group in (parameters[:3], parameters[3:]))
+        qkv_TN = x_TK @ w_NK.t() if b_N is None else torch.addmm(b_N, x_TK, w_NK.t())
+        q, k, v = qkv_TN.view(len(x_TK), 3, num_heads, -1).transpose(0, 2).unbind(1)
+        seed, site = next_site(x.device, settings[-1])
+        out_HTD, lse = attend(q, k, v, offsets, seed, *settings, site)
+        ctx.save_for_backward(x_TK, w_NK, qkv_TN, out_HTD, lse, offsets, seed)
+        ctx.num_heads, ctx.settings, ctx.shape = num_heads, (*settings, site), x.shape
+        ctx.dtypes = [None if p is None else p.dtype for p in (parameters[0], parameters[3])]
+        return out_HTD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
+        x_TK, w_NK, qkv_TN, out_HTD, lse, offsets, seed = ctx.saved_tensors
+        q, k, v = qkv_TN.view(len(x_TK), 3, ctx.num_heads, -1).transpose(0, 2).unbind(1)
+        g_TN = attend_backward(gradient, q, k, v, out_HTD, lse, offsets, seed, *ctx.settings).flatten(1)
+        dweight, dbias = beside(lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes), g_TN, x_TK)
+        dbiases = (None,) * 3 if dbias is None else dbias.chunk(3)
+        return (g_TN @ w_NK).view(ctx.shape), None, None, None, *dweight.chunk(3), *dbiases
+
+
+def projected_attention(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], offsets: Tensor, num_heads: int,
+    settings: Sequence[Any],
+) -> Tensor:  # fmt: skip
+    """Variable-length attention (H, T, D) of three projections of x, all with H heads, computed as one product.
+
+    settings: of `varlen.attend`, from the longest segment to the dropout.
+    """
+    out: Tensor = _ProjectedAttention.apply(  # type: ignore[no-untyped-call]
+        halved(x), offsets, num_heads, tuple(settings), *weights, *biases
+    )
+    return out
+
+
+def _weight_gradients(
+    g_TN: Tensor, x_TK: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    dweight = (g_TN.t() @ x_TK).to(weight_dtype)
+    if bias_dtype is None:
+        return dweight, None
+    strips = make_strips(g_TN)
+    return dweight, sum_strips(strips, strips.shape[1], bias_dtype)[1]
+
+
+def _side_by_side(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
+    """Parameters one below the other: a view of them where they lie so, else a copy. None if they are."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    first, size = found[0], found[0].numel() * found[0].element_size()
+    adjacent = all(part.data_ptr() == first.data_ptr() + i * size for i, part in enumerate(found))
+    if first.dtype != dtype or not adjacent or any(part.shape != first.shape for part in found):
+        return torch.cat([part.to(dtype) for part in found])
+    rows, *rest = first.shape
+    return first.detach().as_strided((rows * len(found), *rest), first.stride())

@@ -1,0 +1,96 @@
+"""Dropout masks by hashing (seed, site, row, column): drawn again in the backward pass, never stored.
+
+A site is one use of dropout in a forward pass, of which there are some per layer; all share one seed.
+
+Source: the integer hash is lowbias32, found by C. Wellons' hash prospector, https://github.com/skeeto/hash-prospector.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def hashed(x):
+    """lowbias32: every bit of the result depends on every bit of x, (uint32)."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def kept(SEED, site, plane, rows, columns, threshold):
+    """(rows, columns) bool: what dropout keeps. plane: which of several masks of one site, its head."""
+    seed = tl.load(SEED)
+    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    row_keys = hashed(hashed(rows.to(tl.uint32) ^ low) + hashed((site * 65536 + plane).to(tl.uint32) ^ high))
+    bits = hashed(row_keys[:, None] + columns.to(tl.uint32)[None, :] * 0x9E3779B9)
+    return (bits >> 8).to(tl.int32) >= threshold
+
+
+def threshold(dropout: float) -> int:
+    """What of 24 random bits falls below this is dropped."""
+    return round(dropout * (1 << 24))
+
+
+def draw_seed(device: torch.device, dropout: float) -> Tensor:
+    """() int64 for the kernels, from torch's generator; a constant where there is no dropout."""
+    if dropout:
+        return torch.randint(0, 2**62, (), device=device)
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+_forward: list[Tensor] = []
+_sites = itertools.count()
+
+
+@contextmanager
+def one_seed() -> Iterator[None]:
+    """Within, `next_site` draws one seed and numbers the sites, so that a forward pass draws but once."""
+    global _sites
+    _sites = itertools.count()
+    try:
+        yield
+    finally:
+        _forward.clear()
+
+
+def next_site(device: torch.device, dropout: float) -> tuple[Tensor, int]:
+    """Seed and number of a site of its own."""
+    if not dropout:
+        return draw_seed(device, 0.0), 0
+    if not _forward:
+        _forward.append(draw_seed(device, dropout))
+    return _forward[0], next(_sites)
+
+
+def kept_mask_PRC(
+    seed: Tensor, num_planes: int, num_rows: int, num_columns: int, dropout: float, site: int = 0
+) -> Tensor:
+    """The masks as the kernels draw them, in plain torch, for the twins: (planes, rows, columns), True where kept."""
+    mask = 0xFFFFFFFF
+
+    def plain(x: Tensor) -> Tensor:
+        x = x ^ (x >> 16)
+        x = (x * 0x7FEB352D) & mask
+        x = x ^ (x >> 15)
+        x = (x * 0x846CA68B) & mask
+        return x ^ (x >> 16)
+
+    device = seed.device
+    low, high = seed & mask, (seed >> 32) & mask
+    rows_R, planes_P = torch.arange(num_rows, device=device), torch.arange(num_planes, device=device) + site * 65536
+    keys_PR = plain((plain(rows_R ^ low)[None] + plain(planes_P ^ high)[:, None]) & mask)
+    columns_C = (torch.arange(num_columns, device=device) * 0x9E3779B9) & mask
+    return plain((keys_PR[:, :, None] + columns_C) & mask) >> 8 >= threshold(dropout)

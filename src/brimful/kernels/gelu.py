@@ -1,0 +1,74 @@
+"""Bias and exact GELU in one kernel forward and one backward, which also sums the bias's gradient.
+
+`bias_gelu` is the plain twin. Arithmetic within is fp32.
+"""
+
+# Pointers and sizes of kernels carry their shapes in upper case, as is the field's habit for Triton.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from brimful.kernels.strips import STRIP
+
+#: Columns and rows of one program's tile.
+_COLUMNS, _STEP = 256, 8
+
+
+def bias_gelu(x_TF: Tensor, bias_F: Tensor) -> Tensor:
+    """The plain twin: gelu(x + bias), by the error function and not its approximation."""
+    return F.gelu(x_TF + bias_F)
+
+
+@triton.jit
+def gelu_forward(X, BIAS, Y, num_rows, width, COLUMNS: tl.constexpr, STEP: tl.constexpr):
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = tl.program_id(0).to(tl.int64) * STEP + tl.arange(0, STEP)
+    inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    places = rows[:, None] * width + columns[None, :]
+    x = tl.load(X + places, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(BIAS + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+    y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    tl.store(Y + places, y.to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gelu_backward(DY, X, BIAS, DX, STRIPS, num_rows, width, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+                  ROWS: tl.constexpr):  # fmt: skip
+    """STRIPS: (row programs, width) partial gradients of the bias."""
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    bias = tl.load(BIAS + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, ROWS, STEP):
+        rows = tl.program_id(0).to(tl.int64) * ROWS + first + tl.arange(0, STEP)
+        inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
+        places = rows[:, None] * width + columns[None, :]
+        dx = tl.load(DY + places, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(X + places, mask=inside, other=0.0).to(tl.float32) + bias
+        dx *= 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        tl.store(DX + places, dx.to(DX.dtype.element_ty), mask=inside)
+        total += tl.sum(dx, 0)
+    tl.store(STRIPS + tl.program_id(0) * width + columns, total, mask=columns < width)
+
+
+def fused_forward(x: Tensor, bias: Tensor) -> Tensor:
+    """gelu(x + bias), (T, F), in the dtype of x."""
+    rows, width = x.shape
+    y = torch.empty_like(x)
+    grid = (triton.cdiv(rows, _STEP), triton.cdiv(width, _COLUMNS))
+    gelu_forward[grid](x, bias, y, rows, width, COLUMNS=_COLUMNS, STEP=_STEP)
+    return y
+
+
+def fused_backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of x, and strips (S, F) of that of the bias."""
+    rows, width = x.shape
+    dx, strips = torch.empty_like(x), x.new_empty(triton.cdiv(rows, STRIP), width, dtype=torch.float32)
+    grid = (strips.shape[0], triton.cdiv(width, _COLUMNS))
+    gelu_backward[grid](dy, x, bias, dx, strips, rows, width, COLUMNS=_COLUMNS, STEP=_STEP, ROWS=STRIP)
+    return dx, strips

@@ -1,0 +1,61 @@
+"""Sums over rows in two stages, without atomics: equal inputs give equal bits.
+
+A first kernel leaves partial sums of strips of rows, here or as a by-product elsewhere; a second one adds them up.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Columns and rows of one program's tile.
+_COLUMNS, _ROWS = 64, 32
+#: Of the first stage: columns of a tile, its rows, and rows of a strip.
+_WIDE, _STEP, STRIP = 256, 8, 64
+
+
+@triton.jit
+def strips_make(X, STRIPS, num_rows, width, COLUMNS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr):
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, ROWS, STEP):
+        rows = tl.program_id(0).to(tl.int64) * ROWS + first + tl.arange(0, STEP)
+        inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
+        x = tl.load(X + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
+        total += tl.sum(x.to(tl.float32), 0)
+    tl.store(STRIPS + tl.program_id(0) * width + columns, total, mask=columns < width)
+
+
+def make_strips(x: Tensor) -> Tensor:
+    """(S, C) fp32 partial sums over the rows of (T, C)."""
+    rows, width = x.shape
+    strips = x.new_empty(triton.cdiv(rows, STRIP), width, dtype=torch.float32)
+    grid = (strips.shape[0], triton.cdiv(width, _WIDE))
+    strips_make[grid](x, strips, rows, width, COLUMNS=_WIDE, STEP=_STEP, ROWS=STRIP)
+    return strips
+
+
+@triton.jit
+def strips_sum(STRIPS, OUT, LAST, num_strips, width, first_last, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, num_strips, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        inside = (rows < num_strips)[:, None] & (columns < width)[None, :]
+        total += tl.sum(tl.load(STRIPS + rows[:, None] * width + columns[None, :], mask=inside, other=0.0), 0)
+    tl.store(OUT + columns, total, mask=columns < first_last)
+    last = columns - first_last
+    tl.store(LAST + last, total.to(LAST.dtype.element_ty), mask=(last >= 0) & (columns < width))
+
+
+def sum_strips(strips: Tensor, num_last: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Sums of (S, C) fp32 strips: the first C - num_last in fp32, the last in `dtype`."""
+    num_strips, width = strips.shape
+    first, last = strips.new_empty(width - num_last), strips.new_empty(num_last, dtype=dtype)
+    grid = (triton.cdiv(width, _COLUMNS),)
+    strips_sum[grid](strips, first, last, num_strips, width, width - num_last, COLUMNS=_COLUMNS, ROWS=_ROWS)
+    return first, last

@@ -1,0 +1,202 @@
+"""Transformer layers rewritten onto fused kernels, found by what they compute and not by their names.
+
+A layer is traced once by torch's dynamo; its graph serves all layers of one kind and every number of tokens. In it
+
+    linear -> dropout -> + residual -> layer_norm
+    linear -> gelu
+    three linears of one input -> variable-length attention
+    linear
+
+are replaced by the functions of `kernels.blocks`. If nothing but views is left over, the graph runs as it is; with
+anything else in it, the layer goes to torch's own compiler unchanged.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, GraphModule, Node
+
+from brimful.kernels import blocks
+
+#: What a rewritten layer may have besides our functions: views, and numbers read from modules.
+_FREE_FUNCTIONS = {operator.getitem}
+_FREE_METHODS = {"view", "reshape", "transpose", "contiguous", "size", "item", "to", "flatten", "unflatten", "permute"}
+_SAME = ("view", "reshape", "transpose", "to")
+
+
+def fusing_backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend of torch.compile: fused kernels where they cover the layer, torch's inductor elsewhere."""
+    fused = fuse(graph_module) if _can_fuse(inputs) else None
+    if fused is not None:
+        return fused.forward
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph_module, list(inputs))  # type: ignore[no-any-return]
+
+
+def _can_fuse(inputs: Sequence[Any]) -> bool:
+    tensors = [each for each in inputs if isinstance(each, torch.Tensor) and each.is_floating_point() and each.ndim > 1]
+    return all(each.dtype in (torch.float32, torch.bfloat16, torch.float16) for each in tensors)
+
+
+def fuse(graph_module: GraphModule) -> GraphModule | None:
+    """The graph on our functions; None if they do not cover it. The graph given is left as it is."""
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    found = GraphModule(graph_module, graph)
+    rewrite = _Rewrite(found.graph)
+    for node in list(found.graph.nodes):
+        rewrite.attention(node)
+        rewrite.add_norm(node)
+        rewrite.gelu(node)
+    for node in list(found.graph.nodes):
+        rewrite.linear(node)
+    found.graph.eliminate_dead_code()
+    if not all(_is_ours_or_free(node) for node in found.graph.nodes):
+        return None
+    found.recompile()
+    return found
+
+
+def _is_ours_or_free(node: Node) -> bool:
+    if node.op == "call_function":
+        return node.target in _FREE_FUNCTIONS or node.target in _OURS
+    return node.op != "call_method" or node.target in _FREE_METHODS
+
+
+_OURS: set[Any] = {
+    blocks.linear, blocks.linear_gelu, blocks.linear_dropout_add_norm, blocks.projected_attention
+}  # fmt: skip
+
+
+@dataclass
+class _Rewrite:
+    """Replaces one pattern at a time, where every intermediate result has no other reader."""
+
+    graph: Graph
+
+    def add_norm(self, node: Node) -> None:
+        """layer_norm(dropout(linear(x)) + residual)."""
+        call = _arguments(node, F.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps"))
+        if call is None or call["weight"] is None or call["bias"] is None or len(call["normalized_shape"]) != 1:
+            return
+        total = call["input"]
+        if not _is_call(total, operator.add, operator.iadd) or len(total.users) != 1:
+            return
+        for branch, residual in (total.args, reversed(total.args)):
+            found = self._dropped_linear(branch)
+            if found is not None and isinstance(residual, Node):
+                linear, p = found
+                with self.graph.inserting_before(node):
+                    new = self.graph.call_function(
+                        blocks.linear_dropout_add_norm,
+                        (linear["input"], linear["weight"], linear["bias"], residual, call["weight"], call["bias"],
+                         1e-5 if call["eps"] is None else call["eps"], p),
+                    )  # fmt: skip
+                node.replace_all_uses_with(new)
+                return
+
+    def _dropped_linear(self, node: Any) -> tuple[dict[str, Any], Any] | None:
+        """The arguments of a linear with bias and the probability of the dropout on it, 0 without one."""
+        p: Any = 0.0
+        if _is_call(node, F.dropout):
+            call = _arguments(node, F.dropout, ("input", "p", "training", "inplace"))
+            if call is None or len(node.users) != 1 or not isinstance(call["training"], bool):
+                return None
+            p, node = (call["p"] if call["training"] else 0.0), call["input"]
+        linear = _arguments(node, torch._C._nn.linear, ("input", "weight", "bias"))
+        if linear is None or linear["bias"] is None or len(node.users) != 1:
+            return None
+        return linear, p
+
+    def gelu(self, node: Node) -> None:
+        """gelu(linear(x)), exact."""
+        call = _arguments(node, torch._C._nn.gelu, ("input", "approximate"))
+        if call is None or call["approximate"] not in (None, "none"):
+            return
+        linear = _arguments(call["input"], torch._C._nn.linear, ("input", "weight", "bias"))
+        if linear is None or linear["bias"] is None or len(call["input"].users) != 1:
+            return
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(blocks.linear_gelu, (linear["input"], linear["weight"], linear["bias"]))
+        node.replace_all_uses_with(new)
+
+    def attention(self, node: Node) -> None:
+        """varlen_attention of three projections of one input, each reshaped to heads and nothing else."""
+        if not _is_call(node, torch.ops.brimful.varlen_attention.default):
+            return
+        queries, keys, values, offsets, seed, *settings = node.args
+        linears = [self._projection(each) for each in (queries, keys, values)]
+        if any(linear is None for linear in linears):
+            return
+        found: list[dict[str, Any]] = [linear for linear in linears if linear is not None]
+        shapes = {tuple(linear["weight"].meta["example_value"].shape) for linear in found}
+        if len({linear["input"] for linear in found}) != 1 or len(shapes) != 1:
+            return
+        if len({linear["bias"] is None for linear in found}) != 1:
+            return
+        outputs = list(node.users)
+        if any(not _is_call(user, operator.getitem) or user.args[1] != 0 for user in outputs):
+            return
+        num_heads = int(queries.meta["example_value"].shape[0])  # type: ignore[union-attr]
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(
+                blocks.projected_attention,
+                (found[0]["input"], [linear["weight"] for linear in found], [linear["bias"] for linear in found],
+                 offsets, num_heads, settings),
+            )  # fmt: skip
+        for user in outputs:
+            user.replace_all_uses_with(new)
+            self.graph.erase_node(user)
+        self.graph.erase_node(node)
+        if isinstance(seed, Node) and not seed.users:  # each site draws its own
+            self.graph.erase_node(seed)
+
+    def _projection(self, node: Any) -> dict[str, Any] | None:
+        """The linear behind heads (H, T, D) made of (1, T, H * D) by view, transpose, [0] and a cast."""
+        seen = []
+        while isinstance(node, Node) and len(node.users) == 1:
+            if node.op == "call_method" and node.target in _SAME:
+                seen.append(node.target)
+                if node.target == "transpose" and node.args[1:] not in ((1, 2), (2, 1)):
+                    return None
+            elif _is_call(node, operator.getitem) and node.args[1] == 0:
+                seen.append("[0]")
+            else:
+                break
+            node = node.args[0]
+        if [each for each in seen if each != "to"] not in (
+            ["[0]", "transpose", "view"],
+            ["[0]", "transpose", "reshape"],
+        ):
+            return None
+        linear = _arguments(node, torch._C._nn.linear, ("input", "weight", "bias"))
+        return linear if linear is not None and len(node.users) == 1 else None
+
+    def linear(self, node: Node) -> None:
+        """Any linear that is left."""
+        call = _arguments(node, torch._C._nn.linear, ("input", "weight", "bias"))
+        if call is None or not node.users:
+            return
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(blocks.linear, (call["input"], call["weight"], call["bias"]))
+        node.replace_all_uses_with(new)
+
+
+def _is_call(node: Any, *targets: Any) -> bool:
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def _arguments(node: Any, target: Any, names: tuple[str, ...]) -> dict[str, Any] | None:
+    """Arguments of a call by name, None where they are left out; None if it is another call."""
+    if not _is_call(node, target):
+        return None
+    if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
+        return None
+    return dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
