@@ -32,6 +32,7 @@ class Overlap:
         """Within, `beside` runs on the side stream; at the end the current stream has waited for all of it."""
         global _active
         _active = self
+        self._stream.wait_stream(torch.cuda.current_stream())
         try:
             yield
             torch.cuda.current_stream().wait_stream(self._stream)

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from brimful.data.batches import Batch, MicroBatch
+from brimful.step.fused_update import MOST_GRAPHS
 from brimful.step.step import Pending, Step
 
-#: Shapes captured at most; others run eagerly. A packed run has at most a dozen.
-_MOST_GRAPHS = 32
+#: Graphs at most; other shapes run eagerly. A packed run has at most a dozen shapes.
+_MOST_GRAPHS = MOST_GRAPHS // 2
 
 Shape = tuple[Any, ...]
 

@@ -29,6 +29,9 @@ try:
 except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
     triton = adamw = None  # type: ignore[assignment]
 
+#: Graphs that read gradients where they find them.
+MOST_GRAPHS = 64
+
 
 def can_fuse(model: nn.Module, optimizer: Optimizer) -> bool:
     """Whether this update works here: AdamW on fp32 parameters of one GPU."""
@@ -81,7 +84,10 @@ class FusedUpdate(Update):
         self._gathered = torch.zeros((), dtype=torch.int32, device=device)
         self._parts = torch.zeros(adamw.PARTIALS, device=device)
         self._overlap = Overlap(device) if device.type == "cuda" else None
-        self._waiting: list[tuple[Tensor, list[int]]] = []  # addresses known to a capture, to be written after it
+        # Tables of graphs, made beforehand: memory of a capture is written to at every replay. Those that a capture has
+        # taken wait for its end to be filled.
+        self._spare = list(self._nowhere.new_zeros(MOST_GRAPHS, count).unbind(0))
+        self._waiting: list[tuple[Tensor, list[int]]] = []
         self._views = [
             self._master.narrow(0, start, p.numel()).view(p.shape)
             for p, start in zip(self.parameters, starts, strict=True)
@@ -162,7 +168,7 @@ class FusedUpdate(Update):
     def _addresses(self) -> Tensor:
         """(P,) int64: where each parameter's gradient is, 0 where there is none."""
         gradients = [p.grad for p in self.parameters]
-        for gradient, copied in zip(gradients, self._is_copied, strict=True):
+        for gradient in gradients:
             if gradient is not None and not gradient.is_contiguous():
                 raise RuntimeError("a gradient is not contiguous")
         found = [0 if g is None else g.data_ptr() for g in gradients]
@@ -177,17 +183,15 @@ class FusedUpdate(Update):
         if not self.parameters[0].is_cuda:
             return torch.tensor(addresses)
         if torch.cuda.is_current_stream_capturing():
-            table = torch.empty(len(addresses), dtype=torch.int64, device=self.device)
-            self._waiting.append((table, addresses))
-            return table
+            self._waiting.append((self._spare.pop(), addresses))
+            return self._waiting[-1][0]
         return torch.tensor(addresses).pin_memory().to(self.device, non_blocking=True)
 
     def captured(self) -> Any:
         """Writes the addresses that the graph found its gradients at; it reads them at every replay."""
-        tables = []
         for table, addresses in self._waiting:
             table.copy_(torch.tensor(addresses))
-            tables.append(table)
+        tables = [table for table, _ in self._waiting]
         self.before()  # gradients are the graph's, and its memory is free for the next one's
         return tables
 
