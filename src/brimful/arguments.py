@@ -59,8 +59,7 @@ _CLASSIFY = _Command(
 _PROFILE = _Command(
     name="profile",
     options=ProfileOptions,
-    summary="Show where the time of one training step goes, on your data. Takes the options of `brimful train`; nothing "
-    "is saved.",
+    summary="Show where the time of one training step goes, on your data. Nothing is trained, nothing is saved.",
     example="brimful profile reviews.csv --model bert-base-uncased",
     positionals={"data": "DATA"},
     groups={

@@ -1,7 +1,7 @@
 """What a kernel is for, by its name alone: inside a replayed CUDA graph nothing else is known.
 
-`RULES` is read from the top, and the first pattern found in a name decides. Names that inductor makes list the
-operators fused into a kernel, so their rules stand before those of libraries: `triton_poi_fused_addmm_gelu` is no
+The table of rules is read from the top, and the first pattern found in a name decides. Names that inductor makes list
+the operators fused into a kernel, so their rules stand before those of libraries: `triton_poi_fused_addmm_gelu` is no
 matrix product, it is what is done to one's result. On a CPU the names are those of torch's operators.
 """
 
@@ -10,13 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import get_args
 
 from brimful.core.profile import Kernel, Part, PartName
 
-#: Every part but idle, in the order of RULES' say: where kernels overlap, time belongs to the first.
+#: Every part but idle, where kernels overlap, time belongs to the first of them.
 PARTS: tuple[PartName, ...] = get_args(PartName)[:-1]
 
+#: Part and what its names have in them. Read from the top; the first one found decides.
 _RULES: tuple[tuple[PartName, str], ...] = (
     # Kernels that inductor wrote.
     ("contractions", r"^triton_tem_(?!.*(flex_attention|sdpa))"),
@@ -24,11 +26,11 @@ _RULES: tuple[tuple[PartName, str], ...] = (
     ("embedding", r"^triton_\w*(embedding_dense_backward|index_put)"),
     ("normalisation", r"^triton_\w*(layer_norm|rms_norm|rsqrt|var_mean|batch_norm)"),
     ("embedding", r"^triton_\w*embedding"),
-    ("copies", r"^triton_poi_fused(_(_to_copy|_unsafe_view|clone|copy|permute|slice|t|transpose|unsqueeze|view))+_\d+$"),
+    ("copies", r"^triton_poi_fused(_(_to_copy|_unsafe_view|clone|copy|permute|slice|t|transpose|view))+(_\d+)?$"),
     ("element-wise", r"^triton_(poi|red|per|spl|for)_"),
     # Kernels of our own: brimful's.
     ("attention", r"varlen_attention|^_(forward|backward)$"),
-    ("normalisation", r"^_\w*_norm(_\w+)?$"),
+    ("normalisation", r"^_(\w+_)?norm(_\w+)?$"),
     ("optimizer", r"^_\w*(adamw|sgd|optimizer)"),
     # Attention: FlashAttention, memory-efficient attention, cuDNN's; cutlass is inside, and so stands below.
     ("attention", r"(?i)flash_?(fwd|bwd|attn|attention|fprop|bprop)|fmha|efficient_attention|attention_kernel|sdpa"),
@@ -36,12 +38,14 @@ _RULES: tuple[tuple[PartName, str], ...] = (
     ("attention", r"softmax_warp_(for|back)ward<.*, false(, (true|false))?>|^aten::_softmax"),
     # The optimizer: fused updates, the gradient's norm, clearing gradients.
     ("copies", r"multi_tensor_apply_kernel<.*\bCopy<"),
-    ("optimizer", r"(?i)adam|sgd(?!emm)|lp_?norm|multi_tensor_apply|foreach|linalg_vector_norm|_amp_update_scale|NormTwoOps"),
+    ("optimizer", r"(?i)adam|sgd|lp_?norm|multi_tensor_apply|foreach|vector_norm|amp_update_scale|NormTwoOps"),
     # Normalisation.
     ("normalisation", r"(?i)layer_?norm|rms_?norm|batch_?norm|GammaBeta|RowwiseMoments|ComputeGradInput"),
+    # On a CPU rows are gathered for attention; an embedding's own look-up is inside aten::embedding.
+    ("copies", r"^aten::index_(select|add_?)$|IndexSelectBackward"),
     # Embedding: the look-up, and the sorting and summing of its gradient.
     ("embedding", r"(?i)embedding|index_?select|indexFunc|index_add|vectorized_gather|gather_kernel|scatter|index_put"),
-    ("embedding", r"compute_grad_weight|sum_and_scatter|krn_partial|segment_offsets|indexing_backward|write_num_of_segments"),
+    ("embedding", r"compute_grad_weight|sum_and_scatter|krn_partial|partial_segment|segment_offsets|num_of_segments"),
     ("embedding", r"(?i)RadixSort|radix_sort|DeviceMerge|unique_by_key|at_cuda_detail::cub|thrust::"),
     # Contractions: cuBLAS (nvjet, xmma, cutlass, gemm and gemv kernels), MKL and oneDNN behind aten.
     ("contractions", r"(?i)nvjet|xmma|cutlass|cublas|gemm|gemv|splitKreduce|wgrad|dgrad|mkldnn_linear"),
@@ -50,8 +54,8 @@ _RULES: tuple[tuple[PartName, str], ...] = (
     ("copies", r"(?i)^memcpy|^memset|copy_kernel|copy_device_to_device|CatArrayBatchedCopy|FillFunctor|convert_kernel"),
     ("copies", r"^aten::(copy_|_to_copy|to|clone|contiguous|cat|fill_|zero_|zeros|zeros_like|ones|ones_like|full)$"),
     # Everything else that computes number by number, and sums over one dimension.
-    ("element-wise", r"(?i)elementwise|element_wise|dropout|gelu|reduce_kernel|SoftMax|nll_loss|cross_entropy|bernoulli"),
-    ("element-wise", r"(?i)distribution_|philox|scan_kernel|CompareEq|where_kernel|arange|masked"),
+    ("element-wise", r"(?i)elementwise|element_wise|dropout|gelu|reduce_kernel|SoftMax|nll_loss|cross_entropy|mse"),
+    ("element-wise", r"(?i)distribution_|bernoulli|philox|scan_kernel|CompareEq|where_kernel|arange|masked"),
     (
         "element-wise",
         r"^aten::(add|sub|mul|div|pow|exp|log|tanh|sigmoid|relu|silu|rsqrt|sqrt|neg|abs|sum|mean|where|clamp\w*|rsub|eq|ne"
@@ -59,12 +63,13 @@ _RULES: tuple[tuple[PartName, str], ...] = (
         r"|amax|tril|triu|arange|cos|sin|stack|threshold|bernoulli|reciprocal|square|index|empty_like|erf)_?$",
     ),
 )  # fmt: skip
-RULES: tuple[tuple[PartName, re.Pattern[str]], ...] = tuple((part, re.compile(pattern)) for part, pattern in _RULES)
+_COMPILED = tuple((part, re.compile(pattern)) for part, pattern in _RULES)
 
 
+@cache
 def part_of(name: str) -> PartName:
     """The class of a kernel or operator; `other` for one that no rule knows."""
-    return next((part for part, pattern in RULES if pattern.search(name)), "other")
+    return next((part for part, pattern in _COMPILED if pattern.search(name)), "other")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,32 +103,37 @@ def exclusive_seconds(spans: Iterable[Span]) -> dict[PartName, float]:
     return seconds
 
 
-def innermost(spans: Sequence[Span]) -> list[Span]:
-    """Nested operators of one thread cut into the pieces in which each was the innermost: its own time.
+def with_callers(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
+    """Nested operators of one thread as (pieces, calls): pieces do not overlap, and carry the name that time goes to.
 
-    The pieces of an operator keep its name, so they are more than there were calls.
+    That is the outermost operator whose part is known, so that what attention or a look-up calls counts with it; else
+    the innermost. calls: operators that were not called by a known one.
     """
     pieces: list[Span] = []
-    open_: list[Span] = []
+    calls: list[Span] = []
+    inside: list[tuple[str, float]] = []  # what time goes to, and its end, from the outermost on
     at = 0.0
 
-    def cut(until: float) -> None:
+    def pass_until(now: float) -> None:
         nonlocal at
-        if open_ and until > at:
-            pieces.append(Span(name=open_[-1].name, start_s=at, end_s=until))
-        at = max(at, until)
+        while inside:
+            name, end = inside[-1]
+            if min(end, now) > at:
+                pieces.append(Span(name=name, start_s=at, end_s=min(end, now)))
+                at = min(end, now)
+            if end > now:
+                break
+            inside.pop()
+        at = now
 
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
-        while open_ and open_[-1].end_s <= span.start_s:
-            cut(open_[-1].end_s)
-            open_.pop()
-        cut(span.start_s)
-        at = span.start_s
-        open_.append(span)
-    while open_:
-        cut(open_[-1].end_s)
-        open_.pop()
-    return pieces
+        pass_until(span.start_s)
+        known = inside and part_of(inside[-1][0]) != "other"
+        if not known:
+            calls.append(span)
+        inside.append((inside[-1][0] if known else span.name, span.end_s))
+    pass_until(float("inf"))
+    return pieces, calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,27 +146,30 @@ class Anatomy:
     num_kernels: float
 
 
-def anatomy(pieces: Sequence[Span], calls: Sequence[Span], *, steps: int, step_s: float) -> Anatomy:
+def anatomy(
+    pieces: Sequence[Span], calls: Sequence[Span], *, steps: int, step_s: float, stretch: float | None = None
+) -> Anatomy:
     """Parts and kernels of one step, out of what ran in `steps` of them.
 
     pieces: what time is counted by. calls: what launches are counted by; on a GPU both are its kernels.
-    step_s: mean of a step without the profiler. What no kernel fills of it is idle. Kernels that are longer than it
-    together, because recording slows them down, are all shortened alike.
+    step_s: mean of a step without the profiler. What no piece fills of it is idle.
+    stretch: what recording lengthens the pieces by, for which they are shortened. None: by nothing, unless together
+    they are longer than the step.
     """
     seconds = {name: total / steps for name, total in exclusive_seconds(pieces).items()}
     busy_s = sum(seconds.values())
-    stretch = max(1.0, busy_s / step_s)
+    stretch = stretch or max(1.0, busy_s / step_s)
     counts = dict.fromkeys(PARTS, 0)
     by_name: dict[str, list[float]] = {}
     for call in calls:
         counts[part_of(call.name)] += 1
-        by_name.setdefault(call.name, [0.0, 0.0])[1] += 1 / steps
+        by_name.setdefault(call.name, [0.0, 0.0])[1] += 1
     for piece in pieces:
-        by_name[piece.name][0] += (piece.end_s - piece.start_s) / steps / stretch
+        by_name[piece.name][0] += piece.end_s - piece.start_s
     parts = [_part(name, seconds[name] / stretch, step_s, counts[name] / steps) for name in PARTS]
-    parts.append(_part("idle", max(0.0, step_s - busy_s), step_s, 0.0))
+    parts.append(_part("idle", max(0.0, step_s - busy_s / stretch), step_s, 0.0))
     kernels = [
-        Kernel(name=name, part=part_of(name), seconds=total, count=round(count, 6))
+        Kernel(name=name, part=part_of(name), seconds=total / steps / stretch, count=count / steps)
         for name, (total, count) in sorted(by_name.items(), key=lambda item: -item[1][0])
     ]
     return Anatomy(parts=tuple(parts), kernels=tuple(kernels), stretch=stretch, num_kernels=len(calls) / steps)
