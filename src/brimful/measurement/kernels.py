@@ -29,13 +29,13 @@ _RULES: tuple[tuple[PartName, str], ...] = (
     ("copies", r"^triton_poi_fused(_(_to_copy|_unsafe_view|clone|copy|permute|slice|t|transpose|view))+(_\d+)?$"),
     ("element-wise", r"^triton_(poi|red|per|spl|for)_"),
     # Kernels of our own: brimful's.
-    ("attention", r"varlen_attention|^_(forward|backward)$"),
+    ("attention", r"varlen_attention|^_(forward|backward)(_\d+)?$"),
     ("normalisation", r"^_(\w+_)?norm(_\w+)?$"),
     ("optimizer", r"^_\w*(adamw|sgd|optimizer)"),
     # Attention: FlashAttention, memory-efficient attention, cuDNN's; cutlass is inside, and so stands below.
     ("attention", r"(?i)flash_?(fwd|bwd|attn|attention|fprop|bprop)|fmha|efficient_attention|attention_kernel|sdpa"),
     ("attention", r"AttentionKernel|AttentionBackwardKernel|cudnn::fusion::|scaled_dot_product"),
-    ("attention", r"softmax_warp_(for|back)ward<.*, false(, (true|false))?>|^aten::_softmax"),
+    ("attention", r"softmax_warp_(for|back)ward<([^,]+, ){3}\d+, false|^aten::_softmax"),
     # The optimizer: fused updates, the gradient's norm, clearing gradients.
     ("copies", r"multi_tensor_apply_kernel<.*\bCopy<"),
     ("optimizer", r"(?i)adam|sgd|lp_?norm|multi_tensor_apply|foreach|vector_norm|amp_update_scale|NormTwoOps"),
