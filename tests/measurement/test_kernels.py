@@ -1,5 +1,7 @@
 """Kernels by name, and the arithmetic of their intervals."""
 
+# ruff: noqa: E501  (names of kernels are as long as they are)
+
 from __future__ import annotations
 
 import pytest
