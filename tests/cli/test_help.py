@@ -67,7 +67,9 @@ def test_version(brimful: Brimful) -> None:
     assert brimful("--version").out == f"{package.__version__}\n"
 
 
-@pytest.mark.parametrize(("word", "hint"), [("trian", "did you mean train?"), ("fly", "train, classify, demo")])
+@pytest.mark.parametrize(
+    ("word", "hint"), [("trian", "did you mean train?"), ("fly", "train, classify, profile, demo")]
+)
 def test_a_command_that_there_is_not(word: str, hint: str, brimful: Brimful) -> None:
     said = brimful(word)
     assert said.code == 2

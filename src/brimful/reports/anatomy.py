@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from brimful.core.errors import printable
-from brimful.core.profile import Kernel, Part, Profile
+from brimful.core.profile import Profile
 from brimful.core.units import bytes_text, count_text, share_text
 
-#: Kernels that are listed, unless fewer take nearly all the time.
+#: Kernels that are listed at most, and as many again of those that no rule knows.
 _MOST_KERNELS = 15
-#: Kernels below this share of the step are not worth a line, except what no rule knows.
+#: Share of the step below which a kernel is not worth a line.
 _LEAST_SHARE = 0.005
 #: Widest name of a kernel.
-_NAME = 72
+_NAME = 70
+#: What recording lengthens kernels by, from which it is worth a line.
+_MUCH_STRETCH = 1.02
 
 
 def anatomy_text(profile: Profile) -> str:
-    """The whole report, lines of at most 110 characters, without a line break at its end."""
+    """The whole report, without a line break at its end."""
     on_gpu = profile.recipe.device != "CPU"
     parts = (_step(profile), _parts(profile, on_gpu), _kernels(profile, on_gpu), _achieved(profile, on_gpu))
     return "\n\n".join([*parts, f"Reading  {profile.reading}"])
@@ -25,45 +27,47 @@ def _step(profile: Profile) -> str:
     time, work = profile.time, profile.work
     execution = profile.recipe.value("execution")
     how = f"{'packed' if profile.packed else 'padded'}, {execution}, {profile.recipe.value('precision')}"
+    noun = "micro-batch" if work.micro_batches == 1 else "micro-batches"
     lines = [
         f"One step  {_ms(time.mean_s)} on {printable(profile.recipe.device)}: {how}",
         f"  over {profile.steps} steps: median {_ms(time.median_s)}, from {_ms(time.fastest_s)} to"
         f" {_ms(time.slowest_s)}; {_ms(time.recorded_s)} while recorded",
         f"  {_number(work.samples)} samples, {_number(work.tokens)} tokens of {_number(work.computed_tokens)} computed"
-        f" ({share_text(profile.rates.fill)} filled), {work.micro_batches:.3g} micro-batches",
+        f" ({share_text(profile.rates.fill)} filled), {work.micro_batches:.3g} {noun}",
         f"  {count_text(profile.rates.samples_per_s)} samples/s, {count_text(profile.rates.tokens_per_s)} tokens/s",
     ]
     return "\n".join(lines)
 
 
 def _parts(profile: Profile, on_gpu: bool) -> str:
-    noun = "kernels" if on_gpu else "calls"
-    rows = [_part(part) for part in profile.parts if part.seconds or part.name in ("contractions", "idle")]
-    total = f"  {'the step':<14}{_cell(profile.time.mean_s)}{share_text(1.0):>9}{profile.num_kernels:>10,.0f}"
-    return "\n".join([f"{'Where it goes':<16}{'ms':>10}{'share':>9}{noun:>10}", *rows, total])
-
-
-def _part(part: Part) -> str:
-    count = "" if part.name == "idle" else f"{part.count:,.0f}"
-    return f"  {part.name:<14}{_cell(part.seconds)}{share_text(part.share):>9}{count:>10}".rstrip()
+    lines = [f"{'Where it goes':<16}{'ms':>10}{'share':>9}{'kernels' if on_gpu else 'calls':>10}"]
+    lines += [_row(part.name, part.seconds, profile, part.count) for part in profile.parts]
+    lines.append(_row("the step", profile.time.mean_s, profile, profile.num_kernels))
+    if profile.stretch >= _MUCH_STRETCH:
+        lines.append(f"  recording made them {share_text(profile.stretch - 1)} longer, which is taken off again")
+    return "\n".join(lines)
 
 
 def _kernels(profile: Profile, on_gpu: bool) -> str:
     least_s = _LEAST_SHARE * profile.time.mean_s
-    listed = [kernel for kernel in profile.kernels[:_MOST_KERNELS] if kernel.seconds >= least_s]
-    unknown = [k for k in profile.kernels if k.part == "other" and k.seconds >= least_s and k not in listed]
-    rest = [kernel for kernel in profile.kernels if kernel not in listed and kernel not in unknown[:_MOST_KERNELS]]
-    lines = [f"{'Longest kernels' if on_gpu else 'Longest operators':<18}{'ms':>8}{'times':>8}  part"]
-    lines += [_kernel(kernel) for kernel in [*listed, *unknown[:_MOST_KERNELS]]]
+    worth = [kernel for kernel in profile.kernels if kernel.seconds >= least_s]
+    listed = worth[:_MOST_KERNELS] + [k for k in worth[_MOST_KERNELS:] if k.part == "other"][:_MOST_KERNELS]
+    lines = [f"{'Longest kernels' if on_gpu else 'Longest calls':<16}{'ms':>10}{'share':>9}{'times':>10}"]
+    for kernel in listed:
+        name = kernel.name.removeprefix("void ").removeprefix("autograd::engine::evaluate_function: ")
+        lines.append(f"{_row(kernel.part, kernel.seconds, profile, kernel.count)}  {printable(name, _NAME)}")
+    rest = [kernel for kernel in profile.kernels if kernel not in listed]
     if rest:
         seconds, count = sum(kernel.seconds for kernel in rest), sum(kernel.count for kernel in rest)
-        lines.append(f"  {'':<12}{_cell(seconds, 12)}{count:>8,.0f}  {len(rest):,} more")
+        lines.append(f"{_row('', seconds, profile, count)}  {len(rest):,} more")
     return "\n".join(lines)
 
 
-def _kernel(kernel: Kernel) -> str:
-    name = printable(kernel.name.removeprefix("void ").removeprefix("autograd::engine::evaluate_function: "), _NAME)
-    return f"  {'':<12}{_cell(kernel.seconds, 12)}{kernel.count:>8,.0f}  {kernel.part:<14}{name}"
+def _row(name: str, seconds: float, profile: Profile, count: float) -> str:
+    """Name, milliseconds, share of the step, and how often where it is not idle."""
+    times = "" if name == "idle" else f"{count:,.0f}"
+    share = share_text(seconds / profile.time.mean_s)
+    return f"  {name:<14}{seconds * 1000:>10,.3f}{share:>9}{times:>10}".rstrip()
 
 
 def _achieved(profile: Profile, on_gpu: bool) -> str:
@@ -118,7 +122,3 @@ def _number(number: float) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:,.2f} ms"
-
-
-def _cell(seconds: float, width: int = 10) -> str:
-    return f"{seconds * 1000:>{width},.3f}"
