@@ -48,6 +48,8 @@ NAMES = {
         "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*, float const*, int)",
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
         "aten::scaled_dot_product_attention",
+        "autograd::engine::evaluate_function: SafeSoftmaxBackward0",
+        "autograd::engine::evaluate_function: BmmBackward0",
     ],
     "normalisation": [
         "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, false>(int, float)",
@@ -79,6 +81,7 @@ NAMES = {
         "aten::mul_",
         "aten::sum",
         "aten::_log_softmax",
+        "autograd::engine::evaluate_function: LogSoftmaxBackward0",
     ],
     "optimizer": [
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"

@@ -36,6 +36,7 @@ _RULES: tuple[tuple[PartName, str], ...] = (
     ("attention", r"(?i)flash_?(fwd|bwd|attn|attention|fprop|bprop)|fmha|efficient_attention|attention_kernel|sdpa"),
     ("attention", r"AttentionKernel|AttentionBackwardKernel|cudnn::fusion::|scaled_dot_product"),
     ("attention", r"softmax_warp_(for|back)ward<([^,]+, ){3}\d+, false|^aten::_softmax"),
+    ("attention", r"(?<!Log)SoftmaxBackward|BmmBackward"),  # on a CPU: forward they are called by attention
     # The optimizer: fused updates, the gradient's norm, clearing gradients.
     ("copies", r"multi_tensor_apply_kernel<.*\bCopy<"),
     ("optimizer", r"(?i)adam|sgd|lp_?norm|multi_tensor_apply|foreach|vector_norm|amp_update_scale|NormTwoOps"),

@@ -42,9 +42,10 @@ def measure_limits(
     num_tokens: that each is multiplied with at once.
     """
     side = _SIDE[device.type]
-    square = _seconds_of_products(device, dtype, side, side, side, backward=False)
+    for _ in range(2):  # once to bring the clocks up, once to measure
+        square_s = _seconds_of_products(device, dtype, side, side, side, backward=False)
     return Limits(
-        matmul_flops_per_s=2 * side**3 / square,
+        matmul_flops_per_s=2 * side**3 / square_s,
         model_matmul_flops_per_s=_model_rate(device, dtype, shapes, num_tokens),
         copy_bytes_per_s=_copy_rate(device),
         datasheet_flops_per_s=datasheet_flops_per_s,

@@ -13,10 +13,14 @@ _MAIN = 0.5
 _POORLY_FILLED = 0.8
 #: Share of the model's own measured rate from which products are as fast as they get.
 _NEAR = 0.8
+#: A rate over its limit from which the limit was measured wrong.
+_BEATEN = 1.2
 
 
 def reading_of(profile: Profile) -> str:
     """What the step waits for, or is made of."""
+    if _beaten(profile):
+        return "the step was faster than the limits measured just before it: the device was busy then, profile again"
     idle = profile.part("idle").share
     if idle >= _MUCH_IDLE:
         return f"idle {share_text(idle)}: {_why_idle(profile)}"
@@ -28,6 +32,12 @@ def reading_of(profile: Profile) -> str:
     if profile.rates.fill < _POORLY_FILLED:
         said += f"; {share_text(1 - profile.rates.fill)} of the computed tokens are padding"
     return said
+
+
+def _beaten(profile: Profile) -> bool:
+    rates, limits = profile.rates, profile.limits
+    pairs = [(rates.contraction_flops_per_s, limits.model_matmul_flops_per_s), (rates.mfu, 1.0)]
+    return any(rate is not None and limit is not None and rate > _BEATEN * limit for rate, limit in pairs)
 
 
 def _why_idle(profile: Profile) -> str:
