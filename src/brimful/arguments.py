@@ -77,7 +77,7 @@ _DEMO = _Command(
     example="brimful demo --output demo-run",
 )
 
-_SHOWN_AS: Mapping[str, str] = {"output": "PATH", "metric_for_best_model": "METRIC"}
+_SHOWN_AS: Mapping[str, str] = {"output": "PATH", "trace": "FILE", "metric_for_best_model": "METRIC"}
 _KINDS: Mapping[type[Any], str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 

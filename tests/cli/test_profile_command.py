@@ -129,6 +129,7 @@ def test_the_configuration_of_a_training_is_taken(brimful: Brimful, files: Files
         (["--steps", "0"], "--steps is 0"),
         (["--steps", "some"], "--steps is 'some': it must be a whole number"),
         (["--trace", "."], "--trace . is a folder"),
+        (["--trace", "/proc/none/t.json"], "cannot write /proc/none"),
         (["--execution", "captured", "--device", "cpu"], "--execution captured does not work here"),
     ],
 )

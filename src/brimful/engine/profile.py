@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import os
 import statistics
 from collections.abc import Sequence
 from contextlib import closing
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from brimful.core import durable
-from brimful.core.errors import DeviceError, OptionError
+from brimful.core.errors import DeviceError, OptionError, OutputError
 from brimful.core.listener import Listener
 from brimful.core.options import NOT_OF_A_STEP, ProfileOptions
 from brimful.core.profile import Limits, Profile, Rates, StepTime, Work
@@ -40,6 +41,8 @@ from brimful.techniques.precision import Precision, choose_precision
 
 #: Passes over the batches to time them, the median taken batch by batch.
 _ROUNDS = {"cuda": 3, "cpu": 1}
+#: What to do about a trace that cannot be written.
+_ELSEWHERE = "choose another --trace, or make this one writable"
 
 
 def profile(options: ProfileOptions, listener: Listener) -> Profile:
@@ -227,12 +230,17 @@ def _profile(options: ProfileOptions, built: Built, found: _Found, work: Work) -
 
 
 def _checked(path: Path, data: str) -> Path:
-    """Raises: OptionError for a trace that would be a folder or the data; OutputError where its folder cannot be."""
+    """Raises: OptionError for a trace that would be a folder or the data; OutputError where it cannot be written."""
     if path.is_dir():
         raise OptionError(f"--trace {durable.path_text(path)} is a folder", hint="give the name of a file")
     if path.exists() and Path(data).exists() and path.samefile(data):
         raise OptionError(f"--trace {durable.path_text(path)} is the file that is read", hint="give another name")
-    durable.make_folder(path.parent)
+    try:
+        durable.make_folder(path.parent)
+    except OutputError as error:
+        raise OutputError(str(error), hint=_ELSEWHERE) from error
+    if not os.access(path.parent, os.W_OK):
+        raise OutputError(f"--trace {durable.path_text(path)} cannot be written", hint=_ELSEWHERE)
     return path
 
 
