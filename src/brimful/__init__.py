@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from brimful.api import classify, train
+    from brimful.api import classify, profile, train
     from brimful.core.errors import (
         BrimfulError,
         CheckpointError,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         OutputError,
     )
     from brimful.core.options import TrainOptions
+    from brimful.core.profile import Profile
     from brimful.core.records import Run
 
 __version__ = "0.1.0"
@@ -46,9 +47,11 @@ _PUBLIC = {
     "NonFiniteError": _ERRORS,
     "OptionError": _ERRORS,
     "OutputError": _ERRORS,
+    "Profile": "brimful.core.profile",
     "Run": "brimful.core.records",
     "TrainOptions": "brimful.core.options",
     "classify": "brimful.api",
+    "profile": "brimful.api",
     "train": "brimful.api",
 }
 
@@ -64,9 +67,11 @@ __all__ = [
     "NonFiniteError",
     "OptionError",
     "OutputError",
+    "Profile",
     "Run",
     "TrainOptions",
     "classify",
+    "profile",
     "train",
 ]
 

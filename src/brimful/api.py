@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from brimful.core.errors import OptionError, printable
 from brimful.core.listener import Listener
-from brimful.core.options import ClassifyOptions, TrainOptions, flag
+from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flag, flags_of
+from brimful.core.profile import Profile
 from brimful.core.records import Run, json_text
 from brimful.core.units import count_text, seconds_text
 from brimful.data.columns import find_columns
@@ -24,6 +25,7 @@ from brimful.data.sources import read_rows
 from brimful.data.writing import check_output, write_table
 from brimful.engine.classify import Answers, classify_texts
 from brimful.engine.prepare import tell_columns
+from brimful.engine.profile import profile as _profile
 from brimful.engine.train import train as _train
 from brimful.integrations.fanout import Fanout
 
@@ -52,6 +54,22 @@ def run_training(options: TrainOptions, listener: Listener) -> Run:
     if options.dry_run:
         listener.stage("this was a dry run: nothing was trained, nothing was written")
     return run
+
+
+def profile(data: str | Path, *, model: str | Path, listener: Listener | None = None, **options: Any) -> Profile:
+    """Says where the time of one training step goes, on these data. Nothing is saved but the trace asked for.
+
+    options: the fields of TrainOptions that a step depends on, and `steps` and `trace`.
+    Raises: BrimfulError, as `train` does.
+    """
+    _check_known("profile", ProfileOptions, options)
+    asked = {name: _path(value) if name == "trace" else value for name, value in options.items()}
+    return run_profile(ProfileOptions(data=_path(data), model=_path(model), **asked), listener or Listener())
+
+
+def run_profile(options: ProfileOptions, listener: Listener) -> Profile:
+    """Profiles what `options` ask for; what `profile` and the command line share."""
+    return _profile(options, listener)
 
 
 def classify(
@@ -133,7 +151,7 @@ def _free_name(name: str, taken: Sequence[str]) -> str:
 
 
 def _check_known(function: str, kind: type[Any], options: Mapping[str, Any], without: Sequence[str] = ()) -> None:
-    known = sorted({field.name for field in dataclasses.fields(kind)} - set(without))
+    known = sorted({field.name for field in flags_of(kind)} - set(without))
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

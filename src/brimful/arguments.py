@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from brimful.configuration import read_configuration
 from brimful.core.errors import OptionError, printable
-from brimful.core.options import ClassifyOptions, DemoOptions, TrainOptions, flag
+from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flag, flags_of
 
 _CONFIG_HELP = "TOML or YAML file with any of these options, by the same names; flags override it."
 
@@ -56,6 +56,20 @@ _CLASSIFY = _Command(
     example="brimful classify run/model reviews.csv --output labelled.csv",
     positionals={"model": "MODEL", "data": "FILE"},
 )
+_PROFILE = _Command(
+    name="profile",
+    options=ProfileOptions,
+    summary="Show where the time of one training step goes, on your data. Nothing is trained, nothing is saved.",
+    example="brimful profile reviews.csv --model bert-base-uncased",
+    positionals={"data": "DATA"},
+    groups={
+        "model": "needed",
+        "eval_data": "data and labels",
+        "batch_size": "what is learned",
+        "precision": "how it runs",
+        "trust_remote_code": "the profile",
+    },
+)
 _DEMO = _Command(
     name="demo",
     options=DemoOptions,
@@ -63,7 +77,7 @@ _DEMO = _Command(
     example="brimful demo --output demo-run",
 )
 
-_SHOWN_AS: Mapping[str, str] = {"output": "PATH", "metric_for_best_model": "METRIC"}
+_SHOWN_AS: Mapping[str, str] = {"output": "PATH", "trace": "FILE", "metric_for_best_model": "METRIC"}
 _KINDS: Mapping[type[Any], str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -82,6 +96,12 @@ def classify_options(words: Sequence[str]) -> ClassifyOptions:
     return options
 
 
+def profile_options(words: Sequence[str]) -> ProfileOptions:
+    """Options of `brimful profile`; otherwise as `train_options`."""
+    options: ProfileOptions = _parse(_PROFILE, words)
+    return options
+
+
 def demo_options(words: Sequence[str]) -> DemoOptions:
     """Options of `brimful demo`; otherwise as `train_options`."""
     options: DemoOptions = _parse(_DEMO, words)
@@ -95,7 +115,14 @@ def suggestion(name: str, known: Sequence[str], otherwise: str) -> str:
 
 
 def help_texts(options: type[Any]) -> dict[str, str]:
-    """The docstring under each field of a dataclass, on one line."""
+    """The docstring under each field of a dataclass, inherited ones too, on one line."""
+    texts: dict[str, str] = {}
+    for kind in reversed([kind for kind in options.__mro__ if dataclasses.is_dataclass(kind)]):
+        texts |= _own_help_texts(kind)
+    return texts
+
+
+def _own_help_texts(options: type[Any]) -> dict[str, str]:
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(options))).body
     assert isinstance(body, ast.ClassDef)
     texts: dict[str, str] = {}
@@ -122,7 +149,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(command: _Command, words: Sequence[str]) -> Any:
-    hints = get_type_hints(command.options)
+    all_hints = get_type_hints(command.options)
+    hints = {field.name: all_hints[field.name] for field in flags_of(command.options)}
     words = [_with_dashes(word) for word in words]
     _check_known(command, hints, words)
     parsed, left = _parser(command, hints).parse_known_args(words)
@@ -130,9 +158,9 @@ def _parse(command: _Command, words: Sequence[str]) -> Any:
         said = f"brimful {command.name} does not know what to do with {printable(' '.join(left), 200)}"
         raise OptionError(said, hint=f"{command.example}; quote names with spaces, and globs")
     asked = vars(parsed)
-    given = read_configuration(asked.pop("config"), list(hints)) if "config" in asked else {}
-    given |= asked
-    missing = [f.name for f in dataclasses.fields(command.options) if f.default is MISSING and f.name not in given]
+    given = read_configuration(asked.pop("config"), list(all_hints)) if "config" in asked else {}
+    given = {name: value for name, value in given.items() if name in hints} | asked
+    missing = [f.name for f in flags_of(command.options) if f.default is MISSING and f.name not in given]
     if missing:
         shown = " and ".join(command.positionals.get(name, flag(name)) for name in missing)
         raise OptionError(f"brimful {command.name} needs {shown}", hint=command.example)
@@ -160,7 +188,7 @@ def _check_known(command: _Command, hints: Mapping[str, Any], words: Sequence[st
 
 def _parser(command: _Command, hints: Mapping[str, Any]) -> argparse.ArgumentParser:
     usage = " ".join(["brimful", command.name, *command.positionals.values()])
-    needed = [f.name for f in dataclasses.fields(command.options) if f.default is MISSING]
+    needed = [f.name for f in flags_of(command.options) if f.default is MISSING]
     usage += "".join(f" {flag(name)} {_shown_as(name)}" for name in needed if name not in command.positionals)
     parser = _Parser(
         prog=f"brimful {command.name}",
@@ -175,7 +203,7 @@ def _parser(command: _Command, hints: Mapping[str, Any]) -> argparse.ArgumentPar
     texts = help_texts(command.options)
     positionals = parser.add_argument_group("arguments") if command.positionals else parser
     group = parser.add_argument_group("options")
-    for option in dataclasses.fields(command.options):
+    for option in flags_of(command.options):
         name, hint, text = option.name, hints[option.name], texts[option.name].replace("%", "%%")
         if name in command.positionals:
             positionals.add_argument(name, metavar=command.positionals[name], nargs="?", help=text)

@@ -28,6 +28,7 @@ brim, without changing what they learn.
 commands:
   train DATA --model MODEL --output DIR   fine-tune a classifier on your texts
   classify MODEL FILE                     label a file of texts with it
+  profile DATA --model MODEL              see where the time of a step goes
   demo                                    watch both at work, in a few minutes
 
 `brimful COMMAND --help` shows the options of a command, `brimful --version`
@@ -109,6 +110,20 @@ def _classify(words: list[str]) -> int:
     return 0
 
 
+def _profile(words: list[str]) -> int:
+    from brimful.arguments import profile_options
+
+    options = profile_options(words)
+    with _terminal() as listener:
+        from brimful.api import run_profile
+        from brimful.core.records import to_json
+        from brimful.reports.anatomy import anatomy_text
+
+        record = run_profile(options, listener)
+    print(to_json(record).rstrip() if options.json else anatomy_text(record))
+    return 0
+
+
 def _demo(words: list[str]) -> int:
     from brimful.arguments import demo_options
 
@@ -130,7 +145,12 @@ def _terminal() -> closing[Terminal]:
     return closing(Terminal())
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "classify": _classify, "demo": _demo}
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "classify": _classify,
+    "profile": _profile,
+    "demo": _demo,
+}
 
 
 if __name__ == "__main__":

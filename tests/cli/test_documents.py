@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import brimful as package
-from brimful.arguments import classify_options, demo_options, help_texts, train_options
+from brimful.arguments import classify_options, demo_options, help_texts, profile_options, train_options
 from brimful.core.errors import OptionError
-from brimful.core.options import ClassifyOptions, DemoOptions, TrainOptions, flag
+from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flag, flags_of
 from commands import Brimful
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +21,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 COMMANDS: dict[str, tuple[type[Any], Any]] = {
     "train": (TrainOptions, train_options),
     "classify": (ClassifyOptions, classify_options),
+    "profile": (ProfileOptions, profile_options),
     "demo": (DemoOptions, demo_options),
 }
 #: Flags of other programs that documents name.
@@ -35,7 +36,7 @@ def test_every_flag_has_help(command: str, brimful: Brimful, capsys: pytest.Capt
         brimful(command, "--help")
     assert ended.value.code == 0
     shown = " ".join(" ".join(part.split()) for part in _help_of(command).split("\n"))
-    for field in dataclasses.fields(options):
+    for field in flags_of(options):
         assert texts[field.name].endswith("."), field.name
         assert texts[field.name] in shown, field.name
         assert flag(field.name) in shown or field.default is dataclasses.MISSING

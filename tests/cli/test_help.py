@@ -22,13 +22,13 @@ _COMMAND = "from brimful.cli import run\ntry:\n    run({words!r})\nexcept System
 @pytest.mark.parametrize(
     "code",
     [
-        "import brimful; brimful.TrainOptions; brimful.BrimfulError; dir(brimful)",
+        "import brimful; brimful.TrainOptions; brimful.Profile; brimful.BrimfulError; dir(brimful)",
         *(
             _COMMAND.format(words=words)
-            for words in (["--help"], ["--version"], ["train", "--help"], ["classify", "-h"])
+            for words in (["--help"], ["--version"], ["train", "--help"], ["classify", "-h"], ["profile", "-h"])
         ),
     ],
-    ids=["import", "help", "version", "train", "classify"],
+    ids=["import", "help", "version", "train", "classify", "profile"],
 )
 def test_help_and_import_load_neither_torch_nor_transformers(code: str) -> None:
     process = subprocess.run(
@@ -52,7 +52,7 @@ def test_mistakes_in_words_are_told_before_anything_heavy_is_loaded() -> None:
 def test_help_names_every_command(brimful: Brimful) -> None:
     said = brimful("--help")
     assert (said.code, said.err) == (0, "")
-    for command in ("train", "classify", "demo"):
+    for command in ("train", "classify", "profile", "demo"):
         assert f"\n  {command} " in said.out
     assert all(len(line) <= 80 for line in said.out.splitlines())
 
@@ -67,7 +67,7 @@ def test_version(brimful: Brimful) -> None:
     assert brimful("--version").out == f"{package.__version__}\n"
 
 
-@pytest.mark.parametrize(("word", "hint"), [("trian", "did you mean train?"), ("fly", "train, classify, demo")])
+@pytest.mark.parametrize(("word", "hint"), [("trian", "did you mean train?"), ("fly", "train, classify, profile")])
 def test_a_command_that_there_is_not(word: str, hint: str, brimful: Brimful) -> None:
     said = brimful(word)
     assert said.code == 2

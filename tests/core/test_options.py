@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from brimful.core.errors import OptionError
-from brimful.core.options import NOT_PART_OF_THE_RUN, TrainOptions, differences, flag
+from brimful.core.options import (
+    NOT_OF_A_STEP,
+    NOT_PART_OF_THE_RUN,
+    ProfileOptions,
+    TrainOptions,
+    differences,
+    flag,
+    flags_of,
+)
 
 
 def options(**changes: Any) -> TrainOptions:
@@ -137,3 +145,12 @@ def test_an_option_that_the_earlier_version_did_not_have_was_at_its_default() ->
     del before["seed"]
     assert differences(before, options()) == []
     assert differences(before, options(seed=1)) == ["--seed was 42, is 1"]
+
+
+def test_a_profile_takes_the_options_of_a_training_that_a_step_depends_on() -> None:
+    training = {field.name for field in dataclasses.fields(TrainOptions)}
+    assert training >= NOT_OF_A_STEP
+    assert {field.name for field in flags_of(ProfileOptions)} == training - NOT_OF_A_STEP | {"steps", "trace"}
+    assert {field.name for field in flags_of(TrainOptions)} == training
+    with pytest.raises(OptionError, match="--batch-size is 0"):
+        ProfileOptions(data="d.csv", model="m", batch_size=0)

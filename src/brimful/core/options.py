@@ -203,6 +203,38 @@ class ClassifyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileOptions(TrainOptions):
+    """The anatomy of one step of the run that `train` would make of the same options.
+
+    What says nothing of a step (`NOT_OF_A_STEP`) is no flag of `profile`, and a --config that has it is taken as it is.
+    """
+
+    output: str = ""
+    """Nothing is saved."""
+    steps: int = 20
+    """Steps to time, and then to record: as many of the run's first batches."""
+    trace: str | None = None
+    """File for the recorded steps as a Chrome trace, compressed if its name ends in .gz."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_positive(self, "steps")
+
+
+#: Fields of TrainOptions that a single step does not depend on.
+NOT_OF_A_STEP = frozenset(
+    {"output", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "metric_for_best_model"}
+    | {"early_stopping_patience", "resume", "dry_run", "report_to"}
+)
+
+
+def flags_of(kind: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
+    """The fields of a command's options that are its flags."""
+    hidden = NOT_OF_A_STEP if issubclass(kind, ProfileOptions) else frozenset()
+    return tuple(field for field in dataclasses.fields(kind) if field.name not in hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoOptions:
     """The demonstration: MiniLM-L6 on BBC News, both from Python packages, on this machine."""
 

@@ -53,6 +53,17 @@ class Built:
         return self.layout.budgets.tokens[-1] if isinstance(self.layout, PackedLayout) else _DEFAULT_BUDGET["cpu"]
 
 
+def optimizer_of(options: TrainOptions) -> Optimizer:
+    """The optimizer that was asked for."""
+    return Optimizer(
+        value=options.optim,
+        weight_decay=options.weight_decay,
+        beta1=options.adam_beta1,
+        beta2=options.adam_beta2,
+        epsilon=options.adam_epsilon,
+    )
+
+
 def build(
     options: TrainOptions, prepared: Prepared, precision: Precision, optimizer: Optimizer, listener: Listener
 ) -> Built:

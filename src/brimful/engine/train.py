@@ -32,7 +32,7 @@ from brimful.core.options import TrainOptions
 from brimful.core.records import Run
 from brimful.data.batches import Batch
 from brimful.data.feed import Feed
-from brimful.engine.build import Built, build
+from brimful.engine.build import Built, build, optimizer_of
 from brimful.engine.checkpoint import (
     Checkpoint,
     checkpoint_path,
@@ -54,7 +54,6 @@ from brimful.models.save import save_model
 from brimful.reports.card import model_card
 from brimful.step.step import Outcome, Pending
 from brimful.tasks.task import LOWER_IS_BETTER
-from brimful.techniques.optimizer import Optimizer
 from brimful.techniques.precision import choose_precision
 
 #: Steps that may be in flight while the host goes on.
@@ -97,13 +96,7 @@ def train(options: TrainOptions, *, command: str, listener: Listener) -> Run:
     check_free(path, resume=options.resume)
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
-    optimizer = Optimizer(
-        value=options.optim,
-        weight_decay=options.weight_decay,
-        beta1=options.adam_beta1,
-        beta2=options.adam_beta2,
-        epsilon=options.adam_epsilon,
-    )
+    optimizer = optimizer_of(options)
     prepared = prepare(options, listener)
     if not _is_finished(RunFolder(path).read() if options.resume else None, path):
         num_parameters = prepared.facts.num_parameters

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+
+#: What configurations call the window of attention.
+_WINDOWS = ("sliding_window", "local_attention")
 
 
 def layers_of(model: Any) -> nn.ModuleList | None:
@@ -19,10 +24,59 @@ def matmul_parameters(model: nn.Module) -> int:
 
     A forward pass takes two operations for each and token, a backward pass four (Kaplan et al. 2020, arXiv 2001.08361).
     """
-    return sum(
-        parameter.numel()
+    return sum(count * rows * columns for (rows, columns), count in matrices(model).items())
+
+
+def matrices(model: nn.Module) -> Counter[tuple[int, int]]:
+    """How many matrices outside embeddings a model has, by shape."""
+    return Counter(
+        (parameter.shape[0], parameter.shape[1])
         for module in model.modules()
         if not isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
         if parameter.ndim == 2
     )
+
+
+def token_matrices(model: Any) -> Counter[tuple[int, int]] | None:
+    """`matrices` of the base model without its pooler, which sees one token of a sequence, as the head does: what every
+    token is multiplied with once. None where layers are shared or nested: they are used more often than they are there.
+    """
+    if layers_of(model) is None:
+        return None
+    found = matrices(model.base_model)
+    pooler = getattr(model.base_model, "pooler", None)
+    return found - matrices(pooler) if isinstance(pooler, nn.Module) else found
+
+
+def attention_flops(model: Any, lengths: Iterable[int]) -> float | None:
+    """Operations of attention in one forward and backward pass over sequences of these lengths.
+
+    A query and a key that it sees cost four operations forward for each channel of the heads (scores, and the sum of
+    values) and twice as many backward, recomputation not counted (Dao 2023, arXiv 2307.08691). Softmax and dropout are
+    not counted. None for a configuration that does not say what its heads are.
+    """
+    config = model.config
+    num_layers = getattr(config, "num_hidden_layers", None)
+    num_heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if not (num_layers and num_heads and width):
+        return None
+    channels: int = num_heads * (getattr(config, "head_dim", None) or width // num_heads)
+    causal = any(getattr(module, "is_causal", False) for module in model.modules())
+    sizes = list(lengths)
+    pairs = sum(_pairs(length, window, causal) for window in _windows(config, num_layers) for length in sizes)
+    return 12.0 * channels * pairs
+
+
+def _windows(config: Any, num_layers: int) -> list[int | None]:
+    """The window of each layer, None where it sees the whole sequence."""
+    window = next((w for w in (getattr(config, n, None) for n in _WINDOWS) if isinstance(w, int)), None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _pairs(length: int, window: int | None, causal: bool) -> int:
+    """Queries and keys that see one another. window: a token sees those nearer than this, on either side or before."""
+    reach = min(length, window or length)
+    before = reach * (reach + 1) // 2 + (length - reach) * reach  # keys up to the query itself
+    return before if causal else 2 * before - length
