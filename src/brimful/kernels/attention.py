@@ -130,6 +130,7 @@ def triton_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segm
         v_HTD,
         segments.offsets_N,
         max_length=segments.max_length,
+        typical_length=segments.typical_length,
         scale=pattern.scale,
         causal=pattern.causal,
         window=pattern.window,

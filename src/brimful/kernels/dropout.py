@@ -30,18 +30,36 @@ def hashed(x):
 
 
 @triton.jit
-def kept(SEED, site, plane, rows, columns, threshold):
-    """(rows, columns) bool: what dropout keeps. plane: which of several masks of one site, its head."""
+def row_keys(SEED, site, plane, rows):
+    """A random number for each row of a mask, (uint32). plane: which of several masks of one site, its head."""
     seed = tl.load(SEED)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    row_keys = hashed(hashed(rows.to(tl.uint32) ^ low) + hashed((site * 65536 + plane).to(tl.uint32) ^ high))
-    bits = hashed(row_keys[:, None] + columns.to(tl.uint32)[None, :] * 0x9E3779B9)
-    return (bits >> 8).to(tl.int32) >= threshold
+    return hashed(hashed(rows.to(tl.uint32) ^ low) + hashed((site * 65536 + plane).to(tl.uint32) ^ high))
+
+
+@triton.jit
+def column_keys(columns):
+    """A number for each column, (uint32)."""
+    return columns.to(tl.uint32) * 0x9E3779B9
+
+
+@triton.jit
+def kept(rows, columns, threshold):
+    """What dropout keeps where rows and columns of these keys meet, bool, in the shape that they broadcast to.
+
+    lowbias32 again, without its last step: only the high bits are looked at, and they are mixed by then.
+    """
+    x = rows + columns
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x.to(tl.int32, bitcast=True) >= threshold
 
 
 def threshold(dropout: float) -> int:
-    """What of 24 random bits falls below this is dropped."""
-    return round(dropout * (1 << 24))
+    """What of 32 random bits, read as a signed number, falls below this is dropped."""
+    return round(dropout * (1 << 32)) - (1 << 31)
 
 
 def draw_seed(device: torch.device, dropout: float) -> Tensor:
@@ -81,11 +99,14 @@ def kept_mask_PRC(
     """The masks as the kernels draw them, in plain torch, for the twins: (planes, rows, columns), True where kept."""
     mask = 0xFFFFFFFF
 
-    def plain(x: Tensor) -> Tensor:
+    def mixed(x: Tensor) -> Tensor:
         x = x ^ (x >> 16)
         x = (x * 0x7FEB352D) & mask
         x = x ^ (x >> 15)
-        x = (x * 0x846CA68B) & mask
+        return (x * 0x846CA68B) & mask
+
+    def plain(x: Tensor) -> Tensor:
+        x = mixed(x)
         return x ^ (x >> 16)
 
     device = seed.device
@@ -93,4 +114,5 @@ def kept_mask_PRC(
     rows_R, planes_P = torch.arange(num_rows, device=device), torch.arange(num_planes, device=device) + site * 65536
     keys_PR = plain((plain(rows_R ^ low)[None] + plain(planes_P ^ high)[:, None]) & mask)
     columns_C = (torch.arange(num_columns, device=device) * 0x9E3779B9) & mask
-    return plain((keys_PR[:, :, None] + columns_C) & mask) >> 8 >= threshold(dropout)
+    bits_PRC = mixed((keys_PR[:, :, None] + columns_C) & mask)
+    return torch.where(bits_PRC >= 1 << 31, bits_PRC - (1 << 32), bits_PRC) >= threshold(dropout)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.dropout import kept, kept_mask_PRC, threshold
+from brimful.kernels.dropout import column_keys, kept, kept_mask_PRC, row_keys, threshold
 from brimful.kernels.strips import sum_strips
 
 #: Rows whose parameter gradients one program sums, at the least and for large inputs.
@@ -43,8 +43,7 @@ def _row(X, BIAS, RESIDUAL, SEED, site, row, columns, inside, width, drop_below,
     z += tl.load(BIAS + columns, mask=inside, other=0.0).to(tl.float32)
     stays = inside
     if DROPOUT:
-        rows = tl.full([1], 0, tl.int32) + row
-        stays = tl.reshape(kept(SEED, site, 0, rows, columns, drop_below), columns.shape) & inside
+        stays = kept(row_keys(SEED, site, 0, row), column_keys(columns), drop_below)
         z = tl.where(stays, z / keep, 0.0)
     z += tl.load(RESIDUAL + places, mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, z, 0.0), stays

@@ -21,13 +21,13 @@ _WIDE, _STEP, STRIP = 256, 8, 64
 @triton.jit
 def strips_make(X, STRIPS, num_rows, width, COLUMNS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr):
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([COLUMNS], tl.float32)
+    total = tl.zeros([STEP, COLUMNS], tl.float32)  # added up across rows once, at the end
     for first in range(0, ROWS, STEP):
         rows = tl.program_id(0).to(tl.int64) * ROWS + first + tl.arange(0, STEP)
         inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
         x = tl.load(X + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
-        total += tl.sum(x.to(tl.float32), 0)
-    tl.store(STRIPS + tl.program_id(0) * width + columns, total, mask=columns < width)
+        total += x.to(tl.float32)
+    tl.store(STRIPS + tl.program_id(0) * width + columns, tl.sum(total, 0), mask=columns < width)
 
 
 def make_strips(x: Tensor) -> Tensor:
@@ -42,11 +42,12 @@ def make_strips(x: Tensor) -> Tensor:
 @triton.jit
 def strips_sum(STRIPS, OUT, LAST, num_strips, width, first_last, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, num_strips, ROWS):
         rows = first + tl.arange(0, ROWS)
         inside = (rows < num_strips)[:, None] & (columns < width)[None, :]
-        total += tl.sum(tl.load(STRIPS + rows[:, None] * width + columns[None, :], mask=inside, other=0.0), 0)
+        total += tl.load(STRIPS + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
+    total = tl.sum(total, 0)
     tl.store(OUT + columns, total, mask=columns < first_last)
     last = columns - first_last
     tl.store(LAST + last, total.to(LAST.dtype.element_ty), mask=(last >= 0) & (columns < width))

@@ -14,6 +14,7 @@ Source: Dao 2023, arXiv 2307.08691 (FlashAttention-2).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,50 +22,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.dropout import draw_seed, kept, threshold
+from brimful.kernels.dropout import column_keys, draw_seed, kept, row_keys, threshold
 
 _LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _scores(q, k, rows, columns, length, scale, softcap, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
-    """Scores times log2(e), minus infinity where a query does not see a key; and the soft cap's tanh."""
+def _scores(q, k, scale, softcap, CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores times log2(e) of rows of q with rows of k; and the soft cap's tanh. scale: times log2(e) without a cap."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     capped = s
     if CAP:
         capped = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * 1.4426950408889634 / softcap)))
-        s = softcap * capped
-    seen = (columns < length)[None, :] & (rows < length)[:, None]
+        s = softcap * 1.4426950408889634 * capped
+    return s, capped
+
+
+@triton.jit
+def _seen(queries, keys, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Which keys a query sees by causality and window; both in shapes that broadcast."""
+    distance = queries - keys
+    seen = distance == distance
     if CAUSAL:
-        seen = seen & (rows[:, None] >= columns[None, :])
+        seen = seen & (distance >= 0)
     if WINDOW > 0:
-        distance = rows[:, None] - columns[None, :]
         seen = seen & (distance < WINDOW) & (distance > -WINDOW)
-    return tl.where(seen, s * 1.4426950408889634, float("-inf")), capped
+    return seen
 
 
 @triton.jit
-def _keys_of(first, last, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """The range of keys, from a multiple of BLOCK, that queries from `first` up to `last` see."""
+def _range(first, last, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
+    """From a multiple of BLOCK: keys that queries from `first` up to `last` see, or queries that see such keys."""
     low, high = 0, length
     if WINDOW > 0:
         low = tl.maximum(0, first - WINDOW + 1) // BLOCK * BLOCK
         high = tl.minimum(high, last + WINDOW - 1)
     if CAUSAL:
-        high = tl.minimum(high, last)
-    return low, high
-
-
-@triton.jit
-def _queries_of(first, last, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """The range of queries, from a multiple of BLOCK, that see keys from `first` up to `last`."""
-    low, high = 0, length
-    if WINDOW > 0:
-        low = tl.maximum(0, first - WINDOW + 1) // BLOCK * BLOCK
-        high = tl.minimum(high, last + WINDOW - 1)
-    if CAUSAL:
-        low = tl.maximum(low, first // BLOCK * BLOCK)
+        if OF_KEYS:
+            high = tl.minimum(high, last)
+        else:
+            low = tl.maximum(low, first // BLOCK * BLOCK)
     return low, high
 
 
@@ -76,117 +73,152 @@ def _block(X, start, rows, length, head, stride_t, stride_h, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["site"])
-def varlen_attention_forward(Q, K, V, OUT, LSE, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, scale, softcap,
-             threshold, keep, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr,
-             D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def varlen_attention_forward(
+    Q, K, V, OUT, LSE, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, scale, softcap, drop_below,
+    more, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(OFFSETS + segment)
     length = tl.load(OFFSETS + segment + 1) - start
-    first = block * BLOCK
+    first = block * OWN
     if first >= length:
         return
-    rows = first + tl.arange(0, BLOCK)
+    rows = first + tl.arange(0, OWN)
     q = _block(Q, start, rows, length, head, q_t, q_h, D)
-    largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    out = tl.zeros([BLOCK, D], tl.float32)
-    low, high = _keys_of(first, first + BLOCK, length, CAUSAL, WINDOW, BLOCK)
-    for place in range(low, high, BLOCK):
-        columns = place + tl.arange(0, BLOCK)
+    largest = tl.full([OWN], float("-inf"), tl.float32)
+    total = tl.zeros([OWN], tl.float32)
+    out = tl.zeros([OWN, D], tl.float32)
+    mask_rows = rows
+    if DROPOUT:
+        mask_rows = row_keys(SEED, site, head, start + rows)
+    low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, True)
+    for place in range(low, high, OTHER):
+        columns = place + tl.arange(0, OTHER)
         k = _block(K, start, columns, length, head, k_t, k_h, D)
         v = _block(V, start, columns, length, head, v_t, v_h, D)
-        s, _ = _scores(q, k, rows, columns, length, scale, softcap, CAUSAL, WINDOW, CAP, PRECISION)
+        s, _ = _scores(q, k, scale, softcap, CAP, PRECISION)
+        seen = (columns < length)[None, :]
+        if CAUSAL or WINDOW > 0:
+            seen = seen & _seen(rows[:, None], columns[None, :], CAUSAL, WINDOW)
+        s = tl.where(seen, s, float("-inf"))
         now = tl.maximum(largest, tl.max(s, 1))
         base = tl.where(now == float("-inf"), 0.0, now)
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(p, 1)
         if DROPOUT:
-            p = tl.where(kept(SEED, site, head, start + rows, columns, threshold), p / keep, 0.0)
+            p = tl.where(kept(mask_rows[:, None], column_keys(columns)[None, :], drop_below), p, 0.0)
         out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         largest = now
     inside = rows < length
     total = tl.where(inside, total, 1.0)
-    out = out / total[:, None]
+    out = out * (more / total)[:, None]
     places = (start + rows).to(tl.int64)[:, None] * o_t + head * o_h + tl.arange(0, D)[None, :]
     tl.store(OUT + places, out.to(OUT.dtype.element_ty), mask=inside[:, None])
     tl.store(LSE + head.to(tl.int64) * T + start + rows, largest + tl.log2(total), mask=inside)
 
 
 @triton.jit
-def _weights(s, lse, capped, dp, delta, stays, keep, scale, DROPOUT: tl.constexpr, CAP: tl.constexpr):
-    """Of one block: attention weights as they met the values, and the gradient of q times k."""
-    p = tl.exp2(s - lse[:, None])
-    dropped = p
-    if DROPOUT:
-        dropped = tl.where(stays, p / keep, 0.0)
-        dp = tl.where(stays, dp / keep, 0.0)
-    ds = p * (dp - delta[:, None]) * scale
-    if CAP:
-        ds = ds * (1.0 - capped * capped)
-    return dropped, ds
+def varlen_attention_delta(OUT, DO, DELTA, T, o_t, o_h, do_t, do_h, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Row sums of out times its gradient, (H, T)."""
+    rows, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    o = _block(OUT, 0, rows, T, head, o_t, o_h, D)
+    do = _block(DO, 0, rows, T, head, do_t, do_h, D)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(DELTA + head.to(tl.int64) * T + rows, delta, mask=rows < T)
+
+
+@triton.jit
+def _delta(OUT, DELTA, do, start, rows, length, head, T, o_t, o_h, READY: tl.constexpr, D: tl.constexpr):
+    """The row sums of a block, read where they are READY or made from what was read anyway."""
+    if READY:
+        delta = tl.load(DELTA + head.to(tl.int64) * T + start + rows, mask=rows < length, other=0.0)
+    else:
+        o = _block(OUT, start, rows, length, head, o_t, o_h, D)
+        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    return delta
 
 
 @triton.jit(do_not_specialize=["site"])
-def varlen_attention_backward(Q, K, V, OUT, DO, DQ, DK, DV, LSE, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h,
-              g_t, g_h, scale, softcap, threshold, keep, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-              CAP: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-              PRECISION: tl.constexpr):  # fmt: skip
+def varlen_attention_backward(
+    Q, K, V, OUT, DO, DQ, DK, DV, LSE, DELTA, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
+    do_h, g_t, g_h, scale, score_scale, softcap, drop_below, more, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
+    OTHER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Beyond its segment a block reads zeros, and what comes of them is multiplied with zeros or not stored.
+
+    Only the exponential needs care there: its argument is at most 0 where it counts, and is cut at 0 elsewhere.
+    """
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(OFFSETS + segment)
     length = tl.load(OFFSETS + segment + 1) - start
-    first = block * BLOCK
+    first = block * OWN
     if first >= length:
         return
-    own = first + tl.arange(0, BLOCK)
+    own = first + tl.arange(0, OWN)
     inside = (own < length)[:, None]
     gradients = (start + own).to(tl.int64)[:, None] * g_t + head * g_h + tl.arange(0, D)[None, :]
     lses = LSE + head.to(tl.int64) * T + start
 
-    # The block as keys: their gradient and their values', from every query that sees them.
+    # The block as keys, (keys, queries): their gradient and their values', from every query that sees them.
     k = _block(K, start, own, length, head, k_t, k_h, D)
     v = _block(V, start, own, length, head, v_t, v_h, D)
-    dk = tl.zeros([BLOCK, D], tl.float32)
-    dv = tl.zeros([BLOCK, D], tl.float32)
-    low, high = _queries_of(first, first + BLOCK, length, CAUSAL, WINDOW, BLOCK)
-    for place in range(low, high, BLOCK):
-        rows = place + tl.arange(0, BLOCK)
+    dk = tl.zeros([OWN, D], tl.float32)
+    dv = tl.zeros([OWN, D], tl.float32)
+    mask_columns = column_keys(own)
+    low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, False)
+    for place in range(low, high, OTHER):
+        rows = place + tl.arange(0, OTHER)
         q = _block(Q, start, rows, length, head, q_t, q_h, D)
-        o = _block(OUT, start, rows, length, head, o_t, o_h, D)
         do = _block(DO, start, rows, length, head, do_t, do_h, D)
         lse = tl.load(lses + rows, mask=rows < length, other=0.0)
-        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-        s, capped = _scores(q, k, rows, own, length, scale, softcap, CAUSAL, WINDOW, CAP, PRECISION)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        stays = s > 0
+        delta = _delta(OUT, DELTA, do, start, rows, length, head, T, o_t, o_h, READY, D)
+        s, capped = _scores(k, q, score_scale, softcap, CAP, PRECISION)
+        p = tl.exp2(tl.minimum(s - lse[None, :], 0.0))
+        if CAUSAL or WINDOW > 0:
+            p = tl.where(_seen(rows[None, :], own[:, None], CAUSAL, WINDOW), p, 0.0)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        met = p
         if DROPOUT:
-            stays = kept(SEED, site, head, start + rows, own, threshold)
-        p, ds = _weights(s, lse, capped, dp, delta, stays, keep, scale, DROPOUT, CAP)
-        dv += tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
-        dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision=PRECISION)
-    tl.store(DK + gradients, dk.to(DK.dtype.element_ty), mask=inside)
-    tl.store(DV + gradients, dv.to(DV.dtype.element_ty), mask=inside)
+            stays = kept(row_keys(SEED, site, head, start + rows)[None, :], mask_columns[:, None], drop_below)
+            met = tl.where(stays, p, 0.0)
+            dp = tl.where(stays, dp * more, 0.0)
+        ds = p * (dp - delta[None, :])
+        if CAP:
+            ds = ds * (1.0 - capped * capped)
+        dv += tl.dot(met.to(do.dtype), do, input_precision=PRECISION)
+        dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
+    tl.store(DK + gradients, (dk * scale).to(DK.dtype.element_ty), mask=inside)
+    tl.store(DV + gradients, (dv * more).to(DV.dtype.element_ty), mask=inside)
 
-    # The block as queries: their gradient, from every key that they see.
+    # The block as queries, (queries, keys): their gradient, from every key that they see.
     q = _block(Q, start, own, length, head, q_t, q_h, D)
-    o = _block(OUT, start, own, length, head, o_t, o_h, D)
     do = _block(DO, start, own, length, head, do_t, do_h, D)
     lse = tl.load(lses + own, mask=own < length, other=0.0)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    dq = tl.zeros([BLOCK, D], tl.float32)
-    low, high = _keys_of(first, first + BLOCK, length, CAUSAL, WINDOW, BLOCK)
-    for place in range(low, high, BLOCK):
-        columns = place + tl.arange(0, BLOCK)
+    delta = _delta(OUT, DELTA, do, start, own, length, head, T, o_t, o_h, READY, D)
+    dq = tl.zeros([OWN, D], tl.float32)
+    mask_rows = own
+    if DROPOUT:
+        mask_rows = row_keys(SEED, site, head, start + own)
+    low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, True)
+    for place in range(low, high, OTHER):
+        columns = place + tl.arange(0, OTHER)
         k = _block(K, start, columns, length, head, k_t, k_h, D)
         v = _block(V, start, columns, length, head, v_t, v_h, D)
-        s, capped = _scores(q, k, own, columns, length, scale, softcap, CAUSAL, WINDOW, CAP, PRECISION)
+        s, capped = _scores(q, k, score_scale, softcap, CAP, PRECISION)
+        p = tl.exp2(tl.minimum(s - lse[:, None], 0.0))
+        if CAUSAL or WINDOW > 0:
+            p = tl.where(_seen(own[:, None], columns[None, :], CAUSAL, WINDOW), p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        stays = s > 0
         if DROPOUT:
-            stays = kept(SEED, site, head, start + own, columns, threshold)
-        _, ds = _weights(s, lse, capped, dp, delta, stays, keep, scale, DROPOUT, CAP)
+            dp = tl.where(kept(mask_rows[:, None], column_keys(columns)[None, :], drop_below), dp * more, 0.0)
+        ds = p * (dp - delta[:, None])
+        if CAP:
+            ds = ds * (1.0 - capped * capped)
         dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
-    tl.store(DQ + gradients, dq.to(DQ.dtype.element_ty), mask=inside)
+    tl.store(DQ + gradients, (dq * scale).to(DQ.dtype.element_ty), mask=inside)
 
 
 def supports(dtype: torch.dtype, head_dim: int) -> bool:
@@ -194,13 +226,39 @@ def supports(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype in (torch.bfloat16, torch.float16, torch.float32) and head_dim in (16, 32, 64, 128)
 
 
-def _launch(q: Tensor, offsets: Tensor, max_length: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How a kernel is cut: rows that a program owns, rows it takes at a time of the others, warps, stages."""
+
+    own: int
+    other: int
+    warps: int
+    stages: int
+
+
+#: For heads of 64 in half precision on an H200 (benchmarks/attention): short segments, long ones forward and backward.
+SHORT = Tiles(own=64, other=64, warps=4, stages=2)
+LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=2)
+LONG_BACKWARD = Tiles(own=64, other=64, warps=4, stages=2)
+#: Wide heads, and fp32: what fits.
+_SMALL = Tiles(own=32, other=32, warps=4, stages=2)
+#: Mean length from which segments are long.
+_LONG = 128
+
+
+def _tiles(q: Tensor, typical_length: int, long: Tiles) -> Tiles:
+    if q.dtype == torch.float32 or q.shape[2] > 64:
+        return _SMALL
+    return long if typical_length >= _LONG else SHORT
+
+
+def _launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Grid, and the constants of both kernels that follow from the shapes."""
     heads, _, head_dim = q.shape
-    block = 64 if q.dtype != torch.float32 and head_dim <= 64 else 32
-    grid = (triton.cdiv(max_length, block), offsets.shape[0] - 1, heads)
+    grid = (triton.cdiv(max_length, tiles.own), offsets.shape[0] - 1, heads)
     precision = "ieee" if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return grid, {"D": head_dim, "BLOCK": block, "PRECISION": precision, "num_warps": 4, "num_stages": 2}
+    constants = {"D": head_dim, "OWN": tiles.own, "OTHER": tiles.other, "PRECISION": precision}
+    return grid, constants | {"num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
 @torch.library.custom_op("brimful::varlen_attention", mutates_args=())
@@ -211,6 +269,7 @@ def attend(
     offsets: Tensor,
     seed: Tensor,
     max_length: int,
+    typical_length: int,
     scale: float,
     causal: bool,
     window: int,
@@ -221,10 +280,11 @@ def attend(
     heads, tokens, head_dim = q.shape
     out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
     lse = q.new_empty(heads, tokens, dtype=torch.float32)
-    grid, constants = _launch(q, offsets, max_length)
+    grid, constants = _launch(q, offsets, max_length, _tiles(q, typical_length, LONG_FORWARD))
     strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
     varlen_attention_forward[grid](
-        q, k, v, out, lse, offsets, seed, site, tokens, *strides, scale, softcap, threshold(dropout), 1.0 - dropout,
+        q, k, v, out, lse, offsets, seed, site, tokens, *strides, scale * (1.0 if softcap > 0 else _LOG2_E), softcap,
+        threshold(dropout), 1.0 / (1.0 - dropout),
         CAUSAL=causal, WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0, **constants,
     )  # fmt: skip
     return out, lse
@@ -248,6 +308,7 @@ def attend_backward(
     offsets: Tensor,
     seed: Tensor,
     max_length: int,
+    typical_length: int,
     scale: float,
     causal: bool,
     window: int,
@@ -260,11 +321,19 @@ def attend_backward(
     packed = q.new_empty(tokens, 3, heads, head_dim)
     found = [packed[:, part].transpose(0, 1) for part in range(3)]
     gradient = gradient if gradient.stride(2) == 1 else gradient.contiguous()
-    grid, constants = _launch(q, offsets, max_length)
+    tiles = _tiles(q, typical_length, LONG_BACKWARD)
+    grid, constants = _launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out, gradient, found[0]) for axis in (1, 0)]
+    delta, ready = lse, tiles is LONG_BACKWARD
+    if ready:
+        delta = torch.empty_like(lse)
+        varlen_attention_delta[(triton.cdiv(tokens, 64), heads)](
+            out, gradient, delta, tokens, *strides[6:10], D=head_dim, BLOCK=64
+        )
     varlen_attention_backward[grid](
-        q, k, v, out, gradient, *found, lse, offsets, seed, site, tokens, *strides, scale, softcap, threshold(dropout),
-        1.0 - dropout, CAUSAL=causal, WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0, **constants,
+        q, k, v, out, gradient, *found, lse, delta, offsets, seed, site, tokens, *strides, scale,
+        scale * (1.0 if softcap > 0 else _LOG2_E), softcap, threshold(dropout), 1.0 / (1.0 - dropout), CAUSAL=causal,
+        WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0, READY=ready, **constants,
     )  # fmt: skip
     return packed
 
@@ -296,6 +365,7 @@ def varlen_attention_HTD(
     *,
     max_length: int,
     scale: float,
+    typical_length: int | None = None,
     causal: bool = False,
     window: int | None = None,
     softcap: float | None = None,
@@ -304,13 +374,24 @@ def varlen_attention_HTD(
 ) -> Tensor:
     """Attention within segments, (H, T, D); every token must be in one of them.
 
-    offsets_N: (N + 1,) int32, device. window: a token sees those nearer than this. seed: () int64 on the device, drawn
+    offsets_N: (N + 1,) int32, device. typical_length: mean one, by which kernels are cut. window: a token sees those nearer than this. seed: () int64 on the device, drawn
     from torch's generator if it is None and there is dropout.
     """
     if seed is None:
         seed = draw_seed(q_HTD.device, dropout)
     q_HTD, k_HTD, v_HTD = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_HTD, v_HTD))
     out: Tensor = attend(
-        q_HTD, k_HTD, v_HTD, offsets_N, seed, max_length, scale, causal, window or 0, softcap or 0.0, dropout
+        q_HTD,
+        k_HTD,
+        v_HTD,
+        offsets_N,
+        seed,
+        max_length,
+        typical_length or 0,
+        scale,
+        causal,
+        window or 0,
+        softcap or 0.0,
+        dropout,
     )[0]
     return out
