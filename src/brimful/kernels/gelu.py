@@ -16,8 +16,9 @@ from torch import Tensor
 
 from brimful.kernels.strips import STRIP
 
-#: Columns and rows of one program's tile.
-_COLUMNS, _STEP = 256, 8
+#: Columns and rows of one program's tile, forward and backward.
+_COLUMNS, _STEP = 256, 16
+_STRIP_COLUMNS, _STRIP_STEP = 64, 8
 
 
 def bias_gelu(x_TF: Tensor, bias_F: Tensor) -> Tensor:
@@ -88,8 +89,18 @@ def fused_backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]
     """Gradient of x, and strips (S, F) of that of the bias."""
     rows, width = x.shape
     dx, strips = torch.empty_like(x), x.new_empty(triton.cdiv(rows, STRIP), width, dtype=torch.float32)
-    grid = (strips.shape[0], triton.cdiv(width, _COLUMNS))
+    grid = (strips.shape[0], triton.cdiv(width, _STRIP_COLUMNS))
     gelu_backward[grid](
-        dy, x, bias, dx, strips, rows, width, EXACT=x.dtype == torch.float32, COLUMNS=_COLUMNS, STEP=_STEP, ROWS=STRIP
+        dy,
+        x,
+        bias,
+        dx,
+        strips,
+        rows,
+        width,
+        EXACT=x.dtype == torch.float32,
+        COLUMNS=_STRIP_COLUMNS,
+        STEP=_STRIP_STEP,
+        ROWS=STRIP,
     )
     return dx, strips

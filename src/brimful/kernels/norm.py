@@ -22,7 +22,7 @@ from brimful.kernels.dropout import column_keys, kept, kept_mask_PRC, row_keys, 
 from brimful.kernels.strips import sum_strips
 
 #: Rows whose parameter gradients one program sums, at the least and for large inputs.
-_FEWEST_ROWS, _MOST_PROGRAMS = 4, 528
+_FEWEST_ROWS, _MOST_PROGRAMS = 8, 528
 
 
 def dropout_add_norm(
@@ -135,7 +135,8 @@ def fused_backward(
     norm_backward[(programs,)](
         x if dy is None else dy, x if dhalf is None else dhalf, x, bias, residual, gain, seed, statistics[0],
         statistics[1], dx, dresidual, strips, site, rows, width, threshold(p), 1.0 - p, DROPOUT=p > 0,
-        HAS_DY=dy is not None, HAS_DHALF=dhalf is not None, WIDTH=wide, num_warps=_warps(wide),
+        HAS_DY=dy is not None, HAS_DHALF=dhalf is not None, WIDTH=wide,
+        num_warps=8,
     )  # fmt: skip
     return dx, dresidual, strips
 

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 #: Columns and rows of one program's tile.
-_COLUMNS, _ROWS = 64, 32
+_COLUMNS, _ROWS = 32, 32
 #: Of the first stage: columns of a tile, its rows, and rows of a strip.
-_WIDE, _STEP, STRIP = 256, 8, 64
+_WIDE, _STEP, STRIP = 64, 32, 128
 
 
 @triton.jit

@@ -140,29 +140,15 @@ def _delta(OUT, DELTA, do, start, rows, length, head, T, o_t, o_h, READY: tl.con
     return delta
 
 
-@triton.jit(do_not_specialize=["site"])
-def varlen_attention_backward(
-    Q, K, V, OUT, DO, DQ, DK, DV, LSE, DELTA, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
-    do_h, g_t, g_h, scale, score_scale, softcap, drop_below, more, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
-    OTHER: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def _gradient_of_keys(
+    Q, K, V, OUT, DO, DK, DV, LSE, DELTA, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+    scale, score_scale, softcap, drop_below, more, start, length, first, head, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Beyond its segment a block reads zeros, and what comes of them is multiplied with zeros or not stored.
-
-    Only the exponential needs care there: its argument is at most 0 where it counts, and is cut at 0 elsewhere.
-    """
-    block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(OFFSETS + segment)
-    length = tl.load(OFFSETS + segment + 1) - start
-    first = block * OWN
-    if first >= length:
-        return
+    """A block as keys, (keys, queries): their gradient and their values', from every query that sees them."""
     own = first + tl.arange(0, OWN)
-    inside = (own < length)[:, None]
-    gradients = (start + own).to(tl.int64)[:, None] * g_t + head * g_h + tl.arange(0, D)[None, :]
-    lses = LSE + head.to(tl.int64) * T + start
-
-    # The block as keys, (keys, queries): their gradient and their values', from every query that sees them.
     k = _block(K, start, own, length, head, k_t, k_h, D)
     v = _block(V, start, own, length, head, v_t, v_h, D)
     dk = tl.zeros([OWN, D], tl.float32)
@@ -173,7 +159,7 @@ def varlen_attention_backward(
         rows = place + tl.arange(0, OTHER)
         q = _block(Q, start, rows, length, head, q_t, q_h, D)
         do = _block(DO, start, rows, length, head, do_t, do_h, D)
-        lse = tl.load(lses + rows, mask=rows < length, other=0.0)
+        lse = tl.load(LSE + head.to(tl.int64) * T + start + rows, mask=rows < length, other=0.0)
         delta = _delta(OUT, DELTA, do, start, rows, length, head, T, o_t, o_h, READY, D)
         s, capped = _scores(k, q, score_scale, softcap, CAP, PRECISION)
         p = tl.exp2(tl.minimum(s - lse[None, :], 0.0))
@@ -190,13 +176,24 @@ def varlen_attention_backward(
             ds = ds * (1.0 - capped * capped)
         dv += tl.dot(met.to(do.dtype), do, input_precision=PRECISION)
         dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
-    tl.store(DK + gradients, (dk * scale).to(DK.dtype.element_ty), mask=inside)
-    tl.store(DV + gradients, (dv * more).to(DV.dtype.element_ty), mask=inside)
+    places = (start + own).to(tl.int64)[:, None] * g_t + head * g_h + tl.arange(0, D)[None, :]
+    inside = (own < length)[:, None]
+    tl.store(DK + places, (dk * scale).to(DK.dtype.element_ty), mask=inside)
+    tl.store(DV + places, (dv * more).to(DV.dtype.element_ty), mask=inside)
 
-    # The block as queries, (queries, keys): their gradient, from every key that they see.
+
+@triton.jit
+def _gradient_of_queries(
+    Q, K, V, OUT, DO, DQ, LSE, DELTA, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+    scale, score_scale, softcap, drop_below, more, start, length, first, head, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block as queries, (queries, keys): their gradient, from every key that they see."""
+    own = first + tl.arange(0, OWN)
     q = _block(Q, start, own, length, head, q_t, q_h, D)
     do = _block(DO, start, own, length, head, do_t, do_h, D)
-    lse = tl.load(lses + own, mask=own < length, other=0.0)
+    lse = tl.load(LSE + head.to(tl.int64) * T + start + own, mask=own < length, other=0.0)
     delta = _delta(OUT, DELTA, do, start, own, length, head, T, o_t, o_h, READY, D)
     dq = tl.zeros([OWN, D], tl.float32)
     mask_rows = own
@@ -218,7 +215,37 @@ def varlen_attention_backward(
         if CAP:
             ds = ds * (1.0 - capped * capped)
         dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
-    tl.store(DQ + gradients, (dq * scale).to(DQ.dtype.element_ty), mask=inside)
+    places = (start + own).to(tl.int64)[:, None] * g_t + head * g_h + tl.arange(0, D)[None, :]
+    tl.store(DQ + places, (dq * scale).to(DQ.dtype.element_ty), mask=(own < length)[:, None])
+
+
+@triton.jit(do_not_specialize=["site"])
+def varlen_attention_backward(
+    Q, K, V, OUT, DO, DQ, DK, DV, LSE, DELTA, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
+    do_h, g_t, g_h, scale, score_scale, softcap, drop_below, more, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
+    OTHER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Beyond its segment a block reads zeros, and what comes of them is multiplied with zeros or not stored.
+
+    Only the exponential needs care there: its argument is at most 0 where it counts, and is cut at 0 elsewhere.
+    """
+    block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(OFFSETS + segment)
+    length = tl.load(OFFSETS + segment + 1) - start
+    first = block * OWN
+    if first >= length:
+        return
+    _gradient_of_keys(
+        Q, K, V, OUT, DO, DK, DV, LSE, DELTA, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
+        g_h, scale, score_scale, softcap, drop_below, more, start, length, first, head, CAUSAL, WINDOW, CAP, DROPOUT,
+        READY, D, OWN, OTHER, PRECISION,
+    )  # fmt: skip
+    _gradient_of_queries(
+        Q, K, V, OUT, DO, DQ, LSE, DELTA, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
+        g_h, scale, score_scale, softcap, drop_below, more, start, length, first, head, CAUSAL, WINDOW, CAP, DROPOUT,
+        READY, D, OWN, OTHER, PRECISION,
+    )  # fmt: skip
 
 
 def supports(dtype: torch.dtype, head_dim: int) -> bool:
@@ -237,9 +264,9 @@ class Tiles:
 
 
 #: For heads of 64 in half precision on an H200 (benchmarks/attention): short segments, long ones forward and backward.
-SHORT = Tiles(own=64, other=64, warps=4, stages=2)
-LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=2)
-LONG_BACKWARD = Tiles(own=64, other=64, warps=4, stages=2)
+SHORT = Tiles(own=64, other=64, warps=4, stages=1)
+LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3)
+LONG_BACKWARD = Tiles(own=64, other=64, warps=4, stages=3)
 #: Wide heads, and fp32: what fits.
 _SMALL = Tiles(own=32, other=32, warps=4, stages=2)
 #: Mean length from which segments are long.

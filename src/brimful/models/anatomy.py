@@ -80,3 +80,13 @@ def _pairs(length: int, window: int | None, causal: bool) -> int:
     reach = min(length, window or length)
     before = reach * (reach + 1) // 2 + (length - reach) * reach  # keys up to the query itself
     return before if causal else 2 * before - length
+
+
+def embeddings_of(model: Any) -> nn.Module | None:
+    """The module that adds a model's embeddings up and normalises them; None where the model does so itself."""
+    for module in model.base_model.modules():
+        children = [type(child) for child in module.children()]
+        if nn.Embedding in children and nn.LayerNorm in children:
+            found: nn.Module = module
+            return None if found is model.base_model else found
+    return None

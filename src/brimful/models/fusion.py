@@ -1,7 +1,8 @@
-"""Transformer layers rewritten onto fused kernels, found by what they compute and not by their names.
+"""Transformer layers and embeddings rewritten onto fused kernels, found by what they compute and not by their names.
 
 A layer is traced once by torch's dynamo; its graph serves all layers of one kind and every number of tokens. In it
 
+    sum of embeddings -> layer_norm -> dropout
     linear -> dropout -> + residual -> layer_norm
     linear -> gelu
     three linears of one input -> variable-length attention
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from brimful.kernels import blocks
+from brimful.kernels.embedding import MOST_TABLES
 
 #: What a rewritten layer may have besides our functions: views, and numbers read from modules.
 _FREE_FUNCTIONS = {operator.getitem}
@@ -30,9 +32,9 @@ _FREE_METHODS = {"view", "reshape", "transpose", "contiguous", "size", "item", "
 _SAME = ("view", "reshape", "transpose", "to")
 
 
-def fusing_backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A backend of torch.compile: fused kernels where they cover the layer, torch's inductor elsewhere."""
-    fused = fuse(graph_module) if _can_fuse(inputs) else None
+def layer_backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend of torch.compile for layers: fused kernels where they cover one, torch's inductor elsewhere."""
+    fused = fuse(graph_module)
     if fused is not None:
         return fused.forward
     from torch._inductor.compile_fx import compile_fx
@@ -40,9 +42,9 @@ def fusing_backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable
     return compile_fx(graph_module, list(inputs))  # type: ignore[no-any-return]
 
 
-def _can_fuse(inputs: Sequence[Any]) -> bool:
-    tensors = [each for each in inputs if isinstance(each, torch.Tensor) and each.is_floating_point() and each.ndim > 1]
-    return all(each.dtype in (torch.float32, torch.bfloat16, torch.float16) for each in tensors)
+def embedding_backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The same for embeddings, of which a model has one: not worth a compilation where nothing is fused."""
+    return (fuse(graph_module) or graph_module).forward
 
 
 def fuse(graph_module: GraphModule) -> GraphModule | None:
@@ -52,6 +54,7 @@ def fuse(graph_module: GraphModule) -> GraphModule | None:
     found = GraphModule(graph_module, graph)
     rewrite = _Rewrite(found.graph)
     for node in list(found.graph.nodes):
+        rewrite.embeddings(node)
         rewrite.attention(node)
         rewrite.add_norm(node)
         rewrite.gelu(node)
@@ -65,13 +68,17 @@ def fuse(graph_module: GraphModule) -> GraphModule | None:
 
 
 def _is_ours_or_free(node: Node) -> bool:
+    made = node.meta.get("example_value")
+    if isinstance(made, torch.Tensor) and not made.is_floating_point():
+        return True  # arithmetic on indices
     if node.op == "call_function":
         return node.target in _FREE_FUNCTIONS or node.target in _OURS
     return node.op != "call_method" or node.target in _FREE_METHODS
 
 
 _OURS: set[Any] = {
-    blocks.linear, blocks.linear_gelu, blocks.linear_dropout_add_norm, blocks.projected_attention
+    blocks.linear, blocks.linear_gelu, blocks.linear_dropout_add_norm, blocks.projected_attention,
+    blocks.embeddings_norm,
 }  # fmt: skip
 
 
@@ -81,10 +88,43 @@ class _Rewrite:
 
     graph: Graph
 
+    def embeddings(self, node: Node) -> None:
+        """dropout(layer_norm(embedding + embedding + ...))."""
+        drop = _arguments(node, F.dropout, ("input", "p", "training", "inplace"))
+        call = None if drop is None else _norm(drop["input"])
+        if drop is None or call is None or len(drop["input"].users) != 1 or not isinstance(drop["training"], bool):
+            return
+        found = self._embedding_calls(call["input"])
+        if found is None or len(found) > MOST_TABLES or torch.are_deterministic_algorithms_enabled():
+            return
+        if any(each["weight"].meta["example_value"].dtype != torch.float32 for each in found):
+            return
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(
+                blocks.embeddings_norm,
+                ([each["input"] for each in found], [each["weight"] for each in found],
+                 [each["padding_idx"] for each in found], call["weight"], call["bias"], call["eps"],
+                 drop["p"] if drop["training"] else 0.0),
+            )  # fmt: skip
+        node.replace_all_uses_with(new)
+
+    def _embedding_calls(self, node: Any) -> list[dict[str, Any]] | None:
+        """Arguments of the embeddings that a sum is of, from left to right."""
+        if not isinstance(node, Node) or len(node.users) != 1:
+            return None
+        if _is_call(node, operator.add, operator.iadd):
+            left, right = (self._embedding_calls(each) for each in node.args)
+            return None if left is None or right is None else left + right
+        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+        call = _arguments(node, F.embedding, names)
+        if call is None or call["max_norm"] is not None or call["scale_grad_by_freq"] or call["sparse"]:
+            return None
+        return [call]
+
     def add_norm(self, node: Node) -> None:
         """layer_norm(dropout(linear(x)) + residual)."""
-        call = _arguments(node, F.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps"))
-        if call is None or call["weight"] is None or call["bias"] is None or len(call["normalized_shape"]) != 1:
+        call = _norm(node)
+        if call is None:
             return
         total = call["input"]
         if not _is_call(total, operator.add, operator.iadd) or len(total.users) != 1:
@@ -97,7 +137,7 @@ class _Rewrite:
                     new = self.graph.call_function(
                         blocks.linear_dropout_add_norm,
                         (linear["input"], linear["weight"], linear["bias"], residual, call["weight"], call["bias"],
-                         1e-5 if call["eps"] is None else call["eps"], p),
+                         call["eps"], p),
                     )  # fmt: skip
                 node.replace_all_uses_with(new)
                 return
@@ -187,6 +227,14 @@ class _Rewrite:
         with self.graph.inserting_before(node):
             new = self.graph.call_function(blocks.linear, (call["input"], call["weight"], call["bias"]))
         node.replace_all_uses_with(new)
+
+
+def _norm(node: Any) -> dict[str, Any] | None:
+    """The arguments of a LayerNorm over one axis with gain and shift; None if it is something else."""
+    call = _arguments(node, F.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps"))
+    if call is None or call["weight"] is None or call["bias"] is None or len(call["normalized_shape"]) != 1:
+        return None
+    return call | {"eps": 1e-5 if call["eps"] is None else call["eps"]}
 
 
 def _is_call(node: Any, *targets: Any) -> bool:

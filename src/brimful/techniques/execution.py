@@ -18,8 +18,8 @@ import torch
 from brimful.core.errors import OptionError
 from brimful.core.options import ExecutionChoice
 from brimful.core.records import Arithmetic, Lever
-from brimful.models.anatomy import layers_of, matmul_parameters
-from brimful.models.fusion import fusing_backend
+from brimful.models.anatomy import embeddings_of, layers_of, matmul_parameters
+from brimful.models.fusion import embedding_backend, layer_backend
 from brimful.techniques.technique import Cost, Verdict
 
 #: Cold seconds that compiling one layer costs, and the share of a step's device time that it saves: BERT-base on an
@@ -69,7 +69,10 @@ class ExecutionMode:
         layers = layers_of(model)
         if self.compiled and layers is not None:
             for layer in layers:
-                layer.compile(dynamic=True, backend=fusing_backend)
+                layer.compile(dynamic=True, backend=layer_backend)
+            embeddings = embeddings_of(model)
+            if embeddings is not None:
+                embeddings.compile(dynamic=True, backend=embedding_backend)
 
 
 def choose_execution(
