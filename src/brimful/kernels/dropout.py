@@ -39,19 +39,18 @@ def row_keys(SEED, site, plane, rows):
 
 @triton.jit
 def column_keys(columns):
-    """A number for each column, (uint32)."""
-    return columns.to(tl.uint32) * 0x9E3779B9
+    """A random number for each column, (uint32)."""
+    return hashed(columns.to(tl.uint32) + 77)
 
 
 @triton.jit
 def kept(rows, columns, threshold):
     """What dropout keeps where rows and columns of these keys meet, bool, in the shape that they broadcast to.
 
-    lowbias32 again, without its last step: only the high bits are looked at, and they are mixed by then.
+    Both keys are random already, so one more round will do: attention draws a mask a score, and waits for it. Rows,
+    columns and squares of such masks are as independent as those of a true generator (tests/kernels/test_dropout.py).
     """
     x = rows + columns
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
     x = x ^ (x >> 15)
     x = x * 0x846CA68B
     return x.to(tl.int32, bitcast=True) >= threshold
@@ -99,20 +98,17 @@ def kept_mask_PRC(
     """The masks as the kernels draw them, in plain torch, for the twins: (planes, rows, columns), True where kept."""
     mask = 0xFFFFFFFF
 
-    def mixed(x: Tensor) -> Tensor:
+    def plain(x: Tensor) -> Tensor:
         x = x ^ (x >> 16)
         x = (x * 0x7FEB352D) & mask
         x = x ^ (x >> 15)
-        return (x * 0x846CA68B) & mask
-
-    def plain(x: Tensor) -> Tensor:
-        x = mixed(x)
+        x = (x * 0x846CA68B) & mask
         return x ^ (x >> 16)
 
     device = seed.device
     low, high = seed & mask, (seed >> 32) & mask
     rows_R, planes_P = torch.arange(num_rows, device=device), torch.arange(num_planes, device=device) + site * 65536
     keys_PR = plain((plain(rows_R ^ low)[None] + plain(planes_P ^ high)[:, None]) & mask)
-    columns_C = (torch.arange(num_columns, device=device) * 0x9E3779B9) & mask
-    bits_PRC = mixed((keys_PR[:, :, None] + columns_C) & mask)
+    bits_PRC = (keys_PR[:, :, None] + plain(torch.arange(num_columns, device=device) + 77)) & mask
+    bits_PRC = ((bits_PRC ^ (bits_PRC >> 15)) * 0x846CA68B) & mask
     return torch.where(bits_PRC >= 1 << 31, bits_PRC - (1 << 32), bits_PRC) >= threshold(dropout)
