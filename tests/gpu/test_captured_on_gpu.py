@@ -15,11 +15,11 @@ from brimful.data.batches import Batch, Order, PackedLayout
 from brimful.data.feed import Feed, Source
 from brimful.data.packing import choose_budgets
 from brimful.data.tokens import Tokens
-from brimful.models.anatomy import layers_of
 from brimful.models.execution import PackedExecution, PackedForm
 from brimful.step.captured import CapturedStep
 from brimful.step.step import Step, make_schedule
 from brimful.tasks.task import SingleLabel
+from brimful.techniques.execution import ExecutionMode
 from brimful.techniques.optimizer import Optimizer
 from brimful.techniques.precision import choose_precision
 
@@ -63,8 +63,7 @@ def make_step(kind: type[Step], *, dropout: float, compiled: bool = False, preci
     model = BertForSequenceClassification(config).cuda().train()
     execution = PackedExecution(model, PackedForm(pooling="first", first_position=0))
     if compiled:
-        for layer in layers_of(model) or []:
-            layer.compile(dynamic=True)
+        ExecutionMode(value="compiled", reason="a test").apply(model)
     options: dict[str, Any] = {"max_grad_norm": 1.0, "seed": 3}
     if kind is CapturedStep:
         options["note"] = pytest.fail
@@ -96,20 +95,23 @@ def test_captured_is_the_eager_step(token_budget: int, compiled: bool) -> None:
     assert found[0] == pytest.approx(expected[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("typical_length", [30, 400], ids=["our attention", "flash attention"])
+@pytest.mark.parametrize("typical_length", [30, 700], ids=["our attention", "flash attention"])
 def test_layers_are_compiled_once(typical_length: int) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     batches = source(8192)
     batches.layout = dataclasses.replace(batches.layout, typical_length=typical_length)  # type: ignore[type-var]
     losses(make_step(CapturedStep, dropout=0.1, compiled=True), batches)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # a layer, and the embeddings
 
 
-def test_dropout_repeats_and_differs() -> None:
-    first = losses(make_step(CapturedStep, dropout=0.2), source(8192))
-    again = losses(make_step(CapturedStep, dropout=0.2), source(8192))
-    eager = losses(make_step(Step, dropout=0.2), source(8192))
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "fused"])
+def test_dropout_repeats_and_differs(compiled: bool) -> None:
+    batches = source(8192)
+    batches.layout = dataclasses.replace(batches.layout, typical_length=60)  # type: ignore[type-var]
+    first = losses(make_step(CapturedStep, dropout=0.2, compiled=compiled), batches)
+    again = losses(make_step(CapturedStep, dropout=0.2, compiled=compiled), batches)
+    eager = losses(make_step(Step, dropout=0.2, compiled=compiled), batches)
     assert first == pytest.approx(again, rel=2e-2)
     assert first == pytest.approx(eager, rel=5e-2)  # the same masks: seeds reach the graphs
     step = make_step(CapturedStep, dropout=0.5)
@@ -121,8 +123,9 @@ def test_dropout_repeats_and_differs() -> None:
     assert found[1] == found[2] != found[3]
 
 
-def test_nothing_waits_in_the_steady_state() -> None:
-    step = make_step(CapturedStep, dropout=0.1)
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "fused"])
+def test_nothing_waits_in_the_steady_state(compiled: bool) -> None:
+    step = make_step(CapturedStep, dropout=0.1, compiled=compiled)
     with Feed(source(8192), torch.device("cuda"), stop=300) as feed:
         pending = []
         for number, batch in enumerate(feed):
@@ -176,3 +179,32 @@ def test_a_model_that_looks_at_the_device_runs_eagerly() -> None:
     found = losses(step, source(8192))
     assert len(notes) == 1
     assert found == pytest.approx(expected, rel=5e-2)
+
+
+def test_bf16_copies_are_the_masters_rounded() -> None:
+    step = make_step(CapturedStep, dropout=0.1, compiled=True)
+    losses(step, source(8192))
+    masters = step.state_tensors()["weights"]
+    halves = {n: p for n, p in step.execution.model.named_parameters() if p.dtype == torch.bfloat16}
+    assert len(halves) > 10
+    assert all(torch.equal(p, masters[name].bfloat16()) for name, p in halves.items())
+
+
+@pytest.mark.parametrize("token_budget", [8192, 256], ids=["whole", "pieces"])
+def test_the_fused_update_is_torchs(token_budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = make_step(CapturedStep, dropout=0.0)
+    found = losses(fused, source(token_budget))
+    monkeypatch.setattr("brimful.step.step.can_fuse", lambda *_: False)
+    plain = make_step(CapturedStep, dropout=0.0)
+    expected = losses(plain, source(token_budget))
+    assert found[:20] == pytest.approx(expected[:20], rel=2e-2)
+    ours, theirs = (each.state_tensors()["weights"] for each in (fused, plain))
+    difference = sum(float((ours[n] - theirs[n]).norm() ** 2) for n in ours if "key.bias" not in n)
+    assert difference**0.5 < 2e-2 * sum(float(theirs[n].float().norm() ** 2) for n in ours) ** 0.5
+
+
+def test_side_streams_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = losses(make_step(CapturedStep, dropout=0.1, compiled=True), source(8192))
+    monkeypatch.setattr("brimful.step.fused_update.Overlap", lambda _: None)
+    alone = losses(make_step(CapturedStep, dropout=0.1, compiled=True), source(8192))
+    assert beside == pytest.approx(alone, rel=1e-3)

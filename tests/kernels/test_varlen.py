@@ -69,9 +69,7 @@ def test_equal_to_plain_attention(causal: bool, window: int | None, softcap: flo
 
 def test_the_mask_keeps_the_share_it_should() -> None:
     segments = make_segments(LENGTHS, SHAPE)
-    kept = [
-        kept_mask_PRC(torch.tensor(seed), 12, len(segments.segment_T), 80, 0.1) for seed in (1, 2, 2**40)
-    ]
+    kept = [kept_mask_PRC(torch.tensor(seed), 12, len(segments.segment_T), 80, 0.1) for seed in (1, 2, 2**40)]
     for mask in kept:
         assert float(mask.float().mean()) == pytest.approx(0.9, abs=0.003)
         assert float(mask.float().mean((1, 2)).std()) < 0.01  # heads

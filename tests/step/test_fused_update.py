@@ -15,8 +15,8 @@ from brimful.step import step as step_module
 from brimful.step.fused_update import FusedUpdate
 from brimful.step.step import Step
 from brimful.techniques.optimizer import Optimizer
-from tests.step import test_step, test_unused_parameters
-from tests.step.test_step import FAMILIES, ROWS, make_step
+from step import test_step, test_unused_parameters
+from step.test_step import FAMILIES, ROWS, make_step
 
 
 @pytest.fixture

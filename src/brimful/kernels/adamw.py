@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 
 #: Numbers of one program.
-BLOCK = 4096
+BLOCK = 1024
 #: Programs of the norm, and so partial sums that are added at the end.
-PARTIALS = 1024
+PARTIALS = 2048
 #: Numbers in the arenas, by which parameters are aligned.
 ALIGNMENT = 16
 

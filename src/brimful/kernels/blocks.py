@@ -158,18 +158,18 @@ class _ProjectedAttention(torch.autograd.Function):
         qkv_TN = x_TK @ w_NK.t() if b_N is None else torch.addmm(b_N, x_TK, w_NK.t())
         q, k, v = qkv_TN.view(len(x_TK), 3, num_heads, -1).transpose(0, 2).unbind(1)
         seed, site = next_site(x.device, settings[-1])
-        out_HTD, lse = attend(q, k, v, offsets, seed, *settings, site)
-        ctx.save_for_backward(x_TK, w_NK, qkv_TN, out_HTD, lse, offsets, seed)
-        ctx.num_heads, ctx.settings, ctx.shape = num_heads, (*settings, site), x.shape
+        out_HTD, lse, keys = attend(q, k, v, offsets, seed, *settings, site)
+        ctx.save_for_backward(x_TK, w_NK, qkv_TN, out_HTD, lse, keys, offsets)
+        ctx.num_heads, ctx.settings, ctx.shape = num_heads, settings, x.shape
         ctx.dtypes = [None if p is None else p.dtype for p in (parameters[0], parameters[3])]
         return out_HTD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
-        x_TK, w_NK, qkv_TN, out_HTD, lse, offsets, seed = ctx.saved_tensors
+        x_TK, w_NK, qkv_TN, out_HTD, lse, keys, offsets = ctx.saved_tensors
         q, k, v = qkv_TN.view(len(x_TK), 3, ctx.num_heads, -1).transpose(0, 2).unbind(1)
-        g_TN = attend_backward(gradient, q, k, v, out_HTD, lse, offsets, seed, *ctx.settings).flatten(1)
+        g_TN = attend_backward(gradient, q, k, v, out_HTD, lse, keys, offsets, *ctx.settings).flatten(1)
         dweight, dbias = beside(lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes), g_TN, x_TK)
         dbiases = (None,) * 3 if dbias is None else dbias.chunk(3)
         return (g_TN @ w_NK).view(ctx.shape), None, None, None, *dweight.chunk(3), *dbiases

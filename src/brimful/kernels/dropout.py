@@ -34,20 +34,20 @@ def row_keys(SEED, site, plane, rows):
     """A random number for each row of a mask, (uint32). plane: which of several masks of one site, its head."""
     seed = tl.load(SEED)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    return hashed(hashed(rows.to(tl.uint32) ^ low) + hashed((site * 65536 + plane).to(tl.uint32) ^ high))
+    return hashed(rows.to(tl.uint32) + hashed(hashed((site * 65536 + plane).to(tl.uint32) ^ high) + low))
 
 
 @triton.jit
 def column_keys(columns):
-    """A random number for each column, (uint32)."""
-    return hashed(columns.to(tl.uint32) + 77)
+    """A number for each column, far from its neighbours', (uint32)."""
+    return columns.to(tl.uint32) * 0x9E3779B9
 
 
 @triton.jit
 def kept(rows, columns, threshold):
     """What dropout keeps where rows and columns of these keys meet, bool, in the shape that they broadcast to.
 
-    Both keys are random already, so one more round will do: attention draws a mask a score, and waits for it. Rows,
+    Keys of rows are random already, so one more round will do: attention draws a bit a score, and waits for it. Rows,
     columns and squares of such masks are as independent as those of a true generator (tests/kernels/test_dropout.py).
     """
     x = rows + columns
@@ -108,7 +108,7 @@ def kept_mask_PRC(
     device = seed.device
     low, high = seed & mask, (seed >> 32) & mask
     rows_R, planes_P = torch.arange(num_rows, device=device), torch.arange(num_planes, device=device) + site * 65536
-    keys_PR = plain((plain(rows_R ^ low)[None] + plain(planes_P ^ high)[:, None]) & mask)
-    bits_PRC = (keys_PR[:, :, None] + plain(torch.arange(num_columns, device=device) + 77)) & mask
+    keys_PR = plain((rows_R[None] + plain((plain(planes_P ^ high) + low) & mask)[:, None]) & mask)
+    bits_PRC = (keys_PR[:, :, None] + torch.arange(num_columns, device=device) * 0x9E3779B9) & mask
     bits_PRC = ((bits_PRC ^ (bits_PRC >> 15)) * 0x846CA68B) & mask
     return torch.where(bits_PRC >= 1 << 31, bits_PRC - (1 << 32), bits_PRC) >= threshold(dropout)

@@ -63,7 +63,11 @@ def embedding_norm_forward(
     rstd = 1.0 / tl.sqrt(tl.sum(d * d, 0) / width + eps)
     y = d * rstd * tl.load(GAIN + columns, mask=inside, other=0.0) + tl.load(SHIFT + columns, mask=inside, other=0.0)
     if DROPOUT:
-        y = tl.where(kept(row_keys(SEED, site, 0, row), column_keys(columns), drop_below), y * more, 0.0)
+        y = tl.where(
+            kept(row_keys(SEED, site, 0, tl.zeros([1], tl.int32) + row), column_keys(columns), drop_below),
+            y * more,
+            0.0,
+        )
     tl.store(Y + row * width + columns, y, mask=inside)
     if HALF_TOO:
         tl.store(HALF + row * width + columns, y.to(HALF.dtype.element_ty), mask=inside)
@@ -105,7 +109,11 @@ def embedding_norm_backward(
         if HAS_DHALF:
             dy += tl.load(DHALF + places, mask=inside, other=0.0).to(tl.float32)
         if DROPOUT:
-            dy = tl.where(kept(row_keys(SEED, site, 0, row), column_keys(columns), drop_below), dy * more, 0.0)
+            dy = tl.where(
+                kept(row_keys(SEED, site, 0, tl.zeros([1], tl.int32) + row), column_keys(columns), drop_below),
+                dy * more,
+                0.0,
+            )
         dgain += dy * x
         dshift += dy
         dy *= gain

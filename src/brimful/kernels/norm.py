@@ -22,7 +22,7 @@ from brimful.kernels.dropout import column_keys, kept, kept_mask_PRC, row_keys, 
 from brimful.kernels.strips import sum_strips
 
 #: Rows whose parameter gradients one program sums, at the least and for large inputs.
-_FEWEST_ROWS, _MOST_PROGRAMS = 8, 528
+_FEWEST_ROWS, _MOST_PROGRAMS = 2, 528
 
 
 def dropout_add_norm(
@@ -43,7 +43,7 @@ def _row(X, BIAS, RESIDUAL, SEED, site, row, columns, inside, width, drop_below,
     z += tl.load(BIAS + columns, mask=inside, other=0.0).to(tl.float32)
     stays = inside
     if DROPOUT:
-        stays = kept(row_keys(SEED, site, 0, row), column_keys(columns), drop_below)
+        stays = kept(row_keys(SEED, site, 0, tl.zeros([1], tl.int32) + row), column_keys(columns), drop_below)
         z = tl.where(stays, z / keep, 0.0)
     z += tl.load(RESIDUAL + places, mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, z, 0.0), stays

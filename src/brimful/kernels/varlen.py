@@ -74,8 +74,8 @@ def _block(X, start, rows, length, head, stride_t, stride_h, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["site"])
 def varlen_attention_forward(
-    Q, K, V, OUT, LSE, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, scale, softcap, drop_below,
-    more, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr,
+    Q, K, V, OUT, LSE, KEYS, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, scale, softcap,
+    drop_below, more, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr,
     OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -92,6 +92,7 @@ def varlen_attention_forward(
     mask_rows = rows
     if DROPOUT:
         mask_rows = row_keys(SEED, site, head, start + rows)
+        tl.store(KEYS + head.to(tl.int64) * T + start + rows, mask_rows.to(tl.int32, bitcast=True), mask=rows < length)
     low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, True)
     for place in range(low, high, OTHER):
         columns = place + tl.arange(0, OTHER)
@@ -141,8 +142,15 @@ def _delta(OUT, DELTA, do, start, rows, length, head, T, o_t, o_h, READY: tl.con
 
 
 @triton.jit
+def _mask_rows(KEYS, start, rows, length, head, T):
+    """Keys of the dropout mask's rows, as the forward pass made them."""
+    keys = tl.load(KEYS + head.to(tl.int64) * T + start + rows, mask=rows < length, other=0)
+    return keys.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def _gradient_of_keys(
-    Q, K, V, OUT, DO, DK, DV, LSE, DELTA, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+    Q, K, V, OUT, DO, DK, DV, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
     scale, score_scale, softcap, drop_below, more, start, length, first, head, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr,
     OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
@@ -168,7 +176,8 @@ def _gradient_of_keys(
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         met = p
         if DROPOUT:
-            stays = kept(row_keys(SEED, site, head, start + rows)[None, :], mask_columns[:, None], drop_below)
+            mask_rows = _mask_rows(KEYS, start, rows, length, head, T)
+            stays = kept(mask_rows[None, :], mask_columns[:, None], drop_below)
             met = tl.where(stays, p, 0.0)
             dp = tl.where(stays, dp * more, 0.0)
         ds = p * (dp - delta[None, :])
@@ -184,7 +193,7 @@ def _gradient_of_keys(
 
 @triton.jit
 def _gradient_of_queries(
-    Q, K, V, OUT, DO, DQ, LSE, DELTA, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+    Q, K, V, OUT, DO, DQ, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
     scale, score_scale, softcap, drop_below, more, start, length, first, head, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr,
     OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
@@ -198,7 +207,7 @@ def _gradient_of_queries(
     dq = tl.zeros([OWN, D], tl.float32)
     mask_rows = own
     if DROPOUT:
-        mask_rows = row_keys(SEED, site, head, start + own)
+        mask_rows = _mask_rows(KEYS, start, own, length, head, T)
     low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, True)
     for place in range(low, high, OTHER):
         columns = place + tl.arange(0, OTHER)
@@ -219,9 +228,9 @@ def _gradient_of_queries(
     tl.store(DQ + places, (dq * scale).to(DQ.dtype.element_ty), mask=(own < length)[:, None])
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit
 def varlen_attention_backward(
-    Q, K, V, OUT, DO, DQ, DK, DV, LSE, DELTA, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
+    Q, K, V, OUT, DO, DQ, DK, DV, LSE, DELTA, KEYS, OFFSETS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
     do_h, g_t, g_h, scale, score_scale, softcap, drop_below, more, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
     OTHER: tl.constexpr, PRECISION: tl.constexpr,
@@ -237,12 +246,12 @@ def varlen_attention_backward(
     if first >= length:
         return
     _gradient_of_keys(
-        Q, K, V, OUT, DO, DK, DV, LSE, DELTA, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
+        Q, K, V, OUT, DO, DK, DV, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
         g_h, scale, score_scale, softcap, drop_below, more, start, length, first, head, CAUSAL, WINDOW, CAP, DROPOUT,
         READY, D, OWN, OTHER, PRECISION,
     )  # fmt: skip
     _gradient_of_queries(
-        Q, K, V, OUT, DO, DQ, LSE, DELTA, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
+        Q, K, V, OUT, DO, DQ, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
         g_h, scale, score_scale, softcap, drop_below, more, start, length, first, head, CAUSAL, WINDOW, CAP, DROPOUT,
         READY, D, OWN, OTHER, PRECISION,
     )  # fmt: skip
@@ -264,9 +273,9 @@ class Tiles:
 
 
 #: For heads of 64 in half precision on an H200 (benchmarks/attention): short segments, long ones forward and backward.
-SHORT = Tiles(own=64, other=64, warps=4, stages=1)
+SHORT = Tiles(own=64, other=32, warps=4, stages=1)
 LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3)
-LONG_BACKWARD = Tiles(own=64, other=64, warps=4, stages=3)
+LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=1)
 #: Wide heads, and fp32: what fits.
 _SMALL = Tiles(own=32, other=32, warps=4, stages=2)
 #: Mean length from which segments are long.
@@ -303,46 +312,38 @@ def attend(
     softcap: float,
     dropout: float,
     site: int = 0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log of the weights' sums (H, T), and keys of the dropout mask's rows (H, T) if there is one."""
     heads, tokens, head_dim = q.shape
     out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
     lse = q.new_empty(heads, tokens, dtype=torch.float32)
+    keys = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)
     grid, constants = _launch(q, offsets, max_length, _tiles(q, typical_length, LONG_FORWARD))
     strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
     varlen_attention_forward[grid](
-        q, k, v, out, lse, offsets, seed, site, tokens, *strides, scale * (1.0 if softcap > 0 else _LOG2_E), softcap,
+        q, k, v, out, lse, keys, offsets, seed, site, tokens, *strides, scale * (1.0 if softcap > 0 else _LOG2_E), softcap,
         threshold(dropout), 1.0 / (1.0 - dropout),
         CAUSAL=causal, WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0, **constants,
     )  # fmt: skip
-    return out, lse
+    return out, lse, keys
 
 
 @attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, seed: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, seed: Tensor, max_length: int, typical_length: int,
+    scale: float, causal: bool, window: int, softcap: float, dropout: float, site: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     heads, tokens, head_dim = q.shape
     out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
-    return out, q.new_empty(heads, tokens, dtype=torch.float32)
+    keys = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)
+    return out, q.new_empty(heads, tokens, dtype=torch.float32), keys
 
 
 @torch.library.custom_op("brimful::varlen_attention_backward", mutates_args=())
 def attend_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    offsets: Tensor,
-    seed: Tensor,
-    max_length: int,
-    typical_length: int,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    dropout: float,
-    site: int = 0,
-) -> Tensor:
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Tensor, offsets: Tensor,
+    max_length: int, typical_length: int, scale: float, causal: bool, window: int, softcap: float, dropout: float,
+) -> Tensor:  # fmt: skip
     """Gradients of queries, keys and values, (T, 3, H, D)."""
     heads, tokens, head_dim = q.shape
     packed = q.new_empty(tokens, 3, heads, head_dim)
@@ -358,7 +359,7 @@ def attend_backward(
             out, gradient, delta, tokens, *strides[6:10], D=head_dim, BLOCK=64
         )
     varlen_attention_backward[grid](
-        q, k, v, out, gradient, *found, lse, delta, offsets, seed, site, tokens, *strides, scale,
+        q, k, v, out, gradient, *found, lse, delta, keys, offsets, tokens, *strides, scale,
         scale * (1.0 if softcap > 0 else _LOG2_E), softcap, threshold(dropout), 1.0 / (1.0 - dropout), CAUSAL=causal,
         WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0, READY=ready, **constants,
     )  # fmt: skip
@@ -371,14 +372,14 @@ def _(gradient: Tensor, q: Tensor, *_: Any) -> Tensor:
     return q.new_empty(tokens, 3, heads, head_dim)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, offsets, seed, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, offsets, seed)
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, offsets, _, *ctx.settings, _ = inputs
+    ctx.save_for_backward(q, k, v, *output, offsets)
 
 
-def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     packed = attend_backward(gradient, *ctx.saved_tensors, *ctx.settings)
-    return *(part.transpose(0, 1) for part in packed.unbind(1)), *[None] * (2 + len(ctx.settings))
+    return *(part.transpose(0, 1) for part in packed.unbind(1)), *[None] * (3 + len(ctx.settings))
 
 
 attend.register_autograd(_gradients, setup_context=_setup)

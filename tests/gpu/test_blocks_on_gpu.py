@@ -1,0 +1,56 @@
+"""Fused pieces of layers on a GPU: the same checks as on the CPU, and in half precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.test_blocks import (
+    Case,
+    check_add_norm,
+    check_attention,
+    check_embeddings,
+    check_linear,
+    check_linear_gelu,
+    check_two_readers,
+)
+
+pytestmark = pytest.mark.gpu
+
+PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=PRECISIONS, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case("cuda", request.param)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(case: Case, bias: bool) -> None:
+    check_linear(case, bias)
+
+
+def test_linear_gelu(case: Case) -> None:
+    check_linear_gelu(case)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_linear_dropout_add_norm(case: Case, p: float) -> None:
+    check_add_norm(case, p)
+
+
+def test_rows_have_two_readers(case: Case) -> None:
+    check_two_readers(case)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("typical_length", [30, 300])
+def test_projected_attention(case: Case, p: float, typical_length: int) -> None:
+    check_attention(case, p, typical_length=typical_length)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_embeddings_norm(case: Case, p: float) -> None:
+    check_embeddings(case, p, 3, 0)
