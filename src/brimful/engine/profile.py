@@ -61,7 +61,7 @@ def profile(options: ProfileOptions, listener: Listener) -> Profile:
         listener.recipe(built.recipe)
         with closing(built.source):
             found = _measure(built, options.steps, listener)
-        parameters = sum(parameter.numel() for parameter in built.step.parameters)
+        parameters = sum(parameter.numel() for parameter in built.step.update.parameters)
         work = _work(built, found.facts, optimizer.moved_bytes(parameters))
     if trace is not None:
         _write(trace, found.trace.document)

@@ -47,12 +47,13 @@ def column_keys(columns):
 def kept(rows, columns, threshold):
     """What dropout keeps where rows and columns of these keys meet, bool, in the shape that they broadcast to.
 
-    Keys of rows are random already, so one more round will do: attention draws a bit a score, and waits for it. Rows,
-    columns and squares of such masks are as independent as those of a true generator (tests/kernels/test_dropout.py).
+    A polynomial of degree 4 modulo 2^32: its two multiply-adds run beside the other arithmetic of attention, where the
+    shifts of a hash would have to queue. Rows, columns, squares and progressions in such masks are as independent as
+    those of a true generator (tests/kernels/test_dropout.py).
     """
     x = rows + columns
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
+    x = x * x + x
+    x = x * x + x
     return x.to(tl.int32, bitcast=True) >= threshold
 
 
@@ -110,5 +111,6 @@ def kept_mask_PRC(
     rows_R, planes_P = torch.arange(num_rows, device=device), torch.arange(num_planes, device=device) + site * 65536
     keys_PR = plain((rows_R[None] + plain((plain(planes_P ^ high) + low) & mask)[:, None]) & mask)
     bits_PRC = (keys_PR[:, :, None] + torch.arange(num_columns, device=device) * 0x9E3779B9) & mask
-    bits_PRC = ((bits_PRC ^ (bits_PRC >> 15)) * 0x846CA68B) & mask
+    for _ in range(2):
+        bits_PRC = (bits_PRC * bits_PRC + bits_PRC) & mask
     return torch.where(bits_PRC >= 1 << 31, bits_PRC - (1 << 32), bits_PRC) >= threshold(dropout)

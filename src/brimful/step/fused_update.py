@@ -190,7 +190,7 @@ class FusedUpdate(Update):
     def captured(self) -> Any:
         """Writes the addresses that the graph found its gradients at; it reads them at every replay."""
         for table, addresses in self._waiting:
-            table.copy_(torch.tensor(addresses))
+            table.copy_(torch.tensor(addresses).pin_memory(), non_blocking=True)
         tables = [table for table, _ in self._waiting]
         self.before()  # gradients are the graph's, and its memory is free for the next one's
         return tables
