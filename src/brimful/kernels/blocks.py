@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from brimful.kernels import embedding, gelu, norm
 from brimful.kernels.dropout import next_site
@@ -23,6 +24,9 @@ from brimful.kernels.strips import make_strips, sum_strips
 from brimful.kernels.varlen import attend, attend_backward
 
 Gradients = tuple[Any, ...]
+
+#: Half-precision twins of tensors, for as long as those live. Not their attribute: dynamo would trace layers anew by it.
+_halves: Any = WeakTensorKeyDictionary()
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -36,14 +40,14 @@ def halved(x: Tensor) -> Tensor:
     dtype = product_dtype(x)
     if x.dtype == dtype:
         return x
-    made: Tensor | None = getattr(x, "_brimful_half", None)
+    made = _halves.get(x)
     return x.to(dtype) if made is None or made.dtype != dtype else made
 
 
 def with_half(x: Tensor, half: Tensor) -> Tensor:
     """`x`, with its half-precision twin for `halved`."""
     if half.numel():
-        x._brimful_half = half  # type: ignore[attr-defined]
+        _halves[x] = half
     return x
 
 
