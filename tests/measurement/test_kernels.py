@@ -40,10 +40,9 @@ NAMES = {
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_128x64x64_1x1x1_cga1x1x1_kernel0_0",
         "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(cudnn::reduced_divisor, float const*)",
-        "_varlen_attention_forward",
-        "_varlen_attention_backward",
-        "_forward",
-        "_backward",
+        "varlen_attention_forward",
+        "varlen_attention_backward",
+        "varlen_attention_delta",
         "triton_tem_fused_flex_attention_0",
         "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*, float const*, int)",
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -60,8 +59,8 @@ NAMES = {
         "triton_per_fused_add_native_dropout_native_layer_norm_3",
         "triton_red_fused__to_copy_add_native_layer_norm_native_layer_norm_backward_sum_view_7",
         "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_4",
-        "_dropout_add_layer_norm_forward",
-        "_norm_backward",
+        "norm_forward",
+        "norm_backward",
         "aten::native_layer_norm_backward",
     ],
     "element-wise": [
@@ -84,6 +83,9 @@ NAMES = {
         "autograd::engine::evaluate_function: LogSoftmaxBackward0",
     ],
     "optimizer": [
+        "adamw_norm",
+        "adamw_update",
+        "gather_gradients",
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
         "FusedOptimizerTensorListMetadata<4>, at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, "
         "(at::native::ADAM_MODE)1, false>, float const*, double, double, double, double, bool, float const*>",

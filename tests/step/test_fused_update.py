@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def both(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Step, Step]:
 
 
 def difference(step: Step, other: Step) -> float:
-    """Relative difference of all weights that have a gradient: that of a key bias is zero, and AdamW scales its noise."""
+    """Relative difference of all weights but key biases: their true gradient is zero, and AdamW scales its noise."""
     ours, theirs = (each.state_tensors()["weights"] for each in (step, other))
     names = [name for name, _ in step.execution.model.named_parameters() if not name.endswith("key.bias")]
     one, two = (torch.cat([group[name].flatten() for name in names]) for group in (ours, theirs))
@@ -83,7 +84,7 @@ def test_sibling_layers_lie_side_by_side(fused: None) -> None:
     for kind in ("weight", "bias"):
         parts = [getattr(getattr(attention, name), kind) for name in ("query", "key", "value")]
         places = [part.data_ptr() for part in parts]
-        assert [b - a for a, b in zip(places, places[1:], strict=False)] == [parts[0].numel() * 2] * 2
+        assert [b - a for a, b in pairwise(places)] == [parts[0].numel() * 2] * 2
 
 
 def test_the_end_gives_masters_back(fused: None) -> None:

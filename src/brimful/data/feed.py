@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,12 @@ class Source:
         return make_batch(number, samples, ids, types, self.targets_N[samples], self.task, self.layout)
 
 
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the process, of high priority: torch hands out streams in turn, and this one must not be in a capture."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
 class Feed:
     """Iterates over staged batches on the device. Use as a context manager: leaving it ends the thread.
 
@@ -94,7 +101,7 @@ class Feed:
         self._source, self._device, self._range = source, device, (start, stop)
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=_AHEAD)
         self._ended = threading.Event()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _copy_stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._stage, name="brimful-feed", daemon=True)
         self._over = False
         self.wait_s = 0.0

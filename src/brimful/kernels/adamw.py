@@ -1,8 +1,8 @@
 """AdamW over all parameters in three launches: gradients' norm, what is decided from it, the update.
 
-The parameters' fp32 masters and both moments lie in one arena each. Gradients lie wherever a backward pass left them, in
-fp32 or in half precision, and are found through a table of addresses, so a captured graph needs no copies of them. The
-update writes the half-precision copies of the weights while it has the masters at hand: 28 bytes a parameter and step.
+The parameters' fp32 masters and both moments lie in one arena each. Gradients lie wherever a backward pass left them,
+in fp32 or in half precision, and are found through a table of addresses, so a captured graph needs no copies of them.
+The update writes half-precision copies of the weights while it has the masters at hand: 28 bytes a parameter and step.
 
 A block is `BLOCK` numbers of one parameter. Arithmetic is that of torch's fused AdamW; `torch.optim.AdamW` and
 `torch.nn.utils.get_total_norm` are the plain twin. Nothing is added atomically: equal inputs give equal bits.
@@ -43,10 +43,7 @@ def _gradient(ADDRESSES, HALVES, parameter, offsets, numel, is_full, HALF: tl.co
                 g = tl.load(halves + offsets, mask=offsets < numel, other=0.0).to(tl.float32)
         else:
             floats = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
-            if is_full:
-                g = tl.load(floats + offsets)
-            else:
-                g = tl.load(floats + offsets, mask=offsets < numel, other=0.0)
+            g = tl.load(floats + offsets) if is_full else tl.load(floats + offsets, mask=offsets < numel, other=0.0)
     return g
 
 

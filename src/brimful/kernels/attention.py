@@ -157,10 +157,10 @@ def choose_attention(
     half = dtype in (torch.bfloat16, torch.float16)
     if pattern.softcap is not None or (pattern.window is not None and not half):
         return triton_attention if ours else grouped_attention
-    if not half:
-        return efficient_attention
     if ours and typical_length is not None and typical_length <= _SHORT and head_dim <= 64:
         return triton_attention
+    if not half:
+        return efficient_attention
     return flash_attention if head_dim <= 256 else grouped_attention
 
 

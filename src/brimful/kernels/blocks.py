@@ -25,7 +25,7 @@ from brimful.kernels.varlen import attend, attend_backward
 
 Gradients = tuple[Any, ...]
 
-#: Half-precision twins of tensors, for as long as those live. Not their attribute: dynamo would trace layers anew by it.
+#: Half-precision twins of tensors, for as long as those live. Not their attribute, by which dynamo would trace anew.
 _halves: Any = WeakTensorKeyDictionary()
 
 
@@ -158,10 +158,12 @@ class _ProjectedAttention(torch.autograd.Function):
         ctx: Any, x: Tensor, offsets: Tensor, num_heads: int, settings: Any, *parameters: Tensor | None
     ) -> Tensor:
         x_TK = x.flatten(0, -2)
-        w_NK, b_N = (_side_by_side(group, x.dtype) for group in (parameters[:3], parameters[3:]))
+        w_NK = _side_by_side(parameters[:3], x.dtype)
+        b_N = _side_by_side(parameters[3:], x.dtype) if parameters[3] is not None else None
         qkv_TN = x_TK @ w_NK.t() if b_N is None else torch.addmm(b_N, x_TK, w_NK.t())
         q, k, v = qkv_TN.view(len(x_TK), 3, num_heads, -1).transpose(0, 2).unbind(1)
         seed, site = next_site(x.device, settings[-1])
+        out_HTD: Tensor
         out_HTD, lse, keys = attend(q, k, v, offsets, seed, *settings, site)
         ctx.save_for_backward(x_TK, w_NK, qkv_TN, out_HTD, lse, keys, offsets)
         ctx.num_heads, ctx.settings, ctx.shape = num_heads, settings, x.shape
@@ -244,14 +246,13 @@ def _weight_gradients(
     return dweight, sum_strips(strips, strips.shape[1], bias_dtype)[1]
 
 
-def _side_by_side(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
-    """Parameters one below the other: a view of them where they lie so, else a copy. None if they are."""
+def _side_by_side(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+    """Parameters one below the other: a view of them where they lie so, else a copy."""
     found = [part for part in parts if part is not None]
-    if not found:
-        return None
     first, size = found[0], found[0].numel() * found[0].element_size()
     adjacent = all(part.data_ptr() == first.data_ptr() + i * size for i, part in enumerate(found))
     if first.dtype != dtype or not adjacent or any(part.shape != first.shape for part in found):
         return torch.cat([part.to(dtype) for part in found])
     rows, *rest = first.shape
-    return first.detach().as_strided((rows * len(found), *rest), first.stride())
+    packed: Tensor = first.detach().as_strided((rows * len(found), *rest), first.stride())
+    return packed

@@ -34,9 +34,9 @@ def embeddings_norm(
     seed: Tensor, site: int = 0,
 ) -> Tensor:  # fmt: skip
     """The plain twin: dropout(layer_norm(sum of tables at ids)), (T, H), with the mask that the kernel draws."""
-    total_TH = sum(F.embedding(ids_T, table) for ids_T, table in zip(ids, tables, strict=True))
+    total_TH = torch.stack([F.embedding(ids_T, table) for ids_T, table in zip(ids, tables, strict=True)]).sum(0)
     y_TH = F.layer_norm(total_TH, gain_H.shape, gain_H, shift_H, eps)
-    return torch.where(kept_mask_PRC(seed, 1, *y_TH.shape, p, site)[0], y_TH / (1 - p), 0.0)
+    return torch.where(kept_mask_PRC(seed, 1, y_TH.shape[0], y_TH.shape[1], p, site)[0], y_TH / (1 - p), 0.0)
 
 
 @triton.jit

@@ -57,8 +57,8 @@ def gelu_forward(X, BIAS, Y, num_rows, width, EXACT: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit
-def gelu_backward(DY, X, BIAS, DX, STRIPS, num_rows, width, EXACT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-                  ROWS: tl.constexpr):  # fmt: skip
+def gelu_backward(DY, X, BIAS, DX, STRIPS, num_rows, width, EXACT: tl.constexpr, COLUMNS: tl.constexpr,
+                  STEP: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """STRIPS: (row programs, width) partial gradients of the bias."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     bias = tl.load(BIAS + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]

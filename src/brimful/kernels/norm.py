@@ -2,7 +2,7 @@
 
 Forward it reads what a matrix product left and the residual once, and writes the normalised rows: in fp32 for the next
 residual, and in half precision for the next product. Backward it computes the rows again from the same two, so nothing
-but mean and deviation is kept; gradients of gain, shift and bias are summed in strips of rows, and those by `sum_strips`.
+but mean and deviation is kept; gradients of gain, shift and bias are summed in strips of rows, then the strips.
 
 `dropout_add_norm` is the plain twin. Arithmetic within is fp32.
 """
@@ -26,11 +26,11 @@ _FEWEST_ROWS, _MOST_PROGRAMS = 2, 528
 
 
 def dropout_add_norm(
-    x_TH: Tensor, bias_H: Tensor, residual_TH: Tensor, gain_H: Tensor, shift_H: Tensor, eps: float, p: float, seed: Tensor,
-    site: int = 0,
+    x_TH: Tensor, bias_H: Tensor, residual_TH: Tensor, gain_H: Tensor, shift_H: Tensor, eps: float, p: float,
+    seed: Tensor, site: int = 0,
 ) -> Tensor:  # fmt: skip
     """The plain twin: layer_norm(dropout(x + bias) + residual), (T, H), with the mask that the kernel draws."""
-    mask_TH = kept_mask_PRC(seed, 1, *x_TH.shape, p, site)[0]
+    mask_TH = kept_mask_PRC(seed, 1, x_TH.shape[0], x_TH.shape[1], p, site)[0]
     dropped_TH = torch.where(mask_TH, (x_TH + bias_H) / (1 - p), 0.0)
     return F.layer_norm(dropped_TH + residual_TH, (x_TH.shape[1],), gain_H, shift_H, eps)
 

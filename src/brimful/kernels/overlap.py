@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -24,7 +25,7 @@ class Overlap:
     """A side stream. While it is `active`, `beside` runs there."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _side_stream(device)
         self._flying: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
 
     @contextmanager
@@ -52,6 +53,12 @@ class Overlap:
         if len(self._flying) > _IN_FLIGHT:
             main.wait_event(self._flying.popleft()[0])
         return result
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the process: torch hands out 32 in turn, and one that copies for others must not be part of a capture."""
+    return torch.cuda.Stream(device)
 
 
 _active: Overlap | None = None

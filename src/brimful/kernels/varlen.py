@@ -51,7 +51,8 @@ def _seen(queries, keys, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _range(first, last, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
+def _range(first, last, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+           OF_KEYS: tl.constexpr):  # fmt: skip
     """From a multiple of BLOCK: keys that queries from `first` up to `last` see, or queries that see such keys."""
     low, high = 0, length
     if WINDOW > 0:
@@ -75,8 +76,8 @@ def _block(X, start, rows, length, head, stride_t, stride_h, D: tl.constexpr):
 @triton.jit(do_not_specialize=["site"])
 def varlen_attention_forward(
     Q, K, V, OUT, LSE, KEYS, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, scale, softcap,
-    drop_below, more, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr,
-    OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    drop_below, more, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr,
+    D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(OFFSETS + segment)
@@ -321,9 +322,9 @@ def attend(
     grid, constants = _launch(q, offsets, max_length, _tiles(q, typical_length, LONG_FORWARD))
     strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
     varlen_attention_forward[grid](
-        q, k, v, out, lse, keys, offsets, seed, site, tokens, *strides, scale * (1.0 if softcap > 0 else _LOG2_E), softcap,
-        threshold(dropout), 1.0 / (1.0 - dropout),
-        CAUSAL=causal, WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0, **constants,
+        q, k, v, out, lse, keys, offsets, seed, site, tokens, *strides,
+        scale * (1.0 if softcap > 0 else _LOG2_E), softcap, threshold(dropout), 1.0 / (1.0 - dropout), CAUSAL=causal,
+        WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0, **constants,
     )  # fmt: skip
     return out, lse, keys
 
@@ -402,8 +403,8 @@ def varlen_attention_HTD(
 ) -> Tensor:
     """Attention within segments, (H, T, D); every token must be in one of them.
 
-    offsets_N: (N + 1,) int32, device. typical_length: mean one, by which kernels are cut. window: a token sees those nearer than this. seed: () int64 on the device, drawn
-    from torch's generator if it is None and there is dropout.
+    offsets_N: (N + 1,) int32, device. typical_length: mean one, by which kernels are cut. window: a token sees those
+    nearer than this. seed: () int64 on the device, drawn from torch's generator if it is None and there is dropout.
     """
     if seed is None:
         seed = draw_seed(q_HTD.device, dropout)

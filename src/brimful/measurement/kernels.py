@@ -29,9 +29,11 @@ _RULES: tuple[tuple[PartName, str], ...] = (
     ("copies", r"^triton_poi_fused(_(_to_copy|_unsafe_view|clone|copy|permute|slice|t|transpose|view))+(_\d+)?$"),
     ("element-wise", r"^triton_(poi|red|per|spl|for)_"),
     # Kernels of our own: brimful's.
-    ("attention", r"varlen_attention|^_(forward|backward)(_\d+)?$"),
-    ("normalisation", r"^_(\w+_)?norm(_\w+)?$"),
-    ("optimizer", r"^_\w*(adamw|sgd|optimizer)"),
+    ("attention", r"^varlen_attention_"),
+    ("embedding", r"^embedding_norm_(for|back)ward$"),
+    ("normalisation", r"^norm_(for|back)ward$"),
+    ("element-wise", r"^(gelu_(for|back)ward|strips_(make|sum))$"),
+    ("optimizer", r"^(adamw_(norm|decide|update)|gather_gradients)$"),
     # Attention: FlashAttention, memory-efficient attention, cuDNN's; cutlass is inside, and so stands below.
     ("attention", r"(?i)flash_?(fwd|bwd|attn|attention|fprop|bprop)|fmha|efficient_attention|attention_kernel|sdpa"),
     ("attention", r"AttentionKernel|AttentionBackwardKernel|cudnn::fusion::|scaled_dot_product"),

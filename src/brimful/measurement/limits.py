@@ -86,7 +86,7 @@ def _copy_rate(device: torch.device) -> float:
         num_bytes = min(num_bytes, torch.cuda.mem_get_info(device)[0] // 8)
     source = torch.zeros(max(num_bytes // 4, 1), device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / median_seconds(device, lambda: target.copy_(source))
+    return 2 * source.nbytes / median_seconds(device, lambda: torch.mul(source, 1.0, out=target))
 
 
 def median_seconds(device: torch.device, call: Callable[[], object]) -> float:

@@ -15,6 +15,7 @@ anything else in it, the layer goes to torch's own compiler unchanged.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
+from brimful.core.errors import printable
 from brimful.kernels import blocks
 from brimful.kernels.embedding import MOST_TABLES
 
@@ -36,15 +38,21 @@ def layer_backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[
     """A backend of torch.compile for layers: fused kernels where they cover one, torch's inductor elsewhere."""
     fused = fuse(graph_module)
     if fused is not None:
-        return fused.forward
+        return fused
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(graph_module, list(inputs))  # type: ignore[no-any-return]
+    compiled: Callable[..., Any] = graph_module
+    try:
+        compiled = compile_fx(graph_module, list(inputs))  # type: ignore[assignment]
+    except Exception as refusal:  # whatever the compiler cannot do here, the layer runs without it
+        warnings.warn(f"a layer is not compiled: {printable(refusal)}", RuntimeWarning, stacklevel=2)
+    return compiled
 
 
 def embedding_backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """The same for embeddings, of which a model has one: not worth a compilation where nothing is fused."""
-    return (fuse(graph_module) or graph_module).forward
+    fused: Callable[..., Any] = fuse(graph_module) or graph_module
+    return fused
 
 
 def fuse(graph_module: GraphModule) -> GraphModule | None:
