@@ -3,9 +3,15 @@
     python benchmarks/trainer_parity/run.py --device cpu --output benchmarks/trainer_parity/cpu
     python benchmarks/trainer_parity/run.py --device cuda --output benchmarks/trainer_parity/h200
 
-Each run is a process of its own; sides alternate, so that a machine that gets slower gets slower for both. Runs that
-are in results.jsonl are not run again. Times are of the training loop alone: no loading, tokenising, evaluation.
-Trainer runs at its best settings: dynamic padding, fused AdamW, on a GPU bf16, tf32 and four pinned loader workers.
+    python benchmarks/trainer_parity/run.py --device cuda --output benchmarks/trainer_parity/h200_curves --together \
+        --sides trainer eager captured compiled --seeds 0 1 2 3 4 --epochs 3 --max-length 512
+
+Each run is a process of its own; sides alternate, so that a machine that gets slower gets slower for both. With
+`--together` all seeds of a side share a process: for losses and accuracies, not for times. Runs that are in
+results.jsonl are not run again. Times are of the training loop alone: no loading, tokenising, evaluation. Trainer runs
+at its best settings: dynamic padding, fused AdamW, on a GPU bf16, tf32 and four pinned loader workers.
+
+`losses` of a row are means over ten steps each.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,19 +122,35 @@ def by_trainer(
     accuracy = sum(int(p) == t for p, t in zip(predicted, held_out.labels, strict=True)) / len(held_out)
     samples = len(data) * epochs
     peak = torch.cuda.max_memory_allocated() if cuda else None
-    return {"accuracy": accuracy, "train_s": train_s, "samples_per_s": samples / train_s, "peak_allocated_bytes": peak}
+    return {
+        "accuracy": accuracy,
+        "train_s": train_s,
+        "samples_per_s": samples / train_s,
+        "peak_allocated_bytes": peak,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+    }
 
 
 def by_brimful(
-    model: str, train: Path, test: Path, device: str, seed: int, max_length: int, epochs: float
+    model: str,
+    train: Path,
+    test: Path,
+    device: str,
+    seed: int,
+    max_length: int,
+    epochs: float,
+    execution: str = "auto",
 ) -> dict[str, Any]:
     """brimful, through its Python interface."""
     import brimful
 
+    folder = Path(tempfile.mkdtemp())
     run = brimful.train(
         train,
         model=model,
-        output=tempfile.mkdtemp(),
+        output=folder,
+        execution=execution,
+        logging_steps=10,
         num_train_epochs=epochs,
         eval_data=str(test),
         max_length=max_length,
@@ -139,7 +162,9 @@ def by_brimful(
         save_steps=10**9,
         **HYPERPARAMETERS,
     )
+    events = rows_of(folder / "events.jsonl")
     return {
+        "losses": [event["loss"] for event in events if event["event"] == "step"],
         "accuracy": run.metrics["accuracy"],
         "train_s": run.train_s,
         "samples_per_s": run.samples_per_s,
@@ -149,20 +174,30 @@ def by_brimful(
     }
 
 
-SIDES = {"trainer": by_trainer, "brimful": by_brimful}
+SIDES = {
+    "trainer": by_trainer,
+    "brimful": by_brimful,
+    "eager": partial(by_brimful, execution="eager"),
+    "captured": partial(by_brimful, execution="captured"),
+    "compiled": partial(by_brimful, execution="compiled"),
+}
 
 
 def table(results: list[dict[str, Any]]) -> str:
     lines = [
-        "| side | seeds | accuracy, mean (min to max) | training, s, median | samples/s, median |",
-        "|---|---|---|---|---|",
+        "| side | seeds | accuracy, mean (min to max) | last loss, mean (min to max) | training, s, median "
+        "| samples/s, median |",
+        "|---|---|---|---|---|---|",
     ]
     for side in SIDES:
         found = [r for r in results if r["side"] == side]
         if found:
             scores = [r["accuracy"] for r in found]
+            # Of the last thirty steps, which are most of the last epoch's decay.
+            ends = [statistics.mean(r["losses"][-3:]) for r in found if "losses" in r] or [float("nan")]
             lines.append(
                 f"| {side} | {len(found)} | {statistics.mean(scores):.4f} ({min(scores):.4f} to {max(scores):.4f}) "
+                f"| {statistics.mean(ends):.4f} ({min(ends):.4f} to {max(ends):.4f}) "
                 f"| {statistics.median(r['train_s'] for r in found):.1f} "
                 f"| {statistics.median(r['samples_per_s'] for r in found):.1f} |"
             )
@@ -177,7 +212,9 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=128)
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--one", nargs=2, metavar=("SIDE", "SEED"), help=argparse.SUPPRESS)
+    parser.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=["trainer", "brimful"])
+    parser.add_argument("--together", action="store_true", help="all seeds of a side in one process")
+    parser.add_argument("--one", nargs="+", metavar="SIDE SEED ...", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     train, test = corpus(arguments.output)
@@ -186,28 +223,29 @@ def main() -> None:
 
         arguments.model = str(minilm())
     if arguments.one:
-        side, seed = arguments.one[0], int(arguments.one[1])
-        shape = (arguments.max_length, arguments.epochs)
-        row = SIDES[side](arguments.model, train, test, arguments.device, seed, *shape)
-        print("ROW " + json.dumps({"side": side, "seed": seed, "device": arguments.device, **row}))
+        side, shape = arguments.one[0], (arguments.max_length, arguments.epochs)
+        for seed in map(int, arguments.one[1:]):
+            row = SIDES[side](arguments.model, train, test, arguments.device, seed, *shape)
+            print("ROW " + json.dumps({"side": side, "seed": seed, "device": arguments.device, **row}), flush=True)
         return
     path = arguments.output / "results.jsonl"
     results = rows_of(path) if path.exists() else []
-    for seed in arguments.seeds:
-        for side in SIDES:
-            if any(r["side"] == side and r["seed"] == seed for r in results):
+    groups = [arguments.seeds] if arguments.together else [[seed] for seed in arguments.seeds]
+    for group in groups:
+        for side in arguments.sides:
+            left = [s for s in group if not any(r["side"] == side and r["seed"] == s for r in results)]
+            if not left:
                 continue
             command = [sys.executable, __file__, "--output", str(arguments.output), "--device", arguments.device]
             command += ["--model", arguments.model, "--max-length", str(arguments.max_length)]
-            command += ["--epochs", str(arguments.epochs), "--one", side, str(seed)]
+            command += ["--epochs", str(arguments.epochs), "--one", side, *map(str, left)]
             done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
             found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-            if not found:
-                print(f"{side}, seed {seed}: failed\n{done.stderr[-3000:]}", file=sys.stderr)
-                continue
-            results.append(json.loads(found[0].removeprefix("ROW ")))
+            if len(found) < len(left):
+                print(f"{side}, seeds {left}: failed\n{done.stderr[-3000:]}", file=sys.stderr)
+            results += [json.loads(line.removeprefix("ROW ")) for line in found]
             path.write_text("".join(json.dumps(row) + "\n" for row in results), "utf-8")
-            print(found[0], flush=True)
+            print("\n".join(found), flush=True)
     (arguments.output / "table.md").write_text(table(results) + "\n", "utf-8")
     print(table(results))
 

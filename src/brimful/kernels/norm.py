@@ -21,7 +21,9 @@ from torch import Tensor
 from brimful.kernels.dropout import column_keys, kept, kept_mask_PRC, row_keys, threshold
 from brimful.kernels.strips import sum_strips
 
-#: Rows whose parameter gradients one program sums, at the least and for large inputs.
+#: Rows of a tile and warps of a program, forward and backward.
+_ROWS, _WARPS, _BACKWARD_ROWS, _BACKWARD_WARPS = 1, 4, 1, 8
+#: Rows whose parameter gradients one program sums at the least, and most programs.
 _FEWEST_ROWS, _MOST_PROGRAMS = 2, 528
 
 
@@ -36,74 +38,79 @@ def dropout_add_norm(
 
 
 @triton.jit
-def _row(X, BIAS, RESIDUAL, SEED, site, row, columns, inside, width, drop_below, keep, DROPOUT: tl.constexpr):
-    """One row before normalisation, (1, WIDTH) fp32, and what dropout keeps of it."""
-    places = row * width + columns
+def _rows(
+    X, BIAS, RESIDUAL, SEED, site, rows, columns, inside, width, drop_below, more, DROPOUT: tl.constexpr
+):  # fmt: skip
+    """Rows before normalisation, (ROWS, WIDTH) fp32, and what dropout keeps of them."""
+    places = rows[:, None] * width + columns[None, :]
     z = tl.load(X + places, mask=inside, other=0.0).to(tl.float32)
-    z += tl.load(BIAS + columns, mask=inside, other=0.0).to(tl.float32)
+    z += tl.load(BIAS + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
     stays = inside
     if DROPOUT:
-        stays = kept(row_keys(SEED, site, 0, tl.zeros([1], tl.int32) + row), column_keys(columns), drop_below)
-        z = tl.where(stays, z / keep, 0.0)
+        stays = kept(row_keys(SEED, site, 0, rows)[:, None], column_keys(columns)[None, :], drop_below)
+        z = tl.where(stays, z * more, 0.0)
     z += tl.load(RESIDUAL + places, mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, z, 0.0), stays
 
 
 @triton.jit(do_not_specialize=["site"])
-def norm_forward(X, BIAS, RESIDUAL, GAIN, SHIFT, SEED, Y, HALF, MEAN, RSTD, site, width, eps, drop_below, keep,
-                 DROPOUT: tl.constexpr, HALF_TOO: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0)
+def norm_forward(X, BIAS, RESIDUAL, GAIN, SHIFT, SEED, Y, HALF, MEAN, RSTD, site, num_rows, width, eps, drop_below,
+                 more, DROPOUT: tl.constexpr, HALF_TOO: tl.constexpr, ROWS: tl.constexpr,
+                 WIDTH: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
-    inside = columns < width
-    z, _ = _row(X, BIAS, RESIDUAL, SEED, site, row, columns, inside, width, drop_below, keep, DROPOUT)
-    mean = tl.sum(z, 0) / width
-    d = tl.where(inside, z - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(d * d, 0) / width + eps)
-    gain = tl.load(GAIN + columns, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(SHIFT + columns, mask=inside, other=0.0).to(tl.float32)
-    y = d * rstd * gain + shift
-    tl.store(Y + row * width + columns, y.to(Y.dtype.element_ty), mask=inside)
+    inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    z, _ = _rows(X, BIAS, RESIDUAL, SEED, site, rows, columns, inside, width, drop_below, more, DROPOUT)
+    mean = tl.sum(z, 1) / width
+    d = tl.where(inside, z - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(d * d, 1) / width + eps)
+    gain = tl.load(GAIN + columns, mask=columns < width, other=0.0).to(tl.float32)
+    shift = tl.load(SHIFT + columns, mask=columns < width, other=0.0).to(tl.float32)
+    y = d * rstd[:, None] * gain[None, :] + shift[None, :]
+    places = rows[:, None] * width + columns[None, :]
+    tl.store(Y + places, y.to(Y.dtype.element_ty), mask=inside)
     if HALF_TOO:
-        tl.store(HALF + row * width + columns, y.to(HALF.dtype.element_ty), mask=inside)
-    tl.store(MEAN + row, mean)
-    tl.store(RSTD + row, rstd)
+        tl.store(HALF + places, y.to(HALF.dtype.element_ty), mask=inside)
+    tl.store(MEAN + rows, mean, mask=rows < num_rows)
+    tl.store(RSTD + rows, rstd, mask=rows < num_rows)
 
 
 @triton.jit(do_not_specialize=["site"])
-def norm_backward(DY, DHALF, X, BIAS, RESIDUAL, GAIN, SEED, MEAN, RSTD, DX, DRESIDUAL, STRIPS, site, num_rows,
-                  width, drop_below, keep, DROPOUT: tl.constexpr, HAS_DY: tl.constexpr, HAS_DHALF: tl.constexpr,
-                  WIDTH: tl.constexpr):  # fmt: skip
+def norm_backward(DY, DHALF, X, BIAS, RESIDUAL, GAIN, SEED, MEAN, RSTD, DX, DRESIDUAL, STRIPS, site, num_rows, width,
+                  drop_below, more, DROPOUT: tl.constexpr, HAS_DY: tl.constexpr, HAS_DHALF: tl.constexpr,
+                  ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """STRIPS: (programs, 3, width) partial gradients of gain, shift and bias."""
     columns = tl.arange(0, WIDTH)
-    inside = columns < width
-    gain = tl.load(GAIN + columns, mask=inside, other=0.0).to(tl.float32)
-    dgain = tl.zeros([WIDTH], tl.float32)
-    dshift = tl.zeros([WIDTH], tl.float32)
-    dbias = tl.zeros([WIDTH], tl.float32)
-    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        places = row * width + columns
-        z, stays = _row(X, BIAS, RESIDUAL, SEED, site, row, columns, inside, width, drop_below, keep, DROPOUT)
-        rstd = tl.load(RSTD + row)
-        x = tl.where(inside, (z - tl.load(MEAN + row)) * rstd, 0.0)
-        dy = tl.zeros([WIDTH], tl.float32)
+    gain = tl.load(GAIN + columns, mask=columns < width, other=0.0).to(tl.float32)
+    dgain = tl.zeros([ROWS, WIDTH], tl.float32)
+    dshift = tl.zeros([ROWS, WIDTH], tl.float32)
+    dbias = tl.zeros([ROWS, WIDTH], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        rows = first + tl.arange(0, ROWS)
+        inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
+        places = rows[:, None] * width + columns[None, :]
+        z, stays = _rows(X, BIAS, RESIDUAL, SEED, site, rows, columns, inside, width, drop_below, more, DROPOUT)
+        rstd = tl.load(RSTD + rows, mask=rows < num_rows, other=0.0)[:, None]
+        mean = tl.load(MEAN + rows, mask=rows < num_rows, other=0.0)[:, None]
+        x = tl.where(inside, (z - mean) * rstd, 0.0)
+        dy = tl.zeros([ROWS, WIDTH], tl.float32)
         if HAS_DY:
             dy += tl.load(DY + places, mask=inside, other=0.0).to(tl.float32)
         if HAS_DHALF:
             dy += tl.load(DHALF + places, mask=inside, other=0.0).to(tl.float32)
         dgain += dy * x
         dshift += dy
-        dy *= gain
-        dz = rstd * (dy - tl.sum(dy, 0) / width - x * (tl.sum(dy * x, 0) / width))
+        dy *= gain[None, :]
+        dz = rstd * (dy - (tl.sum(dy, 1) / width)[:, None] - x * (tl.sum(dy * x, 1) / width)[:, None])
         tl.store(DRESIDUAL + places, dz.to(DRESIDUAL.dtype.element_ty), mask=inside)
-        dx = dz
         if DROPOUT:
-            dx = tl.where(stays, dz / keep, 0.0)
-        dbias += dx
-        tl.store(DX + places, dx.to(DX.dtype.element_ty), mask=inside)
+            dz = tl.where(stays, dz * more, 0.0)
+        dbias += dz
+        tl.store(DX + places, dz.to(DX.dtype.element_ty), mask=inside)
     strip = STRIPS + tl.program_id(0) * 3 * width + columns
-    tl.store(strip, dgain, mask=inside)
-    tl.store(strip + width, dshift, mask=inside)
-    tl.store(strip + 2 * width, dbias, mask=inside)
+    tl.store(strip, tl.sum(dgain, 0), mask=columns < width)
+    tl.store(strip + width, tl.sum(dshift, 0), mask=columns < width)
+    tl.store(strip + 2 * width, tl.sum(dbias, 0), mask=columns < width)
 
 
 def fused_forward(
@@ -114,10 +121,10 @@ def fused_forward(
     rows, width = x.shape
     y, statistics = torch.empty_like(residual), x.new_empty(2, rows, dtype=torch.float32)
     copy = torch.empty_like(x) if half else x.new_empty(0)
-    wide = triton.next_power_of_2(width)
-    norm_forward[(rows,)](
-        x, bias, residual, gain, shift, seed, y, copy, statistics[0], statistics[1], site, width, eps,
-        threshold(p), 1.0 - p, DROPOUT=p > 0, HALF_TOO=half, WIDTH=wide, num_warps=_warps(wide),
+    norm_forward[(triton.cdiv(rows, _ROWS),)](
+        x, bias, residual, gain, shift, seed, y, copy, statistics[0], statistics[1], site, rows, width, eps,
+        threshold(p), 1.0 / (1.0 - p), DROPOUT=p > 0, HALF_TOO=half, ROWS=_ROWS, WIDTH=triton.next_power_of_2(width),
+        num_warps=_WARPS,
     )  # fmt: skip
     return y, copy, statistics
 
@@ -131,12 +138,11 @@ def fused_backward(
     programs = _programs(rows)
     dx, dresidual = torch.empty_like(x), torch.empty_like(residual)
     strips = x.new_empty(programs, 3, width, dtype=torch.float32)
-    wide = triton.next_power_of_2(width)
     norm_backward[(programs,)](
         x if dy is None else dy, x if dhalf is None else dhalf, x, bias, residual, gain, seed, statistics[0],
-        statistics[1], dx, dresidual, strips, site, rows, width, threshold(p), 1.0 - p, DROPOUT=p > 0,
-        HAS_DY=dy is not None, HAS_DHALF=dhalf is not None, WIDTH=wide,
-        num_warps=8,
+        statistics[1], dx, dresidual, strips, site, rows, width, threshold(p), 1.0 / (1.0 - p), DROPOUT=p > 0,
+        HAS_DY=dy is not None, HAS_DHALF=dhalf is not None, ROWS=_BACKWARD_ROWS,
+        WIDTH=triton.next_power_of_2(width), num_warps=_BACKWARD_WARPS,
     )  # fmt: skip
     return dx, dresidual, strips
 
@@ -150,7 +156,3 @@ def parameter_gradients(strips: Tensor, bias_dtype: torch.dtype) -> tuple[Tensor
 
 def _programs(rows: int) -> int:
     return max(1, min(rows // _FEWEST_ROWS, _MOST_PROGRAMS))
-
-
-def _warps(wide: int) -> int:
-    return 4 if wide <= 1024 else 8
