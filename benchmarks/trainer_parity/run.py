@@ -164,7 +164,7 @@ def by_brimful(
     )
     events = rows_of(folder / "events.jsonl")
     return {
-        "losses": [event["loss"] for event in events if event["event"] == "step"],
+        "losses": [event["loss"] for event in events if event["kind"] == "step"],
         "accuracy": run.metrics["accuracy"],
         "train_s": run.train_s,
         "samples_per_s": run.samples_per_s,

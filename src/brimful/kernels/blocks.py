@@ -29,6 +29,12 @@ Gradients = tuple[Any, ...]
 _halves: Any = WeakTensorKeyDictionary()
 
 
+def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A fresh tensor in another shape, unless it is empty. Not a view: dynamo traces a layer anew for an input that is."""
+    out: Tensor = torch.ops.aten._unsafe_view.default(x, shape) if x.numel() else x
+    return out
+
+
 def product_dtype(x: Tensor) -> torch.dtype:
     """What products of `x` run in here: autocast's dtype, or its own."""
     kind = x.device.type
@@ -121,8 +127,7 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
         ctx.save_for_backward(x_TK, w_HK, bias, residual_TH, gain, h_TH, statistics, seed)
         ctx.set_materialize_grads(False)
         ctx.p, ctx.dtypes, ctx.shapes = p, (weight.dtype, None), (x.shape, residual.shape)
-        half = half_TH.view(residual.shape) if half_TH.numel() else half_TH
-        return y_TH.view(residual.shape), half
+        return _shaped(y_TH, residual.shape), _shaped(half_TH, residual.shape)
 
     @staticmethod
     @once_differentiable
@@ -210,7 +215,7 @@ class _EmbeddingsNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.paddings, ctx.p = paddings, p
         shape = (*ids[0].shape, gain.shape[0])
-        return y_TH.view(shape), half_TH.view(shape) if half_TH.numel() else half_TH
+        return _shaped(y_TH, shape), _shaped(half_TH, shape)
 
     @staticmethod
     @once_differentiable
