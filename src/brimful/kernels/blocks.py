@@ -30,7 +30,7 @@ _halves: Any = WeakTensorKeyDictionary()
 
 
 def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """A fresh tensor in another shape, unless it is empty. Not a view: dynamo traces a layer anew for an input that is."""
+    """A fresh tensor in another shape, unless it is empty. No view of it, for which dynamo would trace a layer anew."""
     out: Tensor = torch.ops.aten._unsafe_view.default(x, shape) if x.numel() else x
     return out
 
