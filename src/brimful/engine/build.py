@@ -88,7 +88,7 @@ def build(
     mode = _mode(options, prepared, packing, layout, model, device)
     mode.apply(model)
     arguments = (execution, prepared.task, optimizer, precision, schedule)
-    settings: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "seed": options.seed}
+    settings: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "seed": options.seed, "halves": proof.halves}
     step = (
         CapturedStep(*arguments, note=listener.warning, **settings) if mode.captured else Step(*arguments, **settings)
     )

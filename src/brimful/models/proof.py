@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from brimful.core.errors import printable
 from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
-from brimful.models.anatomy import layers_of
+from brimful.models.anatomy import layers_of, linear_parameters
 from brimful.models.execution import PackedExecution, PackedForm, PaddedExecution, Pooling
 
 #: Largest relative difference (norm of the difference over the norm) that counts as equal, by dtype of the products.
@@ -42,7 +42,7 @@ GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "
 _SHORT_TABLE = 1026
 
 #: Raised when packed execution or this proof changes, so that what was proved of older code is not believed.
-_REVISION = 6
+_REVISION = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,8 @@ class Proof:
     """What was shown of one model.
 
     packed: it may run packed, in `form`. independent: rows of a batch do not influence one another.
-    *_error: relative differences that were measured, None where the proof did not get that far.
+    *_error: relative differences that were measured, None where the proof did not get that far. halves: on a GPU in
+    half precision, it computes the same with its Linear weights kept in that precision.
     """
 
     packed: bool
@@ -61,6 +62,7 @@ class Proof:
     forward_error: float | None = None
     gradient_error: float | None = None
     kernel_error: float | None = None
+    halves: bool = False
 
     @property
     def form(self) -> PackedForm | None:
@@ -129,6 +131,7 @@ def _prove(model: Any, max_length: int, device: torch.device, precision: str, ty
         return Proof(packed=False, independent=True, reason=why, forward_error=error, gradient_error=gradient_error)
     kernel_error = _kernel_error(small.to(device), form, row, plain.detach(), plain_gradient, precision)
     passed = kernel_error <= 1.0
+    halves = passed and _takes_halves(small, form, row, plain.detach(), plain_gradient, precision)
     return Proof(
         packed=passed,
         independent=True,
@@ -140,6 +143,7 @@ def _prove(model: Any, max_length: int, device: torch.device, precision: str, ty
         forward_error=error,
         gradient_error=gradient_error,
         kernel_error=kernel_error,
+        halves=halves,
     )
 
 
@@ -187,6 +191,22 @@ def _kernel_error(small: Any, form: PackedForm, row: Inputs, plain: Tensor, grad
     return _worse(forward, found_gradient / max(GRADIENT_TOLERANCE[precision], 3 * lost_gradient))
 
 
+def _takes_halves(small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str) -> bool:
+    """Whether the model computes the same with Linear weights in half precision, as the update on a GPU keeps them."""
+    dtype = _HALF.get(precision)
+    if dtype is None or next(small.parameters()).device.type != "cuda":
+        return False
+    halved = copy.deepcopy(small)
+    copied = linear_parameters(halved)
+    for parameter in halved.parameters():
+        if id(parameter) in copied:
+            parameter.data = parameter.data.to(dtype)
+    try:
+        return _kernel_error(halved, form, row, plain, gradient, precision) <= 1.0
+    except (RuntimeError, TypeError, ValueError):  # it looks at its weights in another way
+        return False
+
+
 def _worse(error: float, other: float) -> float:
     """The larger error, NaN if either is: `max` keeps a number and drops the NaN behind it."""
     return float(np.maximum(error, other))
@@ -197,12 +217,15 @@ def _errors(
 ) -> tuple[float, float]:
     """Relative differences of logits and gradient from fp32, with the reference attention or the chosen kernel."""
     device = next(small.parameters()).device
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    dtype = _HALF.get(precision)
     with _exact_fp32(), torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
         execution = PackedExecution(small, form, plain=reference)
         logits = execution(map_tensors(row, lambda t: t.to(device)))[: len(plain)].float()
     forward = relative_error(logits.detach().cpu(), plain)
     return forward, relative_error(_gradient(small, logits).cpu(), gradient)
+
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _wake(small: nn.Module) -> None:
@@ -225,7 +248,12 @@ def _gradient(model: nn.Module, logits: Tensor) -> Tensor:
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = torch.autograd.grad((logits * direction).sum(), parameters, allow_unused=True)
     return torch.cat(
-        [torch.zeros_like(p).flatten() if g is None else g.flatten() for p, g in zip(parameters, found, strict=True)]
+        [
+            torch.zeros_like(p).flatten().float()
+            if g is None
+            else g.flatten().to(torch.promote_types(g.dtype, torch.float32))
+            for p, g in zip(parameters, found, strict=True)
+        ]
     )
 
 

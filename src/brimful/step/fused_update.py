@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brimful.models.anatomy import linear_parameters
 from brimful.step.update import Update
 from brimful.techniques.optimizer import Optimizer, decays
 
@@ -61,7 +62,7 @@ class FusedUpdate(Update):
     def _set_up(self, optimizer: Optimizer) -> None:
         self._betas, self._epsilon = (optimizer.beta1, optimizer.beta2), optimizer.epsilon
         half = self.precision.dtype if self.precision.dtype.itemsize == 2 else None
-        copied = _linear_parameters(self.model) if half is not None else set()
+        copied = linear_parameters(self.model) if half is not None and self.halves else set()
         self._half = half or torch.float32
         order = sorted(range(len(self.parameters)), key=_arena_order(self.named, copied))
         starts, end, end_of_copies = [0] * len(order), 0, 0
@@ -235,16 +236,6 @@ class FusedUpdate(Update):
                 if copied:
                     parameter.copy_(master)
         self._gathered.zero_()
-
-
-def _linear_parameters(model: nn.Module) -> set[int]:
-    """Trained parameters that nothing but Linear layers has: autocast casts them whenever they are used."""
-    linear: set[int] = set()
-    other: set[int] = set()
-    for module in model.modules():
-        found = linear if type(module) is nn.Linear else other
-        found.update(id(p) for p in module.parameters(recurse=False) if p.requires_grad)
-    return linear - other
 
 
 def _arena_order(named: dict[str, nn.Parameter], copied: set[int]) -> Any:

@@ -94,7 +94,8 @@ class Pending:
 class Step:
     """One optimizer step of one model, eager. State that training must keep is in its `update`.
 
-    schedule: (steps + 1,) fp32 learning rate by applied steps; the last one holds for any step beyond.
+    schedule: (steps + 1,) fp32 learning rate by applied steps; the last one holds for any step beyond. halves: whether
+    the model's Linear layers may hold half-precision copies of their weights, which its proof says.
     """
 
     def __init__(
@@ -107,10 +108,11 @@ class Step:
         *,
         max_grad_norm: float,
         seed: int,
+        halves: bool = True,
     ) -> None:
         self.execution, self.task, self.precision, self.seed = execution, task, precision, seed
         kind = FusedUpdate if can_fuse(execution.model, optimizer) else Update
-        self.update = kind(execution.model, optimizer, precision, schedule, max_grad_norm=max_grad_norm)
+        self.update = kind(execution.model, optimizer, precision, schedule, max_grad_norm=max_grad_norm, halves=halves)
         self.device = self.update.device
 
     def run(self, batch: Batch) -> Pending:

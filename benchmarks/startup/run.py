@@ -1,0 +1,97 @@
+"""Seconds from the start of a process to the tenth step of BERT-base on tweets, and where they go: cold caches, then warm.
+
+    python benchmarks/startup/run.py --tokenizer MODEL_FOLDER
+
+Random weights in a folder on the disk, bf16, batch 32. Cold: no compiled kernel, no proof, no traced layer is kept from
+before, as on a fresh machine; warm: the same command again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+RUNS = (("cold", "compiled"), ("warm", "compiled"), ("warm", "captured"), ("warm", "eager"))
+
+
+def measure(folder: Path, execution: str, began: float) -> None:
+    def now(what: str) -> None:
+        print(f"MARK {json.dumps([what, time.time() - began])}", flush=True)
+
+    now("interpreter")
+    import torch
+    import transformers
+
+    assert transformers
+    torch.cuda.init()
+    now("torch, transformers, CUDA")
+    import brimful
+    from brimful.core.listener import Listener, Progress
+    from brimful.core.records import Recipe
+
+    class Marks(Listener):
+        def stage(self, text: str) -> None:
+            now(f"until: {text.split('/')[0].strip()}")
+
+        def recipe(self, recipe: Recipe) -> None:
+            now("data, model, proof")
+
+        def progress(self, progress: Progress) -> None:
+            now(f"step {progress.step}")
+
+    brimful.train(
+        folder / "tweets.jsonl",
+        model=folder / "model",
+        output=tempfile.mkdtemp(),
+        listener=Marks(),
+        new_head=True,
+        max_steps=20,
+        logging_steps=1,
+        eval_split=0.0,
+        execution=execution,
+    )
+
+
+def prepare(folder: Path, tokenizer: str) -> None:
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+    from brimful.data.packaged import tweets
+
+    BertForSequenceClassification(BertConfig(num_labels=3)).save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder / "model")
+    (folder / "tweets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tweets()), "utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tokenizer", required=True, help="folder of a BERT tokenizer")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        measure(Path(arguments.one[0]), arguments.one[1], float(arguments.one[2]))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder, arguments.tokenizer)
+        caches = {
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        }
+        for state, execution in RUNS:
+            command = [sys.executable, __file__, "--tokenizer", "", "--one", name, execution, str(time.time())]
+            done = subprocess.run(command, capture_output=True, text=True, env=os.environ | caches)
+            marks = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("MARK ")]
+            if not marks:
+                print(done.stderr[-2000:], file=sys.stderr)
+            print(f"{state}, {execution}: " + "; ".join(f"{what} {seconds:.1f}" for what, seconds in marks[:14]))
+
+
+if __name__ == "__main__":
+    main()
