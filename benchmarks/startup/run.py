@@ -1,4 +1,4 @@
-"""Seconds from the start of a process to the tenth step of BERT-base on tweets, and where they go: cold caches, then warm.
+"""Seconds from the start of a process to the tenth step of BERT-base on tweets, and where they go.
 
     python benchmarks/startup/run.py --tokenizer MODEL_FOLDER
 

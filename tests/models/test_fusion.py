@@ -1,0 +1,162 @@
+"""Layers on fused kernels against the same layers as they are: which families are covered, losses, gradients, weights.
+
+On the CPU by Triton's interpreter, in fp32 and without dropout; dropout is checked piece by piece in `test_blocks.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+pytest.importorskip("triton")
+
+from brimful.kernels.attention import triton_attention
+from brimful.kernels.dropout import one_seed
+from brimful.models import execution, fusion
+from brimful.models.anatomy import embeddings_of, layers_of
+from step.test_step import ROWS, make_step
+from tiny import FAMILIES
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at inputs' gradients
+
+#: Heads of 16 numbers: the smallest that our attention kernel takes.
+WIDE = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+@pytest.fixture(autouse=True)
+def _our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(execution, "choose_attention", lambda *_: triton_attention)
+
+
+def compiled(model: Any) -> list[bool]:
+    """Compiles a model's layers and embeddings; the list gets, for each graph, whether it was covered."""
+    covered: list[bool] = []
+
+    def backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        fused = fusion.fuse(graph_module)
+        covered.append(fused is not None)
+        return fused or graph_module
+
+    layers = layers_of(model)
+    assert layers is not None
+    for module in (embeddings_of(model), *layers):
+        if module is not None:
+            module.compile(dynamic=True, backend=backend)
+    return covered
+
+
+def settings_of(family: str) -> dict[str, Any]:
+    if family == "distilbert":
+        return {"dim": 32, "n_heads": 2, "hidden_dim": 48}
+    return WIDE | ({"embedding_size": 32} if family == "electra" else {})
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "electra", "distilbert"])
+def test_a_fused_step_is_the_plain_one(family: str) -> None:
+    model = FAMILIES[family].model(**settings_of(family))
+    plain = make_step(copy.deepcopy(model), family=family)
+    fused = make_step(model, family=family)
+    covered = compiled(model)
+    for number in range(2 if family == "bert" else 1):
+        batch = ROWS.batch(number)
+        expected, found = plain.run(batch).read(), fused.run(batch).read()
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    assert covered == [True, True]  # embeddings, and one graph for all layers and numbers of tokens
+
+
+def test_evaluation_between_steps() -> None:
+    """Without gradients and dropout the same layers run on the same kernels."""
+    model = FAMILIES["bert"].model(dropout=0.3, **WIDE)
+    plain = copy.deepcopy(model)
+    compiled(model)
+    step = make_step(model)
+    batch = ROWS.batch(0)
+    step.accumulate(batch, 0)
+    inputs = batch.micro_batches[0].inputs
+    with torch.no_grad(), one_seed():
+        found = execution.PackedExecution(model.eval(), step.execution.form)(inputs)  # type: ignore[attr-defined]
+        expected = execution.PackedExecution(plain.eval(), step.execution.form)(inputs)  # type: ignore[attr-defined]
+    assert torch.allclose(found, expected, atol=1e-5)
+    model.train()
+    losses = [float(step.accumulate(batch, 0).sum()) for _ in range(2)]
+    assert losses[0] == losses[1]  # masks again, the same for one seed
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    model = FAMILIES["bert"].model(**WIDE)
+    frozen = [model.bert.embeddings.word_embeddings.weight, model.bert.encoder.layer[0].output.dense.weight]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    before = [parameter.clone() for parameter in frozen]
+    compiled(model)
+    step = make_step(model)
+    assert step.run(ROWS.batch(0)).read().applied
+    assert all(torch.equal(a, b) for a, b in zip(before, frozen, strict=True))
+
+
+@pytest.mark.parametrize("family", ["modernbert", "llama"])
+def test_other_layers_are_left_to_the_compiler(family: str) -> None:
+    settings = {"num_key_value_heads": 2, "head_dim": 16} if family == "llama" else {}
+    model = FAMILIES[family].model(**WIDE, **settings)
+    covered = compiled(model)
+    step = make_step(model, family=family)
+    assert step.run(ROWS.batch(0)).read().applied
+    assert covered
+    assert not all(covered)
+
+
+def graph_of(function: Callable[..., Any], *inputs: Any) -> GraphModule:
+    found: list[GraphModule] = []
+
+    def backend(graph_module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        found.append(graph_module)
+        return graph_module.forward
+
+    torch.compile(function, backend=backend, dynamic=True)(*inputs)
+    return found[0]
+
+
+class Layer(torch.nn.Module):
+    """What the patterns look for, in variations."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16, bias=kind != "no bias")
+        self.norm = torch.nn.LayerNorm(16, elementwise_affine=kind != "no gain")
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        approximate = "tanh" if self.kind == "approximate" else "none"
+        wide = torch.nn.functional.gelu(self.first(x), approximate=approximate)
+        narrow = self.second(wide)
+        total = torch.nn.functional.dropout(narrow, 0.0, True) + x
+        out: torch.Tensor = self.norm(total)
+        return out + narrow if self.kind == "two readers" else out
+
+
+@pytest.mark.parametrize("kind", ["plain", "no bias", "no gain", "approximate", "two readers"])
+def test_what_only_looks_like_a_pattern_is_not_taken(kind: str) -> None:
+    torch.manual_seed(0)
+    layer, x = Layer(kind), torch.randn(1, 20, 16)
+    fused = fusion.fuse(graph_of(layer, x))
+    assert (fused is not None) == (kind == "plain")
+
+
+def test_all_parameters_of_a_fused_layer_learn() -> None:
+    torch.manual_seed(0)
+    layer, x = Layer("plain"), torch.randn(1, 20, 16, requires_grad=True)
+    layer.compile(backend=fusion.layer_backend, dynamic=True)
+    twin = copy.deepcopy(layer)
+    leaves, twins = [x, *layer.parameters()], [x.detach().requires_grad_(True), *twin.parameters()]
+    found = torch.autograd.grad(layer(x).pow(2).sum(), leaves)
+    expected = torch.autograd.grad(twin.forward(twins[0]).pow(2).sum(), twins)
+    for one, other in itertools.zip_longest(found, expected):
+        assert torch.allclose(one, other, atol=1e-4)
