@@ -228,3 +228,46 @@ def test_halved_travels_with_its_rows() -> None:
         assert blocks.halved(x).dtype == torch.bfloat16
         assert blocks.halved(blocks.with_half(x, twin)) is twin
     assert blocks.halved(x) is x
+
+
+def test_a_twin_of_what_was_changed_is_not_used() -> None:
+    x: Any = torch.randn(3, 4)
+    twin = x.bfloat16()
+    blocks.with_half(x, twin)
+    x.mul_(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not blocks.halved(x).any()
+
+
+def test_an_index_that_a_table_does_not_have_is_not_a_number() -> None:
+    """And nothing is read or written beside the table: the step is skipped, and its texts are named."""
+    tables = [torch.randn(size, H, requires_grad=True) for size in (50, 20)]
+    ids = [torch.tensor([[3, 50, 7]]), torch.tensor([[0, 1, -1]])]
+    gain, shift = torch.ones(H, requires_grad=True), torch.zeros(H, requires_grad=True)
+    out = blocks.embeddings_norm(ids, tables, [None, None], gain, shift, 1e-12, 0.0)
+    assert torch.isfinite(out[0, 0]).all()
+    assert not torch.isfinite(out[0, 1:]).any()
+    out[0, 0].sum().backward()
+
+
+def test_a_residual_must_fit() -> None:
+    x, (w, b) = torch.randn(1, 6, WIDE), Case().linear(WIDE, H)
+    with pytest.raises(ValueError, match="residual"):
+        blocks.linear_dropout_add_norm(x, w, b, torch.randn(1, 1, H), torch.ones(H), torch.zeros(H), 1e-12, 0.0)
+
+
+def test_parameters_in_storages_of_their_own_are_copied() -> None:
+    """Even where an allocator put them side by side."""
+    parts = [torch.randn(4, 8) for _ in range(3)]
+    assert torch.equal(blocks._side_by_side(parts, torch.float32), torch.cat(parts))
+    whole = torch.randn(12, 8)
+    packed = blocks._side_by_side(list(whole.chunk(3)), torch.float32)
+    assert packed.data_ptr() == whole.data_ptr()
+
+
+def test_rows_are_normalised_in_fp32_behind_a_residual_in_half_precision() -> None:
+    """As autocast has it on a GPU."""
+    x, (w, b) = torch.randn(1, 6, WIDE).half(), Case(half=torch.float16).linear(WIDE, H)
+    residual = torch.randn(1, 6, H).half()
+    out = blocks.linear_dropout_add_norm(x, w, b, residual, torch.ones(H), torch.zeros(H), 1e-12, 0.0)
+    assert out.dtype == torch.float32

@@ -60,3 +60,14 @@ def test_a_forward_pass_draws_one_seed_and_numbers_its_sites() -> None:
 def test_thresholds_span_32_bits() -> None:
     assert threshold(0.0) == -(2**31)
     assert threshold(0.5) == 0
+
+
+def test_what_was_drawn_outside_a_forward_pass_is_not_kept() -> None:
+    device = torch.device("cpu")
+    next_site(device, 0.1)
+    torch.manual_seed(1)
+    with one_seed():
+        first = next_site(device, 0.1)[0]
+    torch.manual_seed(1)
+    with one_seed():
+        assert torch.equal(next_site(device, 0.1)[0], first)

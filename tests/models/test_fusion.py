@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.fx import GraphModule
+from transformers import OPTConfig, OPTForSequenceClassification
 
 pytest.importorskip("triton")
 
@@ -137,17 +138,28 @@ class Layer(torch.nn.Module):
         approximate = "tanh" if self.kind == "approximate" else "none"
         wide = torch.nn.functional.gelu(self.first(x), approximate=approximate)
         narrow = self.second(wide)
-        total = torch.nn.functional.dropout(narrow, 0.0, True) + x
+        total = torch.nn.functional.dropout(narrow, 0.0, True) + (x[:, :1] if self.kind == "broadcast" else x)
+        if self.kind == "in place":
+            x += narrow
+            total = x
         out: torch.Tensor = self.norm(total)
         return out + narrow if self.kind == "two readers" else out
 
 
-@pytest.mark.parametrize("kind", ["plain", "no bias", "no gain", "approximate", "two readers"])
+@pytest.mark.parametrize("kind", ["plain", "no bias", "no gain", "approximate", "two readers", "broadcast", "in place"])
 def test_what_only_looks_like_a_pattern_is_not_taken(kind: str) -> None:
     torch.manual_seed(0)
     layer, x = Layer(kind), torch.randn(1, 20, 16)
     fused = fusion.fuse(graph_of(layer, x))
     assert (fused is not None) == (kind == "plain")
+
+
+def test_embeddings_are_not_the_model() -> None:
+    """A module that has the layers too is no table of embeddings."""
+    config = OPTConfig(
+        vocab_size=99, hidden_size=16, num_hidden_layers=1, ffn_dim=24, num_attention_heads=2, word_embed_proj_dim=16
+    )
+    assert embeddings_of(OPTForSequenceClassification(config)) is None
 
 
 def test_all_parameters_of_a_fused_layer_learn() -> None:

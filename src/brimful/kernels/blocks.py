@@ -25,7 +25,8 @@ from brimful.kernels.varlen import attend, attend_backward
 
 Gradients = tuple[Any, ...]
 
-#: Half-precision twins of tensors, for as long as those live. Not their attribute, by which dynamo would trace anew.
+#: Half-precision twins of tensors and the versions they were made of, for as long as those live. They are no attribute
+#: of them, by which dynamo would trace a layer anew.
 _halves: Any = WeakTensorKeyDictionary()
 
 
@@ -46,14 +47,14 @@ def halved(x: Tensor) -> Tensor:
     dtype = product_dtype(x)
     if x.dtype == dtype:
         return x
-    made = _halves.get(x)
-    return x.to(dtype) if made is None or made.dtype != dtype else made
+    half, version = _halves.get(x, (None, 0))
+    return half if half is not None and half.dtype == dtype and version == x._version else x.to(dtype)
 
 
 def with_half(x: Tensor, half: Tensor) -> Tensor:
     """`x`, with its half-precision twin for `halved`."""
     if half.numel():
-        _halves[x] = half
+        _halves[x] = (half, x._version)
     return x
 
 
@@ -62,8 +63,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x_TK, w_NK = x.flatten(0, -2), weight.to(x.dtype)
         ctx.save_for_backward(x_TK, w_NK)
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        ctx.shape = x.shape
+        ctx.dtypes, ctx.shape = (weight.dtype, None if bias is None else bias.dtype), x.shape
+        ctx.leaf = weight.is_leaf
         out_TN = x_TK @ w_NK.t() if bias is None else torch.addmm(bias.to(x.dtype), x_TK, w_NK.t())
         return out_TN.view(*x.shape[:-1], -1)
 
@@ -72,7 +73,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         x_TK, w_NK = ctx.saved_tensors
         g_TN = gradient.reshape(-1, w_NK.shape[0]).contiguous()
-        dweight, dbias = beside(lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes), g_TN, x_TK)
+        dweight, dbias = beside(lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes), g_TN, x_TK, leaf=ctx.leaf)
         return (g_TN @ w_NK).view(ctx.shape), dweight, dbias
 
 
@@ -88,7 +89,7 @@ class _LinearGelu(torch.autograd.Function):
         x_TK, w_FK = x.flatten(0, -2), weight.to(x.dtype)
         h_TF = x_TK @ w_FK.t()
         ctx.save_for_backward(x_TK, w_FK, bias, h_TF)
-        ctx.dtypes, ctx.shape = (weight.dtype, None), x.shape
+        ctx.dtypes, ctx.shape, ctx.leaf = (weight.dtype, None), x.shape, weight.is_leaf
         return gelu.fused_forward(h_TF, bias).view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -101,7 +102,7 @@ class _LinearGelu(torch.autograd.Function):
             dweight, _ = _weight_gradients(dh_TF, x_TK, *ctx.dtypes)
             return dweight, sum_strips(strips, strips.shape[1], bias.dtype)[1]
 
-        dweight, dbias = beside(parameters, dh_TF, x_TK, strips)
+        dweight, dbias = beside(parameters, dh_TF, x_TK, strips, leaf=ctx.leaf)
         return (dh_TF @ w_FK).view(ctx.shape), dweight, dbias
 
 
@@ -118,15 +119,17 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
         p: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x_TK, w_HK = x.flatten(0, -2), weight.to(x.dtype)
-        residual_TH = residual.reshape(-1, residual.shape[-1])
+        residual_TH = residual.reshape(-1, residual.shape[-1]).contiguous()
+        if len(residual_TH) != len(x_TK):
+            raise ValueError(f"a residual of shape {tuple(residual.shape)} does not fit rows of {tuple(x.shape)}")
         h_TH = x_TK @ w_HK.t()
         seed, ctx.site = next_site(x.device, p)
         y_TH, half_TH, statistics = norm.fused_forward(
-            h_TH, bias, residual_TH, gain, shift, seed, ctx.site, eps, p, h_TH.dtype != residual.dtype
+            h_TH, bias, residual_TH, gain, shift, seed, ctx.site, eps, p, h_TH.dtype != gain.dtype
         )
         ctx.save_for_backward(x_TK, w_HK, bias, residual_TH, gain, h_TH, statistics, seed)
         ctx.set_materialize_grads(False)
-        ctx.p, ctx.dtypes, ctx.shapes = p, (weight.dtype, None), (x.shape, residual.shape)
+        ctx.p, ctx.dtypes, ctx.shapes, ctx.leaf = p, (weight.dtype, None), (x.shape, residual.shape), weight.is_leaf
         return _shaped(y_TH, residual.shape), _shaped(half_TH, residual.shape)
 
     @staticmethod
@@ -142,7 +145,7 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
             dweight, _ = _weight_gradients(dh_TH, x_TK, *ctx.dtypes)
             return dweight, *norm.parameter_gradients(strips, bias.dtype)
 
-        dweight, dgain, dshift, dbias = beside(parameters, dh_TH, x_TK, strips)
+        dweight, dgain, dshift, dbias = beside(parameters, dh_TH, x_TK, strips, leaf=ctx.leaf)
         dx, dresidual = (dh_TH @ w_HK).view(ctx.shapes[0]), dresidual_TH.view(ctx.shapes[1])
         return dx, dweight, dbias, dresidual, dgain, dshift, None, None
 
@@ -173,6 +176,7 @@ class _ProjectedAttention(torch.autograd.Function):
         ctx.save_for_backward(x_TK, w_NK, qkv_TN, out_HTD, lse, keys, offsets)
         ctx.num_heads, ctx.settings, ctx.shape = num_heads, settings, x.shape
         ctx.dtypes = [None if p is None else p.dtype for p in (parameters[0], parameters[3])]
+        ctx.leaf = all(p is None or p.is_leaf for p in parameters)
         return out_HTD
 
     @staticmethod
@@ -181,7 +185,7 @@ class _ProjectedAttention(torch.autograd.Function):
         x_TK, w_NK, qkv_TN, out_HTD, lse, keys, offsets = ctx.saved_tensors
         q, k, v = qkv_TN.view(len(x_TK), 3, ctx.num_heads, -1).transpose(0, 2).unbind(1)
         g_TN = attend_backward(gradient, q, k, v, out_HTD, lse, keys, offsets, *ctx.settings).flatten(1)
-        dweight, dbias = beside(lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes), g_TN, x_TK)
+        dweight, dbias = beside(lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes), g_TN, x_TK, leaf=ctx.leaf)
         dbiases = (None,) * 3 if dbias is None else dbias.chunk(3)
         return (g_TN @ w_NK).view(ctx.shape), None, None, None, *dweight.chunk(3), *dbiases
 
@@ -255,7 +259,11 @@ def _side_by_side(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
     """Parameters one below the other: a view of them where they lie so, else a copy."""
     found = [part for part in parts if part is not None]
     first, size = found[0], found[0].numel() * found[0].element_size()
-    adjacent = all(part.data_ptr() == first.data_ptr() + i * size for i, part in enumerate(found))
+    adjacent = all(
+        part.data_ptr() == first.data_ptr() + i * size
+        and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for i, part in enumerate(found)
+    )
     if first.dtype != dtype or not adjacent or any(part.shape != first.shape for part in found):
         return torch.cat([part.to(dtype) for part in found])
     rows, *rest = first.shape

@@ -59,7 +59,12 @@ def kept(rows, columns, threshold):
 
 def threshold(dropout: float) -> int:
     """What of 32 random bits, read as a signed number, falls below this is dropped."""
-    return round(dropout * (1 << 32)) - (1 << 31)
+    return min(round(dropout * (1 << 32)) - (1 << 31), (1 << 31) - 1)
+
+
+def kept_factor(dropout: float) -> float:
+    """What is kept is multiplied by this."""
+    return 0.0 if dropout >= 1 else 1.0 / (1.0 - dropout)
 
 
 def draw_seed(device: torch.device, dropout: float) -> Tensor:
@@ -78,6 +83,7 @@ def one_seed() -> Iterator[None]:
     """Within, `next_site` draws one seed and numbers the sites, so that a forward pass draws but once."""
     global _sites
     _sites = itertools.count()
+    _forward.clear()  # of a forward pass outside
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.dropout import column_keys, kept, kept_mask_PRC, row_keys, threshold
+from brimful.kernels.dropout import column_keys, kept, kept_factor, kept_mask_PRC, row_keys, threshold
 from brimful.kernels.strips import sum_strips
 
 #: Tables that are added at most; rows of a table that is summed in strips.
@@ -40,24 +40,34 @@ def embeddings_norm(
 
 
 @triton.jit
-def _sum(ID0, ID1, ID2, TABLE0, TABLE1, TABLE2, row, columns, inside, width, TABLES: tl.constexpr):
-    z = tl.load(TABLE0 + tl.load(ID0 + row) * width + columns, mask=inside, other=0.0).to(tl.float32)
+def _look_up(ID, TABLE, size, row, columns, inside, width):
+    """One row of a table; NaN for an index that it does not have: the step is skipped then, and its texts are named."""
+    index = tl.load(ID + row)
+    known = (index >= 0) & (index < size)
+    z = tl.load(TABLE + tl.where(known, index, 0) * width + columns, mask=inside, other=0.0)
+    return z.to(tl.float32) + tl.where(known, 0.0, float("nan"))
+
+
+@triton.jit
+def _sum(ID0, ID1, ID2, TABLE0, TABLE1, TABLE2, size0, size1, size2, row, columns, inside, width, TABLES: tl.constexpr):
+    z = _look_up(ID0, TABLE0, size0, row, columns, inside, width)
     if TABLES > 1:
-        z += tl.load(TABLE1 + tl.load(ID1 + row) * width + columns, mask=inside, other=0.0).to(tl.float32)
+        z += _look_up(ID1, TABLE1, size1, row, columns, inside, width)
     if TABLES > 2:
-        z += tl.load(TABLE2 + tl.load(ID2 + row) * width + columns, mask=inside, other=0.0).to(tl.float32)
+        z += _look_up(ID2, TABLE2, size2, row, columns, inside, width)
     return z
 
 
 @triton.jit(do_not_specialize=["site"])
 def embedding_norm_forward(
-    ID0, ID1, ID2, TABLE0, TABLE1, TABLE2, GAIN, SHIFT, SEED, Y, HALF, MEAN, RSTD, site, width, eps, drop_below, more,
+    ID0, ID1, ID2, TABLE0, TABLE1, TABLE2, GAIN, SHIFT, SEED, Y, HALF, MEAN, RSTD, site, size0, size1,
+    size2, width, eps, drop_below, more,
     TABLES: tl.constexpr, DROPOUT: tl.constexpr, HALF_TOO: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, WIDTH)
     inside = columns < width
-    z = _sum(ID0, ID1, ID2, TABLE0, TABLE1, TABLE2, row, columns, inside, width, TABLES)
+    z = _sum(ID0, ID1, ID2, TABLE0, TABLE1, TABLE2, size0, size1, size2, row, columns, inside, width, TABLES)
     mean = tl.sum(z, 0) / width
     d = tl.where(inside, z - mean, 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(d * d, 0) / width + eps)
@@ -76,10 +86,10 @@ def embedding_norm_forward(
 
 
 @triton.jit
-def _scatter(DTABLE, ID, padding, dz, row, columns, inside, width, FEW: tl.constexpr):
+def _scatter(DTABLE, ID, size, padding, dz, row, columns, inside, width, FEW: tl.constexpr):
     """Adds a row's gradient to a table's, unless the table is summed otherwise or the row is its padding."""
     index = tl.load(ID + row)
-    if not FEW and index != padding:
+    if not FEW and ((index != padding) & (index >= 0) & (index < size)):
         tl.atomic_add(DTABLE + index * width + columns, dz, mask=inside, sem="relaxed")
     return index
 
@@ -87,8 +97,8 @@ def _scatter(DTABLE, ID, padding, dz, row, columns, inside, width, FEW: tl.const
 @triton.jit(do_not_specialize=["site", "padding0", "padding1", "padding2"])
 def embedding_norm_backward(
     DY, DHALF, ID0, ID1, ID2, TABLE0, TABLE1, TABLE2, GAIN, SEED, MEAN, RSTD, DTABLE0, DTABLE1, DTABLE2, STRIPS, site,
-    padding0, padding1, padding2, num_rows, width, drop_below, more, TABLES: tl.constexpr, FEW: tl.constexpr,
-    DROPOUT: tl.constexpr, HAS_DY: tl.constexpr, HAS_DHALF: tl.constexpr, WIDTH: tl.constexpr,
+    size0, size1, size2, padding0, padding1, padding2, num_rows, width, drop_below, more, TABLES: tl.constexpr,
+    FEW: tl.constexpr, DROPOUT: tl.constexpr, HAS_DY: tl.constexpr, HAS_DHALF: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """STRIPS: (programs, 4, width) partial gradients of gain, shift and the two rows of table FEW, -1 if none is."""
     columns = tl.arange(0, WIDTH)
@@ -100,7 +110,7 @@ def embedding_norm_backward(
     dsecond = tl.zeros([WIDTH], tl.float32)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         places = row * width + columns
-        z = _sum(ID0, ID1, ID2, TABLE0, TABLE1, TABLE2, row, columns, inside, width, TABLES)
+        z = _sum(ID0, ID1, ID2, TABLE0, TABLE1, TABLE2, size0, size1, size2, row, columns, inside, width, TABLES)
         rstd = tl.load(RSTD + row)
         x = tl.where(inside, (z - tl.load(MEAN + row)) * rstd, 0.0)
         dy = tl.zeros([WIDTH], tl.float32)
@@ -118,13 +128,13 @@ def embedding_norm_backward(
         dshift += dy
         dy *= gain
         dz = rstd * (dy - tl.sum(dy, 0) / width - x * (tl.sum(dy * x, 0) / width))
-        index = _scatter(DTABLE0, ID0, padding0, dz, row, columns, inside, width, FEW == 0)
+        index = _scatter(DTABLE0, ID0, size0, padding0, dz, row, columns, inside, width, FEW == 0)
         if TABLES > 1:
-            second = _scatter(DTABLE1, ID1, padding1, dz, row, columns, inside, width, FEW == 1)
+            second = _scatter(DTABLE1, ID1, size1, padding1, dz, row, columns, inside, width, FEW == 1)
             if FEW == 1:
                 index = second
         if TABLES > 2:
-            third = _scatter(DTABLE2, ID2, padding2, dz, row, columns, inside, width, FEW == 2)
+            third = _scatter(DTABLE2, ID2, size2, padding2, dz, row, columns, inside, width, FEW == 2)
             if FEW == 2:
                 index = third
         if FEW >= 0:
@@ -147,9 +157,9 @@ def fused_forward(
     copy = gain.new_empty(0) if half is None else gain.new_empty(rows, width, dtype=half)
     wide = triton.next_power_of_2(width)
     embedding_norm_forward[(rows,)](
-        *_three(ids), *_three(tables), gain, shift, seed, y, copy, statistics[0], statistics[1], site, width, eps,
-        threshold(p), 1.0 / (1.0 - p), TABLES=len(tables), DROPOUT=p > 0, HALF_TOO=half is not None, WIDTH=wide,
-        num_warps=4 if wide <= 1024 else 8,
+        *_three(ids), *_three(tables), gain, shift, seed, y, copy, statistics[0], statistics[1], site,
+        *_sizes(tables), width, eps, threshold(p), kept_factor(p), TABLES=len(tables), DROPOUT=p > 0,
+        HALF_TOO=half is not None, WIDTH=wide, num_warps=4 if wide <= 1024 else 8,
     )  # fmt: skip
     return y, copy, statistics
 
@@ -168,8 +178,8 @@ def fused_backward(
     skipped = [-1 if padding is None else padding for padding in (*paddings, None, None)][:MOST_TABLES]
     embedding_norm_backward[(programs,)](
         gain if dy is None else dy, gain if dhalf is None else dhalf, *_three(ids), *_three(tables), gain, seed,
-        statistics[0], statistics[1], *_three(dtables), strips, site, *skipped, rows, width, threshold(p),
-        1.0 / (1.0 - p), TABLES=len(tables), FEW=few, DROPOUT=p > 0, HAS_DY=dy is not None,
+        statistics[0], statistics[1], *_three(dtables), strips, site, *_sizes(tables), *skipped, rows, width,
+        threshold(p), kept_factor(p), TABLES=len(tables), FEW=few, DROPOUT=p > 0, HAS_DY=dy is not None,
         HAS_DHALF=dhalf is not None, WIDTH=wide, num_warps=8,
     )  # fmt: skip
     sums_4H = sum_strips(strips.flatten(1), 0, torch.float32)[0].view(4, width)
@@ -180,3 +190,7 @@ def fused_backward(
 
 def _three(given: Sequence[Tensor]) -> list[Tensor]:
     return [*given, *[given[0]] * (MOST_TABLES - len(given))]
+
+
+def _sizes(tables: Sequence[Tensor]) -> list[int]:
+    return [len(table) for table in _three(tables)]

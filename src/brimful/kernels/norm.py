@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.dropout import column_keys, kept, kept_mask_PRC, row_keys, threshold
+from brimful.kernels.dropout import column_keys, kept, kept_factor, kept_mask_PRC, row_keys, threshold
 from brimful.kernels.strips import sum_strips
 
 #: Rows of a tile and warps of a program, forward and backward.
@@ -117,13 +117,13 @@ def fused_forward(
     x: Tensor, bias: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, seed: Tensor, site: int, eps: float,
     p: float, half: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Normalised rows like `residual`, the same like `x` if `half` (else empty), and (2, T) mean and 1/deviation."""
+    """Normalised rows in the dtype of `gain`, in that of `x` if `half` (else empty); (2, T) mean and 1/deviation."""
     rows, width = x.shape
-    y, statistics = torch.empty_like(residual), x.new_empty(2, rows, dtype=torch.float32)
+    y, statistics = x.new_empty(rows, width, dtype=gain.dtype), x.new_empty(2, rows, dtype=torch.float32)
     copy = torch.empty_like(x) if half else x.new_empty(0)
     norm_forward[(triton.cdiv(rows, _ROWS),)](
         x, bias, residual, gain, shift, seed, y, copy, statistics[0], statistics[1], site, rows, width, eps,
-        threshold(p), 1.0 / (1.0 - p), DROPOUT=p > 0, HALF_TOO=half, ROWS=_ROWS, WIDTH=triton.next_power_of_2(width),
+        threshold(p), kept_factor(p), DROPOUT=p > 0, HALF_TOO=half, ROWS=_ROWS, WIDTH=triton.next_power_of_2(width),
         num_warps=_WARPS,
     )  # fmt: skip
     return y, copy, statistics
@@ -140,7 +140,7 @@ def fused_backward(
     strips = x.new_empty(programs, 3, width, dtype=torch.float32)
     norm_backward[(programs,)](
         x if dy is None else dy, x if dhalf is None else dhalf, x, bias, residual, gain, seed, statistics[0],
-        statistics[1], dx, dresidual, strips, site, rows, width, threshold(p), 1.0 / (1.0 - p), DROPOUT=p > 0,
+        statistics[1], dx, dresidual, strips, site, rows, width, threshold(p), kept_factor(p), DROPOUT=p > 0,
         HAS_DY=dy is not None, HAS_DHALF=dhalf is not None, ROWS=_BACKWARD_ROWS,
         WIDTH=triton.next_power_of_2(width), num_warps=_BACKWARD_WARPS,
     )  # fmt: skip

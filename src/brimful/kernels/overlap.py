@@ -64,6 +64,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 _active: Overlap | None = None
 
 
-def beside(work: Callable[[], T], *inputs: Tensor) -> T:
-    """Runs `work`, on the side stream if there is one. inputs: all that it reads and that may be freed meanwhile."""
-    return work() if _active is None else _active.run(work, inputs)
+def beside(work: Callable[[], T], *inputs: Tensor, leaf: bool) -> T:
+    """Runs `work`, on the side stream if there is one. inputs: all that it reads and that may be freed meanwhile.
+
+    leaf: whether its results are gradients of leaves, which nothing reads before the end.
+    """
+    return work() if _active is None or not leaf else _active.run(work, inputs)

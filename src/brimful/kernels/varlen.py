@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.dropout import column_keys, draw_seed, kept, row_keys, threshold
+from brimful.kernels.dropout import column_keys, draw_seed, kept, kept_factor, row_keys, threshold
 
 _LOG2_E = 1.4426950408889634
 
@@ -323,7 +323,7 @@ def attend(
     strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
     varlen_attention_forward[grid](
         q, k, v, out, lse, keys, offsets, seed, site, tokens, *strides,
-        scale * (1.0 if softcap > 0 else _LOG2_E), softcap, threshold(dropout), 1.0 / (1.0 - dropout), CAUSAL=causal,
+        scale * (1.0 if softcap > 0 else _LOG2_E), softcap, threshold(dropout), kept_factor(dropout), CAUSAL=causal,
         WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0, **constants,
     )  # fmt: skip
     return out, lse, keys
@@ -361,7 +361,7 @@ def attend_backward(
         )
     varlen_attention_backward[grid](
         q, k, v, out, gradient, *found, lse, delta, keys, offsets, tokens, *strides, scale,
-        scale * (1.0 if softcap > 0 else _LOG2_E), softcap, threshold(dropout), 1.0 / (1.0 - dropout), CAUSAL=causal,
+        scale * (1.0 if softcap > 0 else _LOG2_E), softcap, threshold(dropout), kept_factor(dropout), CAUSAL=causal,
         WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0, READY=ready, **constants,
     )  # fmt: skip
     return packed

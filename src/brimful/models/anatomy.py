@@ -86,9 +86,11 @@ def embeddings_of(model: Any) -> nn.Module | None:
     """The module that adds a model's embeddings up and normalises them; None where the model does so itself."""
     for module in model.base_model.modules():
         children = [type(child) for child in module.children()]
+        if any(isinstance(inner, nn.ModuleList) for inner in module.modules()):
+            continue  # it has the layers too
         if nn.Embedding in children and nn.LayerNorm in children:
             found: nn.Module = module
-            return None if found is model.base_model else found
+            return found
     return None
 
 

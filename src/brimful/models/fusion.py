@@ -69,6 +69,9 @@ def fuse(graph_module: GraphModule) -> GraphModule | None:
     for node in list(found.graph.nodes):
         rewrite.linear(node)
     found.graph.eliminate_dead_code()
+    weights = [node for node in found.graph.nodes if node.op == "placeholder" and _is_parameter(node)]
+    if any(len(node.users) > 1 for node in weights):  # its gradients would meet before the update
+        return None
     if not all(_is_ours_or_free(node) for node in found.graph.nodes):
         return None
     found.recompile()
@@ -96,6 +99,12 @@ class _Rewrite:
 
     graph: Graph
 
+    def _replace(self, node: Node, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(function, arguments)
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+
     def embeddings(self, node: Node) -> None:
         """dropout(layer_norm(embedding + embedding + ...))."""
         drop = _arguments(node, F.dropout, ("input", "p", "training", "inplace"))
@@ -107,20 +116,19 @@ class _Rewrite:
             return
         if any(each["weight"].meta["example_value"].dtype != torch.float32 for each in found):
             return
-        with self.graph.inserting_before(node):
-            new = self.graph.call_function(
-                blocks.embeddings_norm,
-                ([each["input"] for each in found], [each["weight"] for each in found],
-                 [each["padding_idx"] for each in found], call["weight"], call["bias"], call["eps"],
-                 drop["p"] if drop["training"] else 0.0),
-            )  # fmt: skip
-        node.replace_all_uses_with(new)
+        self._replace(
+            node,
+            blocks.embeddings_norm,
+            ([each["input"] for each in found], [each["weight"] for each in found],
+             [each["padding_idx"] for each in found], call["weight"], call["bias"], call["eps"],
+             _probability(drop) if drop["training"] else 0.0),
+        )  # fmt: skip
 
     def _embedding_calls(self, node: Any) -> list[dict[str, Any]] | None:
         """Arguments of the embeddings that a sum is of, from left to right."""
         if not isinstance(node, Node) or len(node.users) != 1:
             return None
-        if _is_call(node, operator.add, operator.iadd):
+        if _is_sum(node):
             left, right = (self._embedding_calls(each) for each in node.args)
             return None if left is None or right is None else left + right
         names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -135,19 +143,18 @@ class _Rewrite:
         if call is None:
             return
         total = call["input"]
-        if not _is_call(total, operator.add, operator.iadd) or len(total.users) != 1:
+        if not _is_sum(total):
             return
         for branch, residual in (total.args, reversed(total.args)):
             found = self._dropped_linear(branch)
-            if found is not None and isinstance(residual, Node):
+            if found is not None and _same_shape(branch, residual):
                 linear, p = found
-                with self.graph.inserting_before(node):
-                    new = self.graph.call_function(
-                        blocks.linear_dropout_add_norm,
-                        (linear["input"], linear["weight"], linear["bias"], residual, call["weight"], call["bias"],
-                         call["eps"], p),
-                    )  # fmt: skip
-                node.replace_all_uses_with(new)
+                self._replace(
+                    node,
+                    blocks.linear_dropout_add_norm,
+                    (linear["input"], linear["weight"], linear["bias"], residual, call["weight"], call["bias"],
+                     call["eps"], p),
+                )  # fmt: skip
                 return
 
     def _dropped_linear(self, node: Any) -> tuple[dict[str, Any], Any] | None:
@@ -157,7 +164,7 @@ class _Rewrite:
             call = _arguments(node, F.dropout, ("input", "p", "training", "inplace"))
             if call is None or len(node.users) != 1 or not isinstance(call["training"], bool):
                 return None
-            p, node = (call["p"] if call["training"] else 0.0), call["input"]
+            p, node = (_probability(call) if call["training"] else 0.0), call["input"]
         linear = _arguments(node, torch._C._nn.linear, ("input", "weight", "bias"))
         if linear is None or linear["bias"] is None or len(node.users) != 1:
             return None
@@ -171,9 +178,7 @@ class _Rewrite:
         linear = _arguments(call["input"], torch._C._nn.linear, ("input", "weight", "bias"))
         if linear is None or linear["bias"] is None or len(call["input"].users) != 1:
             return
-        with self.graph.inserting_before(node):
-            new = self.graph.call_function(blocks.linear_gelu, (linear["input"], linear["weight"], linear["bias"]))
-        node.replace_all_uses_with(new)
+        self._replace(node, blocks.linear_gelu, (linear["input"], linear["weight"], linear["bias"]))
 
     def attention(self, node: Node) -> None:
         """varlen_attention of three projections of one input, each reshaped to heads and nothing else."""
@@ -190,18 +195,15 @@ class _Rewrite:
         if len({linear["bias"] is None for linear in found}) != 1:
             return
         outputs = list(node.users)
-        if any(not _is_call(user, operator.getitem) or user.args[1] != 0 for user in outputs):
+        if len(outputs) != 1 or not _is_call(outputs[0], operator.getitem) or outputs[0].args[1] != 0:
             return
         num_heads = int(queries.meta["example_value"].shape[0])  # type: ignore[union-attr]
-        with self.graph.inserting_before(node):
-            new = self.graph.call_function(
-                blocks.projected_attention,
-                (found[0]["input"], [linear["weight"] for linear in found], [linear["bias"] for linear in found],
-                 offsets, num_heads, settings),
-            )  # fmt: skip
-        for user in outputs:
-            user.replace_all_uses_with(new)
-            self.graph.erase_node(user)
+        arguments = (
+            found[0]["input"], [linear["weight"] for linear in found], [linear["bias"] for linear in found], offsets,
+            num_heads, settings,
+        )  # fmt: skip
+        self._replace(outputs[0], blocks.projected_attention, arguments)
+        self.graph.erase_node(outputs[0])
         self.graph.erase_node(node)
         if isinstance(seed, Node) and not seed.users:  # each site draws its own
             self.graph.erase_node(seed)
@@ -232,9 +234,7 @@ class _Rewrite:
         call = _arguments(node, torch._C._nn.linear, ("input", "weight", "bias"))
         if call is None or not node.users:
             return
-        with self.graph.inserting_before(node):
-            new = self.graph.call_function(blocks.linear, (call["input"], call["weight"], call["bias"]))
-        node.replace_all_uses_with(new)
+        self._replace(node, blocks.linear, (call["input"], call["weight"], call["bias"]))
 
 
 def _norm(node: Any) -> dict[str, Any] | None:
@@ -243,6 +243,28 @@ def _norm(node: Any) -> dict[str, Any] | None:
     if call is None or call["weight"] is None or call["bias"] is None or len(call["normalized_shape"]) != 1:
         return None
     return call | {"eps": 1e-5 if call["eps"] is None else call["eps"]}
+
+
+def _is_sum(node: Any) -> bool:
+    """Whether a node adds two others and has one reader; in place only where nobody else sees that."""
+    if not _is_call(node, operator.add, operator.iadd) or len(node.users) != 1:
+        return False
+    changed = node.args[0]
+    in_place = node.target is operator.iadd
+    return not in_place or (isinstance(changed, Node) and changed.op != "placeholder" and len(changed.users) == 1)
+
+
+def _same_shape(node: Any, other: Any) -> bool:
+    made = [each.meta.get("example_value") if isinstance(each, Node) else None for each in (node, other)]
+    return all(isinstance(each, torch.Tensor) for each in made) and made[0].shape == made[1].shape  # type: ignore[union-attr]
+
+
+def _probability(call: dict[str, Any]) -> Any:
+    return 0.5 if call["p"] is None else call["p"]
+
+
+def _is_parameter(node: Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.nn.Parameter)
 
 
 def _is_call(node: Any, *targets: Any) -> bool:

@@ -22,7 +22,7 @@ from brimful.data.batches import Batch, MicroBatch
 from brimful.step.fused_update import MOST_GRAPHS
 from brimful.step.step import Pending, Step
 
-#: Graphs at most; other shapes run eagerly. A packed run has at most a dozen shapes.
+#: Graphs at most. A packed run has at most a dozen shapes.
 _MOST_GRAPHS = MOST_GRAPHS // 2
 
 Shape = tuple[Any, ...]
@@ -68,11 +68,11 @@ class CapturedStep(Step):
         shapes = [_shape(micro) for micro in batch.micro_batches]
         new = [shape for shape in dict.fromkeys(shapes) if shape not in self._met]
         self._met.update(new)
-        if new or not self._possible or len(self._graphs) >= _MOST_GRAPHS:
+        if new or not self._possible:
             return super().run(batch)
         try:
             return self._whole(batch, shapes[0]) if len(shapes) == 1 else self._pieces(batch, shapes)
-        except _CannotCapture as refusal:
+        except _CannotCapture as refusal:  # before anything of this batch was computed
             self._possible = False
             self._graphs.clear()
             self._note(f"steps run eagerly: {refusal}")
@@ -103,19 +103,21 @@ class CapturedStep(Step):
         return Pending(batch, graph.readings, [graph.rows_S.clone()], self.precision.scaled)
 
     def _pieces(self, batch: Batch, shapes: list[Shape]) -> Pending:
+        self.update.prepare_gathering()
+        for micro, shape in zip(batch.micro_batches, shapes, strict=True):
+            if ("accumulate", shape) not in self._graphs:
+                self._capture(("accumulate", shape), micro, batch.denominator, self._accumulate)
+        if ("update",) not in self._graphs:
+            self._capture(("update",), None, None, lambda *_: (None, self.update.apply(gathered=True)))
         rows = []
         for index, (micro, shape) in enumerate(zip(batch.micro_batches, shapes, strict=True)):
-            graph = self._graphs.get(("accumulate", shape))
-            if graph is None:
-                graph = self._capture(("accumulate", shape), micro, batch.denominator, self._accumulate)
+            graph = self._graphs["accumulate", shape]
             self.draw_seed(batch, index)
             graph.replay((*_tensors(micro), batch.denominator))
             assert graph.rows_S is not None
             rows.append(graph.rows_S.clone())
         self.reduce()
-        update = self._graphs.get(("update",))
-        if update is None:
-            update = self._capture(("update",), None, None, lambda *_: (None, self.update.apply(gathered=True)))
+        update = self._graphs[("update",)]
         update.replay(())
         assert update.readings is not None
         return Pending(batch, update.readings, rows, self.precision.scaled)
@@ -133,6 +135,8 @@ class CapturedStep(Step):
         compute: Callable[[Any, Any], tuple[Tensor | None, Tensor | None]],
     ) -> _Graph:
         """Records `compute` on copies of its inputs. Nothing is computed: the first replay does that."""
+        if len(self._graphs) >= _MOST_GRAPHS:
+            raise _CannotCapture(f"there are more than {_MOST_GRAPHS} shapes")
         static = None if micro is None else micro.map(torch.clone)
         over = None if denominator is None else denominator.clone()
         graph = torch.cuda.CUDAGraph()

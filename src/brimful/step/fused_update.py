@@ -87,7 +87,7 @@ class FusedUpdate(Update):
         self._overlap = Overlap(device) if device.type == "cuda" else None
         # Tables of graphs, made beforehand: memory of a capture is written to at every replay. Those that a capture has
         # taken wait for its end to be filled.
-        self._spare = list(self._nowhere.new_zeros(MOST_GRAPHS, count).unbind(0))
+        self._spare = list(self._nowhere.new_zeros(MOST_GRAPHS, count + count % 2)[:, :count].unbind(0))
         self._waiting: list[tuple[Tensor, list[int]]] = []
         self._views = [
             self._master.narrow(0, start, p.numel()).view(p.shape)
@@ -131,10 +131,15 @@ class FusedUpdate(Update):
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return self._overlap.active() if capturing and self._overlap is not None else nullcontext()
 
-    def gather(self) -> None:
-        """Adds the gradients of one micro-batch to the batch's, in fp32."""
+    def prepare_gathering(self) -> None:
+        """Makes the arena of sums: memory of a capture is written to at every replay."""
         if self._sum is None:
             self._sum = torch.empty_like(self._master)
+
+    def gather(self) -> None:
+        """Adds the gradients of one micro-batch to the batch's, in fp32."""
+        self.prepare_gathering()
+        assert self._sum is not None
         places, grid = self._places, (len(self._places.blocks_B2),)
         adamw.gather_gradients[grid](
             places.blocks_B2, places.starts_P, places.numels_P, places.copied_P, self._addresses(), self._used,
@@ -168,12 +173,11 @@ class FusedUpdate(Update):
 
     def _addresses(self) -> Tensor:
         """(P,) int64: where each parameter's gradient is, 0 where there is none."""
-        gradients = [p.grad for p in self.parameters]
-        for gradient in gradients:
-            if gradient is not None and not gradient.is_contiguous():
-                raise RuntimeError("a gradient is not contiguous")
-        found = [0 if g is None else g.data_ptr() for g in gradients]
-        return self._to_device(found)
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is not None and (not gradient.is_contiguous() or gradient.data_ptr() % 16):
+                parameter.grad = gradient.clone(memory_format=torch.contiguous_format)  # a view of something larger
+        return self._to_device([0 if p.grad is None else p.grad.data_ptr() for p in self.parameters])
 
     def _sums(self) -> Tensor:
         assert self._sum is not None
@@ -184,6 +188,8 @@ class FusedUpdate(Update):
         if not self.parameters[0].is_cuda:
             return torch.tensor(addresses)
         if torch.cuda.is_current_stream_capturing():
+            if not self._spare:
+                raise RuntimeError(f"more than {MOST_GRAPHS} graphs read gradients")
             self._waiting.append((self._spare.pop(), addresses))
             return self._waiting[-1][0]
         return torch.tensor(addresses).pin_memory().to(self.device, non_blocking=True)

@@ -63,6 +63,9 @@ class Update:
         """What a backward pass runs in."""
         return nullcontext()
 
+    def prepare_gathering(self) -> None:
+        """Before the first capture that gathers: what is allocated in one is not the update's own."""
+
     def gather(self) -> None:
         """After each backward pass of a batch of several micro-batches."""
 

@@ -10,10 +10,12 @@ of tokens is a symbol.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from brimful.core.errors import OptionError
 from brimful.core.options import ExecutionChoice
@@ -69,10 +71,16 @@ class ExecutionMode:
         layers = layers_of(model)
         if self.compiled and layers is not None:
             for layer in layers:
-                layer.compile(dynamic=True, backend=layer_backend)
+                layer.compile(dynamic=True, backend=layer_backend if _own_parameters(layers) else "inductor")
             embeddings = embeddings_of(model)
             if embeddings is not None:
                 embeddings.compile(dynamic=True, backend=embedding_backend)
+
+
+def _own_parameters(layers: Iterable[nn.Module]) -> bool:
+    """Whether no parameter is in two layers: gradients of one that is meet before the update."""
+    found = [id(parameter) for layer in layers for parameter in layer.parameters()]
+    return len(found) == len(set(found))
 
 
 def choose_execution(
@@ -88,10 +96,15 @@ def choose_execution(
         if asked not in ("auto", "eager"):
             raise OptionError(f"--execution {asked} does not work here: {refused}", hint="leave it out")
         return ExecutionMode(value="eager", reason="asked for" if asked == "eager" else refused)
+    layers = layers_of(model)
+    if asked == "compiled" and layers is None:
+        raise OptionError(
+            "--execution compiled does not work here: the model has no list of layers of its own", hint="use captured"
+        )
     if asked != "auto":
         return ExecutionMode(value=asked, reason="asked for")
     saved_s = _SAVED * 6 * matmul_parameters(model) * num_tokens / _REACHED
-    if layers_of(model) is None or saved_s < _COMPILE_S:
+    if layers is None or saved_s < _COMPILE_S:
         reason = (
             f"one launch a step; compiling would save about {saved_s:.0f} s of this run and take {_COMPILE_S:.0f} s"
         )
