@@ -2,10 +2,10 @@
 
     eager     one kernel after another
     captured  as CUDA graphs: cheap, and it always pays
-    compiled  captured, with element-wise work fused by torch.compile: takes seconds, and pays in long runs
+    compiled  captured, with layers on fused kernels, ours or torch.compile's: takes seconds, and pays in long runs
 
-One compilation serves all layers and all token budgets: layers are the same code with other parameters, and the number
-of tokens is a symbol.
+One trace serves all layers and all token budgets: layers are the same code with other parameters, and the number of
+tokens is a symbol.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Optimizers by transformers' `optim` names, all through torch's fused kernels: one pass over the parameters that also
-applies clipping and the loss scale, and does nothing at all where a step was found not to be finite.
+"""Optimizers by transformers' `optim` names, through torch's fused kernels: one pass over the parameters that also
+applies clipping and the loss scale, and does nothing at all where a step was found not to be finite. AdamW on a GPU has
+kernels of our own instead, with the same arithmetic (`step/fused_update.py`).
 
 `adamw_torch` and `adamw_torch_fused` are the same arithmetic and run the same kernel.
 """
@@ -53,7 +54,7 @@ class Optimizer:
             name="optimizer",
             value=self.value,
             arithmetic="exact",
-            reason="asked for; torch's fused kernel, fp32 states",
+            reason="asked for; one fused pass, fp32 weights and states",
         )
 
     def apply(self, model: nn.Module, learning_rate: Tensor) -> torch.optim.Optimizer:
