@@ -48,13 +48,18 @@ def halved(x: Tensor) -> Tensor:
     if x.dtype == dtype:
         return x
     half, version = _halves.get(x, (None, 0))
-    return half if half is not None and half.dtype == dtype and version == x._version else x.to(dtype)
+    return half if half is not None and half.dtype == dtype and version == _version(x) else x.to(dtype)
+
+
+def _version(x: Tensor) -> int:
+    """How often `x` was changed in place; inference tensors do not count."""
+    return 0 if x.is_inference() else x._version
 
 
 def with_half(x: Tensor, half: Tensor) -> Tensor:
     """`x`, with its half-precision twin for `halved`."""
     if half.numel():
-        _halves[x] = (half, x._version)
+        _halves[x] = (half, _version(x))
     return x
 
 
