@@ -63,7 +63,7 @@ def make_step(kind: type[Step], *, dropout: float, compiled: bool = False, preci
     model = BertForSequenceClassification(config).cuda().train()
     execution = PackedExecution(model, PackedForm(pooling="first", first_position=0))
     if compiled:
-        ExecutionMode(value="compiled", reason="a test").apply(model)
+        ExecutionMode(value="compiled", reason="a test").apply(model, note=pytest.fail)
     options: dict[str, Any] = {"max_grad_norm": 1.0, "seed": 3}
     if kind is CapturedStep:
         options["note"] = pytest.fail

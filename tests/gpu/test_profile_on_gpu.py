@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import brimful
 from brimful.core.profile import Profile
+from gpu.word_models import save_word_model
 
 pytestmark = pytest.mark.gpu
 
@@ -31,14 +29,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         for number in range(2000):
             words = draw.choices(WORDS, k=draw.randrange(5, 300))
             file.write(json.dumps({"text": " ".join(words), "label": f"class {number % 4}"}) + "\n")
-    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
-        folder / "model"
-    )
-    torch.manual_seed(0)
-    BertModel(BertConfig(vocab_size=len(vocabulary), num_hidden_layers=4)).save_pretrained(folder / "model")
+    save_word_model(folder / "model", WORDS, num_hidden_layers=4)
     return folder / "data.jsonl", folder / "model"
 
 

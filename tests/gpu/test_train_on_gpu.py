@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForSequenceClassification, BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification
 
 import brimful
+from gpu.word_models import save_word_model
 
 pytestmark = pytest.mark.gpu
 
@@ -31,17 +31,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             label = draw.randrange(4)
             words.insert(draw.randrange(len(words)), WORDS[label])
             file.write(json.dumps({"text": " ".join(words), "label": f"class {label}"}) + "\n")
-    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
-        folder / "model"
-    )
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(vocabulary), hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256
-    )
-    BertModel(config).save_pretrained(folder / "model")
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
+    save_word_model(folder / "model", WORDS, **sizes)
     return folder / "data.jsonl", folder / "model"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -165,10 +166,22 @@ def test_embeddings_are_not_the_model() -> None:
 def test_all_parameters_of_a_fused_layer_learn() -> None:
     torch.manual_seed(0)
     layer, x = Layer("plain"), torch.randn(1, 20, 16, requires_grad=True)
-    layer.compile(backend=fusion.layer_backend, dynamic=True)
+    layer.compile(backend=partial(fusion.layer_backend, note=pytest.fail), dynamic=True)
     twin = copy.deepcopy(layer)
     leaves, twins = [x, *layer.parameters()], [x.detach().requires_grad_(True), *twin.parameters()]
     found = torch.autograd.grad(layer(x).pow(2).sum(), leaves)
     expected = torch.autograd.grad(twin.forward(twins[0]).pow(2).sum(), twins)
     for one, other in itertools.zip_longest(found, expected):
         assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_what_nothing_compiles_runs_as_it_is_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", refuse)
+    layer, x, told = Layer("approximate"), torch.randn(1, 20, 16), list[str]()
+    expected = layer.forward(x)
+    layer.compile(backend=partial(fusion.layer_backend, note=told.append), dynamic=True)
+    assert torch.equal(layer(x), expected)
+    assert told == ["a layer runs uncompiled: no compiler here"]

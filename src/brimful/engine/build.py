@@ -86,7 +86,7 @@ def build(
         options.lr_scheduler_type, options.learning_rate, prepared.num_steps, prepared.num_warmup_steps
     )
     mode = _mode(options, prepared, packing, layout, model, device)
-    mode.apply(model)
+    mode.apply(model, note=listener.warning)
     arguments = (execution, prepared.task, optimizer, precision, schedule)
     settings: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "seed": options.seed, "halves": proof.halves}
     step = (

@@ -158,7 +158,7 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
 def linear_dropout_add_norm(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, eps: float, p: float
 ) -> Tensor:
-    """F.layer_norm(F.dropout(F.linear(x, weight, bias), p) + residual, ...), in the dtype of the residual."""
+    """F.layer_norm(F.dropout(F.linear(x, weight, bias), p) + residual, ...), in the dtype of the gain."""
     y, half = _LinearDropoutAddNorm.apply(  # type: ignore[no-untyped-call]
         halved(x), weight, bias, residual, gain, shift, eps, p
     )

@@ -91,16 +91,7 @@ def fused_backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]
     dx, strips = torch.empty_like(x), x.new_empty(triton.cdiv(rows, STRIP), width, dtype=torch.float32)
     grid = (strips.shape[0], triton.cdiv(width, _STRIP_COLUMNS))
     gelu_backward[grid](
-        dy,
-        x,
-        bias,
-        dx,
-        strips,
-        rows,
-        width,
-        EXACT=x.dtype == torch.float32,
-        COLUMNS=_STRIP_COLUMNS,
-        STEP=_STRIP_STEP,
-        ROWS=STRIP,
-    )
+        dy, x, bias, dx, strips, rows, width, EXACT=x.dtype == torch.float32, COLUMNS=_STRIP_COLUMNS,
+        STEP=_STRIP_STEP, ROWS=STRIP,
+    )  # fmt: skip
     return dx, strips

@@ -15,7 +15,6 @@ anything else in it, the layer goes to torch's own compiler unchanged.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +33,13 @@ _FREE_METHODS = {"view", "reshape", "transpose", "contiguous", "size", "item", "
 _SAME = ("view", "reshape", "transpose", "to")
 
 
-def layer_backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A backend of torch.compile for layers: fused kernels where they cover one, torch's inductor elsewhere."""
+def layer_backend(
+    graph_module: GraphModule, inputs: Sequence[Any], *, note: Callable[[str], None]
+) -> Callable[..., Any]:
+    """A backend of torch.compile for layers: fused kernels where they cover one, torch's inductor elsewhere.
+
+    note: hears of a layer that neither can do, and that runs as it is.
+    """
     fused = fuse(graph_module)
     if fused is not None:
         return fused
@@ -45,7 +49,7 @@ def layer_backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[
     try:
         compiled = compile_fx(graph_module, list(inputs))  # type: ignore[assignment]
     except Exception as refusal:  # whatever the compiler cannot do here, the layer runs without it
-        warnings.warn(f"a layer is not compiled: {printable(refusal)}", RuntimeWarning, stacklevel=2)
+        note(f"a layer runs uncompiled: {printable(refusal)}")
     return compiled
 
 

@@ -101,7 +101,6 @@ class FusedUpdate(Update):
                     parameter.copy_(master)
                 else:
                     parameter.data = master
-        self._is_copied = [id(p) in copied for p in self.parameters]
 
     def _tables(self, starts: list[int], copied: set[int], weight_decay: float) -> _Places:
         def table(values: list[Any], dtype: torch.dtype) -> Tensor:
@@ -238,8 +237,8 @@ class FusedUpdate(Update):
             for key, target in state.items():
                 target.copy_(by_name[name][key]) if name in by_name else target.zero_()
         with torch.no_grad():
-            for parameter, master, copied in zip(self.parameters, self._views, self._is_copied, strict=True):
-                if copied:
+            for parameter, master in zip(self.parameters, self._views, strict=True):
+                if parameter.dtype != master.dtype:
                     parameter.copy_(master)
         self._gathered.zero_()
 

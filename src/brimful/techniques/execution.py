@@ -10,8 +10,9 @@ tokens is a symbol.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,12 +67,16 @@ class ExecutionMode:
         """Its line in the recipe."""
         return Lever(name="execution", value=self.value, arithmetic="exact", reason=self.reason)
 
-    def apply(self, model: Any) -> None:
-        """Compiles the model's layers in place, if that was chosen. Compilation itself waits for the first step."""
+    def apply(self, model: Any, *, note: Callable[[str], None]) -> None:
+        """Compiles the model's layers in place, if that was chosen. Compilation itself waits for the first step.
+
+        note: hears of layers that turn out not to compile.
+        """
         layers = layers_of(model)
         if self.compiled and layers is not None:
+            backend = partial(layer_backend, note=note) if _own_parameters(layers) else "inductor"
             for layer in layers:
-                layer.compile(dynamic=True, backend=layer_backend if _own_parameters(layers) else "inductor")
+                layer.compile(dynamic=True, backend=backend)
             embeddings = embeddings_of(model)
             if embeddings is not None:
                 embeddings.compile(dynamic=True, backend=embedding_backend)
