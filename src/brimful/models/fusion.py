@@ -43,11 +43,14 @@ def layer_backend(
     fused = fuse(graph_module)
     if fused is not None:
         return fused
+    from torch._dynamo.exc import RestartAnalysis
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Callable[..., Any] = graph_module
     try:
         compiled = compile_fx(graph_module, list(inputs))  # type: ignore[assignment]
+    except RestartAnalysis:  # not a failure: the compiler asks for the graph in another form
+        raise
     except Exception as refusal:  # whatever the compiler cannot do here, the layer runs without it
         note(f"a layer runs uncompiled: {printable(refusal)}")
     return compiled
