@@ -98,7 +98,7 @@ def classify(
     if not len(first):
         return []
     answers = classify_texts(asked, first, second, listener or Listener())
-    return cast(list[dict[str, Any]], answers.table(asked.threshold).to_pylist())
+    return cast(list[dict[str, Any]], answers.table(asked.threshold or 0.5).to_pylist())
 
 
 def run_classification(options: ClassifyOptions, listener: Listener) -> pa.Table:
@@ -122,7 +122,7 @@ def run_classification(options: ClassifyOptions, listener: Listener) -> pa.Table
     )
     _tell(answers, rows.num_rows, time.perf_counter() - began, listener)
     table = rows.table
-    found = answers.table(options.threshold)
+    found = answers.table(options.threshold or 0.5)
     for name in found.column_names:
         table = table.append_column(_free_name(name, table.column_names), found[name])
     if options.output is not None:

@@ -164,41 +164,89 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyOptions:
-    """One pass of a saved classifier over a file of texts."""
+    """One pass of a classifier over texts."""
 
     model: str
     """A fine-tuned classifier: the `model` folder of a run, any folder of Hugging Face form, or a hub name."""
     data: str
-    """Texts to classify, in any of the forms that `train` reads."""
+    """Texts to classify: CSV, TSV, JSONL, Parquet (each also .gz or .zst), Arrow, a folder or a glob of these, or `-`
+    for JSONL on stdin."""
     output: str | None = None
-    """File for the results, with all columns of the input: .csv, .tsv, .jsonl or .parquet. Default: JSONL on stdout."""
+    """File (.csv, .tsv, .jsonl, .parquet) or folder (of Parquet shards) for the results, with all columns of the input.
+    Default: JSONL on stdout."""
     text_column: str | None = None
     """Column with the text. Default: found by name and type."""
     pair_column: str | None = None
     """Column with the second text of a pair. Default: found by name."""
     max_length: int | None = None
     """Longest sequence in tokens; longer ones are truncated, and counted. Default: the model's limit, at most 512."""
-    threshold: float = 0.5
-    """Multi-label: probability from which a label is given."""
+
+    labels: str | None = None
+    """Zero-shot with a model of natural-language inference: candidate labels, separated by commas, or `column:NAME` for
+    a column with those of each row (a list, or text separated by commas)."""
+    hypothesis_template: str = "This example is {}."
+    """Zero-shot: the sentence that a label is put into."""
+    multi_label: bool = False
+    """Zero-shot: each label is true or not by itself; without it, one of them is."""
+    top_k: int | None = None
+    """Also a column `scores` with this many labels of each text and their scores, likeliest first; 0 for all."""
+    threshold: float | None = None
+    """Probability from which a label is given. Default: 0.5 for multi-label models, elsewhere the likeliest label is
+    given whatever its probability."""
+    logits: bool = False
+    """Also a column `logits` with the model's raw outputs, in the order of its labels."""
+
+    resume: bool = False
+    """Go on where an interrupted run into the same output stopped, from the beginning if there is none."""
+    max_errors: int | None = None
+    """Stop when more rows than this cannot be classified. Default: never; such rows say why in a column `error`."""
+    shard_rows: int = 1_000_000
+    """Rows of one file of a folder of results; about as many are done anew after a kill."""
+    verify: int = 256
+    """Rows on which the fast path is compared with the plain fp32 model before the rest is trusted to it; 0: none."""
+    report: str | None = None
+    """File for a report of the pass as one HTML page that needs no network."""
+
     precision: PrecisionChoice = "auto"
-    """Arithmetic of matrix products. auto: bf16 on a GPU that has it, fp32 elsewhere."""
+    """Arithmetic of matrix products. auto: bf16 on a GPU that has it and on a CPU with units for it, fp32 elsewhere."""
     device: DeviceChoice = "auto"
     """Where to run. auto: a GPU if there is one."""
+    num_gpus: int | None = None
+    """GPUs to use, a process each. Default: all that are visible, one where the input is small."""
     packing: Literal["auto", "off"] = "auto"
     """auto: packed, without padding, where that was proved equal on this model. off: padded batches."""
     token_budget: int | None = None
     """Most tokens a micro-batch may have. Default: by device."""
+    num_workers: int | None = None
+    """Processes that tokenise; 0: threads of this one. Default: by the number of cores and the device."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the model."""
     allow_pickle: bool = False
     """Load weights that are only there as a pickle (pytorch_model.bin)."""
+    json: bool = False
+    """With --output: print one JSON document about the pass on stdout at the end."""
 
     def __post_init__(self) -> None:
         _check_types(self)
-        _check_positive(self, "max_length", "token_budget")
-        if not 0 < self.threshold < 1:
+        _check_positive(self, "max_length", "token_budget", "num_gpus", "shard_rows")
+        for name in ("top_k", "max_errors", "verify", "num_workers"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise OptionError(f"{flag(name)} is {value}: it must be at least 0", hint=_usual(self, name))
+        if self.threshold is not None and not 0 < self.threshold < 1:
             raise OptionError(
                 f"--threshold is {self.threshold}: it must be between 0 and 1", hint=_usual(self, "threshold")
+            )
+        if "{}" not in self.hypothesis_template:
+            raise OptionError(
+                f"--hypothesis-template '{printable(self.hypothesis_template)}' has no place for a label",
+                hint="write {} where the label goes",
+            )
+        if self.labels is None and self.multi_label:
+            raise OptionError("--multi-label is for zero-shot", hint="add --labels, or use --threshold")
+        if self.resume and (self.output is None or self.data == "-"):
+            raise OptionError(
+                "--resume needs an output, and an input that can be read again", hint="give --output FILE"
             )
 
 

@@ -1,0 +1,108 @@
+"""Nouns of one classification of a file: what it found, how fast it went, and whether its numbers can be trusted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from brimful.core.records import LabelSpace, Machine, PeakMemory, Recipe
+
+StageName = Literal["read", "tokenise", "compute", "write"]
+
+#: Upper ends of the classes of token lengths that a tally counts, the last one open.
+LENGTH_ENDS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+#: Classes of confidence: as many of equal width from 0 to 1.
+CONFIDENCE_BINS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """Counts of rows that were answered. Tallies of parts add up to that of the whole.
+
+    num_empty: rows without text, or without a token that the model knows. num_errors: rows with an error beside.
+    labels: how often each label was given. lengths: texts by number of tokens, a class per end in LENGTH_ENDS and one
+    beyond. confidences: texts by their highest probability, in CONFIDENCE_BINS; empty for a regression.
+    """
+
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_truncated: int = 0
+    num_empty: int = 0
+    num_errors: int = 0
+    labels: Mapping[str, int] = field(default_factory=dict)
+    lengths: tuple[int, ...] = (0,) * (len(LENGTH_ENDS) + 1)
+    confidences: tuple[int, ...] = ()
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            labels=dict(Counter(self.labels) + Counter(other.labels)),
+            lengths=_added(self.lengths, other.lengths),
+            confidences=_added(self.confidences, other.confidences),
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name[:4] == "num_"},
+        )
+
+
+def _added(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(left, right, strict=True)) if left and right else tuple(left or right)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """The fast path against the plain fp32 Hugging Face model, on some of the user's own rows.
+
+    agreement: share of rows with the same label. largest_difference: of any probability (regression: relative, of any
+    output). num_near_ties: rows whose two best labels are, in fp32, closer than tolerance. num_flips: rows whose label
+    differs. num_unexplained: flips that are no near-ties. passed: no difference above `tolerance`, no unexplained flip.
+    """
+
+    num_rows: int
+    precision: str
+    tolerance: float
+    agreement: float
+    largest_difference: float
+    num_near_ties: int
+    num_flips: int
+    num_unexplained: int
+    passed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of the stream. busy_s: seconds it worked, waiting for its neighbours not counted."""
+
+    name: StageName
+    busy_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classification:
+    """One pass of a classifier over a file: everything needed to repeat and to explain it.
+
+    wall_s: seconds from the first row read to the last one written. start_s: seconds before it: loading and proving.
+    limit: the stage that the others waited for. mfu: of the tokens' own operations, by the datasheet's peak.
+    parity: None with --verify 0. fallback: why a slower path runs than was planned, None if none does.
+    """
+
+    model: str
+    data: str
+    output: str | None
+    command: str
+    options: Mapping[str, Any]
+    labels: LabelSpace
+    recipe: Recipe
+    machine: Machine
+    tally: Tally = Tally()
+    parity: Parity | None = None
+    fallback: str | None = None
+    start_s: float | None = None
+    wall_s: float | None = None
+    texts_per_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    stages: tuple[Stage, ...] = ()
+    limit: StageName | None = None
+    peak_bytes: PeakMemory = field(default_factory=PeakMemory)
+    resumed_rows: int = 0
+    schema: int = 1
