@@ -18,9 +18,10 @@ from brimful.kernels.layout import PackedShape, make_segments
 pytest.importorskip("triton")
 
 from brimful.kernels import blocks, gelu
-from brimful.kernels.dropout import kept_mask_PRC, one_seed
+from brimful.kernels.dropout import kept_mask_PRC
 from brimful.kernels.embedding import embeddings_norm
 from brimful.kernels.norm import dropout_add_norm
+from brimful.kernels.seeds import one_seed
 from brimful.kernels.strips import make_strips, sum_strips
 
 LENGTHS = [5, 70, 1, 33]

@@ -19,7 +19,7 @@ from transformers import OPTConfig, OPTForSequenceClassification
 pytest.importorskip("triton")
 
 from brimful.kernels.attention import triton_attention
-from brimful.kernels.dropout import one_seed
+from brimful.kernels.seeds import one_seed
 from brimful.models import execution, fusion
 from brimful.models.anatomy import embeddings_of, layers_of
 from step.test_step import ROWS, make_step

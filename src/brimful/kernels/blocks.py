@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from brimful.kernels import embedding, gelu, norm
-from brimful.kernels.dropout import next_site
 from brimful.kernels.overlap import beside
+from brimful.kernels.seeds import next_site
 from brimful.kernels.strips import make_strips, sum_strips
 from brimful.kernels.varlen import attend, attend_backward
 
@@ -171,8 +171,8 @@ class _ProjectedAttention(torch.autograd.Function):
         ctx: Any, x: Tensor, offsets: Tensor, num_heads: int, settings: Any, *parameters: Tensor | None
     ) -> Tensor:
         x_TK = x.flatten(0, -2)
-        w_NK = _side_by_side(parameters[:3], x.dtype)
-        b_N = _side_by_side(parameters[3:], x.dtype) if parameters[3] is not None else None
+        w_NK = side_by_side(parameters[:3], x.dtype)
+        b_N = side_by_side(parameters[3:], x.dtype) if parameters[3] is not None else None
         qkv_TN = x_TK @ w_NK.t() if b_N is None else torch.addmm(b_N, x_TK, w_NK.t())
         q, k, v = qkv_TN.view(len(x_TK), 3, num_heads, -1).transpose(0, 2).unbind(1)
         seed, site = next_site(x.device, settings[-1])
@@ -260,7 +260,7 @@ def _weight_gradients(
     return dweight, sum_strips(strips, strips.shape[1], bias_dtype)[1]
 
 
-def _side_by_side(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+def side_by_side(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
     """Parameters one below the other: a view of them where they lie so, else a copy."""
     found = [part for part in parts if part is not None]
     first, size = found[0], found[0].numel() * found[0].element_size()

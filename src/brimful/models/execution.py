@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -143,10 +143,17 @@ class PackedForm:
     first_position: int
 
 
+class ShortLayer(Protocol):
+    """A last layer that may have been compiled to give the first token of each segment only, (1, N, H)."""
+
+    pooled: bool
+
+
 class PackedExecution(Execution):
     """The unmodified base model on one packed row, and the model's own head on one pooled state a sequence.
 
     plain: run with the reference attention instead of the kernel chosen for the device and dtype.
+    last: what the model's last layer was compiled to, if that may leave out what the head does not read.
     """
 
     packed = True
@@ -161,6 +168,7 @@ class PackedExecution(Execution):
         self._given = _GivenStates(self._base)
         self._head._modules[model.base_model_prefix] = self._given
         self._dummy_id = _token_that_is_not_padding(model.config)
+        self.last: ShortLayer | None = None
 
     def __call__(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs, PackedInputs)
@@ -180,6 +188,8 @@ class PackedExecution(Execution):
         return states[0]
 
     def _pool_SH(self, states_TH: Tensor, inputs: PackedInputs) -> Tensor:
+        if self.last is not None and self.last.pooled:  # a row a segment already
+            return states_TH[: inputs.first_S.shape[0]]
         if self.form.pooling == "mean":
             num_slots = inputs.first_S.shape[0]
             num_segments = inputs.segments.offsets_N.shape[0] - 1
