@@ -217,6 +217,9 @@ class ClassifyOptions:
     """auto: packed, without padding, where that was proved equal on this model. off: padded batches."""
     token_budget: int | None = None
     """Most tokens a micro-batch may have. Default: by device."""
+    execution: ExecutionChoice = "auto"
+    """How the pass is launched on a GPU: one kernel after another, captured as CUDA graphs, or captured with compiled
+    layers. auto: captured, and compiled where the input is long enough for it to pay."""
     num_workers: int | None = None
     """Processes that tokenise; 0: threads of this one. Default: by the number of cores and the device."""
     trust_remote_code: bool = False

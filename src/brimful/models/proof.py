@@ -42,7 +42,7 @@ GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "
 _SHORT_TABLE = 1026
 
 #: Raised when packed execution or this proof changes, so that what was proved of older code is not believed.
-_REVISION = 7
+_REVISION = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class Proof:
     """What was shown of one model.
 
     packed: it may run packed, in `form`. independent: rows of a batch do not influence one another.
-    *_error: relative differences that were measured, None where the proof did not get that far. halves: on a GPU in
-    half precision, it computes the same with its Linear weights kept in that precision.
+    *_error: relative differences that were measured, None where the proof did not get that far. halves: in half
+    precision, it computes the same with its Linear weights kept in that precision.
     """
 
     packed: bool
@@ -192,9 +192,9 @@ def _kernel_error(small: Any, form: PackedForm, row: Inputs, plain: Tensor, grad
 
 
 def _takes_halves(small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str) -> bool:
-    """Whether the model computes the same with Linear weights in half precision, as the update on a GPU keeps them."""
+    """Whether the model computes the same with Linear weights in half precision."""
     dtype = _HALF.get(precision)
-    if dtype is None or next(small.parameters()).device.type != "cuda":
+    if dtype is None:
         return False
     halved = copy.deepcopy(small)
     copied = linear_parameters(halved)

@@ -31,22 +31,24 @@ Shape = tuple[int, int, int]
 
 
 class Pending:
-    """Logits on their way to the host."""
+    """Logits on their way to the host. busy_s: seconds of the device between the two events, known with the result."""
 
-    def __init__(self, rows: list[np.ndarray], logits: Tensor | None, num_rows: int, num_outputs: int) -> None:
-        self._rows, self._num_rows, self._num_outputs = rows, num_rows, num_outputs
-        self._event: Any = None
-        self._logits = logits
-        if logits is not None and logits.is_cuda:
+    def __init__(
+        self, rows: list[np.ndarray], logits: Tensor | None, num_rows: int, num_outputs: int, began: Any
+    ) -> None:
+        self._rows, self._num_rows, self._num_outputs, self._began = rows, num_rows, num_outputs, began
+        self._ended = torch.cuda.Event(enable_timing=True)
+        self._logits: Tensor | None = None
+        self.busy_s = 0.0
+        if logits is not None:
             self._logits = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
             self._logits.copy_(logits, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._ended.record()
 
     def result(self) -> np.ndarray:
         """(N, C) fp32 in the order of the window's rows, NaN for texts without tokens. Waits for the device."""
-        if self._event is not None:
-            self._event.synchronize()
+        self._ended.synchronize()
+        self.busy_s = self._began.elapsed_time(self._ended) / 1e3
         logits_NC = np.full((self._num_rows, self._num_outputs), np.nan, dtype=np.float32)
         if self._logits is not None:
             logits_NC[np.concatenate(self._rows)] = self._logits.numpy()
@@ -64,7 +66,7 @@ class PackedForward:
     """Logits of windows by a packed execution on a GPU.
 
     budget: most tokens of a piece. longest: longest sequence in tokens. typical_length: mean length to come, by which
-    kernels are chosen. note: called once with the reason if capture turns out to be impossible.
+    kernels are chosen. captured: False to launch one kernel after another. note: called once with the reason if capture turns out to be impossible.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class PackedForward:
         longest: int,
         padding_id: int,
         typical_length: int | None,
+        captured: bool,
         note: Callable[[str], None],
     ) -> None:
         self.execution, self.precision = execution, precision
@@ -85,16 +88,18 @@ class PackedForward:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Shape, _Graph] = {}
         self._met: set[Shape] = set()
-        self._possible = True
+        self._possible = captured
 
     @torch.inference_mode()
     def submit(self, tokens: Tokens) -> Pending:
         """Launches the pass over all of a window's texts."""
         pieces = cut_window(tokens.lengths, self._budget, self._longest)
+        began = torch.cuda.Event(enable_timing=True)
+        began.record()
         with self.precision.autocast():
             found = [self._run(piece, tokens) for piece in pieces]
         logits = torch.cat(found) if found else None
-        return Pending([piece.rows for piece in pieces], logits, len(tokens), self._num_outputs)
+        return Pending([piece.rows for piece in pieces], logits, len(tokens), self._num_outputs, began)
 
     def _run(self, piece: Piece, tokens: Tokens) -> Tensor:
         shape = (piece.num_tokens, piece.num_slots, piece.max_length)

@@ -146,6 +146,16 @@ def choose_execution(
     return ExecutionMode(value="compiled", reason="one launch a step, with element-wise work fused by layer")
 
 
+def choose_forward(
+    asked: ExecutionChoice, device: torch.device, model: Any, *, num_tokens: int, refusal: str | None
+) -> ExecutionMode:
+    """The same for a forward pass over `num_tokens`. refusal: why graphs do not work here, None if they do.
+
+    Raises: OptionError for a mode that does not work here.
+    """
+    return choose_execution(asked, device, model, num_tokens=num_tokens // 3, packed=True, fixed=refusal)
+
+
 def _refusal(device: torch.device, *, packed: bool, fixed: str | None) -> str | None:
     if device.type != "cuda":
         return f"graphs and fused kernels are for GPUs, and this runs on {device.type}"

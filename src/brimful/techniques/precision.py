@@ -98,3 +98,18 @@ def choose_precision(asked: PrecisionChoice, device: torch.device) -> Precision:
         kind = DeviceError if device.type == "cuda" else OptionError
         raise kind(f"--precision {asked} does not work here: {verdict.because}", hint="use fp32 or bf16")
     return precision
+
+
+def choose_forward_precision(asked: PrecisionChoice, device: torch.device) -> Precision:
+    """The same for a model that is only read: there `auto` is also bf16 on a CPU with units for it.
+
+    A CPU without them emulates bf16, and is many times slower than in fp32.
+    """
+    if asked == "auto" and device.type == "cpu" and _has_bf16_units():
+        return Precision(value="bf16", device=device, reason="this CPU multiplies it faster than fp32")
+    return choose_precision(asked, device)
+
+
+def _has_bf16_units() -> bool:
+    capability: dict[str, bool] = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return any(capability.get(name) for name in ("amx_bf16", "avx512_bf16"))
