@@ -104,7 +104,8 @@ class Form(ABC):
     def _columns(self, ranking: Ranking, logits: Callable[[], pa.Array]) -> dict[str, pa.Array]:
         columns = self._answer_columns(ranking)
         if self.top_k is not None:
-            columns["scores"] = (ranking.top(self.top_k) if self.top_k else ranking).pairs()
+            shown = ranking.top(self.top_k) if self.top_k and not self.numeric else ranking
+            columns["scores"] = shown.pairs()
         return columns | ({"logits": logits()} if self.logits else {})
 
     def _given(self, ranking: Ranking) -> Ranking:
@@ -237,7 +238,7 @@ def sigmoid(logits: Singles) -> Singles:
 
 def softmax(logits: Singles) -> Singles:
     """Over the last axis. Not finite in, not a number out."""
-    with np.errstate(invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
         return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
 

@@ -222,7 +222,7 @@ def zero_shot_form(
 
 def _check_template(template: str) -> None:
     try:
-        has_place = template.format("label") != template
+        has_place = template.format("a") != template.format("b")
     except (LookupError, ValueError, AttributeError):
         has_place = False
     if not has_place:
