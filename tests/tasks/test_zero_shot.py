@@ -121,7 +121,7 @@ def test_a_model_of_one_output_cannot(names: list[str]) -> None:
     assert "natural-language inference" in str(raised.value.hint)
 
 
-@pytest.mark.parametrize("template", ["no place", "{} {}", "{name}", "{", "{1}", "{.x}", "{{}}"])
+@pytest.mark.parametrize("template", ["no place", "{} {}", "{name}", "{", "{1}", "{.x}", "{[x]}", "{{}}"])
 def test_a_template_without_a_place_for_a_label(template: str) -> None:
     with pytest.raises(OptionError, match="--hypothesis-template"):
         zero_shot_form(config(NLI["last"]), template=template)

@@ -28,10 +28,8 @@ from brimful.tasks.ranking import Ranking, Singles, as_lists, finite_rows, offse
 #: Probability from which a label is given where a text may have several of them.
 DEFAULT_THRESHOLD = 0.5
 
-#: One list of numbers per row.
-NUMBERS = pa.list_(pa.float64())
-#: The raw outputs of one row, and of one text with one candidate label.
-LOGITS = pa.list_(pa.float32())
+#: Columns of several scores, and of the raw outputs of one pass through the model.
+SCORES, LOGITS = pa.list_(pa.float64()), pa.list_(pa.float32())
 
 
 def label_space(config: Any) -> LabelSpace:
@@ -89,7 +87,7 @@ class Form(ABC):
     @property
     def _answer_types(self) -> dict[str, pa.DataType]:
         label, score = pa.large_string(), pa.float64()
-        return {"label": pa.list_(label), "score": NUMBERS} if self.listed else {"label": label, "score": score}
+        return {"label": pa.list_(label), "score": SCORES} if self.listed else {"label": label, "score": score}
 
     @property
     def _logits_type(self) -> pa.DataType:
@@ -168,7 +166,7 @@ class AnswerForm(Form):
     def _answer_types(self) -> dict[str, pa.DataType]:
         if not self.numeric:
             return super()._answer_types
-        return {"score": pa.float64() if self.space.num_outputs == 1 else NUMBERS}
+        return {"score": pa.float64() if self.space.num_outputs == 1 else SCORES}
 
     def _answer_columns(self, ranking: Ranking) -> dict[str, pa.Array]:
         if not self.numeric:

@@ -223,7 +223,7 @@ def zero_shot_form(
 def _check_template(template: str) -> None:
     try:
         has_place = template.format("a") != template.format("b")
-    except (LookupError, ValueError, AttributeError):
+    except (LookupError, ValueError, AttributeError, TypeError):
         has_place = False
     if not has_place:
         raise OptionError(
@@ -267,9 +267,7 @@ def _answered(logits_PC: Singles, candidates: Candidates) -> tuple[Flags, Flags]
 
 
 def _logit_lists(logits_PC: Singles, candidates: Candidates) -> pa.Array:
+    """(N,) lists of lists: the logits of each of a row's pairs."""
     answered_N, kept_P = _answered(logits_PC, candidates)
-    values = pa.array(logits_PC[kept_P].ravel())
-    by_pair = as_lists(
-        values, np.arange(int(kept_P.sum()) + 1) * logits_PC.shape[1], np.ones(int(kept_P.sum()), dtype=bool)
-    )
+    by_pair = pa.FixedSizeListArray.from_arrays(pa.array(logits_PC[kept_P].ravel()), logits_PC.shape[1]).cast(LOGITS)
     return as_lists(by_pair, offsets_within(kept_P, candidates.offsets_N1), answered_N)
