@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import PurePath
 
@@ -212,8 +213,8 @@ def _lengths(record: Classification) -> tuple[Markup, ...]:
     chart = histogram(
         "lengths", counts, edges=_edges(len(counts)), axis="tokens in a text", alt=f"Histogram. {caption}"
     )
-    starts = (1, *(end + 1 for end in LENGTH_ENDS))
-    names = [*(f"{start:,} to {end:,}" for start, end in zip(starts, LENGTH_ENDS, strict=False)), f"{starts[-1]:,} on"]
+    spans = (f"{end + 1:,} to {following:,}" for end, following in itertools.pairwise(LENGTH_ENDS))
+    names = (f"up to {LENGTH_ENDS[0]}", *spans, f"{LENGTH_ENDS[-1] + 1:,} on")
     rows = [(n, f"{c:,}", _share(c, sum(counts))) for n, c in zip(names, counts, strict=False)]
     numbers = table("Lengths", ("Tokens", "Texts", "Share"), rows, numeric={1, 2})
     return (figure(chart, caption, folded("Numbers", numbers)),)
