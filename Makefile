@@ -8,7 +8,7 @@ BIN := .venv/bin
 	@test -n "$(PYTHON)" || { echo "brimful needs Python 3.11 or newer; hint: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,compare,datasets,tensorboard]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,compare,datasets,tensorboard,report]'
 	@touch $@
 
 demo: .venv/installed
