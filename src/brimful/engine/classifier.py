@@ -1,10 +1,5 @@
 """A saved classifier as a function from texts to answers, called as transformers' pipeline is and answering as it does.
 
-    classifier = Classifier("run/model")
-    classifier(["a text", "another"])                       [{"label": "good", "score": 0.98}, ...]
-    classifier("a text", top_k=None)                        all labels, the likeliest first
-    classifier(["a text"], labels=["sport", "politics"])    zero-shot, with a model of natural-language inference
-
 Texts go through the same stages as a file's rows, so that a long list is tokenised while the device computes.
 """
 
@@ -12,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +19,7 @@ from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions
 from brimful.core.records import LabelSpace, Recipe
 from brimful.data.token_stream import TokenStream, choose_workers
-from brimful.engine.question import Asked, Question, Texts, TextQuestion, make_zero_shot
+from brimful.engine.question import Asked, Question, TextQuestion, Texts, make_zero_shot
 from brimful.engine.runner import Runner, check_model, make_runner
 from brimful.engine.stream import Busy, Stages, run_stages
 from brimful.engine.trust import parity_of
@@ -39,15 +34,13 @@ _WINDOW_SEQUENCES = 32768
 _SAMPLE = 2048
 
 Text = str | None
-Given = Text | Mapping[str, Text] | Sequence[Text | Mapping[str, Text]]
+Given = Text | Mapping[str, Text] | Sequence[Text] | Sequence[Mapping[str, Text]]
 Logits = npt.NDArray[np.float32]
 
 
-class Classifier:
-    """Holds one model on its device. Not for several threads at once; `close`, or a `with` block, ends its helpers.
+class ModelClassifier:
+    """One model on its device. Not for several threads at once; `close`, or a `with` block, ends its helpers.
 
-    options: how it runs, of ClassifyOptions: max_length, precision, device, packing, token_budget, execution,
-    num_workers, trust_remote_code, allow_pickle.
     Raises: InputError for a model that is missing, torn or no classifier. Weights are read by the first call.
     """
 
@@ -60,7 +53,7 @@ class Classifier:
         self._tokens: TokenStream | None = None
         self._workers = 0
 
-    def __enter__(self) -> Classifier:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -198,28 +191,31 @@ class Classifier:
 
 
 def _window(
-    texts: Given, pairs: Sequence[Text] | Text, listener: Listener
+    texts: Any, pairs: Any, listener: Listener
 ) -> tuple[Texts, Literal["list", "text", "pair"], list[Text]]:
     """What was given as columns, what it was, and the texts themselves."""
-    if isinstance(texts, str) or texts is None:
-        if pairs is not None and not isinstance(pairs, str):
+    given: Literal["list", "text", "pair"] = "list"
+    if isinstance(texts, str | None):
+        if not isinstance(pairs, str | None):
             raise OptionError("one text was given and several pairs", hint="give a list of texts")
-        firsts, seconds = [texts], None if pairs is None else [pairs]
-        return _columns(firsts, seconds, listener), "text", firsts
-    if isinstance(texts, Mapping):
-        firsts, seconds = _of_mappings([texts])
-        return _columns(firsts, seconds, listener), "pair", firsts
-    if isinstance(texts, bytes) or not isinstance(texts, Sequence | np.ndarray | pa.Array | pa.ChunkedArray):
-        raise OptionError(f"texts is {type(texts).__name__}: it must be a list of texts", hint="classifier([text])")
-    if isinstance(texts, pa.Array | pa.ChunkedArray):
-        texts = texts.to_pylist()
-    if len(texts) and isinstance(texts[0], Mapping):
-        firsts, seconds = _of_mappings(texts)
-        return _columns(firsts, seconds, listener), "list", firsts
-    if isinstance(pairs, str):
+        texts, pairs, given = [texts], None if pairs is None else [pairs], "text"
+    elif isinstance(texts, Mapping):
+        texts, given = [texts], "pair"
+    elif isinstance(pairs, str):
         raise OptionError("several texts were given and one pair", hint="give a list of pairs, one for each text")
-    firsts = list(texts)  # type: ignore[arg-type]
-    return _columns(firsts, None if pairs is None else list(pairs), listener), "list", firsts
+    firsts = _listed("texts", texts)
+    seconds: list[Text] | None = None if pairs is None else _listed("pairs", pairs)
+    if firsts and isinstance(firsts[0], Mapping):
+        firsts, seconds = _of_mappings(firsts)
+    return _columns(firsts, seconds, listener), given, firsts
+
+
+def _listed(name: str, texts: Any) -> list[Any]:
+    if isinstance(texts, pa.Array | pa.ChunkedArray):
+        return list(texts.to_pylist())
+    if isinstance(texts, bytes | Mapping) or not hasattr(texts, "__iter__"):
+        raise OptionError(f"{name} is {type(texts).__name__}: it must be a list of texts", hint="classifier([text])")
+    return list(texts)
 
 
 def _of_mappings(given: Sequence[Any]) -> tuple[list[Text], list[Text] | None]:

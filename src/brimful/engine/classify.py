@@ -26,7 +26,7 @@ from brimful.data.shards import LineOutput, ShardedOutput, check_output
 from brimful.data.stream import RowStream, open_stream
 from brimful.data.token_stream import TokenStream, choose_workers
 from brimful.engine.prepare import tell_columns
-from brimful.engine.question import Asked, Question, Texts, TextQuestion, make_zero_shot
+from brimful.engine.question import Asked, Question, TextQuestion, Texts, make_zero_shot
 from brimful.engine.runner import Checked, Runner, check_model
 from brimful.engine.signals import StopSignals
 from brimful.engine.stream import Busy, Stages, run_stages
@@ -163,7 +163,9 @@ def _fingerprint(checked: Checked) -> str:
     for path in sorted(path for path in checked.facts.folder.iterdir() if path.is_file()):
         facts = path.stat()
         digest.update(f"{path.name}\0{facts.st_size}\0".encode(errors="surrogateescape"))
-        digest.update(str(facts.st_mtime_ns).encode() if path in weights or facts.st_size > 1 << 24 else path.read_bytes())
+        digest.update(
+            str(facts.st_mtime_ns).encode() if path in weights or facts.st_size > 1 << 24 else path.read_bytes()
+        )
     return digest.hexdigest()
 
 

@@ -150,6 +150,13 @@ class Terminal(Listener):
         self._console.print()
         self._console.print(f"Use it:  brimful classify {_safe(shlex.quote(f'{folder}/model'), 1000)} FILE")
 
+    def text(self, text: str) -> None:
+        """A text that is laid out already."""
+        self.close()
+        self._console.print()
+        for line in text.splitlines():
+            self._say(line)
+
     def close(self) -> None:
         """Ends the live display."""
         if self._bar is not None:

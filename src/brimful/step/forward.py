@@ -66,7 +66,8 @@ class PackedForward:
     """Logits of windows by a packed execution on a GPU.
 
     budget: most tokens of a piece. longest: longest sequence in tokens. typical_length: mean length to come, by which
-    kernels are chosen. captured: False to launch one kernel after another. note: called once with the reason if capture turns out to be impossible.
+    kernels are chosen. captured: False to launch one kernel after another. note: called once with the reason if capture
+    turns out to be impossible.
     """
 
     def __init__(
