@@ -40,7 +40,7 @@ def encoders(name: str, max_length: int) -> tuple[Encoder, Encoder]:
     """One that tries beginnings, and one that tokenises texts to their ends."""
     made = [Encoder.from_tokenizer(trained_tokenizers.make(name), max_length, with_types=True) for _ in range(2)]
     assert made[0]._tries_beginnings
-    made[1]._tries_beginnings = False
+    made[1]._tries_beginnings, made[1]._words = False, None
     return made[0], made[1]
 
 
@@ -86,7 +86,7 @@ def test_less_is_read() -> None:
     rows = [text, "short", text[:129], "no_space" * 5000, "中文" * 5000]
     same(rows, encoder, whole)
     bare, whole_bare = encoder.without_special_tokens(), whole.without_special_tokens()
-    whole_bare._tries_beginnings = False
+    whole_bare._tries_beginnings, whole_bare._words = False, None
     same(rows, bare, whole_bare)
 
 

@@ -188,8 +188,8 @@ stream = TokenStream(Encoder(backend, 24, with_types=True), num_workers=2)
 stream.submit(pa.array(["hello"])).result()
 while sum(lane.is_alive() for lane in stream._lanes) > 2:
     time.sleep(0.01)
-print(*(process.pid for process in stream._processes), flush=True)
 try:
+    print(*(process.pid for process in stream._processes), flush=True)
     time.sleep(600)
 except KeyboardInterrupt:
     print(len(stream.submit(pa.array(["hello"])).result()), flush=True)

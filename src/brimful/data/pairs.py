@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from brimful.core.errors import OptionError
-from brimful.data.tokens import Encoder, Tokens, offsets_of
+from brimful.data.tokens import Encoder, Tokens, chains, offsets_of
 
 #: Pairs that special tokens are looked for with: one of each is in every vocabulary that can be met.
 _PROBES = (("a text", "a hypothesis"), ("1", "2"), ("一", "二"))
@@ -116,13 +116,10 @@ def assemble(
         (specials + len(texts.ids) + hypotheses.offsets[hypothesis_P], hypothesis_length_P),
         (before + between, specials - before - between),
     )
-    starts_P5, lengths_P5 = (np.empty((len(text_P), 5), dtype=np.int64) for _ in range(2))
-    for place, (start, length) in enumerate(segments):
-        starts_P5[:, place], lengths_P5[:, place] = start, length
-    taken = _ranges(starts_P5.ravel(), lengths_P5.ravel())
+    taken, lengths_P = chains(segments, len(text_P))
     return Tokens(
         ids=ids[taken],
-        offsets=offsets_of(lengths_P5.sum(axis=1)),
+        offsets=offsets_of(lengths_P),
         types=types[taken] if template.with_types else None,
         truncated=(kept_P < whole_P) | texts.truncated[text_P],
     )
@@ -145,14 +142,6 @@ def _no_room(num_tokens: int, template: PairTemplate) -> OptionError:
         f"{template.max_length:,}, {template.num_special_tokens} special tokens counted",
         hint="shorten the label or --hypothesis-template, or raise --max-length",
     )
-
-
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """start, start + 1 ... of each range, end to end."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    indices: np.ndarray = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
-    return indices
 
 
 def encode_pairs(

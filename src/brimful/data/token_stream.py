@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,15 @@ from brimful.data import token_worker
 from brimful.data.token_worker import Texts
 from brimful.data.tokens import Encoder, Tokens, offsets_of
 
-#: Most rows and bytes of text of a slice: some 50 ms of a worker, so that windows spread over all and end together.
+#: Most rows and bytes of text of a slice: 10 to 50 ms of a worker, so that windows spread over all and end together.
 _SLICE_ROWS = 1024
 _SLICE_BYTES = 1 << 18
 #: In one process, one slice is tokenised by all threads while the ids of another are gathered.
 _LANES_HERE = 2
 #: How soon threads of this process leave the work to the workers, once these are up.
 _POLL_S = 0.02
+#: How long a process whose output has ended may take to end itself.
+_DEATH_S = 10.0
 
 #: Fewer rows than this are tokenised before workers have started, or not much later.
 _FEWEST_ROWS = 50_000
@@ -46,10 +48,11 @@ _MOST_WORKERS = 14
 def choose_workers(num_rows: int | None, device_type: str, cores: int) -> int:
     """How many processes should tokenise, 0 for threads of this one. num_rows: None if it is not known.
 
-    On a CPU the model needs the cores. Beside a GPU, two cores are left to reading, launching and writing; a WordPiece
-    tokenizer gives some 0.6 M tokens a second and core, and what the parent does for a worker is 3 % of a core, so that
-    14 workers feed 8 M tokens a second. Threads share one tokenizer and the interpreter's lock with the launching of
-    kernels: they are for inputs that are over before processes pay, and for machines without cores to spare.
+    On a CPU the model needs the cores. Beside a GPU, two cores are left to reading, launching and writing. A worker
+    gives some 0.5 M tokens a second where `tokenizers` does the work, 14 of them 7 M; where words can be looked up
+    (see `words`), several times that, and most of them idle. A row costs the parent 0.6 us. Threads share the
+    interpreter's lock with the launching of kernels: they are for inputs that are over before processes have paid for
+    their start, and for machines without cores to spare.
     """
     if device_type == "cpu" or (num_rows is not None and num_rows < _FEWEST_ROWS):
         return 0
@@ -205,7 +208,10 @@ def _death(process: subprocess.Popen[bytes] | None, error: Exception) -> DataErr
     hint = "it may have run out of memory: try fewer workers"
     if process is None:
         return DataError(f"a worker process that tokenises did not start: {printable(error)}", hint=hint)
-    code = process.wait()
+    try:
+        code = process.wait(_DEATH_S)
+    except subprocess.TimeoutExpired:  # it lives, and what it said cannot be read
+        return DataError(f"a worker process that tokenises cannot be read: {printable(error)}")
     how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
     return DataError(f"a worker process that tokenises was ended {how}", hint=hint)
 
@@ -268,14 +274,10 @@ class _Window:
             return len(self.parts) == len(self.cuts) - 1
 
     def finish(self) -> None:
-        parts = [self.parts[number] for number in range(len(self.parts))]
-        types = [part.types for part in parts if part.types is not None]
-        tokens = Tokens(
-            ids=np.concatenate([part.ids for part in parts]),
-            offsets=offsets_of(self._in_place(np.concatenate([part.lengths for part in parts]))),
-            types=np.concatenate(types) if types else None,
-            truncated=self._in_place(np.concatenate([part.truncated for part in parts])),
-        )
+        tokens = Tokens.join([self.parts[number] for number in range(len(self.parts))])
+        if self.given_N is not None:
+            lengths, truncated = self._in_place(tokens.lengths), self._in_place(tokens.truncated)
+            tokens = replace(tokens, offsets=offsets_of(lengths), truncated=truncated)
         with contextlib.suppress(InvalidStateError):  # it was cancelled
             self.future.set_result(tokens)
 
@@ -285,8 +287,7 @@ class _Window:
 
     def _in_place(self, values: np.ndarray) -> np.ndarray:
         """Values of the given rows among zeros of the others."""
-        if self.given_N is None:
-            return values
+        assert self.given_N is not None
         spread = np.zeros(len(self.given_N), dtype=values.dtype)
         spread[self.given_N] = values
         return spread
