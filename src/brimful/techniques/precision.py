@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -111,5 +112,5 @@ def choose_forward_precision(asked: PrecisionChoice, device: torch.device) -> Pr
 
 
 def _has_bf16_units() -> bool:
-    capability: dict[str, bool] = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return any(capability.get(name) for name in ("amx_bf16", "avx512_bf16"))
+    capabilities: Any = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
