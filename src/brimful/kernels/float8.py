@@ -8,9 +8,9 @@ sums over, so that its scales can be taken out of the sum:
     weight's gradient  g^T (N, T)  x^T (K, T)    columns of g, columns of x
 
 The scale of a row is its largest absolute value over 448, the largest e4m3 number, found anew every time: nothing is
-carried from step to step, and nothing saturates. Gradients are e4m3 too: with a scale for each row they need no wider
-exponent (Micikevicius et al. 2022, arXiv 2209.05433; the rowwise recipe of torchao.float8). Casting rows reads them
-once. Casting columns reads them twice, and leaves them transposed, as the matrix units of Hopper want both operands.
+carried from step to step, and nothing is too large. Gradients are e4m3 too: with a scale for each row they need no
+wider exponent (Micikevicius et al. 2022, arXiv 2209.05433; the rowwise recipe of torchao.float8). Casting rows reads
+them once. Casting columns reads them twice, and leaves them transposed, as the matrix units of Hopper want operands.
 
 What is infinite or not a number makes its row of the product not a number; a row of zeros stays one.
 

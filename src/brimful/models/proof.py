@@ -227,8 +227,11 @@ def _float8_error(
     for layer in layers:
         layer.compile(dynamic=True, backend=partial(_fused_or_not, covered))
     plan = float8.Plan()
-    with plan.active():
-        found = _errors(fused, form, row, plain, gradient, around, reference=False)
+    try:
+        with plan.active():
+            found = _errors(fused, form, row, plain, gradient, around, reference=False)
+    except (RuntimeError, TypeError, ValueError):  # neither dynamo nor the matrix units need take every layer
+        return None, ()
     shapes = tuple(shape for shape in plan.met if float8.fits(shape))
     if not covered or not all(covered) or not shapes:
         return None, ()

@@ -14,8 +14,10 @@ from brimful.core.errors import OptionError
 from brimful.kernels import float8
 from brimful.kernels.float8 import Products
 from brimful.models.proof import Proof
+from brimful.techniques.execution import choose_execution
 from brimful.techniques.float8 import MARGIN, choose_float8, faster_products, time_products, time_shapes, timing_path
 from brimful.techniques.precision import Precision, choose_precision
+from tiny import FAMILIES
 
 CPU = torch.device("cpu")
 FP8 = Precision(value="fp8", device=CPU, reason="asked for")
@@ -101,3 +103,12 @@ def test_what_cannot_be_in_fp8_is_in_bf16(proof: Proof, fused: bool, said: str) 
 def test_other_precisions_are_left_alone() -> None:
     bf16 = Precision(value="bf16", device=CPU, reason="asked for")
     assert choose_float8(bf16, PROOF, num_tokens=64, fused=True) is bf16
+
+
+@pytest.mark.parametrize(("family", "value"), [("bert", "compiled"), ("albert", "captured")])
+def test_layers_are_fused_where_fp8_is_asked_for(family: str, value: str) -> None:
+    """However short the run is; layers that are shared cannot be."""
+    found = choose_execution(
+        "auto", torch.device("cuda"), FAMILIES[family].model(), num_tokens=1000, packed=True, fixed=None, float8=True
+    )
+    assert found.value == value
