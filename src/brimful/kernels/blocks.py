@@ -9,6 +9,7 @@ first, as `halved`, so that nothing is cast twice.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,9 +43,9 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def halved(x: Tensor) -> Tensor:
-    """`x` in the dtype of products, as made along with it if it was."""
-    dtype = product_dtype(x)
+def halved(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`x` in `dtype`, or in that of products, as made along with it if it was."""
+    dtype = dtype or product_dtype(x)
     if x.dtype == dtype:
         return x
     half, version = _halves.get(x, (None, 0))
@@ -263,14 +264,16 @@ def _weight_gradients(
 def _side_by_side(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
     """Parameters one below the other: a view of them where they lie so, else a copy."""
     found = [part for part in parts if part is not None]
-    first, size = found[0], found[0].numel() * found[0].element_size()
+    if len(found) == 1:
+        return found[0].to(dtype)
+    first, rows = found[0], [0, *itertools.accumulate(len(part) for part in found)]
     adjacent = all(
-        part.data_ptr() == first.data_ptr() + i * size
+        part.data_ptr() == first.data_ptr() + before * first.stride(0) * first.element_size()
         and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        for i, part in enumerate(found)
+        and (part.dtype, part.stride(), part.shape[1:]) == (dtype, first.stride(), first.shape[1:])
+        for part, before in zip(found, rows, strict=False)
     )
-    if first.dtype != dtype or not adjacent or any(part.shape != first.shape for part in found):
+    if not adjacent:
         return torch.cat([part.to(dtype) for part in found])
-    rows, *rest = first.shape
-    packed: Tensor = first.detach().as_strided((rows * len(found), *rest), first.stride())
+    packed: Tensor = first.detach().as_strided((rows[-1], *first.shape[1:]), first.stride())
     return packed
