@@ -240,10 +240,11 @@ class _EmbeddingsNorm(torch.autograd.Function):
 
 
 def embeddings_norm(
-    ids: Sequence[Tensor], tables: Sequence[Tensor], paddings: Sequence[int | None], gain: Tensor, shift: Tensor,
+    ids: Sequence[Tensor], tables: Sequence[Tensor], paddings: Sequence[int | None], gain: Tensor, shift: Tensor | None,
     eps: float, p: float,
 ) -> Tensor:  # fmt: skip
     """F.dropout(F.layer_norm(sum of F.embedding(ids, table), ...), p), (..., H) fp32. paddings: rows not learned."""
+    shift = torch.zeros_like(gain) if shift is None else shift
     shape = torch.broadcast_shapes(*(each.shape for each in ids))
     y, half = _EmbeddingsNorm.apply(  # type: ignore[no-untyped-call]
         [each.expand(shape) for each in ids], tuple(paddings), gain, shift, eps, p, *tables
