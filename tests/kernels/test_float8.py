@@ -16,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from brimful.kernels import blocks, float8
+from brimful.kernels import blocks, float8, float8_cast
 from brimful.kernels.float8 import Plan, Products, Scaled, cast, columns_of, rows_of
 from kernels.test_blocks import HEADS, LENGTHS, SHAPE
 from tolerances import FLOAT8_LAYER, FLOAT8_ROUNDING, difference
@@ -44,11 +44,11 @@ def test_kernels_cast_as_their_twins(rows: int, columns: int, dtype: torch.dtype
     scales = 2.0 ** torch.randint(-30, 30, (rows, 1), generator=torch.Generator().manual_seed(0))
     x = (representable(rows, columns) * scales).to(dtype)
     for kernel, twin, given in (
-        (float8.rows_by_kernel, rows_of, x),
-        (float8.columns_by_kernel, columns_of, x.t().contiguous()),
+        (float8_cast.rows, rows_of, x),
+        (float8_cast.columns, columns_of, x.t().contiguous()),
     ):
         found = Scaled(torch.empty(rows, columns, dtype=float8.DTYPE), torch.empty(rows, 1))
-        kernel(given, found)
+        kernel(given, *found, float8.SMALLEST, float8.LARGEST)
         expected = twin(given)
         assert torch.equal(found.scales, expected.scales)
         assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
@@ -63,8 +63,8 @@ def test_what_is_not_finite_stays_so(value: float) -> None:
     by_rows, by_columns = (
         Scaled(torch.empty(s, dtype=float8.DTYPE), torch.empty(s[0], 1)) for s in ((32, 48), (48, 32))
     )
-    float8.rows_by_kernel(x, by_rows)
-    float8.columns_by_kernel(x, by_columns)
+    float8_cast.rows(x, *by_rows, float8.SMALLEST, float8.LARGEST)
+    float8_cast.columns(x, *by_columns, float8.SMALLEST, float8.LARGEST)
     for found in (by_rows, rows_of(x)):
         assert (~found.restored().isfinite()).any(1).nonzero().flatten().tolist() == [5]
     for found in (by_columns, columns_of(x)):

@@ -62,7 +62,15 @@ def compiled(model: Any) -> list[bool]:
     return covered
 
 
+#: Families of pre-norm layers, the heads that their keys have, and how many graphs they are traced as. ModernBERT's
+#: layers are of three kinds: the first has no norm before its attention, the others see a window or everything.
+PRENORM = {"modernbert": (None, 4), "qwen3": (1, 1), "llama": (2, 1), "qwen2": (1, 1), "mistral": (1, 1)}
+
+
 def settings_of(family: str) -> dict[str, Any]:
+    if family in PRENORM:
+        keys = PRENORM[family][0]
+        return WIDE if keys is None else WIDE | {"num_key_value_heads": keys, "head_dim": 16}
     if family == "distilbert":
         return {"dim": 32, "n_heads": 2, "hidden_dim": 48}
     return WIDE | ({"embedding_size": 32} if family == "electra" else {})
@@ -128,6 +136,20 @@ def test_layers_without_fused_kernels_have_no_fp8(family: str) -> None:
     """Those that our kernels do not cover, and those that are shared."""
     settings = WIDE | {"num_key_value_heads": 2, "head_dim": 16} if family == "llama" else {}
     assert float8_proof(family, **settings) == (None, ())
+
+
+@pytest.mark.parametrize("family", PRENORM)
+def test_a_fused_step_of_pre_norm_layers_is_the_plain_one(family: str) -> None:
+    """Windows of 9 tokens in segments of 1 to 40; each kind of layer is compiled once for all numbers of tokens."""
+    model = FAMILIES[family].model(**settings_of(family))
+    plain, fused = make_step(copy.deepcopy(model), family=family), make_step(model, family=family)
+    covered = compiled(model)
+    for number in range(2 if family == "modernbert" else 1):
+        batch = ROWS.batch(number)
+        expected, found = plain.run(batch).read(), fused.run(batch).read()
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    assert covered == [True] * PRENORM[family][1]
 
 
 def test_evaluation_between_steps() -> None:

@@ -11,6 +11,7 @@ first, as `halved`, so that nothing is cast twice.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -44,9 +45,9 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def halved(x: Tensor) -> Tensor:
-    """`x` in the dtype of products, as made along with it if it was."""
-    dtype = product_dtype(x)
+def halved(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`x` in `dtype`, or in that of products, as made along with it if it was."""
+    dtype = dtype or product_dtype(x)
     if x.dtype == dtype:
         return x
     half, version = _halves.get(x, (None, 0))
@@ -280,10 +281,11 @@ class _EmbeddingsNorm(torch.autograd.Function):
 
 
 def embeddings_norm(
-    ids: Sequence[Tensor], tables: Sequence[Tensor], paddings: Sequence[int | None], gain: Tensor, shift: Tensor,
+    ids: Sequence[Tensor], tables: Sequence[Tensor], paddings: Sequence[int | None], gain: Tensor, shift: Tensor | None,
     eps: float, p: float,
 ) -> Tensor:  # fmt: skip
     """F.dropout(F.layer_norm(sum of F.embedding(ids, table), ...), p), (..., H) fp32. paddings: rows not learned."""
+    shift = torch.zeros_like(gain) if shift is None else shift
     shape = torch.broadcast_shapes(*(each.shape for each in ids))
     y, half = _EmbeddingsNorm.apply(  # type: ignore[no-untyped-call]
         [each.expand(shape) for each in ids], tuple(paddings), gain, shift, eps, p, *tables
@@ -308,14 +310,16 @@ def _weight_gradients(
 def side_by_side(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
     """Parameters one below the other: a view of them where they lie so, else a copy."""
     found = [part for part in parts if part is not None]
-    first, size = found[0], found[0].numel() * found[0].element_size()
+    if len(found) == 1:
+        return found[0].to(dtype)
+    first, rows = found[0], [0, *itertools.accumulate(len(part) for part in found)]
     adjacent = all(
-        part.data_ptr() == first.data_ptr() + i * size
+        part.data_ptr() == first.data_ptr() + before * first.stride(0) * first.element_size()
         and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        for i, part in enumerate(found)
+        and (part.dtype, part.stride(), part.shape[1:]) == (dtype, first.stride(), first.shape[1:])
+        for part, before in zip(found, rows, strict=False)
     )
-    if first.dtype != dtype or not adjacent or any(part.shape != first.shape for part in found):
+    if not adjacent:
         return torch.cat([part.to(dtype) for part in found])
-    rows, *rest = first.shape
-    packed: Tensor = first.detach().as_strided((rows * len(found), *rest), first.stride())
+    packed: Tensor = first.detach().as_strided((rows[-1], *first.shape[1:]), first.stride())
     return packed

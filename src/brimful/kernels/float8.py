@@ -17,9 +17,6 @@ What is infinite or not a number makes its row of the product not a number; a ro
 `Plan` says which products of which weights are taken in fp8, and keeps the fp8 copies of weights between updates.
 """
 
-# Pointers and sizes of kernels carry their shapes in upper case, as is the field's habit for Triton.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -27,18 +24,19 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+try:
+    from brimful.kernels import float8_cast
+except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
+    float8_cast = None  # type: ignore[assignment]
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 #: Rows that are all smaller than this are cast as if this were their largest value: its inverse is still finite.
-_SMALLEST = 2.0**-100
+SMALLEST = 2.0**-100
 #: Sizes and counts of tokens are multiples of this, or the matrix units do not take them.
 ALIGNMENT = 16
-#: Tokens and columns of one program's tile, for columns.
-_STEP, _COLUMNS = 64, 64
 
 Shape = tuple[int, int]
 
@@ -57,89 +55,13 @@ class Scaled(NamedTuple):
 def rows_of(x_RC: Tensor) -> Scaled:
     """`x` with a scale for each row: the plain twin of the kernel."""
     x = x_RC.float()
-    largest = x.abs().amax(1, keepdim=True).clamp_min(_SMALLEST)
+    largest = x.abs().amax(1, keepdim=True).clamp_min(SMALLEST)
     return Scaled((x * (LARGEST / largest)).clamp(-LARGEST, LARGEST).to(DTYPE), largest / LARGEST)
 
 
 def columns_of(x_RC: Tensor) -> Scaled:
     """`x` transposed, (C, R), with a scale for each column of x: the plain twin of the kernels."""
     return rows_of(x_RC.t().contiguous())
-
-
-@triton.jit
-def _scales(bits, SMALLEST: tl.constexpr, LARGEST: tl.constexpr):
-    """What values are multiplied with, and the scale that undoes it, from the bits of the largest."""
-    largest = bits.to(tl.float32, bitcast=True)
-    largest = tl.where(largest < SMALLEST, SMALLEST, largest)  # of what is not a number, itself
-    return LARGEST / largest, largest / LARGEST
-
-
-@triton.jit
-def _bits(x):
-    """Absolute values as integers, which order as these do, with what is not a number above all."""
-    return tl.abs(x).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _fit(x, LARGEST: tl.constexpr):
-    """Within what e4m3 holds; what is not a number stays so."""
-    return tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
-
-
-@triton.jit
-def rows_cast(X, VALUES, SCALES, width, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, WIDTH: tl.constexpr):
-    """One row a program, read once."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, WIDTH)
-    x = tl.load(X + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-    factor, scale = _scales(tl.max(_bits(x), 0), SMALLEST, LARGEST)
-    values = _fit(x * factor, LARGEST).to(VALUES.dtype.element_ty)
-    tl.store(VALUES + row * width + columns, values, mask=columns < width)
-    tl.store(SCALES + row, scale)
-
-
-@triton.jit
-def columns_measure(X, BITS, num_rows, width, STEP: tl.constexpr, COLUMNS: tl.constexpr):
-    """BITS: (width,) of the largest absolute values. A maximum is the same in whatever order it is taken."""
-    rows = tl.program_id(0).to(tl.int64) * STEP + tl.arange(0, STEP)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
-    x = tl.load(X + rows[:, None] * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.atomic_max(BITS + columns, tl.max(_bits(x), 0), mask=columns < width, sem="relaxed")
-
-
-@triton.jit
-def columns_cast(X, BITS, VALUES, SCALES, num_rows, width, SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
-                 STEP: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """VALUES: (width, num_rows)."""
-    rows = tl.program_id(0).to(tl.int64) * STEP + tl.arange(0, STEP)
-    columns = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
-    bits = tl.load(BITS + columns, mask=columns < width, other=0)
-    factor, scale = _scales(bits, SMALLEST, LARGEST)
-    x = tl.load(X + rows[:, None] * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    values = _fit(x * factor[None, :], LARGEST).to(VALUES.dtype.element_ty)
-    places = columns[:, None] * num_rows + rows[None, :]
-    tl.store(VALUES + places, tl.trans(values), mask=(columns < width)[:, None] & (rows < num_rows)[None, :])
-    if tl.program_id(0) == 0:
-        tl.store(SCALES + columns, scale, mask=columns < width)
-
-
-def rows_by_kernel(x_RC: Tensor, out: Scaled) -> None:
-    """`rows_of`, contiguous, into `out`."""
-    rows, width = x_RC.shape
-    block = triton.next_power_of_2(width)
-    warps = max(1, min(8, block // 512))
-    rows_cast[(rows,)](x_RC, *out, width, SMALLEST=_SMALLEST, LARGEST=LARGEST, WIDTH=block, num_warps=warps)
-
-
-def columns_by_kernel(x_RC: Tensor, out: Scaled) -> None:
-    """`columns_of`, contiguous, into `out`."""
-    rows, width = x_RC.shape
-    bits = x_RC.new_zeros(width, dtype=torch.int32)
-    grid = (triton.cdiv(rows, _STEP), triton.cdiv(width, _COLUMNS))
-    columns_measure[grid](x_RC, bits, rows, width, STEP=_STEP, COLUMNS=_COLUMNS)
-    columns_cast[grid](x_RC, bits, *out, rows, width, SMALLEST=_SMALLEST, LARGEST=LARGEST, STEP=_STEP, COLUMNS=_COLUMNS)
 
 
 def cast(x_RC: Tensor, *, transposed: bool = False, out: Scaled | None = None) -> Scaled:
@@ -151,7 +73,7 @@ def cast(x_RC: Tensor, *, transposed: bool = False, out: Scaled | None = None) -
     if out is None:
         out = _empty(x_RC, width, rows) if transposed else _empty(x_RC, rows, width)
     if x_RC.is_cuda:
-        (columns_by_kernel if transposed else rows_by_kernel)(x_RC.contiguous(), out)
+        (float8_cast.columns if transposed else float8_cast.rows)(x_RC.contiguous(), *out, SMALLEST, LARGEST)
     else:
         found = (columns_of if transposed else rows_of)(x_RC)
         out.values.copy_(found.values)

@@ -9,6 +9,7 @@ result is right, and which pooling and first position the model has.
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
@@ -163,6 +164,8 @@ class PackedExecution(Execution):
         model.set_attn_implementation(PACKED)
         self._base: Any = model.base_model
         self._takes_types = has_token_types(model.config)
+        caches = "use_cache" in inspect.signature(self._base.forward).parameters
+        self._settings = {"use_cache": False} if caches else {}  # keys and values of one pass are for no other
         self._head = copy.copy(model)
         self._head._modules = dict(model._modules)
         self._given = _GivenStates(self._base)
@@ -184,6 +187,7 @@ class PackedExecution(Execution):
             segments=inputs.segments,
             plain=self.plain,
             **types,
+            **self._settings,
         )[0]
         return states[0]
 
