@@ -254,19 +254,21 @@ def _bias_RHLL(q_RHLD: Tensor, k_RHLD: Tensor, given: RelativeBias) -> Tensor:
         parts.append(_aligned(by_key).transpose(2, 3))
     if given.bias_HR is not None:
         parts.append(_aligned(_rows_of(given.bias_HR, ahead_W, q_RHLD.dtype)[:, None].expand(-1, length, -1)))
-    return sum(parts[1:], parts[0])
+    total: Tensor = sum(parts[1:], parts[0])
+    return total
 
 
 def _rows_of(table: Tensor, bucket_W: Tensor, dtype: torch.dtype) -> Tensor:
     """The rows of a table (H, R, ...) that distances read; the gradient of a row that many read is summed in fp32."""
     wide = table.to(torch.promote_types(table.dtype, torch.float32))
-    return wide.index_select(1, bucket_W).to(dtype)
+    rows: Tensor = wide.index_select(1, bucket_W).to(dtype)
+    return rows
 
 
 def _aligned(by_distance: Tensor) -> Tensor:
     """(..., L, 2 L) by row and distance + L, to (..., L, L) by row and column: row i begins i columns further left."""
     length = by_distance.shape[-2]
-    shifted = by_distance.flatten(-2)[..., length:].unflatten(-1, (length, 2 * length - 1))
+    shifted: Tensor = by_distance.flatten(-2)[..., length:].unflatten(-1, (length, 2 * length - 1))
     return shifted[..., :length]
 
 
