@@ -21,6 +21,8 @@ from plain import gradient, padded
 from tiny import FAMILIES, LONGEST, Family, sequences
 from tolerances import MODEL_FP32, difference
 
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at inputs' gradients
+
 FORMS = ["deberta", "deberta-v2", "deberta-v2-convolution", "mpnet"]
 LENGTHS = [9, 30, 1, 4]
 

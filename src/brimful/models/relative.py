@@ -78,6 +78,9 @@ class _Form:
 
         def __getattr__(self, name: str) -> Any: ...
 
+    def came_in_front(self) -> None:
+        """Called once: for what a forward pass shall not do each time."""
+
 
 class _Listener(_Form):
     """A module that can be told of a packed row. told: that row, while the model runs on it."""
@@ -161,6 +164,11 @@ def _used(row_W: Tensor) -> Buckets:
 
 
 class _DebertaV2Attention(_Form):
+    def came_in_front(self) -> None:
+        # The root is DeBERTa's, in fp32 whatever the dtype of the model is.
+        squared = torch.tensor(self.attention_head_size * (1 + self._num_terms()), dtype=torch.float32)
+        self.packed_scale = 1.0 / float(squared.sqrt())
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -175,11 +183,10 @@ class _DebertaV2Attention(_Form):
                 hidden_states, attention_mask, output_attentions, query_states, relative_pos, rel_embeddings
             )
         heads = self._heads(hidden_states)
-        scale = _scale(heads[0].shape[-1], 1 + self._num_terms())
         relative = None
         if self.pos_att_type and relative_pos.buckets is not None and rel_embeddings is not None:
-            relative = self._relative(relative_pos.buckets, rel_embeddings, scale)
-        pattern = Pattern(scale=scale, dropout=_probability(self.dropout), relative=relative)
+            relative = self._relative(relative_pos.buckets, rel_embeddings)
+        pattern = Pattern(scale=self.packed_scale, dropout=_probability(self.dropout), relative=relative)
         return relative_pos.context(heads, pattern), None
 
     def _heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,15 +200,15 @@ class _DebertaV2Attention(_Form):
         """Terms of the score besides the product of tokens, by which it is scaled."""
         return len([term for term in ("c2p", "p2c") if term in self.pos_att_type])
 
-    def _relative(self, buckets: Buckets, rel_embeddings: Tensor, scale: float) -> RelativeBias:
+    def _relative(self, buckets: Buckets, rel_embeddings: Tensor) -> RelativeBias:
         """Positions' keys and queries, scaled as products are. Dropout is on the table, as the family has it."""
         table_RX = self.pos_dropout(rel_embeddings)[buckets.first : buckets.last]
         key, query = self._position_projections()
         terms: Any = self.pos_att_type
         return RelativeBias(
             bucket_W=buckets.bucket_W,
-            keys_HRD=self._position_heads(key, table_RX) * scale if "c2p" in terms else None,
-            queries_HRD=self._position_heads(query, table_RX) * scale if "p2c" in terms else None,
+            keys_HRD=self._position_heads(key, table_RX) * self.packed_scale if "c2p" in terms else None,
+            queries_HRD=self._position_heads(query, table_RX) * self.packed_scale if "p2c" in terms else None,
         )
 
     def _position_projections(self) -> tuple[Any, Any]:
@@ -254,12 +261,6 @@ class _MPNetAttention(_Form):
         return (self.o(position_bias.context((q, k, v), pattern)),)
 
 
-@functools.cache
-def _scale(head_dim: int, num_terms: int) -> float:
-    """One over the root of head_dim * num_terms, which DeBERTa takes in fp32 whatever the dtype of the model is."""
-    return 1.0 / float(torch.tensor(head_dim * num_terms, dtype=torch.float32).sqrt())
-
-
 def _probability(dropout: Any) -> float:
     return float(dropout.p) if dropout.training else 0.0
 
@@ -303,6 +304,7 @@ class RelativeForm:
             form = forms.get(type(module).__name__)
             if form is not None and not isinstance(module, form):
                 module.__class__ = _in_front(form, type(module))  # type: ignore[arg-type]
+                module.came_in_front()
         self._listening = [module for module in model.base_model.modules() if isinstance(module, _Listener)]
         self._known: dict[tuple[int, torch.device], Buckets | None] = {}
 
