@@ -72,7 +72,7 @@ def test_the_proof_admits(name: str, precision: str) -> None:
     assert found.kernel_error is not None
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "modernbert-mean"])
+@pytest.mark.parametrize("name", ["bert", "llama", "modernbert-mean", "deberta", "deberta-v2", "mpnet"])
 def test_both_ways_obey_train_and_eval(name: str) -> None:
     family = FAMILIES[name]
     model = family.model(dropout=0.3)
@@ -312,7 +312,7 @@ def test_encoder_decoders_run_padded_and_may_be_split() -> None:
 # --- the proof leaves things as they were, and remembers ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "modernbert", "albert"])
+@pytest.mark.parametrize("name", ["bert", "llama", "modernbert", "albert", "deberta-v2", "mpnet"])
 def test_the_model_is_left_as_it_was(name: str) -> None:
     model = FAMILIES[name].model(dropout=0.1).train()
     model.base_model.eval()
