@@ -1,4 +1,4 @@
-"""Casting matrices to fp8 with a scale for each row, or for each column: `float8.rows_of` and `columns_of` as kernels."""
+"""Casting matrices to fp8 with a scale for each row or column: `float8.rows_of` and `columns_of` as kernels."""
 
 # Pointers and sizes of kernels carry their shapes in upper case, as is the field's habit for Triton.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

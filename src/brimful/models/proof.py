@@ -9,7 +9,8 @@ On a copy with one layer of each kind, one more to read them, and the model's ow
     5  the chosen kernel = the reference           in the run's precision, forward and gradient
     6  in fp8: fused layers, all products in fp8   lose no more than Linear layers whose operands are rounded
 
-One of the sequences is longer than any attention window that the run's lengths can reach.
+One of the sequences is longer than any attention window that the run's lengths can reach, and than the distances that a
+bias by distance tells apart.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from brimful.kernels import float8
 from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
 from brimful.models.anatomy import layers_of, linear_parameters
 from brimful.models.execution import PackedExecution, PackedForm, PaddedExecution, Pooling
-from brimful.models.fusion import fuse
+from brimful.models.relative import farthest_bucket, has_form
 
 #: Largest relative difference (norm of the difference over the norm) that counts as equal, by dtype of the products.
 FORWARD_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "bf16": 5e-2, "fp16": 1e-2, "fp8": 1e-1}
@@ -45,7 +46,7 @@ GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "
 _SHORT_TABLE = 1026
 
 #: Raised when packed execution or this proof changes, so that what was proved of older code is not believed.
-_REVISION = 9
+_REVISION = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +164,7 @@ def _find_form(
     small: Any, sequences: Sequence[np.ndarray], plain: Tensor, max_length: int
 ) -> tuple[PackedForm | None, float | None, str]:
     """The pooling and first position under which packed equals plain; else None, the smallest error and why."""
-    if not getattr(small, "_supports_attention_backend", True):
+    if not getattr(small, "_supports_attention_backend", True) and not has_form(small.config):
         return None, None, f"attention of {small.config.model_type} cannot be told where sequences end"
     padding_id = getattr(small.config, "pad_token_id", None)
     offsets = [0] if padding_id is None else [0, padding_id + 1]
@@ -245,6 +246,8 @@ def _rounded_linear(module: nn.Linear, x: Tensor) -> Tensor:
 
 def _fused_or_not(covered: list[bool], graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """A backend of torch.compile that notes whether our kernels cover a layer."""
+    from brimful.models.fusion import fuse  # it needs Triton, which is missing beside torch for CPUs
+
     fused = fuse(graph)
     covered.append(fused is not None)
     return graph if fused is None else fused
@@ -358,11 +361,13 @@ _LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_numbe
 
 
 def _sequences(config: Any, max_length: int) -> list[np.ndarray]:
-    """Random token ids without padding and end tokens: short ones, and one longer than any window that can matter.
+    """Random token ids without padding and end tokens: short ones, and one longer than any window that can matter, or
+    than the distances that a bias tells apart.
 
     Encoder-decoders get one end token each: it is what their heads read.
     """
     windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_window")]
+    windows.append(farthest_bucket(config))
     longest = max([48, *(w + 40 for w in windows if isinstance(w, int))])
     lengths = [min(n, max_length) for n in (5, 17, longest, 2, 31)]
     avoided = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
