@@ -190,9 +190,7 @@ class ModelClassifier:
         return np.zeros((0, self.labels.num_outputs), np.float32)
 
 
-def _window(
-    texts: Any, pairs: Any, listener: Listener
-) -> tuple[Texts, Literal["list", "text", "pair"], list[Text]]:
+def _window(texts: Any, pairs: Any, listener: Listener) -> tuple[Texts, Literal["list", "text", "pair"], list[Text]]:
     """What was given as columns, what it was, and the texts themselves."""
     given: Literal["list", "text", "pair"] = "list"
     if isinstance(texts, str | None):

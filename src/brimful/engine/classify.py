@@ -136,7 +136,8 @@ def _expected_tokens(rows: RowStream, sample: pa.Table, asked: Asked) -> int:
     if not len(asked.num_tokens_N):
         return 0
     row_bytes = max(1.0, sample.nbytes / max(1, sample.num_rows))
-    num_rows = rows.num_rows if rows.num_rows is not None else (rows.size_bytes or 0) / row_bytes
+    size_bytes = sum(Path(file).stat().st_size for file in rows.files if Path(file).is_file())
+    num_rows = rows.num_rows if rows.num_rows is not None else size_bytes / row_bytes
     return int(num_rows * float(asked.num_tokens_N.mean()))
 
 
@@ -202,6 +203,8 @@ class _Pass:
                 stop=lambda: stop.received is not None,
             )
         self._wall_s = time.perf_counter() - began
+        for note in self._rows.notes:
+            self._listener.note(note)
         if stop.received is not None:
             hint = "the same command with --resume goes on" if self._options.output else "start it again"
             done = self._done + self._tally.num_rows
@@ -213,7 +216,7 @@ class _Pass:
         self._tally += tally
         self._operations += self._runner.operations(asked.sequences.lengths) or 0.0
         self._memory.look()
-        self._listener.count(self._done + self._tally.num_rows, self._rows.num_rows, self._rows.share)
+        self._listener.count(self._done + self._tally.num_rows, self._rows.num_rows, self._rows.progress)
         most = self._options.max_errors
         if most is not None and self._tally.num_errors > most:
             self._too_many_errors(table, most)

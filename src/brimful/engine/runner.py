@@ -39,9 +39,12 @@ _DEFAULT_BUDGET = {"cuda": 32768, "cpu": 8192}
 
 
 class Result(Protocol):
-    """Logits that may still be on their way. busy_s: seconds that they took, once they are there."""
+    """Logits that may still be on their way."""
 
-    busy_s: float
+    @property
+    def busy_s(self) -> float:
+        """Seconds that they took, once they are there."""
+        ...
 
     def result(self) -> np.ndarray:
         """(N, C) fp32 in the order of the texts, NaN for those without tokens."""

@@ -27,7 +27,7 @@ def bias_gelu(x_TF: Tensor, bias_F: Tensor) -> Tensor:
 
 
 @triton.jit
-def _normal(x, EXACT: tl.constexpr):
+def normal(x, EXACT: tl.constexpr):
     """Distribution and density of the standard normal at x.
 
     For half precision the error function is a polynomial times the density's own exponential, within 1.5e-7
@@ -51,7 +51,7 @@ def gelu_forward(X, BIAS, Y, num_rows, width, EXACT: tl.constexpr, COLUMNS: tl.c
     places = rows[:, None] * width + columns[None, :]
     x = tl.load(X + places, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(BIAS + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
-    share, _ = _normal(x, EXACT)
+    share, _ = normal(x, EXACT)
     y = x * share
     tl.store(Y + places, y.to(Y.dtype.element_ty), mask=inside)
 
@@ -69,7 +69,7 @@ def gelu_backward(DY, X, BIAS, DX, STRIPS, num_rows, width, EXACT: tl.constexpr,
         places = rows[:, None] * width + columns[None, :]
         dx = tl.load(DY + places, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(X + places, mask=inside, other=0.0).to(tl.float32) + bias
-        share, density = _normal(x, EXACT)
+        share, density = normal(x, EXACT)
         dx *= share + x * density
         tl.store(DX + places, dx.to(DX.dtype.element_ty), mask=inside)
         total += dx

@@ -2,13 +2,17 @@
 
 The packed way runs the unmodified base model on one row of T tokens, with attention told where sequences end; then it
 pools one hidden state a sequence and lets the model's own classification code finish on these states, as if they were
-sequences of one token. Nothing here knows a family by name except `_pooled_output`; `proof.py` finds out whether the
-result is right, and which pooling and first position the model has.
+sequences of one token. Nothing here knows a family by name except `_pooled_output`, and `relative.py` for the families
+whose attention has a bias of its own; `proof.py` finds out whether the result is right, and which pooling and first
+position the model has.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
@@ -20,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 
 from brimful.kernels.attention import Attention, Pattern, choose_attention, reference_attention
 from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments
+from brimful.models.relative import RelativeForm, has_form
 
 Pooling = Literal["first", "last", "mean"]
 
@@ -62,14 +67,19 @@ def _packed_attention(
         softcap=softcap,
         dropout=dropout,
     )
-    dtype = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled(query.device.type) else value.dtype
-    q_HTD, k_KTD, v_KTD = (x[0].to(dtype) for x in (query, key, value))
+    return _attend(query[0], key[0], value[0], segments, pattern, plain).transpose(0, 1)[None], None
+
+
+def _attend(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern, plain: bool) -> Tensor:
+    """Attention in the dtype of products, by the kernel chosen for it or by the reference if `plain`."""
+    device = q_HTD.device
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else v_KTD.dtype
     attend: Attention = (
         reference_attention
         if plain
-        else choose_attention(q_HTD.device, dtype, pattern, q_HTD.shape[-1], segments.typical_length)
+        else choose_attention(device, dtype, pattern, q_HTD.shape[-1], segments.typical_length)
     )
-    return attend(q_HTD, k_KTD, v_KTD, segments, pattern).transpose(0, 1)[None], None
+    return attend(q_HTD.to(dtype), k_KTD.to(dtype), v_KTD.to(dtype), segments, pattern)
 
 
 AttentionInterface.register(PACKED, _packed_attention)
@@ -160,9 +170,13 @@ class PackedExecution(Execution):
 
     def __init__(self, model: Any, form: PackedForm, *, plain: bool = False) -> None:
         self.model, self.form, self.plain = model, form, plain
-        model.set_attn_implementation(PACKED)
+        self._relative = RelativeForm(model, _attend) if has_form(model.config) else None
+        if self._relative is None:
+            model.set_attn_implementation(PACKED)
         self._base: Any = model.base_model
         self._takes_types = has_token_types(model.config)
+        caches = "use_cache" in inspect.signature(self._base.forward).parameters
+        self._settings = {"use_cache": False} if caches else {}  # keys and values of one pass are for no other
         self._head = copy.copy(model)
         self._head._modules = dict(model._modules)
         self._given = _GivenStates(self._base)
@@ -178,14 +192,25 @@ class PackedExecution(Execution):
     def hidden_states_TH(self, inputs: PackedInputs) -> Tensor:
         """The base model's last hidden states, one a token."""
         types = {"token_type_ids": inputs.types_T[None]} if self._takes_types and inputs.types_T is not None else {}
-        states: Tensor = self._base(
-            input_ids=inputs.ids_T[None],
-            position_ids=inputs.positions_T[None] + self.form.first_position,
-            segments=inputs.segments,
-            plain=self.plain,
-            **types,
-        )[0]
+        with self._told(inputs) as told:
+            states: Tensor = self._base(
+                input_ids=inputs.ids_T[None],
+                position_ids=inputs.positions_T[None] + self.form.first_position,
+                **told,
+                **types,
+                **self._settings,
+            )[0]
         return states[0]
+
+    @contextmanager
+    def _told(self, inputs: PackedInputs) -> Iterator[dict[str, Any]]:
+        """What tells attention where sequences end: arguments that layers hand on, or an encoder that was told."""
+        if self._relative is None:
+            yield {"segments": inputs.segments, "plain": self.plain}
+            return
+        with self._relative.told(inputs.segments, plain=self.plain):
+            # A mask without padding: else the model makes one, or looks for padding with a host that waits.
+            yield {"attention_mask": torch.ones_like(inputs.ids_T)[None, None, None]}
 
     def _pool_SH(self, states_TH: Tensor, inputs: PackedInputs) -> Tensor:
         if self.last is not None and self.last.pooled:  # a row a segment already

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from brimful.data.packing import Piece, cut_window
 from brimful.data.tokens import Tokens
-from brimful.kernels.layout import PackedInputs, Segments
+from brimful.kernels.layout import PackedInputs, PackedShape, Segments
 from brimful.models.execution import Execution
 from brimful.techniques.precision import Precision
 
@@ -138,23 +138,23 @@ class PackedForward:
 
 
 def stage(piece: Piece, tokens: Tokens, padding_id: int) -> np.ndarray:
-    """What a piece is made of as one int32 array: ids (T), offsets (S + 2), last places (S), and token types (T).
-
-    The tail that no sequence uses is one segment, however long: nobody reads what is computed on it.
-    """
+    """What a piece is made of as one int32 array: ids (T), offsets (N + 1), last places (S), and token types (T)."""
     lengths = tokens.lengths[piece.rows]
     used, count = int(lengths.sum()), len(piece.rows)
-    size, slots = piece.num_tokens, piece.num_slots
-    staged = np.zeros(size + 2 * slots + 2 + (0 if tokens.types is None else size), dtype=np.int32)
+    shape = PackedShape(num_tokens=piece.num_tokens, num_slots=piece.num_slots, max_length=piece.max_length)
+    size, slots, segments = shape.num_tokens, shape.num_slots, shape.num_segments
+    staged = np.zeros(size + segments + 1 + slots + (0 if tokens.types is None else size), dtype=np.int32)
     ends = np.cumsum(lengths)
     place_T = np.repeat(tokens.offsets[piece.rows] - (ends - lengths), lengths) + np.arange(used)
     ids_T = tokens.ids[place_T]
     staged[:used], staged[used:size] = ids_T, padding_id
-    offsets, last_S = staged[size : size + slots + 2], staged[size + slots + 2 : size + 2 * slots + 2]
-    offsets[1 : count + 1], offsets[count + 1 : -1], offsets[-1] = ends, used, size
+    offsets, last_S = staged[size : size + segments + 1], staged[size + segments + 1 :][:slots]
+    offsets[1 : count + 1], offsets[count + 1 : slots + 1] = ends, used
+    # The tail that no sequence uses, cut as long as the longest of them may be: kernels are made for no longer ones.
+    offsets[slots + 1 :] = np.minimum(used + np.arange(1, segments - slots + 1) * shape.max_length, size)
     last_S[:count] = _last_read(ids_T, ends, lengths, padding_id)
     if tokens.types is not None:
-        staged[size + 2 * slots + 2 :][:used] = tokens.types[place_T]
+        staged[size + segments + 1 + slots :][:used] = tokens.types[place_T]
     return staged
 
 
@@ -171,12 +171,12 @@ def _last_read(ids_T: np.ndarray, ends: np.ndarray, lengths: np.ndarray, padding
 def unstage(staged: Tensor, shape: Shape, with_types: bool, typical_length: int | None) -> PackedInputs:
     """The inputs that `stage` wrote, made on the device."""
     num_tokens, num_slots, max_length = shape
-    sizes = [num_tokens, num_slots + 2, num_slots, num_tokens if with_types else 0]
+    num_segments = PackedShape(num_tokens=num_tokens, num_slots=num_slots, max_length=max_length).num_segments
+    sizes = [num_tokens, num_segments + 1, num_slots, num_tokens if with_types else 0]
     ids_T, offsets_N, last_S, types_T = staged.split(sizes)
     places_T = torch.arange(num_tokens, dtype=torch.int32, device=staged.device)
     segment_T = torch.searchsorted(offsets_N[1:].contiguous(), places_T, right=True)
-    # Beyond the last sequence, positions would be larger than any that the model has.
-    positions_T = (places_T - offsets_N[segment_T]).clamp(max=max_length - 1)
+    positions_T = places_T - offsets_N[segment_T]
     return PackedInputs(
         ids_T=ids_T.long(),
         positions_T=positions_T.long(),

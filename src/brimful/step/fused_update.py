@@ -168,6 +168,7 @@ class FusedUpdate(Update):
             self._used, self._corrections, self._control, self._master, self._moment1, self._moment2, self._copy,
             *self._betas, self._epsilon, **constants,
         )  # fmt: skip
+        self.precision.after_update()
         self._rescale(self._control[0])
         return readings
 
@@ -204,6 +205,7 @@ class FusedUpdate(Update):
 
     def release(self) -> None:
         """The model's parameters are the masters."""
+        self.precision.after_training()
         for parameter, master in zip(self.parameters, self._views, strict=True):
             parameter.grad = None
             parameter.data = master

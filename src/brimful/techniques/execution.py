@@ -118,11 +118,13 @@ def _own_parameters(layers: Iterable[nn.Module]) -> bool:
 
 
 def choose_execution(
-    asked: ExecutionChoice, device: torch.device, model: Any, *, num_tokens: int, packed: bool, fixed: str | None
-) -> ExecutionMode:
+    asked: ExecutionChoice, device: torch.device, model: Any, *, num_tokens: int, packed: bool, fixed: str | None,
+    float8: bool = False,
+) -> ExecutionMode:  # fmt: skip
     """The mode asked for; for `auto` the fastest that works here and pays.
 
     num_tokens: of the whole run. fixed: None where shapes repeat from batch to batch, else why they do not.
+    float8: whether products in fp8 were asked for, which are those of compiled layers.
     Raises: OptionError for a mode that does not work here.
     """
     refused = _refusal(device, packed=packed, fixed=fixed)
@@ -137,6 +139,8 @@ def choose_execution(
         )
     if asked != "auto":
         return ExecutionMode(value=asked, reason="asked for")
+    if float8 and layers is not None:
+        return ExecutionMode(value="compiled", reason="products in fp8 are those of fused layers")
     saved_s = _SAVED * 6 * matmul_parameters(model) * num_tokens / _REACHED
     if layers is None or saved_s < _COMPILE_S:
         reason = (

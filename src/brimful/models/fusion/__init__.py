@@ -1,0 +1,105 @@
+"""Transformer layers and embeddings rewritten onto fused kernels, found by what they compute and not by their names.
+
+A layer is traced once by torch's dynamo; its graph serves all layers of one kind and every number of tokens. In it
+
+    sum of embeddings -> layer_norm -> dropout
+    linear -> dropout -> + residual -> layer_norm
+    linear -> gelu
+    three linears of one input -> variable-length attention
+    layer_norm without shift, or RMSNorm, of a stream of residuals -> linears
+    linear -> dropout -> + stream of residuals
+    linear or two -> gelu or silu of one half -> * other half -> dropout
+    linear or three -> RMSNorm of heads -> rotary embeddings -> variable-length attention
+    linear
+
+are replaced by the functions of `kernels.blocks` and `kernels.prenorm_blocks`. If nothing but views is left over, the
+graph runs as it is; with anything else in it, the layer goes to torch's own compiler unchanged.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from brimful.core.errors import printable
+from brimful.kernels import blocks, prenorm_blocks
+from brimful.models.fusion import postnorm, prenorm
+from brimful.models.fusion.nodes import is_parameter
+
+#: What a rewritten layer may have besides our functions: views, and numbers read from modules.
+_FREE_FUNCTIONS = {operator.getitem}
+_FREE_METHODS = {
+    "view", "reshape", "transpose", "contiguous", "size", "item", "to", "flatten", "unflatten", "permute", "unsqueeze",
+}  # fmt: skip
+
+_OURS: set[Any] = {
+    blocks.linear, blocks.linear_gelu, blocks.linear_dropout_add_norm, blocks.projected_attention,
+    blocks.embeddings_norm, prenorm_blocks.norm, prenorm_blocks.linear_add_norm, prenorm_blocks.linear_add,
+    prenorm_blocks.linear_gated, prenorm_blocks.rotary_attention,
+}  # fmt: skip
+
+#: In an order in which none takes a part of another, and norms see who reads them.
+_PATTERNS = (
+    postnorm.embeddings, postnorm.add_norm, prenorm.norm, prenorm.linear_add, postnorm.attention, prenorm.attention,
+    prenorm.gated, postnorm.gelu, postnorm.linear,
+)  # fmt: skip
+
+
+def layer_backend(
+    graph_module: GraphModule, inputs: Sequence[Any], *, note: Callable[[str], None]
+) -> Callable[..., Any]:
+    """A backend of torch.compile for layers: fused kernels where they cover one, torch's inductor elsewhere.
+
+    note: hears of a layer that neither can do, and that runs as it is.
+    """
+    fused = fuse(graph_module)
+    if fused is not None:
+        return fused
+    from torch._dynamo.exc import RestartAnalysis
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Callable[..., Any] = graph_module
+    try:
+        compiled = compile_fx(graph_module, list(inputs))  # type: ignore[assignment]
+    except RestartAnalysis:  # not a failure: the compiler asks for the graph in another form
+        raise
+    except Exception as refusal:  # whatever the compiler cannot do here, the layer runs without it
+        note(f"a layer runs uncompiled: {printable(refusal)}")
+    return compiled
+
+
+def embedding_backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The same for embeddings, of which a model has one: not worth a compilation where nothing is fused."""
+    fused: Callable[..., Any] = fuse(graph_module) or graph_module
+    return fused
+
+
+def fuse(graph_module: GraphModule) -> GraphModule | None:
+    """The graph on our functions; None if they do not cover it. The graph given is left as it is."""
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    found = GraphModule(graph_module, graph)
+    for pattern in _PATTERNS:
+        for node in list(found.graph.nodes):
+            pattern(found.graph, node)
+        found.graph.eliminate_dead_code()
+    weights = [node for node in found.graph.nodes if node.op == "placeholder" and is_parameter(node)]
+    if any(len(node.users) > 1 for node in weights):  # its gradients would meet before the update
+        return None
+    if not all(_is_ours_or_free(node) for node in found.graph.nodes):
+        return None
+    found.recompile()
+    return found
+
+
+def _is_ours_or_free(node: Node) -> bool:
+    made = node.meta.get("example_value")
+    if isinstance(made, torch.Tensor) and not made.is_floating_point():
+        return True  # arithmetic on indices
+    if node.op == "call_function":
+        return node.target in _FREE_FUNCTIONS or node.target in _OURS
+    return node.op != "call_method" or node.target in _FREE_METHODS
