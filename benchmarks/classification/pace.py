@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ _LONGEST_ERROR = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """sweep_s, repeat_s: seconds of one run, about. repeats: runs of what is measured; no more than `fewest` of them once
+    """sweep_s, repeat_s: seconds of one run, about. repeats: runs of what is measured; `fewest` of them are enough once
     they took within_s together. first, most: texts of the first run, and of any. file_texts: of brimful's files, whose
-    every run loads the model anew. compared: texts on which the labels of the sides are compared."""
+    every run loads the model anew. compared: texts on which the labels of the sides are compared.
+    """
 
     sweep_s: float
     repeat_s: float
@@ -74,15 +75,13 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
         chosen = [fastest]
     whole = work.files and plan["side"] == "brimful"
     for each in chosen:
-        yield {
-            "settings": each,
-            **_tried(lambda each=each: _repeated(side.prepare(each), pool, pace, each, rate, whole)),
-        }
+        found = _tried(lambda each=each: _repeated(side.prepare(each), pool, pace, each, rate=rate, whole=whole))
+        yield {"settings": each, **found}
 
 
-def _tried(measured: Any) -> dict[str, Any]:
+def _tried(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
-        return dict(measured())
+        return measured()
     except Exception as failure:  # out of memory at a large batch, for one: the others are still worth knowing
         return {"error": f"{type(failure).__name__}: {failure}"[:_LONGEST_ERROR]}
 
@@ -98,7 +97,9 @@ def _rate(run: Run, pool: Pool, pace: Pace, settings: Settings) -> float:
         number = min(pace.most, math.ceil(number * min(_GROWTH, 1.5 * pace.sweep_s / seconds)))
 
 
-def _repeated(run: Run, pool: Pool, pace: Pace, settings: Settings, rate: float | None, whole: bool) -> dict[str, Any]:
+def _repeated(
+    run: Run, pool: Pool, pace: Pace, settings: Settings, *, rate: float | None, whole: bool
+) -> dict[str, Any]:
     """Repeats of one sample. rate: texts a second of the sweep, after which nothing is cold any more; None without one.
 
     whole: always `file_texts`, as each run begins with loading the model.

@@ -75,6 +75,7 @@ def _is_faster(each: Record, other: tuple[Record, Record] | None) -> bool:
 def _result(name: str, record: Record, each: Record, limits: Record) -> Record:
     by_repeat, texts = rates(each), limits["texts"][record["work"]]
     floor_texts_per_s = limits["matmul_flops_per_s"] / texts["needed_operations"]
+    others = [o for o in record["found"] if o is not each and side_of(record["side"], o["settings"]) == name]
     start_s = each.get("start_s")
     return {
         "work": record["work"],
@@ -95,7 +96,7 @@ def _result(name: str, record: Record, each: Record, limits: Record) -> Record:
         "start_s": statistics.median(start_s) if start_s else None,
         "peak_allocated_bytes": each["peak_allocated_bytes"],
         "nvml_bytes": record["nvml_bytes"],
-        "also_measured": [_also(other) for other in record["found"] if other is not each],
+        "also_measured": [_also(other) for other in others],
         "limits": limits | {"texts": texts},
         "call": record["call"],
         **each["facts"],
@@ -180,9 +181,10 @@ def _machine(each: Record) -> str:
     limits, versions = each["limits"], each["versions"]
     shown = ("torch", "transformers", "tokenizers", "sentence-transformers", "triton", "cuda", "driver", "brimful")
     said = ", ".join(f"{name} {versions[name]}" for name in shown if versions.get(name))
+    rate = f"{limits['matmul_flops_per_s'] / 1e12:,.2f} TFLOP/s"
     return (
         f"{each['gpu']}, {limits['num_cores']} cores of {limits['cpu']}: product of {limits['matmul_shape'][0]}³ in"
-        f" {limits['matmul_dtype']} at {limits['matmul_flops_per_s'] / 1e12:,.2f} TFLOP/s, of call {each['call']}; {said}."
+        f" {limits['matmul_dtype']} at {rate}, of call {each['call']}; {said}."
     )
 
 
@@ -196,19 +198,11 @@ def tried_table(found: list[Record]) -> str:
     ]
     for each in found:
         own = {"settings": each["settings"], "texts_per_s": each["texts_per_s"], "repeats": each["repeats"]}
-        for other in [
-            own,
-            *(o for o in each["also_measured"] if side_of("", o["settings"]) == each["side"][len(_bare(each)) :]),
-        ]:
+        for other in (own, *each["also_measured"]):
             speed = f"{other['texts_per_s']:,.0f}" if "texts_per_s" in other else " ".join(other["error"].split())[:160]
-            lines.append(
-                f"| {each['work']} | {each['side']} | {_shown(other['settings'])} | {speed} | {other.get('repeats', '')} |"
-            )
+            settings, runs = _shown(other["settings"]), other.get("repeats", "")
+            lines.append(f"| {each['work']} | {each['side']} | {settings} | {speed} | {runs} |")
     return "\n".join(lines)
-
-
-def _bare(each: Record) -> str:
-    return str(each["side"]).partition(",")[0]
 
 
 def _shown(settings: Record) -> str:

@@ -172,7 +172,7 @@ def _write_texts(inputs: Path, work: Work, texts: list[str], tokenizer: Any, *, 
 
 
 def _classifier(config: Any, names: Sequence[str], tokenizer: Any, texts: list[str]) -> Any:
-    """Random weights, the head's bias such that no label is given to all texts: whether sides agree can then be seen."""
+    """Random weights, and a bias of the head that gives no label to all texts: whether sides agree can then be seen."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
