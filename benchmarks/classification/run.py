@@ -23,6 +23,7 @@ import report
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
 from works import CPU_TABLE, TABLE, Work, make_inputs
 
+_SIDES = ("pipeline", "crossencoder", "brimful")
 _BATCHES: dict[str, dict[str, tuple[int, ...]]] = {
     "pipeline": {"cuda": (1, 32, 128, 256), "cpu": (1, 8, 32)},
     "crossencoder": {"cuda": (32, 64, 128, 256, 512), "cpu": (8, 32)},
@@ -36,10 +37,10 @@ _EXPECTED_S = {
 _EXPECTED_MORE_S = {"large": 15.0, "modernbert": 15.0}
 
 
-def sides_of(work: Work) -> list[str]:
+def sides_of(session: Session, work: Work) -> list[str]:
     """What a row is measured with here: CrossEncoder where it is installed, and where texts are in memory."""
-    crossencoder = not work.files and find_spec("sentence_transformers") is not None
-    return ["pipeline", *(["crossencoder"] if crossencoder else []), "brimful"]
+    missing = work.files or find_spec("sentence_transformers") is None
+    return [side for side in session.arguments.sides if not (side == "crossencoder" and missing)]
 
 
 def settings_of(session: Session, work: Work, side: str) -> list[dict[str, Any]]:
@@ -89,7 +90,7 @@ def plan_of(session: Session, work: Work, side: str) -> dict[str, Any]:
 
 def complete(session: Session, work: Work) -> bool:
     """Whether some call has measured all that the row asks for."""
-    sides = sides_of(work)
+    sides = sides_of(session, work)
     calls = {r["call"] for r in session.known("row", work=work.name, ok=True)}
     return any(
         all(
@@ -108,7 +109,7 @@ def expected_s(session: Session, work: Work, kind: str) -> float:
 
 def row(session: Session, work: Work) -> bool:
     """Measures all sides of one row; False if there is no time for it, or if one of them failed."""
-    sides = sides_of(work)
+    sides = sides_of(session, work)
     if not session.fits(sum(expected_s(session, work, side) for side in sides)):
         return False
     well = True
@@ -169,7 +170,7 @@ def dry_run(session: Session, works: list[Work]) -> None:
     total = _EXPECTED_S[session.arguments.device]["limits"] if works else 0.0
     print(f"{total:5.0f} s  files for all sides, and limits of the machine")
     for work in works:
-        for side in sides_of(work):
+        for side in sides_of(session, work):
             seconds = expected_s(session, work, side)
             total += seconds
             print(f"{seconds:5.0f} s  {work.name}: {side}")
@@ -180,7 +181,7 @@ def run(session: Session, works: list[Work]) -> list[str]:
     """Measures the works as long as there is time; the names of those left."""
     if not works:
         return []
-    if find_spec("sentence_transformers") is None:
+    if "crossencoder" in session.arguments.sides and find_spec("sentence_transformers") is None:
         say("sentence-transformers is not installed: there is no CrossEncoder to compare with")
     say("files for all sides, and the limits of the machine")
     arguments = session.arguments
@@ -202,6 +203,7 @@ def run(session: Session, works: list[Work]) -> list[str]:
 def main() -> None:
     parser = parser_of("Bulk classification by other libraries and by brimful.", TABLE, timeout_s=240.0)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
+    parser.add_argument("--sides", nargs="+", choices=_SIDES, default=list(_SIDES), help="default: all")
     parser.add_argument("--repeat-s", type=float, help="seconds of one repeat, about; default: 2, on a CPU 5")
     parser.add_argument("--precisions", nargs="+", help="brimful's; default: bf16 fp16, on a CPU auto fp32")
     parser.add_argument("--execution", help="brimful's; default: compiled, from file to file and on a CPU auto")
