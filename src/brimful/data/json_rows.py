@@ -26,6 +26,18 @@ _ARRAY = "it holds an array of objects, or one object per line"
 _ONE_PER_LINE = "each line is one JSON object"
 
 
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    parsed = dict(pairs)
+    if len(parsed) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    return parsed
+
+
+#: Refuses objects with a key twice.
+DECODER = json.JSONDecoder(object_pairs_hook=_without_twins)
+
+
 def read_json_lines(file: str) -> pa.Table:
     """The rows of a file with one JSON object per line. A key that an object lacks is null.
 
@@ -118,7 +130,7 @@ def _read_arrow_document(document: bytes) -> pa.Table | None:
 
 def _objects_in(document: bytes, file: str) -> list[Any]:
     try:
-        parsed = json.loads(document, object_pairs_hook=without_twins)
+        parsed = json.loads(document, object_pairs_hook=_without_twins)
     except json.JSONDecodeError as error:
         raise DataError(
             f"is not JSON ({error.msg} in line {error.lineno}, column {error.colno})",
@@ -155,7 +167,7 @@ def _parsed_lines(file: str) -> Iterator[tuple[int, Any]]:
         for row, line in enumerate((line for line in lines if not line.isspace()), 1):
             try:
                 line.encode()
-                value = json.loads(line, object_pairs_hook=without_twins)
+                value = DECODER.decode(line)
             except UnicodeEncodeError as error:
                 raise not_utf8(line.encode("utf-8", "surrogateescape"), file=file, row=row) from error
             except (ValueError, RecursionError) as error:
@@ -193,6 +205,8 @@ def column_of(values: Sequence[Any]) -> pa.Array:
 def as_text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
+    if type(value) is int:
+        return str(value)
     whole = isinstance(value, float) and value.is_integer()
     return json.dumps(int(value) if whole else value, ensure_ascii=False)
 
@@ -206,14 +220,6 @@ def _half_character(batch: Sequence[tuple[int, Any]], file: str) -> DataError:
             hint = "remove it, or write the whole character"
             return DataError("half of a surrogate pair is no character", file=file, row=row, value=shown, hint=hint)
     raise AssertionError("only called for a batch that holds one")
-
-
-def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    parsed = dict(pairs)
-    if len(parsed) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
-    return parsed
 
 
 def reason(error: Exception) -> str:

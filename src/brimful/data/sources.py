@@ -28,7 +28,7 @@ def read_rows(spec: str) -> Rows:
         return join_files(spec, [(location.path, _read(location)) for location in locate(spec)])
 
 
-def read_text(file: str) -> str:
+def _read_text(file: str) -> str:
     """The text of a .txt file. Raises: DataError if it is not UTF-8."""
     try:
         return Path(file).read_bytes().decode("utf-8-sig")
@@ -41,5 +41,5 @@ def _read(location: Location) -> pa.Table:
         return read_hub(location.path, location.otherwise)
     if location.label is None:
         return read_file(location.path)
-    columns = {"text": [read_text(location.path)], "label": [location.label]}
+    columns = {"text": [_read_text(location.path)], "label": [location.label]}
     return pa.table({name: pa.array(values, pa.large_string()) for name, values in columns.items()})
