@@ -405,7 +405,7 @@ def test_another_format_under_a_text_name(tmp_path: Path, data: bytes, what: str
 
 
 def test_binary_under_a_text_name(tmp_path: Path) -> None:
-    error = refused(put(tmp_path / "rows.csv", b"text\n\0\1\xff"))
+    error = refused(put(tmp_path / "rows.csv", b"text\n\0\1\xff\xff"))
     assert "is not text: NUL byte at offset 5" in str(error)
     error = refused(put(tmp_path / "rows.csv", "text\nsome\n".encode("utf-16-le")))
     assert "is not text: NUL byte at offset 1" in str(error)

@@ -140,7 +140,10 @@ def _check_values(column: pa.ChunkedArray, file: str | None) -> None:
         column.validate(full=True)
     except pa.ArrowInvalid as error:
         if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-            raise
+            if "UTF8" not in str(error):
+                raise
+            hint = "convert it, or leave the column out"
+            raise DataError("holds a text that is not UTF-8", file=file, value=column.type, hint=hint) from error
         raw_column = column.cast(pa.large_binary())
         raw_column.validate(full=True)
         for row, value in enumerate(raw_column, 1):

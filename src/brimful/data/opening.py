@@ -91,10 +91,8 @@ def check_text(file: str) -> None:
 
 
 def _is_binary(head: bytes) -> bool:
-    """NUL bytes, and so many that it is UTF-16 or no text, or others that are no UTF-8. A text may have some."""
-    error = _decode_error(head)
-    cut_character = error is not None and error.reason == "unexpected end of data"
-    return b"\0" in head and (head.count(b"\0") * 4 > len(head) or (error is not None and not cut_character))
+    """Whether NUL bytes, as in UTF-16, and others that are not UTF-8 are many. A text may have some of both."""
+    return b"\0" in head and (head.count(b"\0") + head.decode("utf-8", "replace").count("\ufffd")) * 4 > len(head)
 
 
 def in_blocks(read: Callable[[int], pa.Table]) -> pa.Table:

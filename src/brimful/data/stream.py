@@ -102,13 +102,14 @@ class RowStream:
                 yield from self._chunks_of(part, start)
 
     def _chunks_of(self, part: Part, start: int) -> Iterator[Chunk]:
-        part_start = self._next_row
+        part_start, part.share = self._next_row, 0.0
         if part.num_rows is None or part_start + part.num_rows > start:
             for piece in part.pieces(max(0, start - part_start)):
                 first_row = part_start + piece.first_row
                 self._next_row = first_row + piece.table.num_rows
                 if self._next_row > start:
                     yield from self._cut(piece, first_row, max(0, start - first_row))
+        part.share = 1.0
         if part.num_rows is not None:
             self._next_row = part_start + part.num_rows
 
@@ -123,7 +124,7 @@ class RowStream:
         """The rows in the types of the stream, with what is wrong with them."""
         if piece.table.schema.equals(self.schema):
             return piece.table, dict(piece.faults)
-        table, faults = refit(piece.table, lambda rows: _conformed(rows, self.schema))
+        table, faults = refit(piece.table, lambda rows: _conformed(rows, self.schema), pa.ArrowInvalid)
         return table, faults | dict(piece.faults)
 
     def place(self, row: int) -> tuple[str, int]:

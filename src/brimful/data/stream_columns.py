@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 
+from brimful.core.errors import DataError
 from brimful.data.formats import damage, tidy
 from brimful.data.opening import reading, split_suffix
 from brimful.data.stream_parts import Part, Piece, batch_rows, refit
@@ -92,7 +93,7 @@ def _mapped_batches(file: str) -> Iterator[pa.RecordBatch]:
 
 def _piece(first_row: int, batch: pa.RecordBatch, metadata: dict[bytes, bytes] | None) -> Piece:
     table = pa.Table.from_batches([batch]).replace_schema_metadata(metadata)
-    return Piece(first_row, *refit(table, lambda rows: tidy(rows, None)))
+    return Piece(first_row, *refit(table, lambda rows: tidy(rows, None), DataError))
 
 
 def _is_arrow_file(file: str) -> bool:

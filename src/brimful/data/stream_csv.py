@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import _csv
 
 _QUOTE = ord('"')
+#: A value in quotation marks that goes on for longer at the end of the first block is taken for one that never ends.
+_LONG_ROW_BYTES = 1 << 20
 _NOT_CLOSED = "a quotation mark opens and does not close"
 
 
@@ -111,7 +113,7 @@ def _with_quoting(dialect: _Dialect, head: bytes, is_last: bool) -> _Dialect:
     if b'"' not in head:
         return dialect
     end = _end_of_rows(head, dialect)
-    is_last = is_last or (end is not None and len(head) - end > len(head) // 2)
+    is_last = is_last or (end is not None and len(head) - end > _LONG_ROW_BYTES)
     if end is not None and (end == len(head) or not is_last) and _read_fast(head[:end], dialect) is not None:
         return dialect
     plain = replace(dialect, quoting=False)

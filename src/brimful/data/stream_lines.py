@@ -40,8 +40,9 @@ class FileLines:
         self.size_bytes = Path(file).stat().st_size
         self.share = 0.0
 
-    def blocks(self, block_bytes: int = BLOCK_BYTES) -> Generator[Block, None, None]:
+    def blocks(self, block_bytes: int | None = None) -> Generator[Block, None, None]:
         """All lines, without a byte-order mark, in blocks of about `block_bytes`. Raises: DataError where damaged."""
+        block_bytes = block_bytes or BLOCK_BYTES
         with reading_packed(self.file) as (stream, packed):
             reads = iter(lambda: _filled(stream, block_bytes), b"")
             bom = _BOM

@@ -87,35 +87,32 @@ def in_order(tables: Iterable[RowsRead]) -> Iterator[Piece]:
         row += table.num_rows
 
 
-def refit(table: pa.Table, fit: Callable[[pa.Table], pa.Table]) -> RowsRead:
+def refit(table: pa.Table, fit: Callable[[pa.Table], pa.Table], refusal: type[Exception]) -> RowsRead:
     """`fit(table)`; where that is refused because of some rows, their values that cannot be had are null, with why.
 
-    fit: works on each column by itself, and on any rows of a table.
+    fit: works on each column by itself, and on any rows of a table. refusal: what it raises of values.
     """
     try:
         return fit(table), {}
-    except pa.ArrowMemoryError:
-        raise
-    except (DataError, pa.ArrowException) as error:
-        if table.num_rows > 1:
-            half = table.num_rows // 2
-            (left, faults), (right, others) = refit(table.slice(0, half), fit), refit(table.slice(half), fit)
-            return pa.concat_tables([left, right]), faults | {half + row: fault for row, fault in others.items()}
-        if table.num_rows == 0:
-            raise DataError(first_line(error)) from error
-        return _refit_row(table, fit)
+    except refusal:
+        if table.num_rows <= 1:
+            return _refit_row(table, fit, refusal)
+        half = table.num_rows // 2
+        left, faults = refit(table.slice(0, half), fit, refusal)
+        right, others = refit(table.slice(half), fit, refusal)
+        return pa.concat_tables([left, right]), faults | {half + row: fault for row, fault in others.items()}
 
 
-def _refit_row(row: pa.Table, fit: Callable[[pa.Table], pa.Table]) -> RowsRead:
+def _refit_row(row: pa.Table, fit: Callable[[pa.Table], pa.Table], refusal: type[Exception]) -> RowsRead:
     columns: dict[str, pa.ChunkedArray] = {}
     faults: list[str] = []
     for name in row.column_names:
         alone = row.select([name])
         try:
             columns[name] = fit(alone)[name]
-        except (DataError, pa.ArrowException) as error:
+        except refusal as error:
             faults.append(f"column '{printable(name)}' {first_line(error)}")
-            columns[name] = pa.chunked_array([pa.nulls(1, fit(alone.slice(0, 0)).schema.field(name).type)])
+            columns[name] = pa.nulls(1, fit(alone.schema.empty_table()).schema.field(name).type)
     return pa.table(columns), {0: faults[0]}
 
 
@@ -140,7 +137,7 @@ class TablePart(Part):
     def pieces(self, start: int) -> Iterator[Piece]:
         step = batch_rows(self._table.nbytes, self._table.num_rows)
         for row in range(start, self._table.num_rows, step):
-            yield Piece(row, *refit(self._table.slice(row, step), lambda rows: tidy(rows, None)))
+            yield Piece(row, *refit(self._table.slice(row, step), lambda rows: tidy(rows, None), DataError))
 
 
 class TextFilesPart(Part):
