@@ -21,8 +21,9 @@ from brimful.core.profile import Profile
 from brimful.core.records import Run, json_text
 from brimful.core.units import count_text, seconds_text
 from brimful.data.columns import find_columns
+from brimful.data.place import check_output, place_of
 from brimful.data.sources import read_rows
-from brimful.data.writing import check_output, write_table
+from brimful.data.writing import write_table
 from brimful.engine.classify import Answers, classify_texts
 from brimful.engine.prepare import tell_columns
 from brimful.engine.profile import profile as _profile
@@ -109,6 +110,8 @@ def run_classification(options: ClassifyOptions, listener: Listener) -> pa.Table
     """
     if options.output is not None:
         check_output(Path(options.output), options.data)
+        if not place_of(Path(options.output)).single:
+            raise OptionError(f"--output {printable(options.output)} is a folder", hint="give the name of a file")
     listener.stage(f"reading {options.data}")
     rows = read_rows(options.data)
     columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=None, need_labels=False)
