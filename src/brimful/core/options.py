@@ -172,8 +172,8 @@ class ClassifyOptions:
     """Texts to classify: CSV, TSV, JSONL, Parquet (each also .gz or .zst), Arrow, a folder or a glob of these, or `-`
     for JSONL on stdin."""
     output: str | None = None
-    """File (.csv, .tsv, .jsonl, each also .gz or .zst, .parquet) or folder (of Parquet shards) for the results, with all
-    columns of the input. Default: JSONL on stdout."""
+    """File (.parquet, or .csv, .tsv, .jsonl, each also .gz or .zst) or folder (of Parquet shards) for the results, with
+    all columns of the input. Default: JSONL on stdout."""
     text_column: str | None = None
     """Column with the text. Default: found by name and type."""
     pair_column: str | None = None

@@ -14,6 +14,7 @@ from brimful.data.writing import FORMS, PARQUET, Form, form_of
 
 #: Readers of folders of Parquet files pass over names that begin like this.
 MANIFEST = "_manifest.json"
+_MANIFEST_BESIDE = ".manifest.json"
 #: Bytes that Linux allows the name of a file.
 _LONGEST_NAME = 255
 
@@ -37,7 +38,13 @@ class Place:
     @property
     def manifest(self) -> Path:
         """The manifest of a finished run."""
-        return self.path.with_name(self.path.name + ".manifest.json") if self.single else self.path / MANIFEST
+        return self.path.with_name(self.path.name + _MANIFEST_BESIDE) if self.single else self.path / MANIFEST
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether `path` is what a classification says about its results, and so no data."""
+    beside = path.with_name(path.name.removesuffix(_MANIFEST_BESIDE))
+    return path.name == MANIFEST or (path != beside and beside.exists())
 
 
 def place_of(path: Path) -> Place:

@@ -82,15 +82,12 @@ class ShardedOutput:
     @property
     def rows_done(self) -> int:
         """Rows written, by earlier runs and this one. Before the first `write` and after the context: on the disk."""
-        return sum(shard.num_rows for shard in (*self._manifest.shards, *self._kept())) + (
-            self._journal.num_rows if self._journal else 0
-        )
+        return sum(shard.num_rows for shard in self._manifest.shards) + self._rows_in_shard()
 
     @property
     def tally(self) -> Tally:
         """What was counted of those rows."""
-        tallies = [shard.tally for shard in (*self._manifest.shards, *self._kept())]
-        return sum(tallies, self._journal.tally if self._journal else Tally())
+        return sum((shard.tally for shard in self._manifest.shards), Tally()) + self._tally_in_shard()
 
     def write(self, table: pa.Table, tally: Tally) -> None:
         """Append the next window of rows.
@@ -102,10 +99,10 @@ class ShardedOutput:
         assert self.finished is None
         assert tally.num_rows == table.num_rows, f"{tally.num_rows} rows were counted of {table.num_rows}"
         table = self._checked(table)
-        batches = table.combine_chunks().to_batches() if table.num_rows else []
-        if batches:
+        live = self._open_live()  # before the journal: a form that cannot hold the columns is no result to go on with
+        if batches := table.combine_chunks().to_batches() if table.num_rows else []:
             self._open_journal().write(batches, tally)
-        self._write_live(batches)
+        self._append(live, batches)
         self._end_shard_if_full()
         if self._journal is not None and time.monotonic() - self._committed_s >= self._commit_s:
             self._commit()
@@ -191,6 +188,8 @@ class ShardedOutput:
             self._refuse(found)
         if self._resume and found is None and self.place.single:
             found = read_manifest(self.place.manifest)
+            if found is not None and not self._made_folder and changes(found.identity, self._identity):
+                found = None  # of an older file; a run that was to replace it was killed before it had done anything
         if found is not None:
             self._go_on(found)
         self._clear()
@@ -232,10 +231,10 @@ class ShardedOutput:
         elif self.place.path.exists():
             raise OutputError(
                 f"{path_text(self.place.path)} is finished, and has been changed since",
-                hint=f"to make it anew, remove {path_text(self.place.manifest)} and leave --resume out",
+                hint="leave --resume out to make it anew, or use another --output",
             )
         else:
-            self.lost = f"{shard.file} is missing: all rows are classified again"
+            self.lost = f"{shard.file} is missing: all rows are done again"
 
     def _whole(self, found: Manifest) -> Manifest:
         """`found` up to the first file that is missing or damaged."""
@@ -244,9 +243,7 @@ class ShardedOutput:
                 break
         else:
             return found
-        self.lost = (
-            f"{shard.file} is missing or damaged: rows from the {shard.first_row + 1:,}th on are classified again"
-        )
+        self.lost = f"{shard.file} is missing or damaged: row {shard.first_row + 1:,} and those after it are done again"
         return dataclasses.replace(
             found,
             status="running",
@@ -271,7 +268,7 @@ class ShardedOutput:
         for shard in self._manifest.journal:
             for batch in journal_batches(self._folder / shard.file, shard):
                 self._schema = batch.schema
-                self._write_live([batch])
+                self._append(self._open_live(), [batch])
         self._end_shard_if_full()
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -301,14 +298,18 @@ class ShardedOutput:
             self._journal, self._committed_s = Journal(path, self._schema, first_row), time.monotonic()
         return self._journal
 
-    def _write_live(self, batches: list[pa.RecordBatch]) -> None:
+    def _open_live(self) -> TableFile:
+        if self._live is None:
+            assert self._schema is not None
+            with durable.file_errors(self.place.path):
+                self._live = TableFile(self._live_path(), self.place.form, self._schema)
+        return self._live
+
+    def _append(self, live: TableFile, batches: list[pa.RecordBatch]) -> None:
         """Each batch becomes one row group: what was written at once is read from the journal as one."""
         with durable.file_errors(self.place.path):
-            if self._live is None:
-                assert self._schema is not None
-                self._live = TableFile(self._live_path(), self.place.form, self._schema)
             for batch in batches:
-                self._live.write(pa.Table.from_batches([batch]))
+                live.write(pa.Table.from_batches([batch]))
 
     def _live_path(self) -> Path:
         """The file of results that grows."""
@@ -318,8 +319,11 @@ class ShardedOutput:
         return self.place.path.name if self.place.single else f"part-{len(self._manifest.shards):05d}.parquet"
 
     def _rows_in_shard(self) -> int:
-        kept = self._kept()
-        return sum(shard.num_rows for shard in kept) + (self._journal.num_rows if self._journal else 0)
+        return sum(shard.num_rows for shard in self._kept()) + (self._journal.num_rows if self._journal else 0)
+
+    def _tally_in_shard(self) -> Tally:
+        kept = sum((shard.tally for shard in self._kept()), Tally())
+        return kept + self._journal.tally if self._journal else kept
 
     def _kept(self) -> list[Shard]:
         """Journals before the one that grows."""
@@ -366,14 +370,13 @@ class ShardedOutput:
         self._live = None
         durable.sync_folder(self._folder)
         first_row = sum(shard.num_rows for shard in self._manifest.shards)
-        tally = sum((shard.tally for shard in self._kept()), self._journal.tally if self._journal else Tally())
         return Shard(
             file=self._name(),
             first_row=first_row,
             num_rows=self._rows_in_shard(),
             num_bytes=written.num_bytes,
             sha256=written.sha256,
-            tally=tally,
+            tally=self._tally_in_shard(),
         )
 
     def _discard_live(self) -> None:

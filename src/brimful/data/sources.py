@@ -16,6 +16,7 @@ from brimful.core.errors import DataError, printable
 from brimful.data.formats import KINDS, is_data_file, read_file
 from brimful.data.hub import looks_like_hub_name, read_hub
 from brimful.data.opening import first_line, not_utf8
+from brimful.data.place import is_manifest
 from brimful.data.rows import Rows, join_files
 
 __all__ = ["Rows", "read_rows"]
@@ -66,7 +67,7 @@ def _read_glob(pattern: str) -> Parts:
     except ValueError as error:
         said = f"cannot be read as a pattern ({first_line(error)})"
         raise DataError(said, value=pattern, hint='give a file, a folder, or a glob such as "data/*.csv"') from error
-    matches = sorted(str(path) for path in found if not path.name.startswith("."))
+    matches = sorted(str(path) for path in found if not path.name.startswith(".") and not is_manifest(path))
     if not matches:
         raise DataError("no file has a name like this", value=pattern, hint=_nearest(pattern))
     return [part for match in matches for part in _read_path(match)]
@@ -82,7 +83,7 @@ def _read_folder(folder: str) -> Parts:
     classes = [path for path in inside if path.is_dir() and any(path.glob("*.txt"))]
     if classes:
         return [part for path in classes for part in _read_class(path)]
-    files = [str(path) for path in inside if path.is_file() and is_data_file(path.name)]
+    files = [str(path) for path in inside if path.is_file() and is_data_file(path.name) and not is_manifest(path)]
     if not files:
         raise DataError("the folder holds no data", file=folder, hint=_hint_empty(folder, inside))
     _check_one_split(folder, files)

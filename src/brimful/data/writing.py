@@ -139,7 +139,7 @@ def _check_schema(schema: pa.Schema, form: Form) -> None:
         one = pa.schema([field])
         try:
             writer = _writer(pa.BufferOutputStream(), form, one)
-            writer.write_table(one.empty_table())
+            writer.write_table(pa.Table.from_batches([], schema=one))
             writer.close()
         except (pa.ArrowException, TypeError) as error:
             raise OutputError(
@@ -154,7 +154,9 @@ class _DelimitedWriter:
 
     def __init__(self, stream: Any, schema: pa.Schema, delimiter: str) -> None:
         options = pv.WriteOptions(delimiter=delimiter)
-        self._writer = pv.CSVWriter(stream, _flat(schema.empty_table()).schema, write_options=options)
+        self._writer = pv.CSVWriter(
+            stream, _flat(pa.Table.from_batches([], schema=schema)).schema, write_options=options
+        )
 
     def write_table(self, table: pa.Table) -> None:
         self._writer.write_table(_flat(table))
