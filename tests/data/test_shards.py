@@ -302,7 +302,7 @@ def test_damaged_shards_are_made_again(file: str, first: int, damage: Callable[[
     interrupt(tmp_path / "run" / "results", windows(sizes)[:5])
     damage(tmp_path / "run" / "results" / file)
     with opened(tmp_path / "run" / "results", resume=True) as output:
-        assert output.lost == (f"{file} is missing or damaged: rows from the {first + 1:,}th on are classified again")
+        assert output.lost == (f"{file} is missing or damaged: row {first + 1} and those after it are done again")
         assert output.rows_done == first
         write_all(output, windows(sizes))
         output.finish(RECORD)
@@ -327,7 +327,7 @@ def test_a_finished_file_that_was_changed_or_removed(tmp_path: Path) -> None:
         pass
     path.unlink()
     with opened(path, resume=True) as output:
-        assert output.lost == "results.csv is missing: all rows are classified again"
+        assert output.lost == "results.csv is missing: all rows are done again"
         write_all(output, windows(SIZES))
         output.finish(RECORD)
     assert contents(path) == before
@@ -435,8 +435,8 @@ def test_kills(name: str, how: str) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("how", ["", "tear", "again"])
-def test_a_kill_before_everything(name: str, how: str) -> None:
-    print(f"{name} {how}: {kills(name, 1, how)} kills, each resumed: the bytes of the run left alone")
+def test_kills_everywhere(name: str, how: str) -> None:
+    print(f"{name} {how}: {kills(name, 3, how)} kills, each resumed: the bytes of the run left alone")
 
 
 def kills(name: str, step: int, how: str) -> int:
