@@ -16,6 +16,7 @@ from brimful.core.errors import DataError, printable
 from brimful.data.formats import KINDS, is_data_file
 from brimful.data.hub import looks_like_hub_name
 from brimful.data.opening import first_line
+from brimful.data.place import is_manifest
 
 _SPLIT = re.compile(r"(train|test|valid|validation|val|dev|eval)(?![a-z])")
 
@@ -75,7 +76,7 @@ def _in_glob(pattern: str) -> list[Location]:
     except ValueError as error:
         said = f"cannot be read as a pattern ({first_line(error)})"
         raise DataError(said, value=pattern, hint='give a file, a folder, or a glob such as "data/*.csv"') from error
-    matches = sorted(str(path) for path in found if not path.name.startswith("."))
+    matches = sorted(str(path) for path in found if not path.name.startswith(".") and not is_manifest(path))
     if not matches:
         raise DataError("no file has a name like this", value=pattern, hint=_nearest(pattern))
     return [location for match in matches for location in _in_path(match)]
@@ -91,7 +92,7 @@ def _in_folder(folder: str) -> list[Location]:
     classes = [path for path in inside if path.is_dir() and any(path.glob("*.txt"))]
     if classes:
         return [Location(str(text), path.name) for path in classes for text in sorted(path.glob("*.txt"))]
-    files = [str(path) for path in inside if path.is_file() and is_data_file(path.name)]
+    files = [str(path) for path in inside if path.is_file() and is_data_file(path.name) and not is_manifest(path)]
     if not files:
         raise DataError("the folder holds no data", file=folder, hint=_hint_empty(folder, inside))
     _check_one_split(folder, files)
