@@ -405,8 +405,16 @@ def test_another_format_under_a_text_name(tmp_path: Path, data: bytes, what: str
 
 
 def test_binary_under_a_text_name(tmp_path: Path) -> None:
-    error = refused(put(tmp_path / "rows.csv", b"text\n\0\1\2"))
+    error = refused(put(tmp_path / "rows.csv", b"text\n\0\1\xff\xff"))
     assert "is not text: NUL byte at offset 5" in str(error)
+    error = refused(put(tmp_path / "rows.csv", "text\nsome\n".encode("utf-16-le")))
+    assert "is not text: NUL byte at offset 1" in str(error)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_text_may_have_a_nul_character(tmp_path: Path, kind: str) -> None:
+    rows = [{"text": 'a\0"b"\0', "label": "x"}]
+    assert read_rows(put(tmp_path / f"rows.{kind}", encoded(rows, kind))).table.to_pylist() == rows
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.json", "rows.jsonl"])

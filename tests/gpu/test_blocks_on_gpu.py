@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+import kernels.test_prenorm_blocks as pre
 from kernels.test_blocks import (
     Case,
     check_add_norm,
@@ -54,3 +55,32 @@ def test_projected_attention(case: Case, p: float, typical_length: int) -> None:
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_embeddings_norm(case: Case, p: float) -> None:
     check_embeddings(case, p, 3, 0)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_a_norm_of_the_stream(case: Case, p: float, centred: bool) -> None:
+    pre.check_norm(case, centred=centred)
+    pre.check_add_norm(case, p, centred=centred)
+    pre.check_add(case, p)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_linear_gated(case: Case, activation: pre.gated.Activation, p: float) -> None:
+    pre.check_gated(case, activation, p)
+
+
+@pytest.mark.parametrize("keys", [4, 1])
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads(case: Case, keys: int, normed: bool) -> None:
+    pre.check_heads(case, keys, normed=normed)
+
+
+@pytest.mark.parametrize("kind", pre.ATTENTION)
+def test_rotary_attention(case: Case, kind: str) -> None:
+    pre.check_attention(case, **{"p": 0.0} | pre.ATTENTION[kind])
+
+
+def test_a_stream_of_residuals(case: Case) -> None:
+    pre.check_chain(case)

@@ -174,8 +174,8 @@ class ClassifyOptions:
     """Texts to classify: CSV, TSV, JSONL, Parquet (each also .gz or .zst), Arrow, a folder or a glob of these, or `-`
     for JSONL on stdin."""
     output: str | None = None
-    """File (.csv, .tsv, .jsonl, .parquet) or folder (of Parquet shards) for the results, with all columns of the input.
-    Default: JSONL on stdout."""
+    """File (.parquet, or .csv, .tsv, .jsonl, each also .gz or .zst) or folder (of Parquet shards) for the results, with
+    all columns of the input. Default: JSONL on stdout."""
     text_column: str | None = None
     """Column with the text. Default: found by name and type."""
     pair_column: str | None = None
@@ -203,7 +203,7 @@ class ClassifyOptions:
     max_errors: int | None = None
     """Stop when more rows than this cannot be classified. Default: never; such rows say why in a column `error`."""
     shard_rows: int = 1_000_000
-    """Rows of one file of a folder of results; about as many are done anew after a kill."""
+    """Rows of one file of a folder of results."""
     verify: int = 256
     """Rows on which the fast path is compared with the plain fp32 model before the rest is trusted to it; 0: none."""
     report: str | None = None

@@ -22,7 +22,8 @@ from brimful.core.classification import Classification, Tally
 from brimful.core.errors import DataError, Interrupted, printable
 from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions, flag
-from brimful.data.shards import LineOutput, ShardedOutput, check_output
+from brimful.data.place import check_output
+from brimful.data.shards import LineOutput, ShardedOutput
 from brimful.data.stream import RowStream, open_stream
 from brimful.data.token_stream import TokenStream, choose_workers
 from brimful.engine.prepare import tell_columns
@@ -66,6 +67,8 @@ def classify_file(
     checked = check_model(options)
     listener.stage(f"reading {options.data}")
     rows = open_stream(options.data, sys.stdin.buffer if options.data == "-" else None)
+    if options.output is not None:
+        check_output(Path(options.output), options.data, map(Path, rows.files))
     sample = rows.sample()
     reading = Reading.of(sample, options)
     tell_columns(reading.columns, listener)
@@ -83,15 +86,15 @@ def classify_file(
             assert output is not None
             kept = stack.enter_context(output)
         else:
-            kept = ShardedOutput(
+            shards = ShardedOutput(
                 Path(options.output), identity=identity, resume=options.resume, shard_rows=options.shard_rows
             )
-            kept = stack.enter_context(kept)
-            if kept.finished is not None:
+            kept = stack.enter_context(shards)
+            if shards.finished is not None:
                 listener.note(f"{options.output} is finished: there is nothing to do")
-                return kept.finished
-            if kept.lost is not None:
-                listener.warning(kept.lost)
+                return shards.finished
+            if shards.lost is not None:
+                listener.warning(shards.lost)
         listener.stage("loading the model")
         trusted = stack.enter_context(
             trusted_runner(

@@ -121,7 +121,7 @@ class _RoundedLinear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear with the operands of all three products rounded to fp8: the plain twin of a layer in fp8."""
-    out: Tensor = _RoundedLinear.apply(x, weight, bias)
+    out: Tensor = _RoundedLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from brimful.kernels.dropout import column_keys, kept, kept_factor, kept_mask_PRC, row_keys, threshold
 from brimful.kernels.strips import sum_strips
 
-#: Rows whose gains' gradients one program sums at the least, and most programs.
-_FEWEST_ROWS, _MOST_PROGRAMS = 2, 528
+#: Tiles whose gains' gradients one program sums at the least, and most programs: four for each of 132 multiprocessors.
+_FEWEST_TILES, _MOST_PROGRAMS = 2, 528
 
 
 def add_norm(
@@ -40,93 +40,90 @@ def add_norm(
 
 
 @triton.jit
-def _row(first, row, columns, inside, width):
-    """One row, (WIDTH,) fp32, 0 beyond its end."""
-    return tl.load(first + row.to(tl.int64) * width + columns, mask=inside, other=0.0).to(tl.float32)
+def _tile(first, num_rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows, columns, where they lie, and which of them exist."""
+    rows, columns = first + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    places = rows.to(tl.int64)[:, None] * width + columns[None, :]
+    return rows, columns, places, (rows < num_rows)[:, None] & (columns < width)[None, :]
 
 
 @triton.jit
-def _stays(SEED, site, row, columns, drop_below):
-    """What dropout keeps of a row."""
-    return kept(row_keys(SEED, site, 0, tl.zeros([1], tl.int32) + row), column_keys(columns), drop_below)
+def _stays(SEED, site, rows, columns, drop_below):
+    """What dropout keeps of rows."""
+    return kept(row_keys(SEED, site, 0, rows)[:, None], column_keys(columns)[None, :], drop_below)
 
 
 @triton.jit(do_not_specialize=["site"])
-def prenorm_forward(X, RESIDUAL, GAIN, SEED, Z, Y, MEAN, RSTD, site, width, eps, drop_below, more, ADD: tl.constexpr,
-                    NORM: tl.constexpr, CENTRED: tl.constexpr, DROPOUT: tl.constexpr,
-                    WIDTH: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0)
-    columns = tl.arange(0, WIDTH)
-    inside = columns < width
-    places = row.to(tl.int64) * width + columns
-    z = _row(RESIDUAL, row, columns, inside, width)
+def prenorm_forward(X, RESIDUAL, GAIN, SEED, Z, Y, MEAN, RSTD, site, num_rows, width, eps, drop_below, more,
+                    ADD: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, DROPOUT: tl.constexpr,
+                    ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    rows, columns, places, inside = _tile(tl.program_id(0) * ROWS, num_rows, width, ROWS, WIDTH)
+    z = tl.load(RESIDUAL + places, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        x = _row(X, row, columns, inside, width)
+        x = tl.load(X + places, mask=inside, other=0.0).to(tl.float32)
         if DROPOUT:
-            x = tl.where(_stays(SEED, site, row, columns, drop_below), x * more, 0.0)
+            x = tl.where(_stays(SEED, site, rows, columns, drop_below), x * more, 0.0)
         rounded = (z + x).to(Z.dtype.element_ty)
         tl.store(Z + places, rounded, mask=inside)
         z = rounded.to(tl.float32)  # what the backward pass will read
     if NORM:
         if CENTRED:
-            mean = tl.sum(z, 0) / width
-            tl.store(MEAN + row, mean)
-            z = tl.where(inside, z - mean, 0.0)
-        rstd = 1.0 / tl.sqrt(tl.sum(z * z, 0) / width + eps)
-        tl.store(RSTD + row, rstd)
-        y = z * rstd * tl.load(GAIN + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(Y + places, y.to(Y.dtype.element_ty), mask=inside)
+            mean = tl.sum(z, 1) / width
+            tl.store(MEAN + rows, mean, mask=rows < num_rows)
+            z = tl.where(inside, z - mean[:, None], 0.0)
+        rstd = 1.0 / tl.sqrt(tl.sum(z * z, 1) / width + eps)
+        tl.store(RSTD + rows, rstd, mask=rows < num_rows)
+        gain = tl.load(GAIN + columns, mask=columns < width, other=0.0).to(tl.float32)
+        tl.store(Y + places, (z * rstd[:, None] * gain[None, :]).to(Y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["site"])
 def prenorm_backward(DY, DZ, Z, GAIN, SEED, MEAN, RSTD, DRESIDUAL, DX, STRIPS, site, num_rows, width, drop_below, more,
-                     CENTRED: tl.constexpr, DROPOUT: tl.constexpr, DX_TOO: tl.constexpr,
+                     CENTRED: tl.constexpr, DROPOUT: tl.constexpr, DX_TOO: tl.constexpr, ROWS: tl.constexpr,
                      WIDTH: tl.constexpr):  # fmt: skip
     """STRIPS: (programs, width) partial gradients of the gain."""
     columns = tl.arange(0, WIDTH)
-    inside = columns < width
-    gain = tl.load(GAIN + columns, mask=inside, other=0.0).to(tl.float32)
-    dgain = tl.zeros([WIDTH], tl.float32)
-    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        places = tl.cast(row, tl.int64) * width + columns
+    gain = tl.load(GAIN + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+    dgain = tl.zeros([ROWS, WIDTH], tl.float32)  # added up across rows once, at the end
+    for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        rows, columns, places, inside = _tile(first, num_rows, width, ROWS, WIDTH)
         x = tl.load(Z + places, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(DY + places, mask=inside, other=0.0).to(tl.float32)
         dz = tl.load(DZ + places, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(RSTD + row)
+        rstd = tl.load(RSTD + rows, mask=rows < num_rows, other=0.0)[:, None]
         if CENTRED:
-            x = tl.where(inside, x - tl.load(MEAN + row), 0.0)
+            x = tl.where(inside, x - tl.load(MEAN + rows, mask=rows < num_rows, other=0.0)[:, None], 0.0)
         x *= rstd
         dgain += dy * x
         dy *= gain
         if CENTRED:
-            dz -= rstd * (tl.sum(dy, 0) / width)
-        dz += rstd * (dy - x * (tl.sum(dy * x, 0) / width))
+            dz -= rstd * (tl.sum(dy, 1) / width)[:, None]
+        dz += rstd * (dy - x * (tl.sum(dy * x, 1) / width)[:, None])
         tl.store(DRESIDUAL + places, dz.to(DRESIDUAL.dtype.element_ty), mask=inside)
         if DX_TOO:
             if DROPOUT:
-                dz = tl.where(_stays(SEED, site, row, columns, drop_below), dz * more, 0.0)
+                dz = tl.where(_stays(SEED, site, rows, columns, drop_below), dz * more, 0.0)
             tl.store(DX + places, dz.to(DX.dtype.element_ty), mask=inside)
-    tl.store(STRIPS + tl.program_id(0) * width + columns, dgain, mask=inside)
+    tl.store(STRIPS + tl.program_id(0) * width + columns, tl.sum(dgain, 0), mask=columns < width)
 
 
 @triton.jit(do_not_specialize=["site"])
-def dropped(DZ, SEED, DX, site, width, drop_below, more, WIDTH: tl.constexpr):
+def dropped(DZ, SEED, DX, site, num_rows, width, drop_below, more, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """The gradient of what dropout was applied to, in the dtype of the product."""
-    row = tl.program_id(0)
-    columns = tl.arange(0, WIDTH)
-    inside = columns < width
-    dz = _row(DZ, row, columns, inside, width)
-    dx = tl.where(_stays(SEED, site, row, columns, drop_below), dz * more, 0.0)
-    tl.store(DX + row.to(tl.int64) * width + columns, dx.to(DX.dtype.element_ty), mask=inside)
+    rows, columns, places, inside = _tile(tl.program_id(0) * ROWS, num_rows, width, ROWS, WIDTH)
+    dz = tl.load(DZ + places, mask=inside, other=0.0).to(tl.float32)
+    dx = tl.where(_stays(SEED, site, rows, columns, drop_below), dz * more, 0.0)
+    tl.store(DX + places, dx.to(DX.dtype.element_ty), mask=inside)
 
 
 def fused_add(x: Tensor, residual: Tensor, seed: Tensor, site: int, p: float) -> Tensor:
     """residual + dropout(x), in the shape of the residual."""
     z = torch.empty_like(residual, dtype=torch.promote_types(residual.dtype, x.dtype))
     rows, width = x.shape
-    prenorm_forward[(rows,)](
-        x, residual, x, seed, z, z, z, z, site, width, 0.0, threshold(p), kept_factor(p), ADD=True, NORM=False,
-        CENTRED=False, DROPOUT=p > 0, **_row_of(width),
+    tile = _tile_of(width)
+    prenorm_forward[(triton.cdiv(rows, tile["ROWS"]),)](
+        x, residual, x, seed, z, z, z, z, site, rows, width, 0.0, threshold(p), kept_factor(p), ADD=True, NORM=False,
+        CENTRED=False, DROPOUT=p > 0, **tile,
     )  # fmt: skip
     return z
 
@@ -143,9 +140,10 @@ def fused_add_norm(
     rows = residual.numel() // width
     z = residual if x is None else torch.empty_like(residual, dtype=torch.promote_types(residual.dtype, x.dtype))
     y, statistics = torch.empty_like(residual, dtype=dtype), residual.new_empty(2, rows, dtype=torch.float32)
-    prenorm_forward[(rows,)](
-        residual if x is None else x, residual, gain, seed, z, y, statistics[0], statistics[1], site, width, eps,
-        threshold(p), kept_factor(p), ADD=x is not None, NORM=True, CENTRED=centred, DROPOUT=p > 0, **_row_of(width),
+    tile = _tile_of(width)
+    prenorm_forward[(triton.cdiv(rows, tile["ROWS"]),)](
+        residual if x is None else x, residual, gain, seed, z, y, statistics[0], statistics[1], site, rows, width, eps,
+        threshold(p), kept_factor(p), ADD=x is not None, NORM=True, CENTRED=centred, DROPOUT=p > 0, **tile,
     )  # fmt: skip
     return z, y, statistics
 
@@ -160,23 +158,25 @@ def fused_add_norm_backward(
     """
     width = z.shape[-1]
     rows = z.numel() // width
-    programs = max(1, min(rows // _FEWEST_ROWS, _MOST_PROGRAMS))
+    tile = _tile_of(width)
+    programs = max(1, min(rows // (tile["ROWS"] * _FEWEST_TILES), _MOST_PROGRAMS))
     dresidual, apart = torch.empty_like(z), p > 0 or dtype != z.dtype
     dx = torch.empty_like(z, dtype=dtype) if apart else dresidual
     strips = z.new_empty(programs, width, dtype=torch.float32)
     prenorm_backward[(programs,)](
         dy, dz, z, gain, seed, statistics[0], statistics[1], dresidual, dx, strips, site, rows, width, threshold(p),
-        kept_factor(p), CENTRED=centred, DROPOUT=p > 0, DX_TOO=apart, **_row_of(width),
+        kept_factor(p), CENTRED=centred, DROPOUT=p > 0, DX_TOO=apart, **tile,
     )  # fmt: skip
     return dresidual, dx, strips
 
 
 def fused_dropped(dz: Tensor, dtype: torch.dtype, seed: Tensor, site: int, p: float) -> Tensor:
     """The gradient of x in `dtype`, from that of residual + dropout(x), contiguous."""
-    width = dz.shape[-1]
+    width, tile = dz.shape[-1], _tile_of(dz.shape[-1])
+    rows = dz.numel() // width
     dx = torch.empty_like(dz, dtype=dtype)
-    dropped[(dz.numel() // width,)](
-        dz, seed, dx, site, width, threshold(p), kept_factor(p), **_row_of(width)
+    dropped[(triton.cdiv(rows, tile["ROWS"]),)](
+        dz, seed, dx, site, rows, width, threshold(p), kept_factor(p), **tile
     )  # fmt: skip
     return dx
 
@@ -186,7 +186,7 @@ def gain_gradient(strips: Tensor, dtype: torch.dtype) -> Tensor:
     return sum_strips(strips, strips.shape[1], dtype)[1]
 
 
-def _row_of(width: int) -> dict[str, Any]:
-    """A program holds a whole row: 8 numbers a thread of 768 or 1024, the widths of most encoders."""
+def _tile_of(width: int) -> dict[str, Any]:
+    """Whole rows of about 1024 numbers together, 8 a thread: one of 768 or 1024, more of narrow ones."""
     wide = triton.next_power_of_2(width)
-    return {"WIDTH": wide, "num_warps": 4 if wide <= 1024 else 8 if wide <= 4096 else 16}
+    return {"ROWS": max(1, 1024 // wide), "WIDTH": wide, "num_warps": 4 if wide <= 1024 else 8 if wide <= 4096 else 16}

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 from brimful.core.cache import cache_path, read_cached, write_cached
@@ -91,7 +91,7 @@ def _known_timing(device: torch.device, shape: Shape, num_tokens: int, *, cache:
 def timing_path(device: torch.device, shape: Shape, num_tokens: int) -> Path | None:
     """Where the timing of one shape is kept: by device, versions, shape and tokens."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    versions = [torch.__version__, torch.version.cuda, triton.__version__, _REVISION]
+    versions = [torch.__version__, torch.version.cuda, metadata.version("triton"), _REVISION]
     return cache_path("float8", [name, versions, list(shape), num_tokens])
 
 
