@@ -15,6 +15,8 @@ from works import Pool, Work
 
 #: Runs grow at most this much from one to the next: a first one says little.
 _GROWTH = 8
+#: brimful chooses how to run by the size of its first call, so that begins with so much of the most.
+_FIRST_SHARE = 16
 _LONGEST_ERROR = 300
 
 
@@ -88,7 +90,8 @@ def _tried(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def _rate(run: Run, pool: Pool, pace: Pace, settings: Settings) -> float:
     """Texts a second in a run of sweep_s or more, where `most` allows. The first run, which is cold, does not count."""
-    number = min(max(pace.first, 2 * settings.get("batch_size", 0)), pace.most)
+    first = 2 * settings["batch_size"] if "batch_size" in settings else pace.most // _FIRST_SHARE
+    number = min(max(pace.first, first), pace.most)
     run(pool.sample(number))
     while True:
         seconds = run(pool.sample(number)).seconds

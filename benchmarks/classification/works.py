@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,10 @@ CANDIDATES = (
 TEMPLATE = "This example is {}."
 _NLI = ("contradiction", "neutral", "entailment")
 _SMOKE_ROWS = 96
-#: Texts, and tokens of each, from which a random head is centred.
-_CENTRED_TEXTS, _CENTRED_TOKENS = 64, 64
+#: Sequences, and tokens of each, that a random model's head is made to tell apart.
+_HEAD_SEQUENCES, _HEAD_TOKENS = 64, 64
+#: Of its logits: rounding moves probabilities by less than what `classify` allows.
+_LOGIT_STD = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,14 +145,9 @@ def make_inputs(inputs: Path, works: Sequence[Work], tokenizer_folder: str | Non
             _write_texts(inputs, work, [row["text"] for row in rows], tokenizer, smoke=smoke)
         if not model_folder(inputs, work).exists():
             names = _NLI if work.candidates else tuple(sorted({row["label"] for row in rows}))
-            texts = [row["text"] for row in random.Random(0).sample(rows, _CENTRED_TEXTS)]
-            save_model(
-                model_folder(inputs, work),
-                work.size,
-                tokenizer,
-                lambda config, names=names, texts=texts: _classifier(config, names, tokenizer, texts),
-                smoke=smoke,
-            )
+            encoded = _few_texts(work, [row["text"] for row in rows], tokenizer)
+            make = partial(_classifier, names=names, encoded=encoded, each=len(work.candidates) or None)
+            save_model(model_folder(inputs, work), work.size, tokenizer, make, smoke=smoke)
 
 
 def _write_texts(inputs: Path, work: Work, texts: list[str], tokenizer: Any, *, smoke: bool) -> None:
@@ -171,15 +168,36 @@ def _write_texts(inputs: Path, work: Work, texts: list[str], tokenizer: Any, *, 
     np.save(lengths_file(inputs, work), lengths_NL)
 
 
-def _classifier(config: Any, names: Sequence[str], tokenizer: Any, texts: list[str]) -> Any:
-    """Random weights, and a bias of the head that gives no label to all texts: whether sides agree can then be seen."""
+def _few_texts(work: Work, texts: list[str], tokenizer: Any) -> Any:
+    """The beginnings of some texts, each with all candidate labels where there are any, as a model reads them."""
+    each = len(work.candidates) or 1
+    chosen = random.Random(0).sample(texts, _HEAD_SEQUENCES // each)
+    pairs = [TEMPLATE.format(label) for _ in chosen for label in work.candidates] or None
+    repeated = [text for text in chosen for _ in range(each)]
+    return tokenizer(
+        repeated, pairs, padding=True, truncation="only_first", max_length=_HEAD_TOKENS, return_tensors="pt"
+    )
+
+
+def _classifier(config: Any, *, names: Sequence[str], encoded: Any, each: int | None) -> Any:
+    """Random weights, but a head that looks where these sequences differ most: a random one gives all texts one label,
+    by margins below rounding. each: sequences of a text, which are to differ among themselves; None for one."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
     config.id2label = dict(enumerate(names))
     config.label2id = {name: i for i, name in enumerate(names)}
     model = AutoModelForSequenceClassification.from_config(config).eval()
-    encoded = tokenizer(texts, padding=True, truncation=True, max_length=_CENTRED_TOKENS, return_tensors="pt")
+    seen: list[Any] = []
+    hook = model.classifier.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     with torch.inference_mode():
-        model.classifier.bias -= model(**encoded).logits.mean(0)
+        model(**encoded)
+        hook.remove()
+        features_NGH = seen[0].reshape(-1, each or len(seen[0]), seen[0].shape[-1])
+        mean_H = features_NGH.mean((0, 1))
+        differences_NH = (features_NGH - features_NGH.mean(1, keepdim=True)).flatten(0, 1)
+        _, sizes, directions_CH = torch.linalg.svd(differences_NH, full_matrices=False)
+        scale = _LOGIT_STD * len(differences_NH) ** 0.5 / sizes[: len(names), None]
+        model.classifier.weight.copy_(directions_CH[: len(names)] * scale)
+        model.classifier.bias.copy_(-model.classifier.weight @ mean_H)
     return model
