@@ -126,7 +126,7 @@ def lengths_file(inputs: Path, work: Work) -> Path:
 
 def model_folder(inputs: Path, work: Work) -> Path:
     """A classifier as one downloads it, with its tokenizer."""
-    return inputs / f"{'nli' if work.candidates else work.corpus}-{work.size}"
+    return inputs / f"{work.task}-{work.size}"
 
 
 def read_texts(inputs: Path, work: Work) -> tuple[list[str], list[str] | None]:
@@ -141,19 +141,22 @@ def make_inputs(inputs: Path, works: Sequence[Work], tokenizer_folder: str | Non
     tokenizer = load_tokenizer(tokenizer_folder, smoke=smoke)
     for work in works:
         rows = packaged_rows(work.corpus)
+        texts = [row["text"] for row in rows]
+        pairs = random.Random(1).sample(texts, len(texts)) if work.task == "pairs" else None
         if not lengths_file(inputs, work).exists():
-            _write_texts(inputs, work, [row["text"] for row in rows], tokenizer, smoke=smoke)
+            _write_texts(inputs, work, texts, pairs, tokenizer, smoke=smoke)
         if not model_folder(inputs, work).exists():
             names = _NLI if work.candidates else tuple(sorted({row["label"] for row in rows}))
-            encoded = _few_texts(work, [row["text"] for row in rows], tokenizer)
+            encoded = _few_sequences(work, texts, pairs, tokenizer)
             make = partial(_classifier, names=names, encoded=encoded, each=len(work.candidates) or None)
             save_model(model_folder(inputs, work), work.size, tokenizer, make, smoke=smoke)
 
 
-def _write_texts(inputs: Path, work: Work, texts: list[str], tokenizer: Any, *, smoke: bool) -> None:
+def _write_texts(
+    inputs: Path, work: Work, texts: list[str], pairs: list[str] | None, tokenizer: Any, *, smoke: bool
+) -> None:
     if smoke:
-        texts = random.Random(0).sample(texts, _SMOKE_ROWS)
-    pairs = random.Random(1).sample(texts, len(texts)) if work.task == "pairs" else None
+        texts, pairs = texts[:_SMOKE_ROWS], pairs and pairs[:_SMOKE_ROWS]
     longest = max_length(smoke)
     if work.candidates:
         special = tokenizer.num_special_tokens_to_add(pair=True)
@@ -168,15 +171,13 @@ def _write_texts(inputs: Path, work: Work, texts: list[str], tokenizer: Any, *, 
     np.save(lengths_file(inputs, work), lengths_NL)
 
 
-def _few_texts(work: Work, texts: list[str], tokenizer: Any) -> Any:
-    """The beginnings of some texts, each with all candidate labels where there are any, as a model reads them."""
+def _few_sequences(work: Work, texts: list[str], pairs: list[str] | None, tokenizer: Any) -> Any:
+    """The beginnings of some texts, each with its pair or with all candidate labels, as a model reads them."""
     each = len(work.candidates) or 1
-    chosen = random.Random(0).sample(texts, _HEAD_SEQUENCES // each)
-    pairs = [TEMPLATE.format(label) for _ in chosen for label in work.candidates] or None
-    repeated = [text for text in chosen for _ in range(each)]
-    return tokenizer(
-        repeated, pairs, padding=True, truncation="only_first", max_length=_HEAD_TOKENS, return_tensors="pt"
-    )
+    rows = random.Random(0).sample(range(len(texts)), _HEAD_SEQUENCES // each)
+    first = [texts[i] for i in rows for _ in range(each)]
+    second = [TEMPLATE.format(label) for _ in rows for label in work.candidates] or (pairs and [pairs[i] for i in rows])
+    return tokenizer(first, second, padding=True, truncation=True, max_length=_HEAD_TOKENS, return_tensors="pt")
 
 
 def _classifier(config: Any, *, names: Sequence[str], encoded: Any, each: int | None) -> Any:
