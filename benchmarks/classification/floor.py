@@ -45,25 +45,18 @@ def read_pool(inputs: Path, work: Work) -> Pool:
     texts, pairs = read_texts(inputs, work)
     lengths_NL = np.load(lengths_file(inputs, work))
     model = meta_model(model_folder(inputs, work))
-    operations_N = operations(model, lengths_NL.ravel()).reshape(lengths_NL.shape).sum(1)
-    return Pool(texts, pairs, lengths_NL.sum(1), operations_N)
+    operations_N, needed_N = (
+        count(model, lengths_NL.ravel()).reshape(lengths_NL.shape).sum(1) for count in (operations, needed_operations)
+    )
+    return Pool(texts, pairs, tokens_N=lengths_NL.sum(1), operations_N=operations_N, needed_N=needed_N)
 
 
-def limits(inputs: Path, works: list[Work], device: torch.device, *, smoke: bool) -> dict[str, Any]:
-    """The rate of this machine's matrix units, and what a text of each work asks for in the mean."""
+def limits(device: torch.device, *, smoke: bool) -> dict[str, Any]:
+    """What this machine is, and the rate of its matrix units."""
     side = 256 if smoke else 8192 if device.type == "cuda" else 2048
     dtypes = [torch.bfloat16] if device.type == "cuda" else [torch.bfloat16, torch.float32]
     rates = {dtype: 2 * side**3 / product_s(side, side, side, device, dtype=dtype) for dtype in dtypes}
     fastest = max(rates, key=lambda dtype: rates[dtype])
-    texts = {}
-    for work in works:
-        lengths_NL = np.load(lengths_file(inputs, work))
-        model = meta_model(model_folder(inputs, work))
-        texts[work.name] = {
-            "tokens": float(lengths_NL.sum(1).mean()),
-            "operations": float(operations(model, lengths_NL.ravel()).sum() / len(lengths_NL)),
-            "needed_operations": float(needed_operations(model, lengths_NL.ravel()).sum() / len(lengths_NL)),
-        }
     machine = probe()
     return {
         "matmul_flops_per_s": rates[fastest],
@@ -71,5 +64,4 @@ def limits(inputs: Path, works: list[Work], device: torch.device, *, smoke: bool
         "matmul_dtype": str(fastest).removeprefix("torch."),
         "cpu": machine.cpu,
         "num_cores": machine.num_cores,
-        "texts": texts,
     }

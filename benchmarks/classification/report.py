@@ -27,7 +27,7 @@ def results(records: list[Record]) -> list[Record]:
         for record in sides.values():
             for each in record["found"]:
                 name = side_of(record["side"], each["settings"])
-                if "repeats" in each and ("error" not in each) and _is_faster(each, fastest.get(name)):
+                if "repeats" in each and _is_faster(each, fastest.get(name)):
                     fastest[name] = (record, each)
         known = {name: each for name, (_, each) in fastest.items()}
         for name, (record, each) in fastest.items():
@@ -73,8 +73,8 @@ def _is_faster(each: Record, other: tuple[Record, Record] | None) -> bool:
 
 
 def _result(name: str, record: Record, each: Record, limits: Record) -> Record:
-    by_repeat, texts = rates(each), limits["texts"][record["work"]]
-    floor_texts_per_s = limits["matmul_flops_per_s"] / texts["needed_operations"]
+    by_repeat = rates(each)
+    floor_texts_per_s = limits["matmul_flops_per_s"] * each["texts"] / each["needed_operations"]
     others = [o for o in record["found"] if o is not each and side_of(record["side"], o["settings"]) == name]
     start_s = each.get("start_s")
     return {
@@ -97,7 +97,7 @@ def _result(name: str, record: Record, each: Record, limits: Record) -> Record:
         "peak_allocated_bytes": each["peak_allocated_bytes"],
         "nvml_bytes": record["nvml_bytes"],
         "also_measured": [_also(other) for other in others],
-        "limits": limits | {"texts": texts},
+        "limits": limits,
         "call": record["call"],
         **each["facts"],
     }

@@ -31,8 +31,8 @@ _BATCHES: dict[str, dict[str, tuple[int, ...]]] = {
 _PRECISIONS = {"cuda": ["bf16", "fp16"], "cpu": ["auto", "fp32"]}
 #: Seconds that a measurement is expected to take, before the raw log knows better.
 _EXPECTED_S = {
-    "cuda": {"limits": 40.0, "pipeline": 30.0, "crossencoder": 30.0, "brimful": 75.0},
-    "cpu": {"limits": 30.0, "pipeline": 120.0, "crossencoder": 60.0, "brimful": 60.0},
+    "cuda": {"limits": 15.0, "pipeline": 30.0, "crossencoder": 30.0, "brimful": 75.0},
+    "cpu": {"limits": 15.0, "pipeline": 120.0, "crossencoder": 60.0, "brimful": 60.0},
 }
 _EXPECTED_MORE_S = {"large": 15.0, "modernbert": 15.0}
 
@@ -67,8 +67,8 @@ def _own_settings(session: Session, work: Work) -> list[dict[str, Any]]:
     precisions = ["fp8"] if work.fp8 else arguments.precisions or _PRECISIONS[arguments.device]
     execution = arguments.execution or ("compiled" if arguments.device == "cuda" and not work.files else "auto")
     first, *others = [{"precision": precision, "execution": execution} for precision in precisions]
-    if work.files:  # as it is called, and without looking at the plain model
-        return [*([first, *others]), first | {"verify": 0}]
+    if work.files:  # as it is called, and without a look at the plain model; each repeat loads the model anew
+        return [first, first | {"verify": 0}]
     found = [each | {"returns": "objects"} for each in (first, *others)]
     if not work.candidates:  # what zero-shot returns is made of logits of many pairs
         found.insert(1, first | {"returns": "logits"})
@@ -101,10 +101,13 @@ def complete(session: Session, work: Work) -> bool:
     )
 
 
-def expected_s(session: Session, work: Work, kind: str) -> float:
-    """Seconds that a measurement took when it last went well, or is guessed to take. kind: limits, or a side."""
-    before = session.last_wall_s("row", work=work.name, side=kind, gpu=session.nvml.gpu)
-    return before or _EXPECTED_S[session.arguments.device][kind] + _EXPECTED_MORE_S.get(work.size, 0.0)
+def expected_s(session: Session, work: Work, side: str) -> float:
+    """Seconds that a side took when it last went well, on this row or on the one before, or is guessed to take."""
+    machine = {"gpu": session.nvml.gpu, "smoke": session.arguments.smoke}
+    if before := session.last_wall_s("row", work=work.name, side=side, **machine):
+        return before
+    usual_s = session.last_wall_s("row", side=side, **machine) or _EXPECTED_S[session.arguments.device][side]
+    return usual_s + _EXPECTED_MORE_S.get(work.size, 0.0)
 
 
 def row(session: Session, work: Work) -> bool:
@@ -122,6 +125,9 @@ def row(session: Session, work: Work) -> bool:
             result |= {"ok": False, "error": errors[-1] if errors else "nothing was measured"}
         if not result["ok"]:
             say(f"{work.name}, {side}: failed: {result['error']}")
+        for each in result["found"]:
+            if "error" in each:
+                say(f"{work.name}, {side}, {json.dumps(each['settings'])}: {each['error']}")
         versions = result["found"][0].get("versions", {}) if result["found"] else {}
         found = [{key: value for key, value in each.items() if key != "versions"} for each in result.pop("found")]
         session.add(
@@ -133,7 +139,7 @@ def row(session: Session, work: Work) -> bool:
 
 
 def one(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[dict[str, Any]]:
-    """What a process of its own does: files and limits of the machine, or one side of one row."""
+    """What a process of its own does: limits of the machine, or one side of one row."""
     import torch
     import transformers
 
@@ -144,13 +150,13 @@ def one(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[d
     if plan["side"] == "limits":
         from floor import limits
 
-        works = [Work.parse(name) for name in plan["work"]]
-        make_inputs(inputs, works, tokenizer, smoke=plan["smoke"])
-        yield limits(inputs, works, torch.device(plan["device"]), smoke=plan["smoke"])
+        yield limits(torch.device(plan["device"]), smoke=plan["smoke"])
         return
     from pace import measure, pace_of
 
-    pace = pace_of(Work.parse(plan["work"]), plan["device"], plan["repeat_s"], smoke=plan["smoke"])
+    work = Work.parse(plan["work"])
+    make_inputs(inputs, work, tokenizer, smoke=plan["smoke"])
+    pace = pace_of(work, plan["device"], plan["repeat_s"], smoke=plan["smoke"])
     versions = versions_here("sentence-transformers")
     for found in measure(plan | {"pace": asdict(pace)}, inputs):
         yield found | {"versions": versions}
@@ -168,7 +174,7 @@ def write_report(session: Session) -> str:
 def dry_run(session: Session, works: list[Work]) -> None:
     """Prints what would be measured."""
     total = _EXPECTED_S[session.arguments.device]["limits"] if works else 0.0
-    print(f"{total:5.0f} s  files for all sides, and limits of the machine")
+    print(f"{total:5.0f} s  limits of the machine")
     for work in works:
         for side in sides_of(session, work):
             seconds = expected_s(session, work, side)
@@ -183,13 +189,12 @@ def run(session: Session, works: list[Work]) -> list[str]:
         return []
     if "crossencoder" in session.arguments.sides and find_spec("sentence_transformers") is None:
         say("sentence-transformers is not installed: there is no CrossEncoder to compare with")
-    say("files for all sides, and the limits of the machine")
+    say("limits of the machine")
     arguments = session.arguments
-    names = [work.name for work in works]
-    plan = {"work": names, "side": "limits", "device": arguments.device, "smoke": arguments.smoke}
+    plan = {"side": "limits", "device": arguments.device, "smoke": arguments.smoke}
     result = session.child(plan, arguments.timeout_s)
     found = result.pop("found")
-    session.add(kind="limits", work=names[0], limits=found[0] if found else None, **result)
+    session.add(kind="limits", limits=found[0] if found else None, **result)
     if not result["ok"]:
         sys.exit(f"the limits of this machine could not be measured: {result['error']}")
     left = []
@@ -201,7 +206,7 @@ def run(session: Session, works: list[Work]) -> list[str]:
 
 
 def main() -> None:
-    parser = parser_of("Bulk classification by other libraries and by brimful.", TABLE, timeout_s=240.0)
+    parser = parser_of("Bulk classification by other libraries and by brimful.", TABLE, timeout_s=400.0)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument("--sides", nargs="+", choices=_SIDES, default=list(_SIDES), help="default: all")
     parser.add_argument("--repeat-s", type=float, help="seconds of one repeat, about; default: 2, on a CPU 5")

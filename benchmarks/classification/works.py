@@ -32,7 +32,7 @@ _NLI = ("contradiction", "neutral", "entailment")
 _SMOKE_ROWS = 96
 #: Sequences, and tokens of each, that a random model's head is made to tell apart.
 _HEAD_SEQUENCES, _HEAD_TOKENS = 64, 64
-#: Of its logits: rounding moves probabilities by less than what `classify` allows.
+#: Of its first logit: rounding moves probabilities by less than what `classify` allows.
 _LOGIT_STD = 0.25
 
 
@@ -76,23 +76,28 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """N texts, what they are paired with, and what they ask for: tokens of all their sequences, and operations."""
+    """N texts, what they are paired with, and what they ask for: tokens of all their sequences, and operations, all of
+    them and those that an answer cannot do without."""
 
     texts: list[str]
     pairs: list[str] | None
     tokens: int
     operations: float
+    needed_operations: float
 
 
 class Pool:
     """A corpus, of which any number of texts has the same mix of lengths.
 
-    tokens_N, operations_N: of all sequences of a text, in one forward pass.
+    tokens_N, operations_N, needed_N: of all sequences of a text, in one forward pass.
     """
 
-    def __init__(self, texts: list[str], pairs: list[str] | None, tokens_N: np.ndarray, operations_N: np.ndarray):
+    def __init__(
+        self, texts: list[str], pairs: list[str] | None, *,
+        tokens_N: np.ndarray, operations_N: np.ndarray, needed_N: np.ndarray,
+    ) -> None:  # fmt: skip
         self._texts, self._pairs = texts, pairs
-        self._tokens_N, self._operations_N = tokens_N, operations_N
+        self._tokens_N, self._operations_N, self._needed_N = tokens_N, operations_N, needed_N
         self.sample = cache(self._sample)
 
     def _sample(self, number: int) -> Sample:
@@ -102,6 +107,7 @@ class Pool:
             pairs=None if self._pairs is None else [self._pairs[i] for i in rows],
             tokens=int(self._tokens_N[rows].sum()),
             operations=float(self._operations_N[rows].sum()),
+            needed_operations=float(self._needed_N[rows].sum()),
         )
 
 
@@ -135,21 +141,22 @@ def read_texts(inputs: Path, work: Work) -> tuple[list[str], list[str] | None]:
     return found["texts"], found["pairs"]
 
 
-def make_inputs(inputs: Path, works: Sequence[Work], tokenizer_folder: str | None, *, smoke: bool) -> None:
-    """Writes what the works need and `inputs` does not have yet."""
+def make_inputs(inputs: Path, work: Work, tokenizer_folder: str | None, *, smoke: bool) -> None:
+    """Writes what the work needs and `inputs` does not have yet."""
+    if lengths_file(inputs, work).exists() and model_folder(inputs, work).exists():
+        return
     inputs.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(tokenizer_folder, smoke=smoke)
-    for work in works:
-        rows = packaged_rows(work.corpus)
-        texts = [row["text"] for row in rows]
-        pairs = random.Random(1).sample(texts, len(texts)) if work.task == "pairs" else None
-        if not lengths_file(inputs, work).exists():
-            _write_texts(inputs, work, texts, pairs, tokenizer, smoke=smoke)
-        if not model_folder(inputs, work).exists():
-            names = _NLI if work.candidates else tuple(sorted({row["label"] for row in rows}))
-            encoded = _few_sequences(work, texts, pairs, tokenizer)
-            make = partial(_classifier, names=names, encoded=encoded, each=len(work.candidates) or None)
-            save_model(model_folder(inputs, work), work.size, tokenizer, make, smoke=smoke)
+    rows = packaged_rows(work.corpus)
+    texts = [row["text"] for row in rows]
+    pairs = random.Random(1).sample(texts, len(texts)) if work.task == "pairs" else None
+    if not lengths_file(inputs, work).exists():
+        _write_texts(inputs, work, texts, pairs, tokenizer, smoke=smoke)
+    if not model_folder(inputs, work).exists():
+        names = _NLI if work.candidates else tuple(sorted({row["label"] for row in rows}))
+        encoded = _few_sequences(work, texts, pairs, tokenizer)
+        make = partial(_classifier, names=names, encoded=encoded, each=len(work.candidates) or None)
+        save_model(model_folder(inputs, work), work.size, tokenizer, make, smoke=smoke)
 
 
 def _write_texts(
@@ -198,7 +205,7 @@ def _classifier(config: Any, *, names: Sequence[str], encoded: Any, each: int | 
         mean_H = features_NGH.mean((0, 1))
         differences_NH = (features_NGH - features_NGH.mean(1, keepdim=True)).flatten(0, 1)
         _, sizes, directions_CH = torch.linalg.svd(differences_NH, full_matrices=False)
-        scale = _LOGIT_STD * len(differences_NH) ** 0.5 / sizes[: len(names), None]
+        scale = _LOGIT_STD * len(differences_NH) ** 0.5 / sizes[0]
         model.classifier.weight.copy_(directions_CH[: len(names)] * scale)
         model.classifier.bias.copy_(-model.classifier.weight @ mean_H)
     return model

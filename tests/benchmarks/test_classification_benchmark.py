@@ -72,7 +72,7 @@ def test_sides_give_the_same_answers_to_every_kind_of_question(parts: dict[str, 
     works, sides = parts["works"], parts["sides"]
     for name in ("tweets/minilm", "pairs/minilm", "zeroshot/minilm", "bbc/modernbert"):
         work = works.Work.parse(name)
-        works.make_inputs(tmp_path, [work], None, smoke=True)
+        works.make_inputs(tmp_path, work, None, smoke=True)
         sample = parts["floor"].read_pool(tmp_path, work).sample(12)
         asked: dict[str, dict[str, Any]] = {
             "pipeline": {"batch_size": 4, "sorted": True, "dtype": "fp32"},
@@ -90,7 +90,7 @@ def test_sides_give_the_same_answers_to_every_kind_of_question(parts: dict[str, 
 def test_files_are_measured_from_parquet_to_parquet(parts: dict[str, ModuleType], tmp_path: Path) -> None:
     works, pace = parts["works"], parts["pace"]
     work = works.Work.parse("parquet/tweets/minilm")
-    works.make_inputs(tmp_path, [work], None, smoke=True)
+    works.make_inputs(tmp_path, work, None, smoke=True)
     steps = vars(pace.pace_of(work, "cpu", 1.0, smoke=True))
     plan = {"work": work.name, "side": "brimful", "device": "cpu", "smoke": True, "sweep": False, "pace": steps}
     settings = [{"precision": "fp32", "execution": "auto"}, {"precision": "int3", "execution": "auto"}]
@@ -147,10 +147,10 @@ def record(call: str, side: str, found: list[dict[str, Any]], *, ok: bool = True
 
 
 def repeated(settings: dict[str, Any], *seconds: float, labels: str = "aab") -> dict[str, Any]:
-    return {
-        "settings": settings, "repeats": [{"seconds": each} for each in seconds], "texts": 100, "tokens": 2000,
-        "operations": 1e9, "labels": list(labels), "scores": [0.5, 0.6, 0.7], "peak_allocated_bytes": None, "facts": {},
-    }  # fmt: skip
+    asked = {"texts": 100, "tokens": 2000, "operations": 1e9, "needed_operations": 0.5e9}
+    repeats = [{"seconds": each} for each in seconds]
+    answers = {"labels": list(labels), "scores": [0.5, 0.6, 0.7]}
+    return {"settings": settings, "repeats": repeats, "peak_allocated_bytes": None, "facts": {}} | asked | answers
 
 
 def test_the_fastest_of_a_side_counts_and_sides_are_of_one_call(parts: dict[str, ModuleType]) -> None:
@@ -164,7 +164,6 @@ def test_the_fastest_of_a_side_counts_and_sides_are_of_one_call(parts: dict[str,
     ]
     limits = {
         "matmul_flops_per_s": 1e10, "matmul_shape": [8] * 3, "matmul_dtype": "bfloat16", "cpu": "C", "num_cores": 2,
-        "texts": {"tweets/base": {"tokens": 20.0, "operations": 1e7, "needed_operations": 0.5e7}},
     }  # fmt: skip
     records = [{"kind": "limits", "call": call, "gpu": "G", "ok": True, "limits": limits} for call in ("1", "2", "3")]
     records += [record("1", "pipeline", pipeline), record("1", "brimful", ours)]
