@@ -32,7 +32,7 @@ from brimful.engine.runner import Checked, Runner, check_model
 from brimful.engine.signals import StopSignals
 from brimful.engine.stream import Busy, Stages, run_stages
 from brimful.engine.trust import Trusted, trusted_runner
-from brimful.engine.windows import COLUMN_PREFIX, Reading, Window, answered
+from brimful.engine.windows import COLUMN_PREFIX, Reading, Window, WindowSize, answered
 from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, num_cores, probe
 from brimful.hardware.specs import datasheet_flops_per_s
@@ -40,8 +40,6 @@ from brimful.tasks.answers import answer_form
 from brimful.tasks.zero_shot import parse_labels, zero_shot_form
 from brimful.techniques.precision import Precision, choose_forward_precision
 
-#: Sequences of a window: on a GPU enough to fill many micro-batches of every length, on a CPU a few seconds' work.
-_WINDOW_SEQUENCES = {"cuda": 32768, "cpu": 4096}
 #: Candidate labels that a row of a column of them is taken to have.
 _TYPICAL_LABELS = 8
 #: First rows, by whose lengths kernels are chosen and of which some are compared with the plain model.
@@ -196,9 +194,7 @@ class _Pass:
         question, runner = self._question, self._runner
         with StopSignals() as stop:
             run_stages(
-                self._reading.windows(
-                    self._rows.chunks(self._done), self._window_rows(), as_they_come=self._options.data == "-"
-                ),
+                self._reading.windows(self._rows.chunks(self._done), self._window_size()),
                 tokenise=lambda window: question.submit(window.texts, self._stages.tokenise),
                 compute=lambda asked: runner.submit(asked.sequences),
                 write=self._write,
@@ -236,13 +232,14 @@ class _Pass:
             hint="mend the rows, or raise --max-errors",
         )
 
-    def _window_rows(self) -> int:
-        """Rows of a window: fewer where each has several sequences."""
+    def _window_size(self) -> WindowSize | None:
         labels = self._options.labels
+        if self._options.data == "-":
+            return None
         each = 1
         if labels is not None:
             each = _TYPICAL_LABELS if labels.startswith(COLUMN_PREFIX) else len(parse_labels(labels))
-        return max(256, _WINDOW_SEQUENCES[self._runner.precision.device.type] // each)
+        return WindowSize.on(self._runner.precision.device.type, sequences_per_row=each)
 
     def record(self, checked: Checked, command: str, trusted: Trusted, start_s: float) -> Classification:
         """What there is to say at the end."""
