@@ -28,6 +28,8 @@ from brimful.techniques.technique import Cost, Verdict
 #: Cold seconds that compiling a layer costs where torch's compiler does it, and the share of a step's device time that
 #: it saves: BERT-base on an H200, torch 2.11 (benchmarks/profile). Fused kernels cost less and save more.
 _COMPILE_S, _SAVED = 10.0, 0.25
+#: Cold seconds of fused kernels forward only (benchmarks/classification).
+_COMPILE_FORWARD_S = 4.0
 #: Operations per second that a step reaches, to guess how long a run will take.
 _REACHED = 250e12
 #: Compiled forms of one layer's code in a process.
