@@ -8,7 +8,7 @@ BIN := .venv/bin
 	@test -n "$(PYTHON)" || { echo "brimful needs Python 3.11 or newer; hint: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,compare,datasets,tensorboard]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,compare,datasets,tensorboard,report]'
 	@touch $@
 
 demo: .venv/installed
@@ -24,7 +24,7 @@ check: .venv/installed
 	$(BIN)/lint-imports
 
 faults: .venv/installed
-	$(BIN)/python -m pytest -m faults -s tests/engine/test_faults.py
+	$(BIN)/python -m pytest -m faults -s tests/engine/test_faults.py tests/data/test_shards.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache demo-run

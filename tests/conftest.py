@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
@@ -28,3 +33,20 @@ settings.load_profile("brimful")
 
 def pytest_unconfigure() -> None:
     _cache.cleanup()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """disk("8m") is a real, empty disk of that size."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(size: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            pytest.skip("needs to be allowed to mount")
+        return folder
+
+    yield mount
+    if os.path.ismount(folder):
+        subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -28,6 +28,7 @@ _ENCODER = _SIZES | {"pad_token_id": 0, "initializer_range": 0.2}
 _ROBERTA = _SIZES | {"pad_token_id": 1, "type_vocab_size": 1, "initializer_range": 0.2}
 _MODERN = _ENCODER | _END | {"cls_token_id": 3, "sep_token_id": 4, "local_attention": 16, "num_hidden_layers": 4}
 _GEMMA = _ROPE | {"sliding_window": 16, "query_pre_attn_scalar": 4}
+_DEBERTA = _ENCODER | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
 _GEMMA3 = _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -77,6 +78,18 @@ FAMILIES = {
     "modernbert-mean": Family(
         config="ModernBertConfig", settings=_MODERN | {"classifier_pooling": "mean"}, pooling="mean", partly_fp32=True
     ),
+    "deberta": Family(
+        config="DebertaConfig", settings=_DEBERTA | {"max_relative_positions": 24}, partly_fp32=True
+    ),  # distances beyond 24 are one
+    "deberta-v2": Family(
+        config="DebertaV2Config",
+        settings=_DEBERTA | {"share_att_key": True, "position_buckets": 16, "norm_rel_ebd": "layer_norm"},
+    ),  # as DeBERTa-v3: buckets that grow with the distance
+    "deberta-v2-convolution": Family(
+        config="DebertaV2Config",
+        settings=_DEBERTA | {"position_biased_input": True, "conv_kernel_size": 3, "conv_act": "gelu"},
+    ),
+    "mpnet": Family(config="MPNetConfig", settings=_ENCODER | {"pad_token_id": 1}, first_position=2),
     "llama": Family(config="LlamaConfig", settings=_ROPE, pooling="last", partly_fp32=True),
     "mistral": Family(
         config="MistralConfig", settings=_ROPE | {"sliding_window": 16}, pooling="last", partly_fp32=True

@@ -24,6 +24,9 @@ LOSS_FP32: Final = 1e-6
 #: Ten optimizer steps against a plain loop in fp32: each loss, and all weights together.
 RUN_LOSS_FP32: Final = 1e-6
 RUN_WEIGHTS_FP32: Final = 1e-5
+#: Numbers rounded to e4m3, and a layer with all its products of such operands against the exact one.
+FLOAT8_ROUNDING: Final = 3e-2
+FLOAT8_LAYER: Final = 8e-2
 #: Our numbers against scikit-learn's.
 METRIC: Final = 1e-12
 #: A learning rate that is kept in fp32 against transformers' fp64.

@@ -87,6 +87,7 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
             "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
             "steps_per_round": steps,
             "recipe": {lever.name: lever.value for lever in built.recipe.levers},
+            "precision_reason": built.precision.reason,
             "packed": built.packing.packed,
             "packed_reason": built.packing.supports().because,
             "warnings": listener.lines,

@@ -14,7 +14,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from brimful.api import classify, profile, train
+    from brimful.api import Classifier, classify, profile, train
+    from brimful.core.classification import Classification
     from brimful.core.errors import (
         BrimfulError,
         CheckpointError,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
         OptionError,
         OutputError,
     )
-    from brimful.core.options import TrainOptions
+    from brimful.core.options import ClassifyOptions, TrainOptions
     from brimful.core.profile import Profile
     from brimful.core.records import Run
 
@@ -38,6 +39,9 @@ _ERRORS = "brimful.core.errors"
 _PUBLIC = {
     "BrimfulError": _ERRORS,
     "CheckpointError": _ERRORS,
+    "Classification": "brimful.core.classification",
+    "Classifier": "brimful.api",
+    "ClassifyOptions": "brimful.core.options",
     "DataError": _ERRORS,
     "DeviceError": _ERRORS,
     "DiskFullError": _ERRORS,
@@ -58,6 +62,9 @@ _PUBLIC = {
 __all__ = [
     "BrimfulError",
     "CheckpointError",
+    "Classification",
+    "Classifier",
+    "ClassifyOptions",
     "DataError",
     "DeviceError",
     "DiskFullError",

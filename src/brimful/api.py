@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import itertools
 import os
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO
 
-import pyarrow as pa
-
+from brimful.core import durable
+from brimful.core.classification import Classification
 from brimful.core.errors import OptionError, printable
 from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flag, flags_of
 from brimful.core.profile import Profile
 from brimful.core.records import Run, json_text
-from brimful.core.units import count_text, seconds_text
-from brimful.data.columns import find_columns
-from brimful.data.sources import read_rows
-from brimful.data.writing import check_output, write_table
-from brimful.engine.classify import Answers, classify_texts
-from brimful.engine.prepare import tell_columns
+from brimful.data.shards import LineOutput
+from brimful.engine.classifier import ModelClassifier
+from brimful.engine.classify import classify_file
 from brimful.engine.profile import profile as _profile
 from brimful.engine.train import train as _train
 from brimful.integrations.fanout import Fanout
+from brimful.reports.charts import check_charts
+from brimful.reports.classification_page import classification_page
+
+#: Fields that a command takes without their flags, and those that its line names even if they are as usual.
+_POSITIONALS = {"train": ("data",), "classify": ("model", "data")}
+_ALWAYS = {"train": ("model", "output"), "classify": ()}
+#: Fields of ClassifyOptions that are of a file, or that a call of a Classifier is given.
+_OF_A_FILE = (
+    *("model", "data", "output", "text_column", "pair_column", "labels", "hypothesis_template", "multi_label", "top_k"),
+    *("threshold", "logits", "resume", "max_errors", "shard_rows", "verify", "report", "json", "num_gpus"),
+)
 
 
 def train(
@@ -50,7 +56,7 @@ def run_training(options: TrainOptions, listener: Listener) -> Run:
         from brimful.integrations.tensorboard import TensorBoard
 
         listener = Fanout(listener, TensorBoard(Path(options.output) / "tensorboard"))
-    run = _train(options, command=command_of(options), listener=listener)
+    run = _train(options, command=command_of("train", options), listener=listener)
     if options.dry_run:
         listener.stage("this was a dry run: nothing was trained, nothing was written")
     return run
@@ -74,80 +80,57 @@ def run_profile(options: ProfileOptions, listener: Listener) -> Profile:
 
 def classify(
     model: str | Path,
-    texts: Sequence[str | None],
-    pairs: Sequence[str | None] | None = None,
+    data: str | Path,
+    output: str | Path,
     *,
     listener: Listener | None = None,
     **options: Any,
-) -> list[dict[str, Any]]:
-    """Label and score of each text (or text pair), in order, named as transformers' pipeline names them.
+) -> Classification:
+    """Labels every row of a file of texts, into another file or a folder, in constant memory.
 
-    A text that is None or blank has neither: both are None. A multi-label model gives lists, a regression a score only.
-    options: the fields of ClassifyOptions but `data` and `output`, e.g. `max_length=256, precision="bf16"`.
-    Raises: BrimfulError; OptionError for an option there is not, and for texts that are none.
+    For texts in memory there is `Classifier`. options: the other fields of ClassifyOptions, e.g. `max_length=256`.
+    Raises: BrimfulError; OptionError for an option there is not.
     """
-    _check_known("classify", ClassifyOptions, options, without=("data", "output"))
-    asked = ClassifyOptions(model=_path(model), data="", **options)
-    first = _texts("texts", texts)
-    second = None if pairs is None else _texts("pairs", pairs)
-    if second is not None and len(first) != len(second):
-        raise OptionError(
-            f"there are {len(first):,} texts and {len(second):,} pairs",
-            hint="give each text its pair, in the same order",
-        )
-    if not len(first):
-        return []
-    answers = classify_texts(asked, first, second, listener or Listener())
-    return cast(list[dict[str, Any]], answers.table(asked.threshold or 0.5).to_pylist())
+    _check_known("classify", ClassifyOptions, options, without=("model", "data", "output"))
+    if "report" in options:
+        options["report"] = _path(options["report"])
+    asked = ClassifyOptions(model=_path(model), data=_path(data), output=_path(output), **options)
+    return run_classification(asked, listener or Listener())
 
 
-def run_classification(options: ClassifyOptions, listener: Listener) -> pa.Table:
-    """The rows of a file with `label` and `score` beside their columns, written to `options.output` if it is given.
+def run_classification(options: ClassifyOptions, listener: Listener, stdout: BinaryIO | None = None) -> Classification:
+    """Classifies what `options` ask for; what `classify` and the command line share.
 
-    Every row keeps its place; one without text has null for both. A column of the file that has one of these names
-    keeps it, and the answer is called `predicted_label` or `predicted_score`.
+    stdout: where answers go without `options.output`.
     """
-    if options.output is not None:
-        check_output(Path(options.output), options.data)
-    listener.stage(f"reading {options.data}")
-    rows = read_rows(options.data)
-    columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=None, need_labels=False)
-    tell_columns(columns, listener)
-    began = time.perf_counter()
-    answers = classify_texts(
-        options,
-        rows.table[columns.text].cast(pa.large_string()),
-        None if columns.pair is None else rows.table[columns.pair].cast(pa.large_string()),
-        listener,
-    )
-    _tell(answers, rows.num_rows, time.perf_counter() - began, listener)
-    table = rows.table
-    found = answers.table(options.threshold or 0.5)
-    for name in found.column_names:
-        table = table.append_column(_free_name(name, table.column_names), found[name])
-    if options.output is not None:
-        write_table(table, Path(options.output))
-        listener.note(f"written to {options.output}")
-    return table
+    if options.report is not None:
+        check_charts()
+        if Path(options.report).is_dir():
+            raise OptionError(f"--report {printable(options.report)} is a folder", hint="give the name of a file")
+    lines = None if stdout is None or options.output is not None else LineOutput(stdout)
+    record = classify_file(options, command=command_of("classify", options), listener=listener, output=lines)
+    if options.report is not None:
+        durable.write_bytes(Path(options.report), classification_page(record).encode())
+        listener.note(f"report: {options.report}")
+    return record
 
 
-def _tell(answers: Answers, num_rows: int, seconds: float, listener: Listener) -> None:
-    how = "packed, without padding" if answers.packed else f"on padded rows: {answers.reason}"
-    speed = f"{count_text(num_rows / seconds)} texts/s, loading included"
-    listener.note(f"{num_rows:,} texts in {seconds_text(seconds)} ({speed}); {how}")
-    for count, what in (
-        (answers.num_empty, "had no text, and have no label"),
-        (answers.num_truncated, "were longer than the longest sequence, and were cut (--max-length)"),
-        (answers.num_not_finite, "have no label: the model gave no number for them"),
-    ):
-        if count:
-            listener.warning(f"{count:,} of {num_rows:,} rows {what}")
+class Classifier(ModelClassifier):
+    """A saved classifier as a function from texts to answers, as transformers' pipeline is: one model on its device.
 
+        classifier = brimful.Classifier("run/model")
+        classifier(["a text", "another"])                       [{"label": "good", "score": 0.98}, ...]
+        classifier("a text", top_k=None)                        all labels, the likeliest first
+        classifier(["a text"], labels=["sport", "politics"])    zero-shot, with a model of natural-language inference
 
-def _free_name(name: str, taken: Sequence[str]) -> str:
-    """`label`, or `predicted_label`, `predicted_label_2`, ... if it is taken."""
-    names = itertools.chain((name, f"predicted_{name}"), (f"predicted_{name}_{i}" for i in itertools.count(2)))
-    return next(each for each in names if each not in taken)
+    options: how it runs: max_length, precision, device, packing, token_budget, execution, num_workers,
+    trust_remote_code, allow_pickle, as in ClassifyOptions.
+    Raises: BrimfulError; OptionError for an option there is not. Weights are read by the first call.
+    """
+
+    def __init__(self, model: str | Path, *, listener: Listener | None = None, **options: Any) -> None:
+        _check_known("Classifier", ClassifyOptions, options, without=_OF_A_FILE)
+        super().__init__(ClassifyOptions(model=_path(model), data="", **options), listener or Listener())
 
 
 def _check_known(function: str, kind: type[Any], options: Mapping[str, Any], without: Sequence[str] = ()) -> None:
@@ -166,25 +149,15 @@ def _path(given: object) -> Any:
     return os.fspath(given) if isinstance(given, os.PathLike) else given
 
 
-def _texts(name: str, texts: Sequence[str | None]) -> pa.ChunkedArray:
-    if isinstance(texts, str | bytes | Mapping):
-        raise OptionError(
-            f"{name} is {type(texts).__name__}: it must be a list of texts", hint="classify(model, [text])"
-        )
-    try:
-        return pa.chunked_array([pa.array(list(texts), pa.large_string())])
-    except (TypeError, ValueError, pa.ArrowException) as error:
-        wrong = next((i for i, text in enumerate(texts) if not isinstance(text, str | None)), None)
-        said = f"{name} must be a list of texts" if wrong is None else f"{name}[{wrong}] is no text"
-        raise OptionError(f"{said}: {printable(error)}", hint="each is a str, or None for no text") from error
-
-
-def command_of(options: TrainOptions) -> str:
+def command_of(command: str, options: Any) -> str:
     """The command line that asks for `options`."""
-    words = []
+    words, given = [], []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
-        if field.name == "data" or (value == field.default and field.name not in ("model", "output")):
+        if field.name in _POSITIONALS[command]:
+            given.append(value)
+            continue
+        if value == field.default and field.default is not dataclasses.MISSING and field.name not in _ALWAYS[command]:
             continue
         text = str(value).removesuffix(".0") if isinstance(value, float) else str(value)
         if value is True:
@@ -193,8 +166,9 @@ def command_of(options: TrainOptions) -> str:
             words += [f"{flag(field.name)}={text}"]
         else:
             words += [flag(field.name), text]
-    data = ["--", options.data] if options.data.startswith("-") else [options.data]
-    return shlex.join(["brimful", "train", *(words + data if len(data) > 1 else data + words)])
+    if any(each.startswith("-") and each != "-" for each in given):
+        return shlex.join(["brimful", command, *words, "--", *given])
+    return shlex.join(["brimful", command, *given, *words])
 
 
 def summary_json(run: Run) -> str:

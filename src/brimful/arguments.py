@@ -24,7 +24,10 @@ _CONFIG_HELP = "TOML or YAML file with any of these options, by the same names; 
 
 @dataclass(frozen=True, kw_only=True)
 class _Command:
-    """One command. positionals: field -> how it is shown. groups: the first field of each group -> its heading."""
+    """One command. positionals: field -> how it is shown. groups: the first field of each group -> its heading.
+
+    short: field -> the flag of one letter that it has besides.
+    """
 
     name: str
     options: type[Any]
@@ -32,6 +35,7 @@ class _Command:
     example: str
     positionals: Mapping[str, str] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
+    short: Mapping[str, str] = field(default_factory=dict)
 
 
 _TRAIN = _Command(
@@ -52,9 +56,16 @@ _TRAIN = _Command(
 _CLASSIFY = _Command(
     name="classify",
     options=ClassifyOptions,
-    summary="Label a file of texts with a fine-tuned classifier.",
-    example="brimful classify run/model reviews.csv --output labelled.csv",
-    positionals={"model": "MODEL", "data": "FILE"},
+    summary="Label files of texts of any size with a fine-tuned classifier, or zero-shot with an NLI model.",
+    example="brimful classify run/model reviews.csv -o labelled.csv",
+    positionals={"model": "MODEL", "data": "INPUT"},
+    groups={
+        "output": "rows in, rows out",
+        "labels": "what is asked, what is answered",
+        "resume": "the run",
+        "precision": "how it runs",
+    },
+    short={"output": "-o"},
 )
 _PROFILE = _Command(
     name="profile",
@@ -215,7 +226,8 @@ def _parser(command: _Command, hints: Mapping[str, Any]) -> argparse.ArgumentPar
         if hint is bool:
             group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=text)
         else:
-            group.add_argument(flag(name), metavar=_shown_as(name, hint), help=text)
+            flags = [*([command.short[name]] if name in command.short else []), flag(name)]
+            group.add_argument(*flags, dest=name, metavar=_shown_as(name, hint), help=text)
     group.add_argument("--config", metavar="FILE", help=_CONFIG_HELP)
     group.add_argument("-h", "--help", action="help", help="Show this help, and stop.")
     return parser

@@ -65,8 +65,9 @@ def run(arguments: list[str]) -> int:
     except BrimfulError as error:
         return _fail(str(error), error.hint or f"see brimful {arguments[0]} --help", error.exit_code)
     except KeyboardInterrupt:
-        again = "checkpoints are whole: the same command with --resume goes on"
-        return _fail("interrupted at once", again if arguments[0] == "train" else "start it again", 130)
+        again = "what is done is kept: the same command with --resume goes on"
+        resumable = arguments[0] == "train" or (arguments[0] == "classify" and _has_output(arguments))
+        return _fail("interrupted at once", again if resumable else "start it again", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -75,6 +76,10 @@ def run(arguments: list[str]) -> int:
             raise
         said = str(error).split(". ")[0]
         return _fail(f"the GPU's memory is full: {said}", "lower --token-budget, or --max-length", 1)
+
+
+def _has_output(words: list[str]) -> bool:
+    return any(word.startswith(("--output", "-o")) for word in words)
 
 
 def _fail(message: str, hint: str, code: int) -> int:
@@ -102,11 +107,13 @@ def _classify(words: list[str]) -> int:
     options = classify_options(words)
     with _terminal() as listener:
         from brimful.api import run_classification
-        from brimful.data.writing import json_lines
+        from brimful.core.records import to_json
+        from brimful.reports.classification import classification_text
 
-        table = run_classification(options, listener)
-    if options.output is None:
-        sys.stdout.writelines(f"{line}\n" for line in json_lines(table))
+        record = run_classification(options, listener, sys.stdout.buffer)
+        listener.text(classification_text(record))
+    if options.json and options.output is not None:
+        print(to_json(record).rstrip())
     return 0
 
 

@@ -10,7 +10,7 @@ import itertools
 import json
 from pathlib import Path
 
-from brimful.api import classify, command_of, run_training
+from brimful.api import Classifier, command_of, run_training
 from brimful.core.durable import make_folder, write_bytes
 from brimful.core.errors import OptionError
 from brimful.core.listener import Listener
@@ -50,11 +50,12 @@ def run_demo(options: DemoOptions, listener: Listener) -> Run:
     make_folder(folder)
     write_bytes(data, articles.encode())
     listener.stage(f"BBC News is now in {data}. What runs is this command:")
-    listener.note(command_of(asked))
+    listener.note(command_of("train", asked))
     run = run_training(asked, listener)
     listener.stage("Sentences that nobody trained on, each with its label and how sure the model is:")
-    for text, answer in zip(_EXAMPLES, classify(folder / "run" / "model", _EXAMPLES), strict=True):
-        listener.note(f"{answer['label']:<13}  {answer['score']:.2f}  {text}")
+    with Classifier(folder / "run" / "model") as classifier:
+        for text, answer in zip(_EXAMPLES, classifier(_EXAMPLES), strict=True):
+            listener.note(f"{answer['label']:<13}  {answer['score']:.2f}  {text}")
     return run
 
 

@@ -234,7 +234,7 @@ def test_control_characters_reach_stdout_escaped(brimful: Brimful, tmp_path: Pat
         (["{classifier}", "nowhere.csv"], "no such file", ""),
         (["{classifier}", "{reviews}", "--text-column", "txt"], "no such column: 'txt'", "did you mean 'text'"),
         (["{classifier}", "{reviews}", "--output", "{tmp}/out.xlsx"], "suffix '.xlsx'", ".csv, .tsv, .jsonl"),
-        (["{classifier}", "{reviews}", "--output", "{tmp}/out"], "suffix ''", ".csv, .tsv, .jsonl"),
+        (["{classifier}", "{reviews}", "--output", "{tmp}/out"], "is a folder", "name of a file"),
         (["{classifier}", "{reviews}", "--output", "{reviews}"], "is the file that is read", "another name"),
         (["{classifier}", "{reviews}", "--output", "/proc/nowhere/out.csv"], "cannot write", "--output"),
         (["{classifier}", "{reviews}", "--threshold", "1.5"], "--threshold is 1.5", "0.5"),

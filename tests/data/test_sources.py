@@ -405,8 +405,16 @@ def test_another_format_under_a_text_name(tmp_path: Path, data: bytes, what: str
 
 
 def test_binary_under_a_text_name(tmp_path: Path) -> None:
-    error = refused(put(tmp_path / "rows.csv", b"text\n\0\1\2"))
+    error = refused(put(tmp_path / "rows.csv", b"text\n\0\1\xff\xff"))
     assert "is not text: NUL byte at offset 5" in str(error)
+    error = refused(put(tmp_path / "rows.csv", "text\nsome\n".encode("utf-16-le")))
+    assert "is not text: NUL byte at offset 1" in str(error)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_text_may_have_a_nul_character(tmp_path: Path, kind: str) -> None:
+    rows = [{"text": 'a\0"b"\0', "label": "x"}]
+    assert read_rows(put(tmp_path / f"rows.{kind}", encoded(rows, kind))).table.to_pylist() == rows
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.json", "rows.jsonl"])
@@ -629,10 +637,13 @@ def test_hub_name_from_the_cache(tmp_path: Path) -> None:
     )
     info.write_to_directory(str(folder))
     code = "for name in ('owner/reviews', 'owner/reviews:test'):\n"
-    code += "    rows = read_rows(name); print(rows.num_rows, rows.table['label'].to_pylist(), rows.place(0))"
+    code += "    rows = read_rows(name); print(rows.num_rows, rows.table['label'].to_pylist(), rows.place(0))\n"
+    code += "from brimful.data.stream import open_stream; stream = open_stream('owner/reviews')\n"
+    code += "print(stream.num_rows, [chunk.table['label'].to_pylist() for chunk in stream.chunks(1)], stream.place(2))"
     assert in_a_process(code, HF_HOME=str(tmp_path)).splitlines() == [
         "3 ['neg', 'pos', None] ('owner/reviews', 1)",
         "1 ['neg'] ('owner/reviews:test', 1)",
+        "3 [['pos', None]] ('owner/reviews', 3)",
     ]
 
 

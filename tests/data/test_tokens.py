@@ -49,6 +49,7 @@ def check(tokenizer: Any, first: list[str], second: list[str] | None, max_length
         kinds = found.sequence_types(i)
         assert None if kinds is None else kinds.tolist() == expected["token_type_ids"][i]
     assert found.lengths.tolist() == [len(ids) for ids in expected["input_ids"]]
+    assert found.truncated.tolist() == [len(ids) > max_length for ids in whole]
     assert found.num_truncated == sum(len(ids) > max_length for ids in whole)
     assert (found.ids.dtype, found.offsets.dtype) == (np.int32, np.int64)
 
@@ -76,9 +77,9 @@ def test_special_tokens_in_a_text_are_split_where_the_tokenizer_splits_them(mini
     splitting = AutoTokenizer.from_pretrained(MINILM, split_special_tokens=True)
     check(splitting, [SPECIALS, "plain"], None, 64)
     sent = pickle.loads(pickle.dumps(Encoder.from_tokenizer(splitting, 64, with_types=False)))  # as workers get it
-    assert sent([SPECIALS])[0].ids == splitting(SPECIALS)["input_ids"]
+    assert sent.encode([SPECIALS]).ids.tolist() == splitting(SPECIALS)["input_ids"]
     kept = pickle.loads(pickle.dumps(Encoder.from_tokenizer(minilm, 9, with_types=True)))
-    assert kept([SPECIALS])[0].ids == minilm(SPECIALS, truncation=True, max_length=9)["input_ids"]
+    assert kept.encode([SPECIALS]).ids.tolist() == minilm(SPECIALS, truncation=True, max_length=9)["input_ids"]
     assert (kept.max_length, kept.with_types) == (9, True)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +26,6 @@ OPTIONS: dict[str, Any] = {
 WORDS = [word for name, value in OPTIONS.items() for word in ("--" + name.replace("_", "-"), str(value))]
 #: Room for events, but for no checkpoint of the tiny model.
 LITTLE = 24 << 10
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """disk("8m") is a real, empty disk of that size."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def mount(size: str) -> Path:
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-            pytest.skip("needs to be allowed to mount")
-        return folder
-
-    yield mount
-    if os.path.ismount(folder):
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 class Filler(Listener):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +183,12 @@ def test_an_option_there_is_not(model: Path, rows: Path, tmp_path: Path) -> None
     with pytest.raises(OptionError, match="learning_rte") as caught:
         brimful.train(rows, model=model, output=tmp_path / "run", learning_rte=1.0)
     assert "learning_rate" in str(caught.value.hint)
+
+
+def test_a_machine_without_triton(tmp_path: Path) -> None:
+    """torch for CPUs comes without it."""
+    code = (
+        "import sys; sys.modules['triton'] = None; import brimful.engine.train, brimful.engine.profile; print('whole')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "whole\n", done.stderr

@@ -33,7 +33,10 @@ def source(token_budget: int, batch_size: int = 16) -> Source:
     lengths = random.integers(3, 120, size=300)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     tokens = Tokens(
-        ids=random.integers(5, 900, size=offsets[-1]).astype(np.int32), offsets=offsets, types=None, num_truncated=0
+        ids=random.integers(5, 900, size=offsets[-1]).astype(np.int32),
+        offsets=offsets,
+        types=None,
+        truncated=np.zeros(300, dtype=np.bool_),
     )
     space = LabelSpace(task="single_label", names=("a", "b", "c"), values={"a": 0, "b": 1, "c": 2})
     order = Order(num_samples=300, batch_size=batch_size, seed=1)

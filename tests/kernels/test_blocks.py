@@ -18,9 +18,10 @@ from brimful.kernels.layout import PackedShape, make_segments
 pytest.importorskip("triton")
 
 from brimful.kernels import blocks, gelu
-from brimful.kernels.dropout import kept_mask_PRC, one_seed
+from brimful.kernels.dropout import kept_mask_PRC
 from brimful.kernels.embedding import embeddings_norm
 from brimful.kernels.norm import dropout_add_norm
+from brimful.kernels.seeds import one_seed
 from brimful.kernels.strips import make_strips, sum_strips
 
 LENGTHS = [5, 70, 1, 33]
@@ -259,9 +260,9 @@ def test_a_residual_must_fit() -> None:
 def test_parameters_in_storages_of_their_own_are_copied() -> None:
     """Even where an allocator put them side by side."""
     parts = [torch.randn(4, 8) for _ in range(3)]
-    assert torch.equal(blocks._side_by_side(parts, torch.float32), torch.cat(parts))
+    assert torch.equal(blocks.side_by_side(parts, torch.float32), torch.cat(parts))
     whole = torch.randn(12, 8)
-    packed = blocks._side_by_side(list(whole.chunk(3)), torch.float32)
+    packed = blocks.side_by_side(list(whole.chunk(3)), torch.float32)
     assert packed.data_ptr() == whole.data_ptr()
 
 

@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from brimful.kernels.dropout import kept_mask_PRC, next_site, one_seed, threshold
+from brimful.kernels.dropout import kept_mask_PRC, threshold
+from brimful.kernels.seeds import next_site, one_seed
 
 SIZE = 512
 

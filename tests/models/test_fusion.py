@@ -6,11 +6,13 @@ On the CPU by Triton's interpreter, in fp32 and without dropout; dropout is chec
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.fx import GraphModule
@@ -18,19 +20,25 @@ from transformers import OPTConfig, OPTForSequenceClassification
 
 pytest.importorskip("triton")
 
+from brimful.data.batches import make_batch
+from brimful.kernels import float8
 from brimful.kernels.attention import triton_attention
-from brimful.kernels.dropout import one_seed
-from brimful.models import execution, fusion
+from brimful.kernels.seeds import one_seed
+from brimful.models import execution, fusion, proof
 from brimful.models.anatomy import embeddings_of, layers_of
 from brimful.step.step import Step
-from step.test_step import ROWS, make_step
-from tiny import FAMILIES
+from step.test_step import PACKED, ROWS, TASK, make_step
+from tiny import FAMILIES, sequences
 from tolerances import MODEL_FP32, difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at inputs' gradients
 
 #: Heads of 16 numbers: the smallest that our attention kernel takes.
 WIDE = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
+
+ONE_LAYER = WIDE | {"num_hidden_layers": 1}
+#: Three samples in one micro-batch.
+SHORT = make_batch(0, np.arange(3), sequences([5, 17, 2]), None, np.array([0, 2, 1]), TASK, PACKED)
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +90,54 @@ def test_a_fused_step_is_the_plain_one(family: str) -> None:
         assert found.loss == pytest.approx(expected.loss, rel=1e-5)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
     assert covered == [True, True]  # embeddings, and one graph for all layers and numbers of tokens
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_a_step_in_fp8() -> None:
+    """Near the plain one, with copies of weights renewed at each update; what is not finite is seen and skipped."""
+    model = FAMILIES["bert"].model(**ONE_LAYER)
+    plain, fused = make_step(copy.deepcopy(model)), make_step(model)
+    compiled(model)
+    plan = float8.Plan()
+    fused.precision = fused.update.precision = dataclasses.replace(fused.precision, plan=plan)
+    weight = model.bert.encoder.layer[0].intermediate.dense.weight
+    expected = plain.run(SHORT).read()
+    with plan.active():
+        found = fused.run(SHORT).read()
+    assert 0 < abs(found.loss - expected.loss) < 0.03 * expected.loss
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=0.1)
+    assert set(plan.met) == {(96, 32), (32, 32), (48, 32), (32, 48)}
+    copied = plan.weight(weight, transposed=True, keep=True)
+    assert torch.equal(copied.restored(), float8.columns_of(weight).restored())
+    with torch.no_grad():
+        weight[3, 5] = float("inf")
+    with plan.active():
+        assert not fused.run(SHORT).read().applied
+
+
+def float8_proof(family: str, **settings: Any) -> tuple[float | None, tuple[float8.Shape, ...]]:
+    """In fp32 besides: Triton's interpreter has no bf16 to speak of."""
+    model = FAMILIES[family].model(**settings).eval()
+    form = make_step(model, family=family).execution.form  # type: ignore[attr-defined]
+    few = sequences([5, 17, 2])
+    row = proof._packed(few, model.config, 64)
+    logits = execution.PackedExecution(model, form, plain=True)(row)[: len(few)]
+    return proof._float8_error(model, form, row, logits.detach(), proof._gradient(model, logits), "fp32")
+
+
+def test_the_proof_of_layers_in_fp8() -> None:
+    """Sizes that matrix units do not take are left out."""
+    error, shapes = float8_proof("bert", **ONE_LAYER | {"intermediate_size": 40})
+    assert error is not None
+    assert 0.01 < error < 1
+    assert set(shapes) == {(96, 32), (32, 32)}
+
+
+@pytest.mark.parametrize("family", ["llama", "albert"])
+def test_layers_without_fused_kernels_have_no_fp8(family: str) -> None:
+    """Those that our kernels do not cover, and those that are shared."""
+    settings = WIDE | {"num_key_value_heads": 2, "head_dim": 16} if family == "llama" else {}
+    assert float8_proof(family, **settings) == (None, ())
 
 
 def gradient(step: Step, number: int) -> tuple[float, torch.Tensor]:

@@ -9,6 +9,7 @@ import pytest
 
 from brimful.core.listener import Progress
 from brimful.core.records import Lever, Recipe
+from brimful.reports.pace import Pace
 from brimful.reports.terminal import Terminal
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -99,11 +100,56 @@ def test_rows_are_counted_and_the_count_goes_when_all_are_done(
     assert lines(capsys)[-1] == "  done"
 
 
-def test_progress_in_a_pipe_is_a_line_now_and_then(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: seconds[0])
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the clock says, to be set."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def test_a_pass_says_its_rate_and_what_is_left(capsys: pytest.CaptureFixture[str], seconds: list[float]) -> None:
+    terminal = Terminal()
+    terminal.stage("classifying")
+    for done in range(0, 5000, 100):  # 100 rows a second, after a resume at 400,000
+        seconds[0] = done / 100
+        terminal.count(400_000 + done, 406_000)
+    shown = lines(capsys)
+    assert shown[1] == "401,000 of 406,000 rows  100 rows/s  50.0 s left"
+    assert shown[4] == "404,000 of 406,000 rows  100 rows/s  20.0 s left"
+
+
+def test_a_stream_of_unknown_length_says_what_it_can(capsys: pytest.CaptureFixture[str], seconds: list[float]) -> None:
+    terminal = Terminal()
+    terminal.stage("classifying")
+    for second in range(0, 45, 5):
+        seconds[0] = float(second)
+        terminal.count(1000 * second, None, second / 400 if second < 30 else None)
+    shown = lines(capsys)
+    assert shown[1] == "10,000 rows  2.5 %  1,000 rows/s  6 min 30 s left"
+    assert shown[3] == "30,000 rows  1,000 rows/s"
+
+
+def test_a_rate_forgets_a_slow_start() -> None:
+    pace = Pace()
+    for second in range(200):
+        pace.mark(float(second), max(0, second - 100) * 50, None)
+        assert pace.rows_per_s is None or pace.rows_per_s > 0
+    assert pace.rows_per_s == pytest.approx(50)
+    assert pace.left_s is None
+
+
+def test_a_bar_of_unknown_length_is_drawn(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.stage("classifying")
+    terminal.count(8192, None)
+    terminal.count(16384, None, 0.25)
+    terminal.close()
+    shown = lines(capsys)
+    assert any("8,192 rows" in line for line in shown)
+    assert any("16,384 rows  25.0 %" in line for line in shown)
+
+
+def test_progress_in_a_pipe_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str], seconds: list[float]) -> None:
     terminal = Terminal()
     for step in range(100):
         seconds[0] = float(step)

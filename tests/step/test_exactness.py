@@ -183,6 +183,7 @@ def test_padded_bert(kind: str, data: st.DataObject) -> None:
         ("modernbert", STEP_PARTLY_FP32),
         ("modernbert-mean", STEP_PARTLY_FP32),
         ("gemma2", STEP_GEMMA),
+        ("deberta", STEP_PARTLY_FP32),
     ],
 )
 @given(data=st.data(), kind=st.sampled_from(KINDS))
@@ -192,7 +193,7 @@ def test_packed_families(family: str, tolerance: float, data: st.DataObject, kin
     check(family, case, case.packed(), tolerance)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "distilbert"])
+@pytest.mark.parametrize("family", ["gpt2", "distilbert", "deberta-v2", "deberta-v2-convolution", "mpnet"])
 @given(data=st.data(), kind=st.sampled_from(KINDS))
 @settings(max_examples=15)
 def test_packed_families_that_keep_fp64(family: str, data: st.DataObject, kind: str) -> None:

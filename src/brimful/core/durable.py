@@ -8,6 +8,7 @@ One process writes into a folder at a time. What goes wrong is raised as DiskFul
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -28,6 +29,8 @@ Data: TypeAlias = bytes | bytearray | memoryview
 TEMPORARY = ".tmp-"
 #: Name of a folder while another takes its place: `.old-model` was `model`.
 REPLACED = ".old-"
+#: File in a folder that the process writing into it holds locked.
+LOCK = ".lock"
 
 # EFBIG: the limit on the size of one file (ulimit -f) is met like a full disk, by writing less or elsewhere.
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -77,24 +80,75 @@ def write_bytes(path: Path, data: Data) -> None:
 def write_chunks(path: Path, chunks: Iterable[Data]) -> Written:
     """Like `write_bytes` for content made piece by piece, hashed on its way."""
     temporary = temporary_path(path)
-    digest, num_bytes = hashlib.sha256(), 0
     with file_errors(path):
+        file = GrowingFile(temporary)
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
                 for chunk in chunks:
-                    digest.update(chunk)
-                    num_bytes += write_all(descriptor, chunk)
-                os.fsync(descriptor)
+                    file.write(chunk)
+                written = file.sync()
             finally:
-                os.close(descriptor)
+                file.close()
             temporary.replace(path)
         except BaseException:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
     sync_folder(path.parent)
-    return Written(num_bytes=num_bytes, sha256=digest.hexdigest())
+    return written
+
+
+class GrowingFile:
+    """A new file that grows at its end and is hashed on its way. Nothing is sure to be on the disk before `sync`.
+
+    Raises: OSError as the system gave it, FileExistsError among them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._digest, self._num_bytes = hashlib.sha256(), 0
+        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def write(self, data: Data) -> int:
+        """Append `data` and return its bytes.
+
+        After `close` it goes nowhere: libraries have last words when they are collected, and nobody waits for those.
+        """
+        if self._descriptor is None:
+            return memoryview(data).nbytes
+        num_bytes = write_all(self._descriptor, data)
+        self._digest.update(data)
+        self._num_bytes += num_bytes
+        return num_bytes
+
+    def sync(self) -> Written:
+        """Return what was written so far, when it is on the disk. The file can grow on."""
+        assert self._descriptor is not None
+        os.fsync(self._descriptor)
+        return Written(num_bytes=self._num_bytes, sha256=self._digest.hexdigest())
+
+    def close(self) -> None:
+        """Let go of the file, synced or not."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+
+def begins_with(path: Path, written: Written) -> bool:
+    """Whether the first bytes of `path` are what was written; False too if it is not there or too short.
+
+    Raises: OutputError if it cannot be read.
+    """
+    digest, left = hashlib.sha256(), written.num_bytes
+    with file_errors(path):
+        try:
+            with path.open("rb", buffering=0) as file:
+                while left and (chunk := file.read(min(left, 1 << 20))):
+                    digest.update(chunk)
+                    left -= len(chunk)
+        except FileNotFoundError:
+            return False
+    return left == 0 and digest.hexdigest() == written.sha256
 
 
 def write_all(descriptor: int, data: Data) -> int:
@@ -147,6 +201,31 @@ def sync_tree(folder: Path) -> None:
         else:
             sync_file(path)
     sync_folder(folder)
+
+
+def lock_folder(folder: Path, *, output: Path | None = None) -> int:
+    """Keep other processes from writing into `folder`, which exists, until the returned descriptor is closed.
+
+    output: what to call it in the error, if it is not `folder`. Raises: OutputError if another process has the lock.
+    """
+    with file_errors(output or folder):
+        while True:
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Whoever had it may have removed the file on leaving: a lock on that one keeps nobody out.
+                if (folder / LOCK).exists() and os.path.samestat(os.fstat(descriptor), (folder / LOCK).stat()):
+                    return descriptor
+            except BlockingIOError:
+                os.close(descriptor)
+                raise OutputError(
+                    f"another process is writing into {path_text(output or folder)}",
+                    hint="wait for it, or use another --output",
+                ) from None
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
 
 
 def make_folder(path: Path) -> None:

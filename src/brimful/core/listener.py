@@ -49,8 +49,12 @@ class Listener:
     def progress(self, progress: Progress) -> None:
         """Training went on."""
 
-    def count(self, done: int, total: int) -> None:
-        """Of `total` rows, `done` are done, in the stage begun last."""
+    def count(self, done: int, total: int | None, share: float | None = None) -> None:
+        """Of `total` rows, `done` are done, in the stage begun last.
+
+        total: None for a stream, whose rows nobody has counted. share: how much of it is done then, from 0 to 1, such
+        as bytes read of all bytes; None if that is not known either.
+        """
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation ended."""

@@ -10,6 +10,7 @@ from brimful.core.errors import OptionError, printable
 
 TaskChoice = Literal["auto", "single_label", "multi_label", "regression"]
 PrecisionChoice = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
+TrainingPrecisionChoice = Literal[PrecisionChoice, "fp8"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 ExecutionChoice = Literal["auto", "eager", "captured", "compiled"]
 OptimizerChoice = Literal["adamw_torch_fused", "adamw_torch", "sgd"]
@@ -95,9 +96,10 @@ class TrainOptions:
     early_stopping_patience: int | None = None
     """Stop after this many evaluations without improvement of --metric-for-best-model."""
 
-    precision: PrecisionChoice = "auto"
+    precision: TrainingPrecisionChoice = "auto"
     """Arithmetic of matrix products; weights, gradients, optimizer, norms and loss stay fp32.
-    auto: bf16 on a GPU that has it, fp32 elsewhere."""
+    auto: bf16 on a GPU that has it, fp32 elsewhere. fp8: bf16, with those products of fused layers in 8 bits that are
+    measured faster so here; on GPUs from compute capability 9.0 (Hopper)."""
     device: DeviceChoice = "auto"
     """Where to run. auto: a GPU if there is one."""
     deterministic: bool = False
@@ -172,8 +174,8 @@ class ClassifyOptions:
     """Texts to classify: CSV, TSV, JSONL, Parquet (each also .gz or .zst), Arrow, a folder or a glob of these, or `-`
     for JSONL on stdin."""
     output: str | None = None
-    """File (.csv, .tsv, .jsonl, .parquet) or folder (of Parquet shards) for the results, with all columns of the input.
-    Default: JSONL on stdout."""
+    """File (.parquet, or .csv, .tsv, .jsonl, each also .gz or .zst) or folder (of Parquet shards) for the results, with
+    all columns of the input. Default: JSONL on stdout."""
     text_column: str | None = None
     """Column with the text. Default: found by name and type."""
     pair_column: str | None = None
@@ -201,7 +203,7 @@ class ClassifyOptions:
     max_errors: int | None = None
     """Stop when more rows than this cannot be classified. Default: never; such rows say why in a column `error`."""
     shard_rows: int = 1_000_000
-    """Rows of one file of a folder of results; about as many are done anew after a kill."""
+    """Rows of one file of a folder of results."""
     verify: int = 256
     """Rows on which the fast path is compared with the plain fp32 model before the rest is trusted to it; 0: none."""
     report: str | None = None
@@ -217,6 +219,9 @@ class ClassifyOptions:
     """auto: packed, without padding, where that was proved equal on this model. off: padded batches."""
     token_budget: int | None = None
     """Most tokens a micro-batch may have. Default: by device."""
+    execution: ExecutionChoice = "auto"
+    """How the pass is launched on a GPU: one kernel after another, captured as CUDA graphs, or captured with compiled
+    layers. auto: captured, and compiled where the input is long enough for it to pay."""
     num_workers: int | None = None
     """Processes that tokenise; 0: threads of this one. Default: by the number of cores and the device."""
     trust_remote_code: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -131,8 +132,14 @@ def json_text(value: Any, *, indent: int | None = None, default: Callable[[Any],
 
     Raises: ValueError for a number that JSON does not have.
     """
-    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False, default=default)
+    text = _encoder(indent, default).encode(value)
     return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+@functools.lru_cache(maxsize=16)
+def _encoder(indent: int | None, default: Callable[[Any], Any] | None) -> json.JSONEncoder:
+    """Made once: making one takes longer than it needs for a row of results."""
+    return json.JSONEncoder(indent=indent, ensure_ascii=False, allow_nan=False, default=default)
 
 
 def from_json(kind: type[T], text: str) -> T:

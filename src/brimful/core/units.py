@@ -45,3 +45,17 @@ def share_text(share: float | None) -> str:
 def number_text(number: float | None) -> str:
     """A metric: `0.9775`; `unknown` for None."""
     return "unknown" if number is None else f"{number:.4f}"
+
+
+def part_text(count: int, whole: int) -> str:
+    """How many, exactly, and as a share that is neither none nor all unless it is: `12 (< 0.1 %)`; `0` of nothing."""
+    if not whole:
+        return f"{count:,}"
+    share = count / whole
+    if 0 < share < 0.0005:
+        said = "< 0.1 %"
+    elif 0.9995 <= share < 1:
+        said = "> 99.9 %"
+    else:
+        said = share_text(share)
+    return f"{count:,} ({said})"

@@ -148,18 +148,12 @@ def _work(seed: int, epoch: int, samples: list[int], texts: list[str], pairs: li
                 raise DataError(f"the transform gave {type(new).__name__}, not a text", value=text, hint="return a str")
             row.append(new)
         changed.append(row)
-    encodings = _Worker.encoder(changed[0], changed[1] if pairs is not None else None)
-    for encoding, text, new in zip(encodings, texts, changed[0], strict=True):
-        if not encoding.ids:
-            raise DataError(
-                f"the transform left no token the tokenizer knows: it gave {printable(new)!r}",
-                value=text,
-                hint="return the text as it was where nothing is left of it",
-            )
-    return [
-        (
-            np.asarray(e.ids, dtype=np.int32),
-            np.asarray(e.type_ids, dtype=np.uint8) if _Worker.encoder.with_types else None,
+    found = _Worker.encoder.encode(changed[0], changed[1] if pairs is not None else None)
+    if not found.lengths.all():
+        empty = int(found.lengths.argmin())
+        raise DataError(
+            f"the transform left no token the tokenizer knows: it gave {printable(changed[0][empty])!r}",
+            value=texts[empty],
+            hint="return the text as it was where nothing is left of it",
         )
-        for e in encodings
-    ]
+    return [(found.sequence(i), found.sequence_types(i)) for i in range(len(found))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,7 +20,7 @@ from brimful.core.errors import DataError, printable
 from brimful.data.opening import first_line, in_blocks, not_utf8, reading
 
 _REWRITE = "write it anew as CSV or JSONL with the tool that it comes from"
-_DELIMITERS = ",;\t|"
+DELIMITERS = ",;\t|"
 _REFUSED = (pa.ArrowInvalid, pa.ArrowKeyError)
 
 _Records = Generator[list[str], None, None]
@@ -32,7 +32,7 @@ def read_delimited(file: str, delimiter: str | None = None) -> pa.Table:
     Raises: DataError with file and row for text that is not UTF-8, rows of another length, a column name twice.
     """
     if delimiter is None:
-        delimiter = max(_DELIMITERS, key=lambda candidate: len(_header(file, candidate)))
+        delimiter = max(DELIMITERS, key=lambda candidate: len(_header(file, candidate)))
     names = _header(file, delimiter)
     plain = _read_plain(file, delimiter)
     if plain is not None and (not _has_quotes(plain) or not _well_quoted(file, delimiter, len(names))):
@@ -55,9 +55,7 @@ def _read_plain(file: str, delimiter: str) -> pa.Table | None:
 
 
 def _read(file: str, delimiter: str, names: list[str], *, quoting: bool) -> pa.Table:
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise DataError("the header has a column twice", file=file, value=twice, hint="rename one of them")
+    check_names(names, file)
 
     def read(block_bytes: int) -> pa.Table:
         with reading(file) as stream:
@@ -80,31 +78,42 @@ def _read(file: str, delimiter: str, names: list[str], *, quoting: bool) -> pa.T
 def _header(file: str, delimiter: str, *, quoting: bool = True) -> list[str]:
     with contextlib.closing(_records(file, delimiter, quoting=quoting)) as records:
         names = next(records)
-    if bad := _bad_utf8(names):
+    if bad := bad_utf8(names):
         raise not_utf8(bad, file=file)
     return names
 
 
-def _records(file: str, delimiter: str, *, quoting: bool = True, strict: bool = False) -> _Records:
-    """Header and rows by Python's slow but exact parser; bytes that are not UTF-8 come as lone surrogates.
+def check_names(names: Sequence[str], file: str) -> None:
+    """Raises DataError for a header with a column twice."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError("the header has a column twice", file=file, value=twice, hint="rename one of them")
 
-    csv's limit on the length of a value belongs to the whole process, so it is put back.
-    """
+
+@contextlib.contextmanager
+def long_values() -> Iterator[None]:
+    """Lets csv read values of any length. Its limit belongs to the whole process, so it is put back."""
     limit = csv.field_size_limit((1 << 31) - 1)
     try:
-        with (
-            reading(file) as stream,
-            io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines,
-        ):
-            records = csv.reader(
-                lines,
-                delimiter=delimiter,
-                quoting=csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE,
-                strict=strict,
-            )
-            yield from filter(None, records)
+        yield
     finally:
         csv.field_size_limit(limit)
+
+
+def _records(file: str, delimiter: str, *, quoting: bool = True, strict: bool = False) -> _Records:
+    """Header and rows by Python's slow but exact parser; bytes that are not UTF-8 come as lone surrogates."""
+    with (
+        long_values(),
+        reading(file) as stream,
+        io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines,
+    ):
+        records = csv.reader(
+            lines,
+            delimiter=delimiter,
+            quoting=csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE,
+            strict=strict,
+        )
+        yield from filter(None, records)
 
 
 def _has_quotes(table: pa.Table) -> bool:
@@ -126,7 +135,7 @@ def _fault(file: str, delimiter: str, error: Exception) -> DataError:
     with contextlib.closing(_records(file, delimiter)) as records:
         names, row = next(records), 0
         for row, record in enumerate(records, 1):
-            if bad := _bad_utf8(record):
+            if bad := bad_utf8(record):
                 return not_utf8(bad, file=file, row=row)
             if len(record) != len(names):
                 return DataError(
@@ -149,7 +158,7 @@ def _hint_ragged(record: list[str], num_columns: int, delimiter: str) -> str:
     return f"put quotation marks around values that hold the delimiter '{printable(delimiter)}'"
 
 
-def _bad_utf8(record: list[str]) -> bytes | None:
+def bad_utf8(record: Iterable[str]) -> bytes | None:
     """The first value with bytes that are not UTF-8."""
     for value in record:
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,28 +48,48 @@ def read_file(file: str) -> pa.Table:
 
     Raises: DataError for a file that is damaged, empty, of another format than its name says, or not UTF-8.
     """
+    suffix = checked_kind(file)
+    if suffix in _TEXT:
+        return tidy(_TEXT[suffix](file), file)
+    with damage(file):
+        return tidy(_read_parquet(file) if suffix == ".parquet" else _read_arrow(file), file)
+
+
+def checked_kind(file: str) -> str:
+    """The end of the file's name, of those that can be read, of a file that is not empty and begins like its kind.
+
+    Raises: DataError for any other file.
+    """
     if not is_data_file(file):
         raise DataError("is not a kind of file that can be read", file=file, hint=f"it can be {KINDS}")
     check_whole(file)
     suffix = split_suffix(file)[0]
     if suffix in _TEXT:
         check_text(file)
-        return tidy(_TEXT[suffix](file), file)
+    return suffix
+
+
+@contextlib.contextmanager
+def damage(file: str) -> Iterator[None]:
+    """Makes a DataError of what pyarrow says of a damaged Parquet or Arrow file."""
     try:
-        return tidy(_read_parquet(file) if suffix == ".parquet" else _read_arrow(file), file)
+        yield
     except pa.ArrowMemoryError as error:
         hint = "it is damaged, or larger than this machine's memory"
         raise DataError(f"cannot be read ({first_line(error)})", file=file, hint=hint) from error
     except _DAMAGED as error:
         raise DataError(
-            f"is no whole {suffix.removeprefix('.')} file ({first_line(error)})",
+            f"is no whole {split_suffix(file)[0].removeprefix('.')} file ({first_line(error)})",
             file=file,
             hint="it is cut off or damaged: copy or download it again",
         ) from error
 
 
-def tidy(table: pa.Table, file: str) -> pa.Table:
-    """`table` with few types: large_string, large_list, int, float and bool; what is none of these is left as it is."""
+def tidy(table: pa.Table, file: str | None) -> pa.Table:
+    """`table` with few types: large_string, large_list, int, float and bool; what is none of these is left as it is.
+
+    file: for messages; without it they name no row either.
+    """
     names = table.column_names
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -76,7 +97,7 @@ def tidy(table: pa.Table, file: str) -> pa.Table:
     columns = {}
     for name, column, kind in zip(names, table.columns, _class_names(table.schema), strict=True):
         _check_values(column, file)
-        plain = _plain_type(column.type)
+        plain = plain_type(column.type)
         column = column if column.type == plain else column.cast(plain)
         columns[name] = _named(column, kind, file) if kind else column
     return pa.table(columns)
@@ -99,32 +120,36 @@ def _read_arrow(file: str) -> pa.Table:
         return reader.read_all()
 
 
-def _plain_type(kind: pa.DataType) -> pa.DataType:
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type that `tidy` gives to values of the type `kind`, where no names belong to them."""
     if pa.types.is_dictionary(kind):
-        return _plain_type(kind.value_type)
+        return plain_type(kind.value_type)
     if pa.types.is_string(kind) or pa.types.is_string_view(kind):
         return pa.large_string()
     if pa.types.is_float16(kind) or pa.types.is_decimal(kind):
         return pa.float64()
     if any(is_kind(kind) for is_kind in (pa.types.is_list, pa.types.is_fixed_size_list, pa.types.is_large_list)):
-        return pa.large_list(_plain_type(kind.value_type))
+        return pa.large_list(plain_type(kind.value_type))
     return kind
 
 
-def _check_values(column: pa.ChunkedArray, file: str) -> None:
+def _check_values(column: pa.ChunkedArray, file: str | None) -> None:
     """Raises DataError for text that is not UTF-8, and ArrowInvalid for damage that would crash whoever reads it."""
     column.validate()
     try:
         column.validate(full=True)
     except pa.ArrowInvalid as error:
         if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-            raise
+            if "UTF8" not in str(error):
+                raise
+            hint = "convert it, or leave the column out"
+            raise DataError("holds a text that is not UTF-8", file=file, value=column.type, hint=hint) from error
         raw_column = column.cast(pa.large_binary())
         raw_column.validate(full=True)
         for row, value in enumerate(raw_column, 1):
             raw = value.as_py() or b""
             if raw.decode("utf-8", "ignore").encode() != raw:
-                raise not_utf8(raw, file=file, row=row) from error
+                raise not_utf8(raw, file=file, row=row if file else None) from error
         raise AssertionError("validate names only text that is not UTF-8") from error
 
 
@@ -145,7 +170,7 @@ def _names_in(feature: Any) -> list[str] | None:
     return _names_in(feature.get("feature"))
 
 
-def _named(column: pa.ChunkedArray, names: Sequence[str], file: str) -> pa.ChunkedArray:
+def _named(column: pa.ChunkedArray, names: Sequence[str], file: str | None) -> pa.ChunkedArray:
     """Ids, or lists of ids, as names; -1 means that there is no label."""
     try:
         chunks = [_named_chunk(chunk, pa.array(names, pa.large_string())) for chunk in column.chunks]

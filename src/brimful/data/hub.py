@@ -19,7 +19,12 @@ def looks_like_hub_name(spec: str) -> bool:
 
 
 def read_hub(spec: str, otherwise: str) -> pa.Table:
-    """The rows of `owner/name:split`, of the split `train` where none is named.
+    """The rows of `owner/name:split` as `load_hub` finds them, with few types."""
+    return tidy(load_hub(spec, otherwise), spec)
+
+
+def load_hub(spec: str, otherwise: str) -> pa.Table:
+    """The rows of `owner/name:split`, of the split `train` where none is named, as a table mapped from the disk.
 
     otherwise: hint for a user who did not mean the hub.
     Raises: DataError without the extra, without a network, and for a data set or split that is not there.
@@ -41,4 +46,4 @@ def read_hub(spec: str, otherwise: str) -> pa.Table:
             value=spec,
             hint=otherwise,
         ) from error
-    return tidy(dataset.data.table.replace_schema_metadata(dataset.features.arrow_schema.metadata), spec)
+    return dataset.data.table.replace_schema_metadata(dataset.features.arrow_schema.metadata)

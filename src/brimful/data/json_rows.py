@@ -21,9 +21,21 @@ from brimful.data.opening import in_blocks, not_utf8, reading
 from brimful.data.rows import stack
 
 _BATCH_ROWS = 1 << 16
-_REFUSED = (pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError)
+REFUSED = (pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError)
 _ARRAY = "it holds an array of objects, or one object per line"
 _ONE_PER_LINE = "each line is one JSON object"
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    parsed = dict(pairs)
+    if len(parsed) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    return parsed
+
+
+#: Refuses objects with a key twice.
+DECODER = json.JSONDecoder(object_pairs_hook=_without_twins)
 
 
 def read_json_lines(file: str) -> pa.Table:
@@ -32,8 +44,8 @@ def read_json_lines(file: str) -> pa.Table:
     Raises: DataError with file, row and value for a line that is no JSON object.
     """
     try:
-        return in_blocks(lambda block_bytes: _read_arrow(file, block_bytes))
-    except _REFUSED:
+        return in_blocks(lambda block_bytes: read_arrow(file, block_bytes))
+    except REFUSED:
         return _table_of(_parsed_lines(file), file)
 
 
@@ -44,8 +56,14 @@ def read_json(file: str) -> pa.Table:
     """
     with reading(file) as stream:
         document = stream.read().removeprefix(b"\xef\xbb\xbf")
-    if _has_lines(document):
+    if has_lines(document):
         return read_json_lines(file)
+    rows = parse_document(document, file)
+    return rows if isinstance(rows, pa.Table) else _table_of(enumerate(rows, 1), file)
+
+
+def parse_document(document: bytes, file: str) -> pa.Table | list[Any]:
+    """The objects of a document, as a table where pyarrow can make one of them. Raises: as `read_json` does."""
     if len(document) >= (1 << 31) - 64:
         raise DataError(
             f"is one JSON document of {len(document):,} bytes, more than 2 GiB",
@@ -53,10 +71,10 @@ def read_json(file: str) -> pa.Table:
             hint="write one object per line: jq -c '.[]' data.json > data.jsonl",
         )
     table = _read_arrow_document(document)
-    return table if table is not None else _table_of(enumerate(_objects_in(document, file), 1), file)
+    return table if table is not None else _objects_in(document, file)
 
 
-def _read_arrow(source: str | bytes, block_bytes: int, schema: pa.Schema | None = None) -> pa.Table:
+def read_arrow(source: str | bytes, block_bytes: int, schema: pa.Schema | None = None) -> pa.Table:
     """What pyarrow makes of a file of lines or of one document, with strings that look like times kept as strings."""
     read_options = pajson.ReadOptions(block_size=block_bytes)
     one_document = isinstance(source, bytes)
@@ -69,7 +87,7 @@ def _read_arrow(source: str | bytes, block_bytes: int, schema: pa.Schema | None 
     as_text = pa.schema([pa.field(field.name, _times_as_text(field.type)) for field in table.schema])
     if table.schema.equals(as_text) or schema is not None:
         return table
-    return _read_arrow(source, block_bytes, as_text)
+    return read_arrow(source, block_bytes, as_text)
 
 
 def _times_as_text(kind: pa.DataType) -> pa.DataType:
@@ -82,7 +100,7 @@ def _times_as_text(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def _has_lines(document: bytes) -> bool:
+def has_lines(document: bytes) -> bool:
     """Whether a document that is not an array has an object on its first line, and is not one object around rows."""
     start = re.compile(rb"\s*").match(document)
     begin = start.end() if start else 0
@@ -100,8 +118,8 @@ def _read_arrow_document(document: bytes) -> pa.Table | None:
     if document.lstrip()[:1] == b"[":
         document = b'{"rows":' + document + b"}"
     try:
-        table = _read_arrow(document, len(document) + 1)
-    except _REFUSED:
+        table = read_arrow(document, len(document) + 1)
+    except REFUSED:
         return None
     arrays = [c for c in table.columns if pa.types.is_list(c.type) and pa.types.is_struct(c.type.value_type)]
     if table.num_rows != 1 or len(arrays) != 1:
@@ -123,7 +141,7 @@ def _objects_in(document: bytes, file: str) -> list[Any]:
     except UnicodeDecodeError as error:
         raise not_utf8(document, file=file) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"is not JSON ({_reason(error)})", file=file, hint=_ARRAY) from error
+        raise DataError(f"is not JSON ({reason(error)})", file=file, hint=_ARRAY) from error
     if isinstance(parsed, list):
         return parsed
     arrays = _arrays_in(parsed) if isinstance(parsed, dict) else []
@@ -149,11 +167,11 @@ def _parsed_lines(file: str) -> Iterator[tuple[int, Any]]:
         for row, line in enumerate((line for line in lines if not line.isspace()), 1):
             try:
                 line.encode()
-                value = json.loads(line, object_pairs_hook=_without_twins)
+                value = DECODER.decode(line)
             except UnicodeEncodeError as error:
                 raise not_utf8(line.encode("utf-8", "surrogateescape"), file=file, row=row) from error
             except (ValueError, RecursionError) as error:
-                said, shown = f"is not JSON ({_reason(error)})", line.strip()
+                said, shown = f"is not JSON ({reason(error)})", line.strip()
                 raise DataError(said, file=file, row=row, value=shown, hint=_ONE_PER_LINE) from error
             yield row, value
 
@@ -168,7 +186,7 @@ def _table_of(numbered: Iterable[tuple[int, Any]], file: str) -> pa.Table:
                 raise DataError("is not a JSON object", file=file, row=row, value=shown, hint=_ONE_PER_LINE)
         names = dict.fromkeys(name for _, value in batch for name in value)
         try:
-            columns = {name: _column([value.get(name) for _, value in batch]) for name in names}
+            columns = {name: column_of([value.get(name) for _, value in batch]) for name in names}
         except UnicodeEncodeError as error:
             raise _half_character(batch, file) from error
         tables.append(pa.table(columns))
@@ -177,16 +195,18 @@ def _table_of(numbered: Iterable[tuple[int, Any]], file: str) -> pa.Table:
     return stack(tables)
 
 
-def _column(values: Sequence[Any]) -> pa.Array:
+def column_of(values: Sequence[Any]) -> pa.Array:
     try:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
-        return pa.array([_as_text(value) for value in values], pa.large_string())
+        return pa.array([as_text(value) for value in values], pa.large_string())
 
 
-def _as_text(value: Any) -> str | None:
+def as_text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
+    if type(value) is int:
+        return str(value)
     whole = isinstance(value, float) and value.is_integer()
     return json.dumps(int(value) if whole else value, ensure_ascii=False)
 
@@ -202,15 +222,8 @@ def _half_character(batch: Sequence[tuple[int, Any]], file: str) -> DataError:
     raise AssertionError("only called for a batch that holds one")
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    parsed = dict(pairs)
-    if len(parsed) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
-    return parsed
-
-
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Why Python could not parse a line of JSON, and where in it."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at character {error.pos + 1}"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -39,10 +39,21 @@ def split_suffix(file: str) -> tuple[str, str | None]:
 @contextlib.contextmanager
 def reading(file: str) -> Iterator[pa.NativeFile]:
     """The decompressed bytes of `file` as a stream. Raises DataError where it cannot be opened, read or unpacked."""
+    with reading_packed(file) as (stream, _):
+        yield stream
+
+
+@contextlib.contextmanager
+def reading_packed(file: str) -> Iterator[tuple[pa.NativeFile, pa.NativeFile]]:
+    """As `reading`, and beside it the file as it lies on the disk, whose position says how far reading has come."""
     codec = split_suffix(file)[1]
     try:
-        with pa.input_stream(file, compression=codec) as stream:
-            yield stream
+        with pa.OSFile(file) as packed:
+            if codec is None:
+                yield packed, packed
+                return
+            with pa.CompressedInputStream(packed, codec) as stream:
+                yield stream, packed
     except OSError as error:
         if error.errno is None and codec:
             raise DataError(
@@ -72,11 +83,16 @@ def check_text(file: str) -> None:
     for magic, (what, hint) in _NOT_TEXT.items():
         if head.startswith(magic):
             raise DataError(f"is not UTF-8 text but {what}", file=file, hint=hint)
-    if b"\0" in head:
+    if _is_binary(head):
         offset = head.index(b"\0")
         raise DataError(f"is not text: NUL byte at offset {offset}", file=file, hint="is its name what it holds?")
     if len(head) < _HEAD_BYTES and not head.removeprefix(b"\xef\xbb\xbf").strip():
         raise DataError("is empty", file=file, hint="it needs rows of texts: is it the right file?")
+
+
+def _is_binary(head: bytes) -> bool:
+    """Whether NUL bytes, as in UTF-16, and others that are not UTF-8 are many. A text may have some of both."""
+    return b"\0" in head and (head.count(b"\0") + head.decode("utf-8", "replace").count("\ufffd")) * 4 > len(head)
 
 
 def in_blocks(read: Callable[[int], pa.Table]) -> pa.Table:
@@ -90,9 +106,10 @@ def in_blocks(read: Callable[[int], pa.Table]) -> pa.Table:
     raise AssertionError("the last block size returns or raises")
 
 
-def not_utf8(raw: bytes, *, file: str, row: int | None = None) -> DataError:
+def not_utf8(raw: bytes, *, file: str | None = None, row: int | None = None) -> DataError:
     """The error for bytes that are not UTF-8, showing the first of them as \\xff and what stands around it."""
-    start = next((error.start for error in [_decode_error(raw)] if error), 0)
+    error = _decode_error(raw)
+    start = error.start if error else 0
     around = raw[:start].decode()[-20:] + raw[start : start + 80].decode("utf-8", "backslashreplace")[:24]
     hint = "convert it, for example: iconv -f windows-1252 -t utf-8"
     return DataError("is not UTF-8", file=file, row=row, value=around, hint=hint)

@@ -100,6 +100,49 @@ def _partition(sizes: np.ndarray, counts: np.ndarray, parts: int) -> list[int]:
     return chosen[::-1]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A micro-batch of a window of texts that are only read: rows of the window, longest first, and a fixed shape.
+
+    num_tokens: the budget. num_slots: most sequences. max_length: longest sequence that the shape is made for.
+    """
+
+    rows: np.ndarray
+    num_tokens: int
+    num_slots: int
+    max_length: int
+
+
+#: Shortest of the powers of two that `cut_window` classes lengths by, and its smallest budget.
+_SHORTEST_CLASS, _LEAST_BUDGET = 16, 512
+
+
+def cut_window(lengths_N: np.ndarray, largest: int, longest: int) -> list[Piece]:
+    """A window of texts, in order of length, cut into pieces of few shapes. Texts without tokens are in none.
+
+    largest: most tokens of a piece, raised to `longest`, the longest sequence there can be. A shape is a class of
+    lengths and a budget: `largest`, or for what is left over a half of it, a quarter, ...; its slots are as many
+    sequences as fill it if they are longer than the class below.
+    """
+    order = np.argsort(-lengths_N, kind="stable")[: np.count_nonzero(lengths_N)]
+    ends = np.cumsum(lengths_N[order])
+    pieces, start = [], 0
+    while start < len(order):
+        done = int(ends[start - 1]) if start else 0
+        longest_here = max(int(lengths_N[order[start]]), 1)
+        kind = min(max(_SHORTEST_CLASS, 1 << (longest_here - 1).bit_length()), max(longest, longest_here))
+        budget = _round_up(max(largest, kind), TILE)
+        left = int(ends[-1]) - done
+        while budget // 2 >= max(left, kind, _LEAST_BUDGET) and budget // 2 % TILE == 0:
+            budget //= 2
+        slots = max(2 * budget // kind, 1)
+        stop = int(np.searchsorted(ends, done + budget, side="right"))
+        stop = min(stop, start + slots)
+        pieces.append(Piece(rows=order[start:stop], num_tokens=budget, num_slots=slots, max_length=kind))
+        start = stop
+    return pieces
+
+
 def length_buckets(longest: int) -> tuple[int, ...]:
     """Row lengths for padded micro-batches: at most MAX_BUDGETS, in equal ratios, multiples of 8 up to `longest`."""
     steps = np.geomspace(min(16, longest), longest, MAX_BUDGETS)

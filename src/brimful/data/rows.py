@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -60,12 +60,8 @@ def join_files(name: str, parts: Sequence[tuple[str, pa.Table]]) -> Rows:
     """
     first_file, first = parts[0]
     for file, table in parts:
-        if differing := sorted(set(table.column_names) ^ set(first.column_names)):
-            raise DataError(
-                f"has not the columns of {printable(first_file)}; they differ in {', '.join(map(repr, differing[:5]))}",
-                file=file,
-                hint=f"it has {printable(', '.join(table.column_names))}",
-            )
+        if differing := set(table.column_names) ^ set(first.column_names):
+            raise other_columns(file, table.column_names, first_file, differing)
     starts = np.cumsum([0, *(table.num_rows for _, table in parts)])
     rows = Rows(
         table=stack([table for _, table in parts]),
@@ -74,9 +70,24 @@ def join_files(name: str, parts: Sequence[tuple[str, pa.Table]]) -> Rows:
         starts=tuple(starts[:-1].tolist()),
     )
     if rows.num_rows == 0:
-        said = "has a header and no rows" if first.column_names else "has no rows"
-        raise DataError(said, file=name, hint="it needs rows of texts: is it the right file?")
+        raise no_rows(name, first.column_names)
     return rows
+
+
+def other_columns(file: str, names: Sequence[str], first_file: str, differing: Collection[str]) -> DataError:
+    """The error for a `file` whose columns `names` are not those of the first file."""
+    shown = ", ".join(map(repr, sorted(differing)[:5]))
+    return DataError(
+        f"has not the columns of {printable(first_file)}; they differ in {shown}",
+        file=file,
+        hint=f"it has {printable(', '.join(names))}",
+    )
+
+
+def no_rows(name: str, columns: Sequence[str]) -> DataError:
+    """The error for data without a row, with or without a header."""
+    said = "has a header and no rows" if columns else "has no rows"
+    return DataError(said, file=name, hint="it needs rows of texts: is it the right file?")
 
 
 def stack(tables: Sequence[pa.Table]) -> pa.Table:
@@ -86,13 +97,14 @@ def stack(tables: Sequence[pa.Table]) -> pa.Table:
     columns = {}
     for name in dict.fromkeys(name for table in tables for name in table.column_names):
         parts = [t[name] if name in t.column_names else pa.chunked_array([pa.nulls(t.num_rows)]) for t in tables]
-        common = _common_type({part.type for part in parts})
-        columns[name] = pa.chunked_array([c for part in parts for c in _converted(part, common).chunks], type=common)
+        common = common_type({part.type for part in parts})
+        columns[name] = pa.chunked_array([c for part in parts for c in converted(part, common).chunks], type=common)
     table = pa.table(columns)
     return table if len(tables) <= _MANY_TABLES else table.combine_chunks()
 
 
-def _common_type(types: set[pa.DataType]) -> pa.DataType:
+def common_type(types: set[pa.DataType]) -> pa.DataType:
+    """The type that holds values of all `types`: the wider number, or text; null says nothing."""
     types = {each for each in types if not pa.types.is_null(each)}
     if len(types) <= 1:
         return next(iter(types), pa.null())
@@ -101,7 +113,8 @@ def _common_type(types: set[pa.DataType]) -> pa.DataType:
     return pa.large_string()
 
 
-def _converted(column: pa.ChunkedArray, to: pa.DataType) -> pa.ChunkedArray:
+def converted(column: pa.ChunkedArray, to: pa.DataType) -> pa.ChunkedArray:
+    """`column` in the type `to`, nested values as JSON text. Raises: ArrowInvalid for numbers too large for `to`."""
     if column.type == to:
         return column
     if pa.types.is_nested(column.type) and pa.types.is_large_string(to):

@@ -1,67 +1,183 @@
-"""Rows to a file, by the suffix of its name, or as lines of JSON."""
+"""Rows into a file, by the end of its name: CSV, TSV, JSON lines (each also .gz or .zst) and Parquet."""
 
 from __future__ import annotations
 
 import base64
+import gzip
+import io
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import pyarrow as pa
 import pyarrow.csv as pv
 import pyarrow.parquet as pq
 
 from brimful.core import durable
-from brimful.core.errors import OptionError
+from brimful.core.errors import OutputError, printable
 from brimful.core.records import json_text
+from brimful.data.opening import first_line, split_suffix
+
+_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+#: Rows that are Python objects at a time.
+_LINES = 1024
+FORMS = ".csv, .tsv, .jsonl (each also .gz or .zst) or .parquet"
 
 
-def check_output(path: Path, data: str) -> None:
-    """That results can be written as `path`, before they are made.
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A form of file. suffix: `.csv`, `.tsv`, `.jsonl`, `.ndjson` or `.parquet`. codec: None, `gzip` or `zstd`."""
 
-    data: the file that is read. Raises: OptionError for an unknown suffix, for a folder, and for the data's own file.
+    suffix: str
+    codec: str | None = None
+
+
+PARQUET = Form(suffix=".parquet")
+
+
+def form_of(path: Path) -> Form | None:
+    """The form that the name of `path` asks for; None if it asks for none that is known."""
+    suffix, codec = split_suffix(path.name)
+    known = suffix in _SUFFIXES and not (codec and suffix == PARQUET.suffix)
+    return Form(suffix=suffix, codec=codec) if known else None
+
+
+class _Writer(Protocol):
+    def write_table(self, table: pa.Table) -> None: ...
+    def close(self) -> None: ...
+
+
+class TableFile:
+    """A file of rows that grows a table at a time. Its bytes depend on the tables only, and on pyarrow's version.
+
+    Each table is a row group of its own in Parquet. In CSV and TSV lists and other nested values are JSON text, bytes
+    are base64. In JSON, NaN and infinities are null.
+
+    Raises: OutputError for a column whose type has no place in this form; OSError as the system gave it.
     """
-    if path.suffix not in (".csv", ".tsv", ".jsonl", ".parquet"):
-        raise OptionError(
-            f"--output {durable.path_text(path)}: no form of file is known by the suffix '{path.suffix}'",
-            hint="use .csv, .tsv, .jsonl or .parquet",
-        )
-    if path.is_dir():
-        raise OptionError(f"--output {durable.path_text(path)} is a folder", hint="give the name of a file")
-    if path.exists() and Path(data).exists() and path.samefile(data):
-        raise OptionError(f"--output {durable.path_text(path)} is the file that is read", hint="give another name")
+
+    def __init__(self, path: Path, form: Form, schema: pa.Schema) -> None:
+        _check_schema(schema, form)
+        self.path = path
+        self._file = durable.GrowingFile(path)
+        self._stream = _compressed(Sink(self._file.write), form.codec)
+        self._writer = _writer(self._stream, form, schema)
+
+    def write(self, table: pa.Table) -> None:
+        self._writer.write_table(table)
+
+    def finish(self) -> durable.Written:
+        """Closes the file and returns what it holds, when it is on the disk."""
+        self._writer.close()
+        self._stream.close()
+        written = self._file.sync()
+        self._file.close()
+        return written
+
+    def discard(self) -> None:
+        """Removes the file."""
+        self._file.close()
+        durable.remove(self.path)
+
+
+class Sink(io.RawIOBase):
+    """`write` as a file that pyarrow can write into."""
+
+    def __init__(self, write: Callable[[Any], int]) -> None:
+        self._write = write
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._write(data)
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """Writes `table` as .csv, .tsv, .jsonl or .parquet: whole or not at all.
+    """Writes `table` to a file of the form of its name: whole or not at all.
 
     Raises: OutputError or DiskFullError.
     """
+    form = form_of(path)
+    assert form is not None
     temporary = durable.temporary_path(path)
     durable.make_folder(path.parent)
-    with durable.file_errors(path), _removed_on_error(temporary):
-        if path.suffix == ".parquet":
-            pq.write_table(table, temporary)
-        elif path.suffix in (".csv", ".tsv"):
-            options = pv.WriteOptions(delimiter="\t" if path.suffix == ".tsv" else ",")
-            pv.write_csv(_flat(table), temporary, options)
-        else:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(f"{line}\n" for line in json_lines(table))
-        durable.sync_file(temporary)
-        temporary.replace(path)
+    with durable.file_errors(path):
+        file = TableFile(temporary, form, table.schema)
+        try:
+            file.write(table)
+            file.finish()
+            temporary.replace(path)
+        except BaseException:
+            file.discard()
+            raise
     durable.sync_folder(path.parent)
 
 
-@contextmanager
-def _removed_on_error(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+def _compressed(sink: Sink, codec: str | None) -> Any:
+    """`sink` as a stream of its own, without a time or a name in it."""
+    if codec == "gzip":
+        return gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=cast(Any, sink), mtime=0)
+    stream = pa.PythonFile(sink, mode="w")
+    return pa.CompressedOutputStream(stream, codec) if codec else stream
+
+
+def _writer(stream: Any, form: Form, schema: pa.Schema) -> _Writer:
+    if form.suffix == ".parquet":
+        writer: _Writer = pq.ParquetWriter(stream, schema, compression="zstd")
+        return writer
+    if form.suffix in (".csv", ".tsv"):
+        return _DelimitedWriter(stream, schema, "\t" if form.suffix == ".tsv" else ",")
+    return _LineWriter(stream)
+
+
+def _check_schema(schema: pa.Schema, form: Form) -> None:
+    """That rows of these columns can be written; names the first that cannot."""
+    for field in schema:
+        one = pa.schema([field])
+        try:
+            writer = _writer(pa.BufferOutputStream(), form, one)
+            writer.write_table(pa.Table.from_batches([], schema=one))
+            writer.close()
+        except (pa.ArrowException, TypeError) as error:
+            raise OutputError(
+                f"column '{printable(field.name)}' cannot be written to a {form.suffix} file, for it holds "
+                f"{printable(field.type)} ({first_line(error)})",
+                hint="use a name that ends in .jsonl, or leave the column out",
+            ) from error
+
+
+class _DelimitedWriter:
+    """CSV or TSV with a header. Text is quoted, null is nothing."""
+
+    def __init__(self, stream: Any, schema: pa.Schema, delimiter: str) -> None:
+        options = pv.WriteOptions(delimiter=delimiter)
+        self._writer = pv.CSVWriter(
+            stream, _flat(pa.Table.from_batches([], schema=schema)).schema, write_options=options
+        )
+
+    def write_table(self, table: pa.Table) -> None:
+        self._writer.write_table(_flat(table))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _LineWriter:
+    """JSON lines."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write_table(self, table: pa.Table) -> None:
+        for start in range(0, table.num_rows, _LINES):
+            lines = json_lines(table.slice(start, _LINES))
+            self._stream.write("".join(f"{line}\n" for line in lines).encode())
+
+    def close(self) -> None:
+        """Nothing is held back."""
 
 
 def json_lines(table: pa.Table) -> Iterator[str]:
@@ -69,9 +185,16 @@ def json_lines(table: pa.Table) -> Iterator[str]:
 
     A number that JSON does not have (NaN, infinities) is null, bytes are base64. The lines are safe to look at.
     """
-    for batch in table.to_batches(max_chunksize=1024):
+    for index, field in enumerate(table.schema):
+        if _in_nanoseconds(field.type):  # Python's own times are coarser
+            table = table.set_column(index, field.name, table.column(index).cast(pa.large_string()))
+    for batch in table.to_batches(max_chunksize=_LINES):
         for row in batch.to_pylist():
             yield _json(row)
+
+
+def _in_nanoseconds(kind: pa.DataType) -> bool:
+    return bool((pa.types.is_timestamp(kind) or pa.types.is_time64(kind)) and kind.unit == "ns")
 
 
 def _json(value: Any) -> str:
@@ -90,17 +213,33 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _flat(table: pa.Table) -> pa.Table:
-    """Lists and other nested values as JSON text, bytes as base64, for files that have only plain ones."""
+    """Nested values as JSON text, bytes as base64, and whatever else is no text or number as Python shows it."""
     for index, column in enumerate(table.columns):
-        if pa.types.is_nested(column.type):
-            text = [None if value is None else _json(value) for value in column.to_pylist()]
-        elif pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
-            text = [None if value is None else _plain(value) for value in column.to_pylist()]
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        kind = column.type
+        if _is_plain(kind):
+            flat = column
+        elif pa.types.is_nested(kind):
+            flat = _texts(column, _json)
         else:
-            continue
-        table = table.set_column(index, table.column_names[index], pa.array(text, pa.large_string()))
+            flat = _texts(column, _plain)
+        table = table.set_column(index, table.column_names[index], flat)
     return table
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Whether pyarrow writes values of this type to a CSV file as a reader would expect them."""
+    types = pa.types
+    simple = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_null(kind)
+    dated = types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind)
+    return bool(simple or dated or types.is_string(kind) or types.is_large_string(kind) or types.is_decimal(kind))
+
+
+def _texts(column: pa.ChunkedArray, text: Callable[[Any], str]) -> pa.ChunkedArray:
+    values = [None if value is None else text(value) for value in column.to_pylist()]
+    return pa.chunked_array([pa.array(values, pa.large_string())])

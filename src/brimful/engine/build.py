@@ -18,11 +18,12 @@ from brimful.data.packing import TILE, choose_budgets, length_buckets
 from brimful.engine.prepare import Part, Prepared
 from brimful.models.execution import Execution
 from brimful.models.load import load_model
-from brimful.models.proof import prove
+from brimful.models.proof import Proof, prove
 from brimful.step.captured import CapturedStep
 from brimful.step.step import Step, make_schedule
 from brimful.techniques.attention import AttentionKernels, choose_kernels
 from brimful.techniques.execution import ExecutionMode, choose_execution
+from brimful.techniques.float8 import choose_float8
 from brimful.techniques.optimizer import Optimizer
 from brimful.techniques.packing import Packing
 from brimful.techniques.precision import Precision
@@ -85,7 +86,8 @@ def build(
     schedule = make_schedule(
         options.lr_scheduler_type, options.learning_rate, prepared.num_steps, prepared.num_warmup_steps
     )
-    mode = _mode(options, prepared, packing, layout, model, device)
+    mode = _mode(options, prepared, packing, layout, model, precision)
+    precision = _with_float8(precision, proof, layout, mode, listener)
     mode.apply(model, note=listener.warning)
     arguments = (execution, prepared.task, optimizer, precision, schedule)
     settings: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "seed": options.seed, "halves": proof.halves}
@@ -186,18 +188,30 @@ def _layout(
 
 
 def _mode(
-    options: TrainOptions, prepared: Prepared, packing: Packing, layout: Layout, model: Any, device: torch.device
+    options: TrainOptions, prepared: Prepared, packing: Packing, layout: Layout, model: Any, precision: Precision
 ) -> ExecutionMode:
     changing = isinstance(layout, PackedLayout) and layout.groups
     samples = prepared.num_steps * options.batch_size
     return choose_execution(
         options.execution,
-        device,
+        precision.device,
         model,
         num_tokens=int(samples * prepared.training.tokens.lengths.mean()),
         packed=packing.packed,
         fixed="attention works on groups of rows whose shapes change with every batch" if changing else None,
+        float8=precision.value == "fp8",
     )
+
+
+def _with_float8(
+    precision: Precision, proof: Proof, layout: Layout, mode: ExecutionMode, listener: Listener
+) -> Precision:
+    """The precision with its plan where fp8 was asked for; bf16, which is said, where none of it is used."""
+    num_tokens = layout.budgets.tokens[-1] if isinstance(layout, PackedLayout) else 0
+    found = choose_float8(precision, proof, num_tokens=num_tokens, fused=mode.compiled)
+    if found.value != precision.value:
+        listener.warning(f"products run in {found.value}: {found.reason}")
+    return found
 
 
 def _source(options: TrainOptions, prepared: Prepared, layout: Layout) -> Source:

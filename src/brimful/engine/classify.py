@@ -1,209 +1,273 @@
-"""Classifying texts with a saved model: the packed forward pass of training, and what its outputs mean."""
+"""Classifying a file of any size: rows in, the same rows with their answers out, in constant memory.
+
+    rows ─► windows ─► question: tokens ─► runner: logits ─► question: answers ─► output
+
+What a run was asked, what it found and how fast it went stands in the output's manifest.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from brimful.core.errors import ModelError, printable
+from brimful.core.classification import Classification, Tally
+from brimful.core.errors import DataError, Interrupted, printable
 from brimful.core.listener import Listener
-from brimful.core.options import ClassifyOptions
-from brimful.core.records import LabelSpace, TaskName
-from brimful.data.examples import has_text
-from brimful.data.tokens import Encoder, Tokens, tokenize
-from brimful.engine.build import make_layout
-from brimful.engine.predict import chunks, predict_logits
-from brimful.engine.prepare import longest_sequence
-from brimful.hardware.probe import choose_device
-from brimful.models.execution import has_token_types
-from brimful.models.intake import ModelFacts, inspect_model, load_tokenizer
-from brimful.models.load import load_model
-from brimful.models.proof import prove
-from brimful.techniques.attention import choose_kernels
-from brimful.techniques.packing import Packing
-from brimful.techniques.precision import Precision, choose_precision
+from brimful.core.options import ClassifyOptions, flag
+from brimful.data.place import check_output
+from brimful.data.shards import LineOutput, ShardedOutput
+from brimful.data.stream import RowStream, open_stream
+from brimful.data.token_stream import TokenStream, choose_workers
+from brimful.engine.prepare import tell_columns
+from brimful.engine.question import Asked, Question, TextQuestion, Texts, make_zero_shot
+from brimful.engine.runner import Checked, Runner, check_model
+from brimful.engine.signals import StopSignals
+from brimful.engine.stream import Busy, Stages, run_stages
+from brimful.engine.trust import Trusted, trusted_runner
+from brimful.engine.windows import COLUMN_PREFIX, Reading, Window, answered
+from brimful.hardware.memory import MemoryWatch
+from brimful.hardware.probe import choose_device, num_cores, probe
+from brimful.hardware.specs import datasheet_flops_per_s
+from brimful.tasks.answers import answer_form
+from brimful.tasks.zero_shot import parse_labels, zero_shot_form
+from brimful.techniques.precision import Precision, choose_forward_precision
 
-#: Most texts laid out in one micro-batch.
-_MOST_TEXTS = 512
-#: Most tokens of a micro-batch unless --token-budget says otherwise.
-_DEFAULT_BUDGET = 8192
-#: Batches looked at, about, to choose the shapes of micro-batches.
-_LOOKED_AT = 2000
+#: Sequences of a window: on a GPU enough to fill many micro-batches of every length, on a CPU a few seconds' work.
+_WINDOW_SEQUENCES = {"cuda": 32768, "cpu": 4096}
+#: Candidate labels that a row of a column of them is taken to have.
+_TYPICAL_LABELS = 8
+#: First rows, by whose lengths kernels are chosen and of which some are compared with the plain model.
+_SAMPLE_ROWS = 2048
+#: Options that do not change an answer.
+_NOT_OF_AN_ANSWER = frozenset(
+    {"data", "output", "resume", "max_errors", "shard_rows", "report", "json", "num_workers", "num_gpus"}
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answers:
-    """What a classifier said of N texts.
+def classify_file(
+    options: ClassifyOptions, *, command: str, listener: Listener, output: LineOutput | None = None
+) -> Classification:
+    """Runs `options`, with the answers to `options.output`, or to `output` where that is None.
 
-    scores_NC: probabilities, or the numbers themselves for regression; NaN in the rows of texts without an answer.
-    always_scored: a model of one output without a stated task: its one score is given whatever it is.
-    num_empty: texts without an answer: null, blank, or without a token that the model knows. num_truncated: texts that
-    were cut. num_not_finite: texts that the model gave no number for.
-    packed: how it ran. reason: why so.
+    Raises: InputError for what cannot be done as asked, before weights are read where that can be known; DataError for
+    a damaged file, or for more rows than --max-errors that cannot be classified. What was written before is kept.
     """
-
-    space: LabelSpace
-    scores_NC: npt.NDArray[np.float64]
-    always_scored: bool
-    num_empty: int
-    num_truncated: int
-    num_not_finite: int
-    packed: bool
-    reason: str
-
-    def table(self, threshold: float = 0.5) -> pa.Table:
-        """Columns `label` and `score` of all texts, named as transformers' pipeline names them; null without an answer.
-
-        single_label: the likeliest and its probability. multi_label: lists of those from `threshold` on, the likeliest
-        first. regression: no label; the number, or a list of them in the order of the outputs.
-        """
-        absent_N = np.asarray(~np.isfinite(self.scores_NC).all(axis=1))
-        scores_NC = _shortest(np.nan_to_num(self.scores_NC, posinf=0.0, neginf=0.0))
-        if self.space.task == "regression":
-            several = scores_NC.shape[1] > 1
-            return pa.table({"score": _column(scores_NC if several else scores_NC[:, 0], absent_N)})
-        names = pa.array(self.space.names, pa.large_string())
-        if self.space.task == "single_label" or self.always_scored:
-            top_N = scores_NC.argmax(axis=1)
-            labels = names.take(pa.array(top_N, mask=absent_N))
-            return pa.table({"label": labels, "score": _column(scores_NC.max(axis=1), absent_N)})
-        order_NC = np.argsort(-scores_NC, axis=1, kind="stable")
-        given = [
-            None if absent else o[s[o] >= threshold] for o, s, absent in zip(order_NC, scores_NC, absent_N, strict=True)
-        ]
-        labels = [None if g is None else [self.space.names[i] for i in g] for g in given]
-        scores = [None if g is None else s[g].tolist() for g, s in zip(given, scores_NC, strict=True)]
-        kinds = pa.large_list(pa.large_string()), pa.large_list(pa.float64())
-        return pa.table({"label": pa.array(labels, kinds[0]), "score": pa.array(scores, kinds[1])})
-
-
-def classify_texts(
-    options: ClassifyOptions, texts: pa.ChunkedArray, pairs: pa.ChunkedArray | None, listener: Listener
-) -> Answers:
-    """Scores of every text (or pair), in order. texts, pairs: (N,) large_string; null and blank ones get no answer.
-
-    Raises: InputError for a model without a classification head, or anything else that cannot be done.
-    """
-    precision = choose_precision(options.precision, choose_device(options.device))
-    facts = inspect_model(options.model, trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle)
-    if not facts.has_head:
-        raise ModelError(
-            f"{printable(options.model)} has no classification head: {facts.head_note}",
-            hint="fine-tune it first: brimful train",
+    began = time.perf_counter()
+    if options.output is not None:
+        check_output(Path(options.output), options.data)
+    precision = choose_forward_precision(options.precision, choose_device(options.device))
+    checked = check_model(options)
+    listener.stage(f"reading {options.data}")
+    rows = open_stream(options.data, sys.stdin.buffer if options.data == "-" else None)
+    if options.output is not None:
+        check_output(Path(options.output), options.data, map(Path, rows.files))
+    sample = rows.sample()
+    reading = Reading.of(sample, options)
+    tell_columns(reading.columns, listener)
+    first = sample.table.slice(0, _SAMPLE_ROWS)
+    texts = reading.texts(first, pa.nulls(first.num_rows, pa.large_string()))
+    with ExitStack() as stack:
+        workers = options.num_workers
+        if workers is None:
+            workers = choose_workers(rows.num_rows, precision.device.type, num_cores() or 1)
+        question = make_question(checked, options, texts, workers, stack, listener)
+        asked = question.submit(texts, Busy())()
+        identity = _identity(options, checked, precision, rows)
+        kept: ShardedOutput | LineOutput
+        if options.output is None:
+            assert output is not None
+            kept = stack.enter_context(output)
+        else:
+            shards = ShardedOutput(
+                Path(options.output), identity=identity, resume=options.resume, shard_rows=options.shard_rows
+            )
+            kept = stack.enter_context(shards)
+            if shards.finished is not None:
+                listener.note(f"{options.output} is finished: there is nothing to do")
+                return shards.finished
+            if shards.lost is not None:
+                listener.warning(shards.lost)
+        listener.stage("loading the model")
+        trusted = stack.enter_context(
+            trusted_runner(
+                checked,
+                options,
+                precision,
+                question,
+                texts,
+                asked=asked,
+                num_tokens=_expected_tokens(rows, sample.table, asked),
+                listener=listener,
+            )
         )
-    max_length = longest_sequence(options.max_length, facts, options.model)
-    encoder = Encoder.from_tokenizer(load_tokenizer(facts), max_length, with_types=has_token_types(facts.config))
-    given_N = has_text(texts) if pairs is None else pc.and_(has_text(texts), has_text(pairs))
-    some, their_pairs = texts.filter(given_N), None if pairs is None else pairs.filter(given_N)
-    listener.stage(f"tokenising {len(some):,} texts")
-    tokens = tokenize(
-        encoder, some, their_pairs, progress=lambda done: listener.count(done, len(some)), may_be_empty=True
+        listener.recipe(trusted.runner.recipe)
+        run = _Pass(options, rows, reading, question, trusted.runner, kept, listener)
+        start_s = time.perf_counter() - began
+        run.through()
+        record = run.record(checked, command, trusted, start_s)
+        for path in kept.finish(record):
+            listener.note(f"written: {path}")
+        return record
+
+
+def make_question(
+    checked: Checked, options: ClassifyOptions, sample: Texts, num_workers: int, stack: ExitStack, listener: Listener
+) -> Question:
+    """What is asked of each row. stack: ends what tokenises."""
+    settings: dict[str, Any] = {
+        "top_k": options.top_k, "threshold": options.threshold, "logits": options.logits,
+    }  # fmt: skip
+    if options.labels is None:
+        tokens = stack.enter_context(TokenStream(checked.encoder, num_workers=num_workers))
+        return TextQuestion(answer_form(checked.facts.config, **settings), tokens)
+    form = zero_shot_form(
+        checked.facts.config, multi_label=options.multi_label, template=options.hypothesis_template, **settings
     )
-    space = _space(facts.config)
-    logits_MC, packing = _logits(options, facts, space, tokens, max_length, precision, listener)
-    scores_NC = np.full((len(texts), len(space.names)), np.nan)
-    scores_NC[given_N.to_numpy()] = _scores(logits_MC, space.task)
-    with_tokens_M = tokens.lengths > 0
-    return Answers(
-        space=space,
-        scores_NC=scores_NC,
-        always_scored=facts.config.problem_type is None and len(space.names) == 1,
-        num_empty=len(texts) - int(np.count_nonzero(with_tokens_M)),
-        num_truncated=tokens.num_truncated,
-        num_not_finite=int(np.count_nonzero(~np.isfinite(logits_MC[with_tokens_M]).all(axis=1))),
-        packed=packing.packed,
-        reason=packing.supports().because,
-    )
+    return make_zero_shot(checked, options.labels, form, sample, num_workers, stack, listener)
 
 
-def _logits(
-    options: ClassifyOptions,
-    facts: ModelFacts,
-    space: LabelSpace,
-    tokens: Tokens,
-    max_length: int,
-    precision: Precision,
-    listener: Listener,
-) -> tuple[npt.NDArray[np.float32], Packing]:
-    """(M, C) of the tokenised texts, NaN for one without tokens, and how they ran."""
-    listener.stage("loading the model")
-    model = load_model(facts, space, head="kept", seed=0)
-    with precision.apply():
-        typical_length = round(float(tokens.lengths.mean())) if len(tokens) else 0
-        proof = prove(
-            model,
-            max_length=max_length,
-            device=precision.device,
-            precision=precision.value,
-            typical_length=typical_length,
+def _expected_tokens(rows: RowStream, sample: pa.Table, asked: Asked) -> int:
+    """Tokens of the whole input, about; 0 where nothing is known of its length."""
+    if not len(asked.num_tokens_N):
+        return 0
+    row_bytes = max(1.0, sample.nbytes / max(1, sample.num_rows))
+    size_bytes = sum(Path(file).stat().st_size for file in rows.files if Path(file).is_file())
+    num_rows = rows.num_rows if rows.num_rows is not None else size_bytes / row_bytes
+    return int(num_rows * float(asked.num_tokens_N.mean()))
+
+
+def _identity(options: ClassifyOptions, checked: Checked, precision: Precision, rows: RowStream) -> dict[str, Any]:
+    """What answers depend on, by names to show."""
+    machine = probe()
+    chosen = {
+        flag(name): value for name, value in vars(options).items() if name not in {*_NOT_OF_AN_ANSWER, "precision"}
+    }
+    return {
+        "the input": rows.fingerprint,
+        "the model's files": _fingerprint(checked),
+        **chosen,
+        "--precision": precision.value,
+        "the device": machine.gpus[0].name if precision.device.type == "cuda" and machine.gpus else "CPU",
+        "versions": dict(machine.versions),
+    }
+
+
+def _fingerprint(checked: Checked) -> str:
+    """Of names, sizes and times of change of the weights, and of all that the small files beside them hold."""
+    digest = hashlib.sha256()
+    weights = set(checked.facts.weight_files)
+    for path in sorted(path for path in checked.facts.folder.iterdir() if path.is_file()):
+        facts = path.stat()
+        digest.update(f"{path.name}\0{facts.st_size}\0".encode(errors="surrogateescape"))
+        digest.update(
+            str(facts.st_mtime_ns).encode() if path in weights or facts.st_size > 1 << 24 else path.read_bytes()
         )
-        packing = Packing(proof=proof, wanted=options.packing == "auto")
-        execution = packing.apply(model.to(precision.device).eval())
-        # Where rows influence one another, a text's answer must not depend on its neighbours: each is a batch.
-        most_rows = _MOST_TEXTS if proof.independent else 1
-        budget = options.token_budget or _DEFAULT_BUDGET
-        batches = [tokens.lengths[rows] for rows in chunks(tokens.lengths, budget, most_rows)]
-        layout, _ = make_layout(
-            packing,
-            choose_kernels(facts.config, precision, typical_length),
-            precision,
-            facts.config,
-            batches=batches[:: 1 + len(batches) // _LOOKED_AT] or [np.array([1])],
-            batch_size=most_rows,
-            max_length=max_length,
-            token_budget=budget,
+    return digest.hexdigest()
+
+
+class _Pass:
+    """All windows through all stages, and what there is to say of them."""
+
+    def __init__(
+        self, options: ClassifyOptions, rows: RowStream, reading: Reading, question: Question, runner: Runner,
+        output: ShardedOutput | LineOutput, listener: Listener,
+    ) -> None:  # fmt: skip
+        self._options, self._rows, self._reading, self._question = options, rows, reading, question
+        self._runner, self._output, self._listener = runner, output, listener
+        self._stages, self._tally, self._operations, self._wall_s = Stages(), Tally(), 0.0, 0.0
+        self._memory = MemoryWatch(runner.precision.device)
+        self._done = output.rows_done
+        self._earlier = output.tally if isinstance(output, ShardedOutput) else Tally()
+
+    def through(self) -> None:
+        """Every window. Raises Interrupted when told to stop, once what was under way is written."""
+        if self._done:
+            self._listener.note(f"going on after {self._done:,} rows")
+        self._listener.stage("classifying")
+        began = time.perf_counter()
+        question, runner = self._question, self._runner
+        with StopSignals() as stop:
+            run_stages(
+                self._reading.windows(
+                    self._rows.chunks(self._done), self._window_rows(), as_they_come=self._options.data == "-"
+                ),
+                tokenise=lambda window: question.submit(window.texts, self._stages.tokenise),
+                compute=lambda asked: runner.submit(asked.sequences),
+                write=self._write,
+                stages=self._stages,
+                stop=lambda: stop.received is not None,
+            )
+        self._wall_s = time.perf_counter() - began
+        for note in self._rows.notes:
+            self._listener.note(note)
+        if stop.received is not None:
+            hint = "the same command with --resume goes on" if self._options.output else "start it again"
+            done = self._done + self._tally.num_rows
+            raise Interrupted(f"stopped after {done:,} rows", signal_number=stop.received, hint=hint)
+
+    def _write(self, window: Window, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> None:
+        table, tally = answered(window, self._question, asked, logits_PC)
+        self._output.write(table, tally)
+        self._tally += tally
+        self._operations += self._runner.operations(asked.sequences.lengths) or 0.0
+        self._memory.look()
+        self._listener.count(self._done + self._tally.num_rows, self._rows.num_rows, self._rows.progress)
+        most = self._options.max_errors
+        if most is not None and self._tally.num_errors > most:
+            self._too_many_errors(table, most)
+
+    def _too_many_errors(self, table: pa.Table, most: int) -> None:
+        errors = table.column(table.num_columns - 1).to_pylist()
+        row = next((i for i, error in enumerate(errors) if error is not None), 0)
+        file, number = self._rows.place(self._done + self._tally.num_rows - table.num_rows + row)
+        raise DataError(
+            f"{self._tally.num_errors:,} rows could not be classified, more than --max-errors {most:,};"
+            f" one of them: {printable(errors[row], 200)}",
+            file=file,
+            row=number,
+            hint="mend the rows, or raise --max-errors",
         )
-        listener.stage(f"classifying {len(tokens):,} texts")
-        logits_MC = predict_logits(
-            execution,
-            tokens,
-            layout,
-            precision,
-            batch_tokens=budget,
-            most_rows=most_rows,
-            progress=lambda done: listener.count(done, len(tokens)),
+
+    def _window_rows(self) -> int:
+        """Rows of a window: fewer where each has several sequences."""
+        labels = self._options.labels
+        each = 1
+        if labels is not None:
+            each = _TYPICAL_LABELS if labels.startswith(COLUMN_PREFIX) else len(parse_labels(labels))
+        return max(256, _WINDOW_SEQUENCES[self._runner.precision.device.type] // each)
+
+    def record(self, checked: Checked, command: str, trusted: Trusted, start_s: float) -> Classification:
+        """What there is to say at the end."""
+        options, recipe, tally = self._options, self._runner.recipe, self._tally
+        peak = datasheet_flops_per_s(recipe.device, self._runner.precision.value)
+        wall_s = max(self._wall_s, 1e-9)
+        return Classification(
+            model=options.model,
+            data=options.data,
+            output=options.output,
+            command=command,
+            options={k: v for k, v in vars(options).items() if k not in ("model", "data", "output")},
+            labels=checked.space,
+            recipe=recipe,
+            machine=probe(),
+            tally=self._earlier + tally,
+            parity=trusted.parity,
+            fallback=trusted.fallback,
+            start_s=start_s,
+            wall_s=self._wall_s,
+            texts_per_s=tally.num_rows / wall_s,
+            tokens_per_s=tally.num_tokens / wall_s,
+            mfu=self._operations / wall_s / peak if peak and self._operations else None,
+            stages=self._stages.record(),
+            limit=self._stages.limit(),
+            peak_bytes=self._memory.peak(),
+            resumed_rows=self._done,
         )
-    return logits_MC, packing
-
-
-def _space(config: Any) -> LabelSpace:
-    """What the model's outputs mean, by its configuration, as transformers' pipeline reads it."""
-    names = tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(config.num_labels))
-    task: TaskName = "single_label"
-    if config.problem_type == "regression":
-        task = "regression"
-    elif config.problem_type == "multi_label_classification" or len(names) == 1:
-        task = "multi_label"
-    return LabelSpace(
-        task=task, names=names, values={} if task == "regression" else {n: i for i, n in enumerate(names)}
-    )
-
-
-def _scores(logits_NC: np.ndarray, task: TaskName) -> npt.NDArray[np.float64]:
-    """Softmax, sigmoid or the logits themselves, in fp64."""
-    exact_NC = logits_NC.astype(np.float64)
-    if task == "regression":
-        return exact_NC
-    with np.errstate(invalid="ignore"):  # not finite in, not finite out
-        if task == "multi_label":
-            return np.asarray(np.exp(-np.logaddexp(0, -exact_NC)))
-        powers_NC = np.exp(exact_NC - exact_NC.max(-1, keepdims=True))
-        return np.asarray(powers_NC / powers_NC.sum(-1, keepdims=True))
-
-
-def _shortest(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Each number with only the digits that tell it from its neighbours in fp32: 0.98765 for 0.98765002."""
-    return numbers.astype(np.float32).astype(np.str_).astype(np.float64)
-
-
-def _column(numbers: npt.NDArray[np.float64], absent_N: npt.NDArray[np.bool_]) -> pa.Array:
-    """(N,) numbers, or (N, C) as lists of numbers; null where absent."""
-    if numbers.ndim == 1:
-        return pa.array(numbers, mask=absent_N)
-    rows = [None if absent else row.tolist() for row, absent in zip(numbers, absent_N, strict=True)]
-    return pa.array(rows, pa.large_list(pa.float64()))

@@ -6,7 +6,6 @@ events.jsonl    one line an event   checkpoints/   complete checkpoints
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,7 +21,7 @@ from brimful.core.units import bytes_text
 
 #: What a run may leave in its folder without a run.json: no reason to refuse the folder. A model is: it comes after
 #: run.json, so it is somebody else's, perhaps the one to be trained.
-_OURS = ("events.jsonl", "checkpoints", ".lock", "tensorboard")
+_OURS = ("events.jsonl", "checkpoints", durable.LOCK, "tensorboard")
 
 
 class RunFolder:
@@ -39,24 +38,13 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         with durable.file_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        self._lock = durable.lock_folder(self.path)
         try:
-            with durable.file_errors(self.path):
-                self._take_lock()
             durable.clean_temporaries(self.path)
         except BaseException:
             os.close(self._lock)
             raise
         return self
-
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(
-                f"another process is writing into {durable.path_text(self.path)}",
-                hint="wait for it, or use another --output",
-            ) from None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

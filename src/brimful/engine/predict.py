@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -56,6 +58,41 @@ def predict_logits(
     logits_NC = np.full((len(tokens), together.shape[1]), np.nan, dtype=np.float32)
     logits_NC[np.concatenate([*places, np.zeros(0, dtype=np.int64)])] = together
     return logits_NC
+
+
+@dataclass(frozen=True)
+class Done:
+    """Logits that are there. busy_s: seconds that they took."""
+
+    logits_NC: np.ndarray
+    busy_s: float
+
+    def result(self) -> np.ndarray:
+        """(N, C) fp32 in the order of the texts."""
+        return self.logits_NC
+
+
+class LayoutForward:
+    """The forward pass over windows of texts laid out as in training: on the CPU, and on padded rows."""
+
+    def __init__(
+        self, execution: Execution, layout: Layout, precision: Precision, *, batch_tokens: int, most_rows: int
+    ) -> None:
+        self._execution, self._layout, self._precision = execution, layout, precision
+        self._batch_tokens, self._most_rows = batch_tokens, most_rows
+
+    def submit(self, tokens: Tokens) -> Done:
+        """Runs the window to its end."""
+        began = time.perf_counter()
+        logits_NC = predict_logits(
+            self._execution,
+            tokens,
+            self._layout,
+            self._precision,
+            batch_tokens=self._batch_tokens,
+            most_rows=self._most_rows,
+        )
+        return Done(logits_NC, time.perf_counter() - began)
 
 
 def chunks(lengths: np.ndarray, batch_tokens: int, most_rows: int) -> Iterator[np.ndarray]:

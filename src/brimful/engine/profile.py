@@ -160,7 +160,8 @@ def _limits(built: Built, num_tokens: int) -> Limits:
 def _datasheet(device: torch.device, precision: Precision) -> float | None:
     if device.type != "cuda":
         return None
-    return datasheet_flops_per_s(torch.cuda.get_device_name(device), precision.value)
+    measured = "bf16" if precision.value == "fp8" else precision.value  # a step in fp8 is held against bf16's limits
+    return datasheet_flops_per_s(torch.cuda.get_device_name(device), measured)
 
 
 def _work(built: Built, facts: Sequence[_Facts], optimizer_bytes: int) -> Work:

@@ -44,11 +44,16 @@ def probe() -> Machine:
         gpus = tuple(Gpu(name=p.name, total_bytes=p.total_memory, compute_capability=(p.major, p.minor)) for p in found)
     return Machine(
         cpu=_cpu_name(),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        num_cores=num_cores(),
         memory_bytes=_memory_bytes(),
         gpus=gpus,
         versions={"python": platform.python_version(), **_versions()},
     )
+
+
+def num_cores() -> int | None:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _cpu_name() -> str | None:

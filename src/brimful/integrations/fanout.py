@@ -39,9 +39,9 @@ class Fanout(Listener):
         for listener in self._listeners:
             listener.progress(progress)
 
-    def count(self, done: int, total: int) -> None:
+    def count(self, done: int, total: int | None, share: float | None = None) -> None:
         for listener in self._listeners:
-            listener.count(done, total)
+            listener.count(done, total, share)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         for listener in self._listeners:

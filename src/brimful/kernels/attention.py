@@ -17,20 +17,39 @@ from torch import Tensor
 from brimful.kernels.layout import Segments
 
 try:
-    from brimful.kernels import varlen
+    from brimful.kernels import relative, varlen
 except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
-    varlen = None  # type: ignore[assignment]
+    relative = varlen = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeBias:
+    """What a score gets by the distance of query i and key j alone: q_i . keys[b] + k_j . queries[b] + bias[b].
+
+    bucket_W: b, the row of the tables below, of each distance j - i from -reach to reach - 1, (2 * reach,) int64 with
+    reach at least the longest segment. keys_HRD, queries_HRD: of R positions, None where a model has none.
+    bias_HR: a number for each head and position.
+    """
+
+    bucket_W: Tensor
+    keys_HRD: Tensor | None = None
+    queries_HRD: Tensor | None = None
+    bias_HR: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """What attention computes besides the products: all of it belongs to the model."""
+    """What attention computes besides the products: all of it belongs to the model.
+
+    relative: what is added to scaled scores, before a soft cap.
+    """
 
     scale: float
     causal: bool = False
     window: int | None = None
     softcap: float | None = None
     dropout: float = 0.0
+    relative: RelativeBias | None = None
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, Segments, Pattern], Tensor]
@@ -41,7 +60,8 @@ def reference_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: S
     k_HTD, v_HTD = _repeat_heads(q_HTD, k_KTD, v_KTD)
     same_TT = segments.segment_T[:, None] == segments.segment_T[None, :]
     place_T = torch.arange(q_HTD.shape[1], device=q_HTD.device)
-    return _masked_attention(q_HTD, k_HTD, v_HTD, same_TT & _visible(place_T, pattern), pattern)
+    bias_HTT = None if pattern.relative is None else _bias_HTT(q_HTD, k_HTD, place_T, pattern.relative)
+    return _masked_attention(q_HTD, k_HTD, v_HTD, same_TT & _visible(place_T, pattern), pattern, bias_HTT)
 
 
 def grouped_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
@@ -64,7 +84,8 @@ def grouped_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Seg
             )  # padding sees itself: no empty row
         elif _full(group.valid_RL):
             seen = None
-        outputs.append(_masked_attention(q, k, v, seen, pattern).transpose(1, 2).flatten(0, 1))
+        bias = None if pattern.relative is None else _bias_RHLL(q, k, pattern.relative)
+        outputs.append(_masked_attention(q, k, v, seen, pattern, bias).transpose(1, 2).flatten(0, 1))
     # Whole tokens are gathered, (H * D) at once: their gradient is then a sum of rows, which is fast everywhere.
     out_TX = torch.cat(outputs).flatten(1).index_select(0, segments.place_T)
     out_THD: Tensor = out_TX.unflatten(1, (q_HTD.shape[0], -1))
@@ -139,6 +160,29 @@ def triton_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segm
     )
 
 
+def relative_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
+    """Our own kernel with a bias by distance (`relative.py`): variable length in bf16, fp16 and fp32 on a GPU."""
+    assert relative is not None
+    assert pattern.relative is not None
+    k_HTD, v_HTD = _repeat_heads(q_HTD, k_KTD, v_KTD)
+    given = pattern.relative
+    keys_HRD, queries_HRD = (x if x is None else x.to(q_HTD.dtype) for x in (given.keys_HRD, given.queries_HRD))
+    out: Tensor = relative.relative_attention_HTD(
+        q_HTD,
+        k_HTD,
+        v_HTD,
+        segments.offsets_N,
+        keys_HRD=keys_HRD,
+        queries_HRD=queries_HRD,
+        bias_HR=given.bias_HR,
+        bucket_W=given.bucket_W,
+        max_length=segments.max_length,
+        scale=pattern.scale,
+        dropout=pattern.dropout,
+    )
+    return out
+
+
 #: Mean length up to which our kernel is at least as fast as FlashAttention-2 forward and backward, heads of 64 and
 #: dropout, on an H200 (benchmarks/attention).
 _SHORT = 512
@@ -154,6 +198,9 @@ def choose_attention(
     if device.type != "cuda" or dtype == torch.float64:
         return grouped_attention
     ours = varlen is not None and varlen.supports(dtype, head_dim)
+    if pattern.relative is not None:
+        plain = not pattern.causal and pattern.window is None and pattern.softcap is None
+        return relative_attention if ours and plain else grouped_attention
     half = dtype in (torch.bfloat16, torch.float16)
     if pattern.softcap is not None or (pattern.window is not None and not half):
         return triton_attention if ours else grouped_attention
@@ -178,10 +225,61 @@ def _visible(place_T: Tensor, pattern: Pattern) -> Tensor:
     return seen if pattern.window is None else seen & (distance_TT.abs() < pattern.window)
 
 
-def _masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, pattern: Pattern) -> Tensor:
+def _bias_HTT(q_HTD: Tensor, k_HTD: Tensor, place_T: Tensor, given: RelativeBias) -> Tensor:
+    """The bias of every pair, by its definition. Distances that no segment has are taken as the farthest."""
+    reach = given.bucket_W.shape[0] // 2
+    bucket_TT = given.bucket_W[(place_T - place_T[:, None] + reach).clamp(0, 2 * reach - 1)]
+    bias_HTT = q_HTD.new_zeros(q_HTD.shape[0], *bucket_TT.shape)
+    if given.keys_HRD is not None:
+        by_query_HTR = q_HTD @ given.keys_HRD.to(q_HTD.dtype).transpose(1, 2)
+        bias_HTT = bias_HTT + by_query_HTR.gather(2, bucket_TT.expand_as(bias_HTT))
+    if given.queries_HRD is not None:
+        by_key_HTR = k_HTD @ given.queries_HRD.to(k_HTD.dtype).transpose(1, 2)
+        bias_HTT = bias_HTT + by_key_HTR.gather(2, bucket_TT.T.expand_as(bias_HTT)).transpose(1, 2)
+    if given.bias_HR is not None:
+        bias_HTT = bias_HTT + given.bias_HR[:, bucket_TT].to(q_HTD.dtype)
+    return bias_HTT
+
+
+def _bias_RHLL(q_RHLD: Tensor, k_RHLD: Tensor, given: RelativeBias) -> Tensor:
+    """The bias of pairs in padded rows: products with the 2 L nearest distances, each row then moved into its place."""
+    length, reach = q_RHLD.shape[2], given.bucket_W.shape[0] // 2
+    near = slice(reach - length, reach + length)
+    ahead_W, behind_W = given.bucket_W[near], given.bucket_W.flip(0).roll(1)[near]  # by distances j - i, and i - j
+    parts = []
+    if given.keys_HRD is not None:
+        parts.append(_aligned(q_RHLD @ _rows_of(given.keys_HRD, ahead_W, q_RHLD.dtype).transpose(1, 2)))
+    if given.queries_HRD is not None:
+        by_key = k_RHLD @ _rows_of(given.queries_HRD, behind_W, k_RHLD.dtype).transpose(1, 2)
+        parts.append(_aligned(by_key).transpose(2, 3))
+    if given.bias_HR is not None:
+        parts.append(_aligned(_rows_of(given.bias_HR, ahead_W, q_RHLD.dtype)[:, None].expand(-1, length, -1)))
+    total: Tensor = sum(parts[1:], parts[0])
+    return total
+
+
+def _rows_of(table: Tensor, bucket_W: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows of a table (H, R, ...) that distances read; the gradient of a row that many read is summed in fp32."""
+    wide = table.to(torch.promote_types(table.dtype, torch.float32))
+    rows: Tensor = wide.index_select(1, bucket_W).to(dtype)
+    return rows
+
+
+def _aligned(by_distance: Tensor) -> Tensor:
+    """(..., L, 2 L) by row and distance + L, to (..., L, L) by row and column: row i begins i columns further left."""
+    length = by_distance.shape[-2]
+    shifted: Tensor = by_distance.flatten(-2)[..., length:].unflatten(-1, (length, 2 * length - 1))
+    return shifted[..., :length]
+
+
+def _masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, pattern: Pattern, bias: Tensor | None = None
+) -> Tensor:
     if pattern.softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=pattern.dropout, scale=pattern.scale)
-    scores = pattern.softcap * torch.tanh((q @ k.transpose(-1, -2)) * pattern.scale / pattern.softcap)
+        mask = seen if bias is None else bias if seen is None else bias.masked_fill(~seen, float("-inf"))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=pattern.dropout, scale=pattern.scale)
+    scores = (q @ k.transpose(-1, -2)) * pattern.scale
+    scores = pattern.softcap * torch.tanh((scores if bias is None else scores + bias) / pattern.softcap)
     if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)

@@ -3,6 +3,8 @@
 Each is one autograd function whose plain twin is the composition that its docstring names. Products run in the dtype
 that autocast asks for, what surrounds them in fp32. Gradients of parameters are computed `beside` those of activations.
 
+Where a plan of `float8` is active, the products that it names are in fp8; all else is as it is.
+
 Normalised rows come in two dtypes: fp32 for residuals, and half precision for products. The second travels with the
 first, as `halved`, so that nothing is cast twice.
 """
@@ -11,16 +13,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from brimful.kernels import embedding, gelu, norm
-from brimful.kernels.dropout import next_site
+from brimful.kernels import embedding, float8, gelu, norm
 from brimful.kernels.overlap import beside
+from brimful.kernels.seeds import next_site
 from brimful.kernels.strips import make_strips, sum_strips
 from brimful.kernels.varlen import attend, attend_backward
 
@@ -64,23 +66,60 @@ def with_half(x: Tensor, half: Tensor) -> Tensor:
     return x
 
 
+class _Made(NamedTuple):
+    """x w^T + bias, (T, N), and what the backward pass needs besides x.
+
+    saved: w (N, K), for the gradient of x; with a scale for each row if it is w^T in fp8, else with None.
+    in_fp8: whether the gradient of w is taken in fp8.
+    """
+
+    out_TN: Tensor
+    saved: tuple[Tensor, Tensor | None]
+    in_fp8: bool
+
+
+def _multiply(ctx: Any, x_TK: Tensor, w_NK: Tensor, weight: Any, bias_N: Tensor | None = None) -> _Made:
+    """weight: the parameter, or the first of those, that `w_NK` shows or is a copy of."""
+    plan = float8.active_plan()
+    chosen = float8.Products() if plan is None else plan.products(len(x_TK), (w_NK.shape[0], w_NK.shape[1]))
+    saved: tuple[Tensor, Tensor | None] = (w_NK, None)
+    keep = w_NK.data_ptr() == weight.data_ptr()
+    if plan is not None and chosen.input_gradient and ctx.needs_input_grad[0]:
+        saved = plan.weight(w_NK, transposed=True, keep=keep)
+    if plan is not None and chosen.output:
+        w = plan.weight(w_NK, transposed=False, keep=keep)
+        out_TN = float8.product(float8.cast(x_TK), w, x_TK.dtype, bias_N, quick=True)
+    else:
+        out_TN = x_TK @ w_NK.t() if bias_N is None else torch.addmm(bias_N, x_TK, w_NK.t())
+    return _Made(out_TN, saved, chosen.weight_gradient)
+
+
+def _input_gradient(g_TN: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
+    """g w, (T, K), of what `_multiply` saved."""
+    if scales is None:
+        return g_TN @ weight
+    return float8.product(float8.cast(g_TN), float8.Scaled(weight, scales), g_TN.dtype)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x_TK, w_NK = x.flatten(0, -2), weight.to(x.dtype)
-        ctx.save_for_backward(x_TK, w_NK)
+        made = _multiply(ctx, x_TK, w_NK, weight, None if bias is None else bias.to(x.dtype))
+        ctx.save_for_backward(x_TK, *made.saved)
         ctx.dtypes, ctx.shape = (weight.dtype, None if bias is None else bias.dtype), x.shape
-        ctx.leaf = weight.is_leaf
-        out_TN = x_TK @ w_NK.t() if bias is None else torch.addmm(bias.to(x.dtype), x_TK, w_NK.t())
-        return out_TN.view(*x.shape[:-1], -1)
+        ctx.leaf, ctx.in_fp8 = weight.is_leaf, made.in_fp8
+        return made.out_TN.view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
-        x_TK, w_NK = ctx.saved_tensors
-        g_TN = gradient.reshape(-1, w_NK.shape[0]).contiguous()
-        dweight, dbias = beside(lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes), g_TN, x_TK, leaf=ctx.leaf)
-        return (g_TN @ w_NK).view(ctx.shape), dweight, dbias
+        x_TK, *weight = ctx.saved_tensors
+        g_TN = gradient.reshape(len(x_TK), -1).contiguous()
+        dweight, dbias = beside(
+            lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8), g_TN, x_TK, leaf=ctx.leaf
+        )
+        return _input_gradient(g_TN, *weight).view(ctx.shape), dweight, dbias
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,23 +132,23 @@ class _LinearGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         x_TK, w_FK = x.flatten(0, -2), weight.to(x.dtype)
-        h_TF = x_TK @ w_FK.t()
-        ctx.save_for_backward(x_TK, w_FK, bias, h_TF)
+        h_TF, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_FK, weight)
+        ctx.save_for_backward(x_TK, bias, h_TF, *saved)
         ctx.dtypes, ctx.shape, ctx.leaf = (weight.dtype, None), x.shape, weight.is_leaf
         return gelu.fused_forward(h_TF, bias).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
-        x_TK, w_FK, bias, h_TF = ctx.saved_tensors
+        x_TK, bias, h_TF, *weight = ctx.saved_tensors
         dh_TF, strips = gelu.fused_backward(gradient.reshape(h_TF.shape).contiguous(), h_TF, bias)
 
         def parameters() -> tuple[Tensor, Tensor]:
-            dweight, _ = _weight_gradients(dh_TF, x_TK, *ctx.dtypes)
+            dweight, _ = _weight_gradients(dh_TF, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8)
             return dweight, sum_strips(strips, strips.shape[1], bias.dtype)[1]
 
         dweight, dbias = beside(parameters, dh_TF, x_TK, strips, leaf=ctx.leaf)
-        return (dh_TF @ w_FK).view(ctx.shape), dweight, dbias
+        return _input_gradient(dh_TF, *weight).view(ctx.shape), dweight, dbias
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -128,12 +167,12 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
         residual_TH = residual.reshape(-1, residual.shape[-1]).contiguous()
         if len(residual_TH) != len(x_TK):
             raise ValueError(f"a residual of shape {tuple(residual.shape)} does not fit rows of {tuple(x.shape)}")
-        h_TH = x_TK @ w_HK.t()
+        h_TH, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_HK, weight)
         seed, ctx.site = next_site(x.device, p)
         y_TH, half_TH, statistics = norm.fused_forward(
             h_TH, bias, residual_TH, gain, shift, seed, ctx.site, eps, p, h_TH.dtype != gain.dtype
         )
-        ctx.save_for_backward(x_TK, w_HK, bias, residual_TH, gain, h_TH, statistics, seed)
+        ctx.save_for_backward(x_TK, bias, residual_TH, gain, h_TH, statistics, seed, *saved)
         ctx.set_materialize_grads(False)
         ctx.p, ctx.dtypes, ctx.shapes, ctx.leaf = p, (weight.dtype, None), (x.shape, residual.shape), weight.is_leaf
         return _shaped(y_TH, residual.shape), _shaped(half_TH, residual.shape)
@@ -141,18 +180,18 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, of_half: Tensor | None) -> Gradients:
-        x_TK, w_HK, bias, residual_TH, gain, h_TH, statistics, seed = ctx.saved_tensors
+        x_TK, bias, residual_TH, gain, h_TH, statistics, seed, *weight = ctx.saved_tensors
         dy, dhalf = (None if g is None else g.reshape(h_TH.shape).contiguous() for g in (gradient, of_half))
         dh_TH, dresidual_TH, strips = norm.fused_backward(
             dy, dhalf, h_TH, bias, residual_TH, gain, statistics, seed, ctx.site, ctx.p
         )
 
         def parameters() -> tuple[Tensor, ...]:
-            dweight, _ = _weight_gradients(dh_TH, x_TK, *ctx.dtypes)
+            dweight, _ = _weight_gradients(dh_TH, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8)
             return dweight, *norm.parameter_gradients(strips, bias.dtype)
 
         dweight, dgain, dshift, dbias = beside(parameters, dh_TH, x_TK, strips, leaf=ctx.leaf)
-        dx, dresidual = (dh_TH @ w_HK).view(ctx.shapes[0]), dresidual_TH.view(ctx.shapes[1])
+        dx, dresidual = _input_gradient(dh_TH, *weight).view(ctx.shapes[0]), dresidual_TH.view(ctx.shapes[1])
         return dx, dweight, dbias, dresidual, dgain, dshift, None, None
 
 
@@ -172,14 +211,14 @@ class _ProjectedAttention(torch.autograd.Function):
         ctx: Any, x: Tensor, offsets: Tensor, num_heads: int, settings: Any, *parameters: Tensor | None
     ) -> Tensor:
         x_TK = x.flatten(0, -2)
-        w_NK = _side_by_side(parameters[:3], x.dtype)
-        b_N = _side_by_side(parameters[3:], x.dtype) if parameters[3] is not None else None
-        qkv_TN = x_TK @ w_NK.t() if b_N is None else torch.addmm(b_N, x_TK, w_NK.t())
+        w_NK = side_by_side(parameters[:3], x.dtype)
+        b_N = side_by_side(parameters[3:], x.dtype) if parameters[3] is not None else None
+        qkv_TN, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_NK, parameters[0], b_N)
         q, k, v = qkv_TN.view(len(x_TK), 3, num_heads, -1).transpose(0, 2).unbind(1)
         seed, site = next_site(x.device, settings[-1])
         out_HTD: Tensor
         out_HTD, lse, keys = attend(q, k, v, offsets, seed, *settings, site)
-        ctx.save_for_backward(x_TK, w_NK, qkv_TN, out_HTD, lse, keys, offsets)
+        ctx.save_for_backward(x_TK, qkv_TN, out_HTD, lse, keys, offsets, *saved)
         ctx.num_heads, ctx.settings, ctx.shape = num_heads, settings, x.shape
         ctx.dtypes = [None if p is None else p.dtype for p in (parameters[0], parameters[3])]
         ctx.leaf = all(p is None or p.is_leaf for p in parameters)
@@ -188,12 +227,14 @@ class _ProjectedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
-        x_TK, w_NK, qkv_TN, out_HTD, lse, keys, offsets = ctx.saved_tensors
+        x_TK, qkv_TN, out_HTD, lse, keys, offsets, *weight = ctx.saved_tensors
         q, k, v = qkv_TN.view(len(x_TK), 3, ctx.num_heads, -1).transpose(0, 2).unbind(1)
         g_TN = attend_backward(gradient, q, k, v, out_HTD, lse, keys, offsets, *ctx.settings).flatten(1)
-        dweight, dbias = beside(lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes), g_TN, x_TK, leaf=ctx.leaf)
+        dweight, dbias = beside(
+            lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8), g_TN, x_TK, leaf=ctx.leaf
+        )
         dbiases = (None,) * 3 if dbias is None else dbias.chunk(3)
-        return (g_TN @ w_NK).view(ctx.shape), None, None, None, *dweight.chunk(3), *dbiases
+        return _input_gradient(g_TN, *weight).view(ctx.shape), None, None, None, *dweight.chunk(3), *dbiases
 
 
 def projected_attention(
@@ -253,16 +294,20 @@ def embeddings_norm(
 
 
 def _weight_gradients(
-    g_TN: Tensor, x_TK: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype | None
+    g_TN: Tensor, x_TK: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype | None, *, in_fp8: bool
 ) -> tuple[Tensor, Tensor | None]:
-    dweight = (g_TN.t() @ x_TK).to(weight_dtype)
+    if in_fp8:
+        g_NT, x_KT = (float8.cast(each, transposed=True) for each in (g_TN, x_TK))
+        dweight = float8.product(g_NT, x_KT, g_TN.dtype).to(weight_dtype)
+    else:
+        dweight = (g_TN.t() @ x_TK).to(weight_dtype)
     if bias_dtype is None:
         return dweight, None
     strips = make_strips(g_TN)
     return dweight, sum_strips(strips, strips.shape[1], bias_dtype)[1]
 
 
-def _side_by_side(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+def side_by_side(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
     """Parameters one below the other: a view of them where they lie so, else a copy."""
     found = [part for part in parts if part is not None]
     if len(found) == 1:

@@ -9,10 +9,6 @@ Source: the integer hash is lowbias32, found by C. Wellons' hash prospector, htt
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import triton
 import triton.language as tl
@@ -65,38 +61,6 @@ def threshold(dropout: float) -> int:
 def kept_factor(dropout: float) -> float:
     """What is kept is multiplied by this."""
     return 0.0 if dropout >= 1 else 1.0 / (1.0 - dropout)
-
-
-def draw_seed(device: torch.device, dropout: float) -> Tensor:
-    """() int64 for the kernels, from torch's generator; a constant where there is no dropout."""
-    if dropout:
-        return torch.randint(0, 2**62, (), device=device)
-    return torch.zeros((), dtype=torch.int64, device=device)
-
-
-_forward: list[Tensor] = []
-_sites = itertools.count()
-
-
-@contextmanager
-def one_seed() -> Iterator[None]:
-    """Within, `next_site` draws one seed and numbers the sites, so that a forward pass draws but once."""
-    global _sites
-    _sites = itertools.count()
-    _forward.clear()  # of a forward pass outside
-    try:
-        yield
-    finally:
-        _forward.clear()
-
-
-def next_site(device: torch.device, dropout: float) -> tuple[Tensor, int]:
-    """Seed and number of a site of its own."""
-    if not dropout:
-        return draw_seed(device, 0.0), 0
-    if not _forward:
-        _forward.append(draw_seed(device, dropout))
-    return _forward[0], next(_sites)
 
 
 def kept_mask_PRC(

@@ -17,15 +17,15 @@ from torch.autograd.function import once_differentiable
 from brimful.kernels import gated, heads, prenorm
 from brimful.kernels.blocks import (
     Gradients,
-    _side_by_side,
     _weight_gradients,
     halved,
     product_dtype,
+    side_by_side,
     with_half,
 )
-from brimful.kernels.dropout import next_site
 from brimful.kernels.heads import HeadNorm, Heads
 from brimful.kernels.overlap import beside
+from brimful.kernels.seeds import next_site
 from brimful.kernels.varlen import attend, attend_backward
 
 Parameters = Sequence[Tensor | None]
@@ -52,8 +52,8 @@ class _Projections:
     @staticmethod
     def product(x_TK: Tensor, weights: Parameters, biases: Parameters) -> tuple[Tensor, Tensor]:
         """The product (T, N), and the weights (N, K) that it was made with."""
-        w_NK = _side_by_side(weights, x_TK.dtype)
-        return _product(x_TK, w_NK, None if biases[0] is None else _side_by_side(biases, x_TK.dtype)), w_NK
+        w_NK = side_by_side(weights, x_TK.dtype)
+        return _product(x_TK, w_NK, None if biases[0] is None else side_by_side(biases, x_TK.dtype)), w_NK
 
     def gradients(
         self, g_TN: Tensor, x_TK: Tensor, *others: Tensor, more: Callable[[], Gradients] = tuple
@@ -61,7 +61,7 @@ class _Projections:
         """Of all weights, of all biases, and what `more` makes of `others`, computed beside."""
 
         def parameters() -> Gradients:
-            dweight, dbias = _weight_gradients(g_TN, x_TK, *self.dtypes)
+            dweight, dbias = _weight_gradients(g_TN, x_TK, *self.dtypes, in_fp8=False)
             dbiases = (None,) * len(self.rows) if dbias is None else dbias.split(self.rows)
             return *dweight.split(self.rows), *dbiases, *more()
 

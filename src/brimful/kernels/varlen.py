@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.dropout import column_keys, draw_seed, kept, kept_factor, row_keys, threshold
+from brimful.kernels.dropout import column_keys, kept, kept_factor, row_keys, threshold
+from brimful.kernels.seeds import draw_seed
 
 _LOG2_E = 1.4426950408889634
 

@@ -22,14 +22,14 @@ PARTS: tuple[PartName, ...] = get_args(PartName)[:-1]
 _RULES: tuple[tuple[PartName, str], ...] = (
     # Kernels that inductor wrote.
     ("contractions", r"^triton_tem_(?!.*(flex_attention|sdpa))"),
-    ("attention", r"^triton_\w*(flex_attention|scaled_dot_product|flash_attention|varlen_attention)"),
+    ("attention", r"^triton_\w*(flex_attention|scaled_dot_product|flash_attention|(varlen|relative)_attention)"),
     ("embedding", r"^triton_\w*(embedding_dense_backward|index_put)"),
     ("normalisation", r"^triton_\w*(layer_norm|rms_norm|rsqrt|var_mean|batch_norm)"),
     ("embedding", r"^triton_\w*embedding"),
     ("copies", r"^triton_poi_fused(_(_to_copy|_unsafe_view|clone|copy|permute|slice|t|transpose|view))+(_\d+)?$"),
     ("element-wise", r"^triton_(poi|red|per|spl|for)_"),
     # Kernels of our own: brimful's.
-    ("attention", r"^varlen_attention_"),
+    ("attention", r"^(varlen|relative)_attention_"),
     ("embedding", r"^embedding_norm_(for|back)ward$"),
     ("normalisation", r"^norm_(for|back)ward$"),
     ("element-wise", r"^(gelu_(for|back)ward|strips_(make|sum))$"),

@@ -95,10 +95,10 @@ def embeddings_of(model: Any) -> nn.Module | None:
 
 
 def linear_parameters(model: nn.Module) -> set[int]:
-    """Ids of trained parameters that only Linear layers have: autocast casts them whenever they are used."""
+    """Ids of parameters that only Linear layers have: autocast casts them whenever they are used."""
     linear: set[int] = set()
     other: set[int] = set()
     for module in model.modules():
         found = linear if type(module) is nn.Linear else other
-        found.update(id(p) for p in module.parameters(recurse=False) if p.requires_grad)
+        found.update(id(p) for p in module.parameters(recurse=False))
     return linear - other

@@ -2,16 +2,19 @@
 
 The packed way runs the unmodified base model on one row of T tokens, with attention told where sequences end; then it
 pools one hidden state a sequence and lets the model's own classification code finish on these states, as if they were
-sequences of one token. Nothing here knows a family by name except `_pooled_output`; `proof.py` finds out whether the
-result is right, and which pooling and first position the model has.
+sequences of one token. Nothing here knows a family by name except `_pooled_output`, and `relative.py` for the families
+whose attention has a bias of its own; `proof.py` finds out whether the result is right, and which pooling and first
+position the model has.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 
 from brimful.kernels.attention import Attention, Pattern, choose_attention, reference_attention
 from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments
+from brimful.models.relative import RelativeForm, has_form
 
 Pooling = Literal["first", "last", "mean"]
 
@@ -63,14 +67,19 @@ def _packed_attention(
         softcap=softcap,
         dropout=dropout,
     )
-    dtype = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled(query.device.type) else value.dtype
-    q_HTD, k_KTD, v_KTD = (x[0].to(dtype) for x in (query, key, value))
+    return _attend(query[0], key[0], value[0], segments, pattern, plain).transpose(0, 1)[None], None
+
+
+def _attend(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern, plain: bool) -> Tensor:
+    """Attention in the dtype of products, by the kernel chosen for it or by the reference if `plain`."""
+    device = q_HTD.device
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else v_KTD.dtype
     attend: Attention = (
         reference_attention
         if plain
-        else choose_attention(q_HTD.device, dtype, pattern, q_HTD.shape[-1], segments.typical_length)
+        else choose_attention(device, dtype, pattern, q_HTD.shape[-1], segments.typical_length)
     )
-    return attend(q_HTD, k_KTD, v_KTD, segments, pattern).transpose(0, 1)[None], None
+    return attend(q_HTD.to(dtype), k_KTD.to(dtype), v_KTD.to(dtype), segments, pattern)
 
 
 AttentionInterface.register(PACKED, _packed_attention)
@@ -144,17 +153,26 @@ class PackedForm:
     first_position: int
 
 
+class ShortLayer(Protocol):
+    """A last layer that may have been compiled to give the first token of each segment only, (1, N, H)."""
+
+    pooled: bool
+
+
 class PackedExecution(Execution):
     """The unmodified base model on one packed row, and the model's own head on one pooled state a sequence.
 
     plain: run with the reference attention instead of the kernel chosen for the device and dtype.
+    last: what the model's last layer was compiled to, if that may leave out what the head does not read.
     """
 
     packed = True
 
     def __init__(self, model: Any, form: PackedForm, *, plain: bool = False) -> None:
         self.model, self.form, self.plain = model, form, plain
-        model.set_attn_implementation(PACKED)
+        self._relative = RelativeForm(model, _attend) if has_form(model.config) else None
+        if self._relative is None:
+            model.set_attn_implementation(PACKED)
         self._base: Any = model.base_model
         self._takes_types = has_token_types(model.config)
         caches = "use_cache" in inspect.signature(self._base.forward).parameters
@@ -164,6 +182,7 @@ class PackedExecution(Execution):
         self._given = _GivenStates(self._base)
         self._head._modules[model.base_model_prefix] = self._given
         self._dummy_id = _token_that_is_not_padding(model.config)
+        self.last: ShortLayer | None = None
 
     def __call__(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs, PackedInputs)
@@ -173,17 +192,29 @@ class PackedExecution(Execution):
     def hidden_states_TH(self, inputs: PackedInputs) -> Tensor:
         """The base model's last hidden states, one a token."""
         types = {"token_type_ids": inputs.types_T[None]} if self._takes_types and inputs.types_T is not None else {}
-        states: Tensor = self._base(
-            input_ids=inputs.ids_T[None],
-            position_ids=inputs.positions_T[None] + self.form.first_position,
-            segments=inputs.segments,
-            plain=self.plain,
-            **types,
-            **self._settings,
-        )[0]
+        with self._told(inputs) as told:
+            states: Tensor = self._base(
+                input_ids=inputs.ids_T[None],
+                position_ids=inputs.positions_T[None] + self.form.first_position,
+                **told,
+                **types,
+                **self._settings,
+            )[0]
         return states[0]
 
+    @contextmanager
+    def _told(self, inputs: PackedInputs) -> Iterator[dict[str, Any]]:
+        """What tells attention where sequences end: arguments that layers hand on, or an encoder that was told."""
+        if self._relative is None:
+            yield {"segments": inputs.segments, "plain": self.plain}
+            return
+        with self._relative.told(inputs.segments, plain=self.plain):
+            # A mask without padding: else the model makes one, or looks for padding with a host that waits.
+            yield {"attention_mask": torch.ones_like(inputs.ids_T)[None, None, None]}
+
     def _pool_SH(self, states_TH: Tensor, inputs: PackedInputs) -> Tensor:
+        if self.last is not None and self.last.pooled:  # a row a segment already
+            return states_TH[: inputs.first_S.shape[0]]
         if self.form.pooling == "mean":
             num_slots = inputs.first_S.shape[0]
             num_segments = inputs.segments.offsets_N.shape[0] - 1

@@ -7,19 +7,19 @@ On a copy with one layer of each kind, one more to read them, and the model's ow
     3  the same, each sequence alone in its row
     4  gradient of all parameters together         norm of the difference over the norm
     5  the chosen kernel = the reference           in the run's precision, forward and gradient
+    6  in fp8: fused layers, all products in fp8   lose no more than Linear layers whose operands are rounded
 
-One of the sequences is longer than any attention window that the run's lengths can reach.
+One of the sequences is longer than any attention window that the run's lengths can reach, and than the distances that a
+bias by distance tells apart.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,21 +28,25 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
+from brimful.core.cache import cache_path, read_cached, write_cached
 from brimful.core.errors import printable
+from brimful.kernels import float8
 from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
 from brimful.models.anatomy import layers_of, linear_parameters
 from brimful.models.execution import PackedExecution, PackedForm, PaddedExecution, Pooling
+from brimful.models.relative import farthest_bucket, has_form
 
 #: Largest relative difference (norm of the difference over the norm) that counts as equal, by dtype of the products.
-FORWARD_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "bf16": 5e-2, "fp16": 1e-2}
-GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "fp16": 3e-2}
+FORWARD_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "bf16": 5e-2, "fp16": 1e-2, "fp8": 1e-1}
+GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "fp16": 3e-2, "fp8": 2e-1}
 
 #: Most positions of models that have a learned table of them; packed rows in the proof are longer.
 _SHORT_TABLE = 1026
 
 #: Raised when packed execution or this proof changes, so that what was proved of older code is not believed.
-_REVISION = 7
+_REVISION = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +54,10 @@ class Proof:
     """What was shown of one model.
 
     packed: it may run packed, in `form`. independent: rows of a batch do not influence one another.
-    *_error: relative differences that were measured, None where the proof did not get that far. halves: on a GPU in
-    half precision, it computes the same with its Linear weights kept in that precision.
+    *_error: relative differences that were measured, None where the proof did not get that far. halves: in half
+    precision, it computes the same with its Linear weights kept in that precision.
+    float8_error: what its fused layers lose in fp8, in units of what is allowed; None where fp8 was not asked for, or
+    our kernels do not cover its layers. float8_shapes: (N, K) of the weights whose products can be in fp8.
     """
 
     packed: bool
@@ -63,6 +69,8 @@ class Proof:
     gradient_error: float | None = None
     kernel_error: float | None = None
     halves: bool = False
+    float8_error: float | None = None
+    float8_shapes: tuple[tuple[int, int], ...] = ()
 
     @property
     def form(self) -> PackedForm | None:
@@ -100,7 +108,7 @@ def prove(
     finally:
         model.config._attn_implementation = was
     if path is not None:
-        _write(path, proof)
+        write_cached(path, asdict(proof))
     return proof
 
 
@@ -129,9 +137,12 @@ def _prove(model: Any, max_length: int, device: torch.device, precision: str, ty
     if not gradient_error <= GRADIENT_TOLERANCE["fp32"]:
         why = f"its packed gradient differs from the plain one by {gradient_error:.1e}"
         return Proof(packed=False, independent=True, reason=why, forward_error=error, gradient_error=gradient_error)
-    kernel_error = _kernel_error(small.to(device), form, row, plain.detach(), plain_gradient, precision)
+    case = (form, row, plain.detach(), plain_gradient)
+    around = "bf16" if precision == "fp8" else precision  # what is not a product of a layer
+    kernel_error = _kernel_error(small.to(device), *case, around)
     passed = kernel_error <= 1.0
-    halves = passed and _takes_halves(small, form, row, plain.detach(), plain_gradient, precision)
+    halves = passed and _takes_halves(small, *case, around)
+    float8_error, shapes = _float8_error(small, *case, around) if passed and precision == "fp8" else (None, ())
     return Proof(
         packed=passed,
         independent=True,
@@ -144,6 +155,8 @@ def _prove(model: Any, max_length: int, device: torch.device, precision: str, ty
         gradient_error=gradient_error,
         kernel_error=kernel_error,
         halves=halves,
+        float8_error=float8_error,
+        float8_shapes=shapes,
     )
 
 
@@ -151,7 +164,7 @@ def _find_form(
     small: Any, sequences: Sequence[np.ndarray], plain: Tensor, max_length: int
 ) -> tuple[PackedForm | None, float | None, str]:
     """The pooling and first position under which packed equals plain; else None, the smallest error and why."""
-    if not getattr(small, "_supports_attention_backend", True):
+    if not getattr(small, "_supports_attention_backend", True) and not has_form(small.config):
         return None, None, f"attention of {small.config.model_type} cannot be told where sequences end"
     padding_id = getattr(small.config, "pad_token_id", None)
     offsets = [0] if padding_id is None else [0, padding_id + 1]
@@ -184,17 +197,66 @@ def _kernel_error(small: Any, form: PackedForm, row: Inputs, plain: Tensor, grad
     Allowed is the tolerance, or three times what the reference attention itself loses in that precision: what a model's
     other layers round away is not the kernel's fault.
     """
-    (lost, lost_gradient), (found, found_gradient) = (
+    lost, found = (
         _errors(small, form, row, plain, gradient, precision, reference=reference) for reference in (True, False)
     )
-    forward = found / max(FORWARD_TOLERANCE[precision], 3 * lost)
-    return _worse(forward, found_gradient / max(GRADIENT_TOLERANCE[precision], 3 * lost_gradient))
+    return _in_tolerances(found, lost, precision)
+
+
+def _in_tolerances(found: tuple[float, float], lost: tuple[float, float], precision: str) -> float:
+    """The worse of two errors, forward and gradient, in units of what is allowed where a plain model loses `lost`."""
+    forward = found[0] / max(FORWARD_TOLERANCE[precision], 3 * lost[0])
+    return _worse(forward, found[1] / max(GRADIENT_TOLERANCE[precision], 3 * lost[1]))
+
+
+def _float8_error(
+    small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, around: str
+) -> tuple[float | None, tuple[float8.Shape, ...]]:
+    """What fused layers lose with all products in fp8, in units of what is allowed, and the shapes of these products.
+
+    Allowed is the tolerance, or three times what the plain model loses if its layers' operands are rounded to fp8.
+    around: the precision of all else.
+    """
+    rounded, fused = copy.deepcopy(small), copy.deepcopy(small)
+    layers = layers_of(fused)
+    if layers is None:
+        return None, ()
+    for module in layers_of(rounded).modules():  # type: ignore[union-attr]
+        if type(module) is nn.Linear:
+            module.forward = partial(_rounded_linear, module)  # type: ignore[method-assign]
+    covered: list[bool] = []
+    for layer in layers:
+        layer.compile(dynamic=True, backend=partial(_fused_or_not, covered))
+    plan = float8.Plan()
+    try:
+        with plan.active():
+            found = _errors(fused, form, row, plain, gradient, around, reference=False)
+    except (RuntimeError, TypeError, ValueError):  # neither dynamo nor the matrix units need take every layer
+        return None, ()
+    shapes = tuple(shape for shape in plan.met if float8.fits(shape))
+    if not covered or not all(covered) or not shapes:
+        return None, ()
+    lost = _errors(rounded, form, row, plain, gradient, around, reference=True)
+    return _in_tolerances(found, lost, "fp8"), shapes
+
+
+def _rounded_linear(module: nn.Linear, x: Tensor) -> Tensor:
+    return float8.linear(x, module.weight, module.bias)
+
+
+def _fused_or_not(covered: list[bool], graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend of torch.compile that notes whether our kernels cover a layer."""
+    from brimful.models.fusion import fuse  # it needs Triton, which is missing beside torch for CPUs
+
+    fused = fuse(graph)
+    covered.append(fused is not None)
+    return graph if fused is None else fused
 
 
 def _takes_halves(small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str) -> bool:
-    """Whether the model computes the same with Linear weights in half precision, as the update on a GPU keeps them."""
+    """Whether the model computes the same with Linear weights in half precision."""
     dtype = _HALF.get(precision)
-    if dtype is None or next(small.parameters()).device.type != "cuda":
+    if dtype is None:
         return False
     halved = copy.deepcopy(small)
     copied = linear_parameters(halved)
@@ -299,11 +361,13 @@ _LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_numbe
 
 
 def _sequences(config: Any, max_length: int) -> list[np.ndarray]:
-    """Random token ids without padding and end tokens: short ones, and one longer than any window that can matter.
+    """Random token ids without padding and end tokens: short ones, and one longer than any window that can matter, or
+    than the distances that a bias tells apart.
 
     Encoder-decoders get one end token each: it is what their heads read.
     """
     windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_window")]
+    windows.append(farthest_bucket(config))
     longest = max([48, *(w + 40 for w in windows if isinstance(w, int))])
     lengths = [min(n, max_length) for n in (5, 17, longest, 2, 31)]
     avoided = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
@@ -326,6 +390,7 @@ def _packed(sequences: Sequence[np.ndarray], config: Any, max_length: int, typic
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions <= _SHORT_TABLE:
         total = max(total, positions + 1)
+    total += -total % float8.ALIGNMENT
     shape = PackedShape(
         num_tokens=total,
         num_slots=len(sequences) + 2,
@@ -371,12 +436,7 @@ def _cache_path(
     versions = [torch.__version__, transformers.__version__, _REVISION]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     short = typical_length if device.type == "cuda" else None
-    key = json.dumps([kind, config, max_length, name, precision, short, versions], sort_keys=True, default=str)
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        return None
-    return folder / "brimful" / "proofs" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    return cache_path("proofs", [kind, config, max_length, name, precision, short, versions])
 
 
 _NOT_ARCHITECTURE = frozenset({"_name_or_path", "id2label", "label2id", "transformers_version", "dtype", "torch_dtype"})
@@ -384,16 +444,6 @@ _NOT_ARCHITECTURE = frozenset({"_name_or_path", "id2label", "label2id", "transfo
 
 def _read(path: Path) -> Proof | None:
     try:
-        return Proof(**json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError, TypeError):
+        return Proof(**read_cached(path) or {})
+    except TypeError:
         return None
-
-
-def _write(path: Path, proof: Proof) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(proof)), "utf-8")
-        temporary.replace(path)
-    except OSError:
-        pass  # a cache that cannot be written costs a second next time, nothing else

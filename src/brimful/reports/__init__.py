@@ -1,1 +1,1 @@
-"""Records into documents: terminal text, model card."""
+"""Records into documents: terminal text, model card, pages."""

@@ -22,6 +22,7 @@ from brimful.core.listener import Listener
 from brimful.core.listener import Progress as TrainingProgress
 from brimful.core.records import Arithmetic, Lever, Recipe, Run
 from brimful.core.units import bytes_text, count_text, number_text, seconds_text, share_text
+from brimful.reports.pace import Pace
 
 #: Seconds between plain progress lines where there is no terminal to draw a bar on.
 _PLAIN_EVERY_S = 10.0
@@ -45,10 +46,12 @@ class Terminal(Listener):
         self._bar: Progress | None = None
         self._task: Any = None
         self._said_at = time.monotonic()
+        self._pace = Pace()
 
     def stage(self, text: str) -> None:
         self.close()
         self._said_at = time.monotonic()
+        self._pace = Pace()
         self._console.print(f"[dim]{_safe(text)}[/dim]")
 
     def note(self, text: str) -> None:
@@ -116,11 +119,13 @@ class Terminal(Listener):
         )
         self._draw(text, progress.step, progress.num_steps)
 
-    def count(self, done: int, total: int) -> None:
-        if done < total:
-            self._draw(f"{done:,} of {total:,}", done, total)
-        else:
+    def count(self, done: int, total: int | None, share: float | None = None) -> None:
+        if total is not None and done >= total:
             self.close()
+            return
+        share = done / total if total else share
+        self._pace.mark(time.monotonic(), done, share)
+        self._draw(_counted(done, total, share, self._pace), share or 0.0, None if share is None else 1.0)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -145,6 +150,13 @@ class Terminal(Listener):
         self._console.print()
         self._console.print(f"Use it:  brimful classify {_safe(shlex.quote(f'{folder}/model'), 1000)} FILE")
 
+    def text(self, text: str) -> None:
+        """A text that is laid out already."""
+        self.close()
+        self._console.print()
+        for line in text.splitlines():
+            self._say(line)
+
     def close(self) -> None:
         """Ends the live display."""
         if self._bar is not None:
@@ -167,7 +179,7 @@ class Terminal(Listener):
         for line in lines:
             self._console.print(escape(line), style=style)
 
-    def _draw(self, text: str, done: int, total: int | None) -> None:
+    def _draw(self, text: str, done: float, total: float | None) -> None:
         """The bar, or a plain line where one is due. total: None while it is not known when something will come."""
         if not self._console.is_terminal:
             if time.monotonic() - self._said_at >= _PLAIN_EVERY_S:
@@ -178,9 +190,18 @@ class Terminal(Listener):
             words = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
             bar = BarColumn(bar_width=None, table_column=Column(min_width=4, max_width=24, ratio=1))
             self._bar = Progress(bar, words, console=self._console, transient=True, expand=False)
-            self._task = self._bar.add_task(escape(text), total=total, completed=done)
+            self._task = self._bar.add_task(escape(text), total=total)
             self._bar.start()
         self._bar.update(self._task, completed=done, total=total, description=escape(text))
+
+
+def _counted(done: int, total: int | None, share: float | None, pace: Pace) -> str:
+    """How far a pass is, how fast, and how long it will still take: what is known of these."""
+    rows = f"{done:,} rows" if total is None else f"{done:,} of {total:,} rows"
+    of_all = share_text(share) if total is None and share is not None else None
+    rate = None if pace.rows_per_s is None else f"{count_text(pace.rows_per_s)} rows/s"
+    left = None if pace.left_s is None else f"{seconds_text(pace.left_s)} left"
+    return "  ".join(said for said in (rows, of_all, rate, left) if said is not None)
 
 
 def _lever_line(lever: Lever, names: int, values: int) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from brimful.models.anatomy import linear_parameters
+from brimful.models.halves import arena_order
 from brimful.step.update import Update
 from brimful.techniques.optimizer import Optimizer, decays
 
@@ -64,7 +65,7 @@ class FusedUpdate(Update):
         half = self.precision.dtype if self.precision.dtype.itemsize == 2 else None
         copied = linear_parameters(self.model) if half is not None and self.halves else set()
         self._half = half or torch.float32
-        order = sorted(range(len(self.parameters)), key=_arena_order(self.named, copied))
+        order = sorted(range(len(self.parameters)), key=arena_order(self.named, copied))
         starts, end, end_of_copies = [0] * len(order), 0, 0
         for index in order:
             starts[index] = end
@@ -167,6 +168,7 @@ class FusedUpdate(Update):
             self._used, self._corrections, self._control, self._master, self._moment1, self._moment2, self._copy,
             *self._betas, self._epsilon, **constants,
         )  # fmt: skip
+        self.precision.after_update()
         self._rescale(self._control[0])
         return readings
 
@@ -203,6 +205,7 @@ class FusedUpdate(Update):
 
     def release(self) -> None:
         """The model's parameters are the masters."""
+        self.precision.after_training()
         for parameter, master in zip(self.parameters, self._views, strict=True):
             parameter.grad = None
             parameter.data = master
@@ -241,21 +244,6 @@ class FusedUpdate(Update):
                 if parameter.dtype != master.dtype:
                     parameter.copy_(master)
         self._gathered.zero_()
-
-
-def _arena_order(named: dict[str, nn.Parameter], copied: set[int]) -> Any:
-    """Copied ones first; weights of sibling layers side by side, then their biases: they may be read as one matrix."""
-    names = list(named)
-    parents = {name.rpartition(".")[0].rpartition(".")[0]: None for name in names}
-    rank = {parent: index for index, parent in enumerate(parents)}
-
-    def key(index: int) -> tuple[Any, ...]:
-        name = names[index]
-        module, _, kind = name.rpartition(".")
-        is_copied = id(named[name]) in copied
-        return (not is_copied, rank[module.rpartition(".")[0]], kind, index) if is_copied else (True, index, "", 0)
-
-    return key
 
 
 def _triton_type(dtype: torch.dtype) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from brimful.data.batches import Batch, MicroBatch
-from brimful.kernels.dropout import one_seed
+from brimful.kernels.seeds import one_seed
 from brimful.models.execution import Execution
 from brimful.step.fused_update import FusedUpdate, can_fuse
 from brimful.step.update import States, Update

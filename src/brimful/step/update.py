@@ -83,6 +83,7 @@ class Update:
         self._optimizer.grad_scale = (self.scale / clip).float()  # type: ignore[attr-defined]
         self._optimizer.found_inf = skipped  # type: ignore[attr-defined]
         self._optimizer.step()
+        self.precision.after_update()
         readings = torch.stack([t.double() for t in (self.loss, norm, self._learning_rate, self.scale, skipped)])
         self.applied += (1 - skipped).long()
         self.loss.zero_()

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from brimful.core.records import Arithmetic, Lever
-from brimful.kernels.attention import Pattern, choose_attention, grouped_attention
+from brimful.kernels.attention import Pattern, RelativeBias, choose_attention, grouped_attention
+from brimful.models.relative import farthest_bucket
 from brimful.techniques.precision import Precision
 from brimful.techniques.technique import Cost, Verdict
 
@@ -15,6 +18,7 @@ _NAMES = {
     "flash_attention": "FlashAttention-2, variable length",
     "efficient_attention": "torch's memory-efficient kernel, variable length",
     "triton_attention": "our Triton kernel, variable length",
+    "relative_attention": "our Triton kernel, variable length with a bias by distance",
 }
 
 
@@ -57,11 +61,13 @@ class AttentionKernels:
 def choose_kernels(config: Any, precision: Precision, typical_length: int) -> AttentionKernels:
     """The kernels that layers of this configuration will be given."""
     num_heads = getattr(config, "num_attention_heads", None) or 1  # FNet has none, and no use for a kernel
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 64) // num_heads
+    given = (getattr(config, name, None) for name in ("head_dim", "attention_head_size"))
+    head_dim = next((d for d in given if d), getattr(config, "hidden_size", 64) // num_heads)
     windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
     window = next((w for w in windows if isinstance(w, int)), None)
     softcap = getattr(config, "attn_logit_softcapping", None)
-    patterns = [Pattern(scale=1.0, window=w, softcap=softcap) for w in dict.fromkeys((None, window))]
+    relative = None if farthest_bucket(config) is None else RelativeBias(bucket_W=torch.empty(0))
+    patterns = [Pattern(scale=1.0, window=w, softcap=softcap, relative=relative) for w in dict.fromkeys((None, window))]
     chosen = [
         choose_attention(precision.device, precision.dtype, pattern, head_dim, typical_length) for pattern in patterns
     ]

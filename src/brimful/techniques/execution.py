@@ -22,7 +22,7 @@ from brimful.core.errors import OptionError
 from brimful.core.options import ExecutionChoice
 from brimful.core.records import Arithmetic, Lever
 from brimful.models.anatomy import embeddings_of, layers_of, matmul_parameters
-from brimful.models.fusion import embedding_backend, layer_backend
+from brimful.models.execution import Execution, PackedExecution
 from brimful.techniques.technique import Cost, Verdict
 
 #: Cold seconds that compiling a layer costs where torch's compiler does it, and the share of a step's device time that
@@ -30,6 +30,8 @@ from brimful.techniques.technique import Cost, Verdict
 _COMPILE_S, _SAVED = 10.0, 0.25
 #: Operations per second that a step reaches, to guess how long a run will take.
 _REACHED = 250e12
+#: Compiled forms of one layer's code in a process.
+_MOST_COMPILED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +76,39 @@ class ExecutionMode:
         """
         layers = layers_of(model)
         if self.compiled and layers is not None:
-            backend = partial(layer_backend, note=note) if _own_parameters(layers) else "inductor"
-            for layer in layers:
-                layer.compile(dynamic=True, backend=backend)
-            embeddings = embeddings_of(model)
-            if embeddings is not None:
-                embeddings.compile(dynamic=True, backend=embedding_backend)
+            _compile(model, layers, _layer_backend(note) if _own_parameters(layers) else "inductor")
+
+    def apply_forward(self, execution: Execution, *, note: Callable[[str], None]) -> None:
+        """The same for a model that is only read; its last layer then leaves out what the head does not read."""
+        layers = layers_of(execution.model)
+        if not self.compiled or layers is None:
+            return
+        backend = _layer_backend(note)
+        _compile(execution.model, layers[:-1], backend)
+        if isinstance(execution, PackedExecution) and execution.form.pooling == "first":
+            from brimful.models.pooled import LastLayer
+
+            backend = execution.last = LastLayer(note)
+        layers[-1].compile(dynamic=True, backend=backend)
+
+
+def _layer_backend(note: Callable[[str], None]) -> Any:
+    """Imported where it is needed: Triton comes with torch for GPUs, and is missing beside torch for CPUs."""
+    from brimful.models.fusion import layer_backend
+
+    return partial(layer_backend, note=note)
+
+
+def _compile(model: Any, layers: Iterable[nn.Module], backend: Any) -> None:
+    from brimful.models.fusion import embedding_backend
+
+    # Every model that a process compiles counts against the limit, which is made for one that compiles again and again.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_COMPILED)
+    for layer in layers:
+        layer.compile(dynamic=True, backend=backend)
+    embeddings = embeddings_of(model)
+    if embeddings is not None:
+        embeddings.compile(dynamic=True, backend=embedding_backend)
 
 
 def _own_parameters(layers: Iterable[nn.Module]) -> bool:
@@ -89,11 +118,13 @@ def _own_parameters(layers: Iterable[nn.Module]) -> bool:
 
 
 def choose_execution(
-    asked: ExecutionChoice, device: torch.device, model: Any, *, num_tokens: int, packed: bool, fixed: str | None
-) -> ExecutionMode:
+    asked: ExecutionChoice, device: torch.device, model: Any, *, num_tokens: int, packed: bool, fixed: str | None,
+    float8: bool = False,
+) -> ExecutionMode:  # fmt: skip
     """The mode asked for; for `auto` the fastest that works here and pays.
 
     num_tokens: of the whole run. fixed: None where shapes repeat from batch to batch, else why they do not.
+    float8: whether products in fp8 were asked for, which are those of compiled layers.
     Raises: OptionError for a mode that does not work here.
     """
     refused = _refusal(device, packed=packed, fixed=fixed)
@@ -108,6 +139,8 @@ def choose_execution(
         )
     if asked != "auto":
         return ExecutionMode(value=asked, reason="asked for")
+    if float8 and layers is not None:
+        return ExecutionMode(value="compiled", reason="products in fp8 are those of fused layers")
     saved_s = _SAVED * 6 * matmul_parameters(model) * num_tokens / _REACHED
     if layers is None or saved_s < _COMPILE_S:
         reason = (
@@ -115,6 +148,16 @@ def choose_execution(
         )
         return ExecutionMode(value="captured", reason=reason)
     return ExecutionMode(value="compiled", reason="one launch a step, with element-wise work fused by layer")
+
+
+def choose_forward(
+    asked: ExecutionChoice, device: torch.device, model: Any, *, num_tokens: int, refusal: str | None
+) -> ExecutionMode:
+    """The same for a forward pass over `num_tokens`. refusal: why graphs do not work here, None if they do.
+
+    Raises: OptionError for a mode that does not work here.
+    """
+    return choose_execution(asked, device, model, num_tokens=num_tokens // 3, packed=True, fixed=refusal)
 
 
 def _refusal(device: torch.device, *, packed: bool, fixed: str | None) -> str | None:

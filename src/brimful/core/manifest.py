@@ -1,0 +1,120 @@
+"""What stands in the manifest beside the results of a classification: what they are, row by row of files, and of what.
+
+A manifest says only what is on the disk already: it is written after the files that it names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from brimful.core.classification import Classification, Tally
+from brimful.core.durable import path_text
+from brimful.core.errors import OutputError, printable
+from brimful.core.records import from_json, json_text
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of the results, its type in Arrow's words."""
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Rows that are in one file, from `first_row` (0 is the first of the input) on, with what was counted of them.
+
+    file: its name in its folder. num_bytes, sha256: of the file; of one that still grows, of its beginning.
+    """
+
+    file: str
+    first_row: int
+    num_rows: int
+    num_bytes: int
+    sha256: str
+    tally: Tally
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The results of one classification.
+
+    identity: facts that decide what the results are, by a name to show; a run goes on only where all are equal.
+    columns: empty before the first rows. shards: files of results, in the order of their rows.
+    journal: rows after those, of a run that is not finished, as they are kept until they are in a file of results.
+    record: None until `status` is finished.
+    """
+
+    status: Literal["running", "finished"]
+    identity: Mapping[str, Any]
+    columns: tuple[Column, ...] = ()
+    shards: tuple[Shard, ...] = ()
+    journal: tuple[Shard, ...] = ()
+    record: Classification | None = None
+    schema: int = SCHEMA
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are safely on the disk: the first of the input."""
+        return sum(shard.num_rows for shard in self.files)
+
+    @property
+    def tally(self) -> Tally:
+        return sum((shard.tally for shard in self.files), Tally())
+
+    @property
+    def files(self) -> tuple[Shard, ...]:
+        return (*self.shards, *self.journal)
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """The manifest in `path`, None if there is none. Raises: OutputError for one that cannot be understood."""
+    try:
+        manifest = from_json(Manifest, path.read_text("utf-8"))
+        known = manifest.schema == SCHEMA
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OutputError(
+            f"{path_text(path)} is not the manifest of a classification: {printable(error)}",
+            hint="use another --output, or remove it",
+        ) from error
+    if not known:
+        raise OutputError(
+            f"{path_text(path)} has schema {printable(manifest.schema)}, and this version of brimful knows {SCHEMA}",
+            hint="go on with the version that wrote it, or use another --output",
+        )
+    return manifest
+
+
+_DIGEST = re.compile("[0-9a-f]{32,}")
+
+
+def plain_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """`identity` as it comes back from JSON: tuples as lists, keys as text."""
+    plain: dict[str, Any] = json.loads(json_text(dict(identity)))
+    return plain
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two identities: `--max-length was 128, is 256`; of digests, only that they do."""
+    names = dict.fromkeys((*now, *before))
+    return [_change(name, before.get(name), now.get(name)) for name in names if before.get(name) != now.get(name)]
+
+
+def _change(name: str, was: Any, now: Any) -> str:
+    if any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (was, now)):
+        return f"{name} has changed"
+    return f"{name} was {_shown(was)}, is {_shown(now)}"
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else printable(value, 60)

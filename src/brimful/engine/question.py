@@ -1,0 +1,249 @@
+"""What is asked of the model about each row, and what its answer becomes: a text or a pair, or candidate labels.
+
+A question turns a window of rows into sequences of tokens, and the logits of these sequences into answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from brimful.core.classification import Tally
+from brimful.core.listener import Listener
+from brimful.data.pairs import PairTemplate, assemble, assembly_is_exact, encode_pairs, find_template
+from brimful.data.token_stream import TokenStream
+from brimful.data.tokens import Encoder, Tokens
+from brimful.engine.runner import Checked
+from brimful.engine.stream import Busy
+from brimful.tasks.answers import AnswerForm, Form
+from brimful.tasks.zero_shot import Candidates, ZeroShotForm, parse_labels
+
+#: Rows on which pairs put together from ids are compared with the tokenizer's own.
+_COMPARED = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """What is read of N rows. A row whose text is null is not asked about.
+
+    texts, pairs: large_string. labels: the candidate labels of each row, None where all have the same.
+    """
+
+    texts: pa.Array
+    pairs: pa.Array | None = None
+    labels: pa.Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def first(self, num_rows: int) -> Texts:
+        """The first rows, all if there are no more."""
+        return self.slice(0, num_rows)
+
+    def slice(self, start: int, num_rows: int) -> Texts:
+        """Rows from `start` on."""
+        return Texts(
+            texts=self.texts.slice(start, num_rows),
+            pairs=None if self.pairs is None else self.pairs.slice(start, num_rows),
+            labels=None if self.labels is None else self.labels.slice(start, num_rows),
+        )
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Texts:
+        """Some of the rows."""
+        return Texts(
+            texts=self.texts.take(rows),
+            pairs=None if self.pairs is None else self.pairs.take(rows),
+            labels=None if self.labels is None else self.labels.take(rows),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A window as the model will read it: P sequences of N rows.
+
+    num_tokens_N: of all sequences of a row. truncated_N: rows with a sequence that was cut. candidates: zero-shot only.
+    """
+
+    sequences: Tokens
+    num_tokens_N: npt.NDArray[np.int64]
+    truncated_N: npt.NDArray[np.bool_]
+    candidates: Candidates | None = None
+
+
+class Question(Protocol):
+    """One kind of question."""
+
+    @property
+    def form(self) -> Form:
+        """What answers look like."""
+        ...
+
+    def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
+        """Begins to tokenise a window; the result waits for it. busy: counts the time that it takes."""
+        ...
+
+    def columns(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> dict[str, pa.Array]:
+        """The answers, (N,) each, by the columns of the form's schema."""
+        ...
+
+    def tally(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> Tally:
+        """Labels given and confidences."""
+        ...
+
+    def scores(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
+        """Scores as `tasks.parity` compares them."""
+        ...
+
+
+class TextQuestion:
+    """The label of a text, or of a pair of texts."""
+
+    def __init__(self, form: AnswerForm, tokens: TokenStream) -> None:
+        self.form, self._tokens = form, tokens
+
+    def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
+        """See `Question`."""
+        future = _timed(self._tokens.submit(window.texts, window.pairs), busy)
+
+        def asked() -> Asked:
+            found = future.result()
+            return Asked(sequences=found, num_tokens_N=found.lengths, truncated_N=found.truncated)
+
+        return asked
+
+    def columns(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> dict[str, pa.Array]:
+        """See `Question`."""
+        return self.form.columns(logits_PC)
+
+    def tally(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> Tally:
+        """See `Question`."""
+        return self.form.tally(logits_PC)
+
+    def scores(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
+        """See `Question`."""
+        return self.form.score_blocks(logits_PC)
+
+
+class ZeroShotQuestion:
+    """Which of its candidate labels a text entails: one sequence for each, put together from ids.
+
+    encoder: with truncation `only_first`. tokens: of `encoder.without_special_tokens()`. labels: those of every row,
+    None if each has its own. assembled: False to have the tokenizer encode each pair, as `pairs_can_be_assembled` says.
+    """
+
+    def __init__(
+        self, form: ZeroShotForm, encoder: Encoder, tokens: TokenStream, labels: Sequence[str] | None, *,
+        template: PairTemplate | None,
+    ) -> None:  # fmt: skip
+        self.form, self._encoder, self._tokens = form, encoder, tokens
+        self.labels, self._template = labels, template
+        self._bare = encoder.without_special_tokens()
+
+    def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
+        """See `Question`."""
+        candidates = self._candidates(window)
+        text_P = np.repeat(np.arange(len(window)), np.diff(candidates.offsets_N1))
+        hypotheses = self.form.hypotheses(candidates.names).to_pylist()
+        if self._template is None:
+            texts = window.texts.fill_null("").to_pylist()
+
+            def encoded() -> Asked:
+                with busy.working():
+                    found = encode_pairs(self._encoder, texts, hypotheses, text_P, candidates.indices_P)
+                    return _asked(found, text_P, candidates)
+
+            return encoded
+        template, future = self._template, _timed(self._tokens.submit(window.texts), busy)
+
+        def assembled() -> Asked:
+            texts = future.result()
+            with busy.working():
+                found = assemble(template, texts, self._bare.encode(hypotheses), text_P, candidates.indices_P)
+                return _asked(found, text_P, candidates)
+
+        return assembled
+
+    def _candidates(self, window: Texts) -> Candidates:
+        """Those of each row; a row that is not asked about has none."""
+        if window.labels is not None:
+            found = Candidates.from_column(window.labels)
+        else:
+            found = Candidates.of_every_row(self.labels or (), len(window))
+        if not window.texts.null_count:
+            return found
+        there_N = window.texts.is_valid().to_numpy(zero_copy_only=False)
+        lengths_N = np.diff(found.offsets_N1)
+        return replace(
+            found,
+            indices_P=found.indices_P[np.repeat(there_N, lengths_N)],
+            offsets_N1=np.concatenate([[0], np.cumsum(lengths_N * there_N)]),
+        )
+
+    def columns(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> dict[str, pa.Array]:
+        """See `Question`."""
+        return self.form.columns(logits_PC, _candidates_of(asked))
+
+    def tally(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> Tally:
+        """See `Question`."""
+        return self.form.tally(logits_PC, _candidates_of(asked))
+
+    def scores(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
+        """See `Question`."""
+        return self.form.score_blocks(logits_PC, _candidates_of(asked))
+
+
+def make_zero_shot(
+    checked: Checked, asked: Sequence[str] | str, form: ZeroShotForm, sample: Texts, num_workers: int,
+    stack: ExitStack, listener: Listener,
+) -> ZeroShotQuestion:  # fmt: skip
+    """Which of the labels asked for a text entails; those of its own where the sample has a column of them.
+
+    stack: ends what tokenises.
+    """
+    if form.guess is not None:
+        listener.warning(form.guess)
+    encoder = Encoder.from_tokenizer(
+        checked.tokenizer, checked.max_length, with_types=checked.encoder.with_types, truncation="only_first"
+    )
+    labels = None if sample.labels is not None else parse_labels(asked)
+    some = labels or Candidates.from_column(sample.labels).names.slice(0, _COMPARED).to_pylist()
+    template = pair_template(encoder, form, sample, some)
+    if template is None:
+        listener.note("texts and labels are tokenised pair by pair: this tokenizer looks across the two")
+    tokens = stack.enter_context(TokenStream(encoder.without_special_tokens(), num_workers=num_workers))
+    return ZeroShotQuestion(form, encoder, tokens, labels, template=template)
+
+
+def pair_template(encoder: Encoder, form: ZeroShotForm, sample: Texts, labels: Sequence[str]) -> PairTemplate | None:
+    """How pairs are put together from ids, where that was seen equal, id for id, on a sample of the user's own rows."""
+    template = find_template(encoder)
+    texts = sample.texts.drop_null().slice(0, _COMPARED).to_pylist()
+    hypotheses = form.hypotheses(pa.array(labels, pa.large_string())).to_pylist()
+    if template is None or not assembly_is_exact(template, encoder, texts, hypotheses):
+        return None
+    return template
+
+
+def _timed(future: Future[Tokens], busy: Busy) -> Future[Tokens]:
+    busy.begin()
+    future.add_done_callback(lambda _: busy.end())
+    return future
+
+
+def _asked(sequences: Tokens, text_P: npt.NDArray[np.int64], candidates: Candidates) -> Asked:
+    num_rows = len(candidates.offsets_N1) - 1
+    num_tokens_N = np.bincount(text_P, weights=sequences.lengths, minlength=num_rows).astype(np.int64)
+    truncated_N = np.bincount(text_P, weights=sequences.truncated, minlength=num_rows) > 0
+    return Asked(sequences=sequences, num_tokens_N=num_tokens_N, truncated_N=truncated_N, candidates=candidates)
+
+
+def _candidates_of(asked: Asked) -> Any:
+    assert asked.candidates is not None
+    return asked.candidates

@@ -1,0 +1,175 @@
+"""Windows of rows through four stages at once: reading, tokenising, computing, writing.
+
+One thread reads ahead, others tokenise, this one launches what the device computes, one writes. Few windows are under
+way at any time, so memory does not grow with the input. Windows are cut where rows say, not where time does: what is
+computed together does not depend on speed, nor on where a run was resumed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Any, Generic, TypeVar
+
+from brimful.core.classification import Stage, StageName
+
+Item = TypeVar("Item")
+
+#: Windows that wait between two stages.
+_AHEAD = 2
+
+
+class Busy:
+    """Seconds during which at least one piece of work was under way. Any thread may begin and end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way, self._since = 0, 0.0
+        self.seconds = 0.0
+
+    def begin(self) -> None:
+        """One more piece of work is under way."""
+        with self._lock:
+            if not self._under_way:
+                self._since = time.perf_counter()
+            self._under_way += 1
+
+    def end(self) -> None:
+        """One piece of work is done."""
+        with self._lock:
+            self._under_way -= 1
+            if not self._under_way:
+                self.seconds += time.perf_counter() - self._since
+
+    def add(self, seconds: float) -> None:
+        """Work that was timed elsewhere."""
+        with self._lock:
+            self.seconds += seconds
+
+    @contextmanager
+    def working(self) -> Generator[None]:
+        """A piece of work that begins and ends here."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+
+class Stages:
+    """How long each stage was busy."""
+
+    def __init__(self) -> None:
+        self.read, self.tokenise, self.compute, self.write = Busy(), Busy(), Busy(), Busy()
+
+    def record(self) -> tuple[Stage, ...]:
+        """The stages in the order of the stream."""
+        names: tuple[StageName, ...] = ("read", "tokenise", "compute", "write")
+        return tuple(Stage(name=name, busy_s=getattr(self, name).seconds) for name in names)
+
+    def limit(self) -> StageName:
+        """The stage that was busy the longest: the others waited for it."""
+        return max(self.record(), key=lambda stage: stage.busy_s).name
+
+
+def run_stages(
+    windows: Iterable[Item],
+    *,
+    tokenise: Callable[[Item], Callable[[], Any]],
+    compute: Callable[[Any], Any],
+    write: Callable[[Item, Any, Any], None],
+    stages: Stages,
+    stop: Callable[[], bool],
+) -> None:
+    """Takes every window through all stages, and writes them in order.
+
+    tokenise(window) begins to and returns what waits for it; compute(asked) launches, and its `Result` says how long
+    that took; write(window, asked, logits) ends it. stages.tokenise is for `tokenise` to keep.
+    stop: asked before each window; what is under way then is still written.
+    Whatever a stage raises is raised here, with the windows before it written.
+    """
+    writing: deque[Future[None]] = deque()
+
+    def submitted() -> Iterator[tuple[Item, Callable[[], Any]]]:
+        for window in timed(windows, stages.read):
+            yield window, tokenise(window)
+
+    def finish(window: Item, asked: Any, pending: Any) -> None:
+        logits = pending.result()
+        stages.compute.add(pending.busy_s)
+        with stages.write.working():
+            write(window, asked, logits)
+
+    with closing(Ahead(submitted(), _AHEAD)) as ahead, ThreadPoolExecutor(1, "brimful-write") as writer:
+        for window, waiting in ahead:
+            asked = waiting()
+            writing.append(writer.submit(finish, window, asked, compute(asked)))
+            while len(writing) > _AHEAD:
+                writing.popleft().result()
+            if stop():
+                break
+        for future in writing:
+            future.result()
+
+
+def timed(items: Iterable[Item], busy: Busy) -> Iterator[Item]:
+    """The same items; the time that they take to come counts as busy."""
+    iterator = iter(items)
+    while True:
+        with busy.working():
+            item = next(iterator, None)
+        if item is None:
+            return
+        yield item
+
+
+class Ahead(Generic[Item]):
+    """Iterates over what another thread makes, at most `depth` items ahead. Closing it ends the thread."""
+
+    def __init__(self, items: Iterator[Item], depth: int) -> None:
+        self._items = items
+        self._ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(depth)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._make, name="brimful-read", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Item]:
+        while True:
+            item, error = self._ready.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+
+    def close(self) -> None:
+        """Ends the thread; what it made and nobody took is dropped."""
+        self._ended.set()
+        while self._thread.is_alive():
+            try:
+                self._ready.get(timeout=0.01)
+            except queue.Empty:
+                continue
+
+    def _make(self) -> None:
+        try:
+            for item in self._items:
+                if not self._put((item, None)):
+                    return
+            self._put((None, None))
+        except BaseException as error:  # the consumer's to raise
+            self._put((None, error))
+
+    def _put(self, item: tuple[Item | None, BaseException | None]) -> bool:
+        while not self._ended.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False

@@ -1,0 +1,113 @@
+"""A runner that is trusted: its answers on some of the user's own rows are those of the plain fp32 model.
+
+Where they are not, a slower path is tried: fp32 first, then padded rows. What runs in the end, and why, is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from brimful.core.classification import Parity
+from brimful.core.listener import Listener
+from brimful.core.options import ClassifyOptions
+from brimful.core.units import share_text
+from brimful.engine.question import Asked, Question, Texts
+from brimful.engine.runner import Checked, Runner, make_runner
+from brimful.engine.stream import Busy
+from brimful.tasks.parity import compare
+from brimful.techniques.precision import Precision, choose_precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trusted:
+    """A runner and what is known of it. parity: None if it was not asked for, or there was no row to compare.
+
+    fallback: why it is not the path that was planned, None if it is.
+    """
+
+    runner: Runner
+    parity: Parity | None
+    fallback: str | None
+
+
+@contextmanager
+def trusted_runner(
+    checked: Checked, options: ClassifyOptions, precision: Precision, question: Question, sample: Texts, *,
+    asked: Asked, num_tokens: int, listener: Listener,
+) -> Generator[Trusted]:  # fmt: skip
+    """The fastest runner that agrees with the plain model; products of the process have its precision meanwhile.
+
+    sample: the first rows of the input, asked: the same tokenised. num_tokens: of all of the input, about.
+    """
+    compared = _some(question, sample, options.verify)
+    fallback: str | None = None
+    for attempt, packing_wanted in _attempts(options, precision):
+        with attempt.apply():
+            runner = make_runner(
+                checked,
+                options,
+                attempt,
+                sample=asked.sequences,
+                num_tokens=num_tokens,
+                packing_wanted=packing_wanted,
+                listener=listener,
+            )
+            parity = None
+            if compared is not None:
+                parity = parity_of(checked, options, runner, question, compared, listener)
+            plainest = attempt.value == "fp32" and not runner.packing.packed
+            if parity is None or parity.passed or plainest:
+                yield Trusted(runner=runner, parity=parity, fallback=fallback)
+                return
+            fallback = _failed(parity, packed=runner.packing.packed)
+            listener.warning(fallback)
+
+
+def parity_of(
+    checked: Checked, options: ClassifyOptions, runner: Runner, question: Question, asked: Asked, listener: Listener
+) -> Parity:
+    """A runner's answers against those of the plain Hugging Face model in fp32, on padded rows."""
+    found = runner.submit(asked.sequences).result()
+    exact = choose_precision("fp32", runner.precision.device)
+    with exact.apply():
+        plain = make_runner(
+            checked, options, exact, sample=asked.sequences, num_tokens=0, packing_wanted=False, listener=listener
+        )
+        expected = plain.submit(asked.sequences).result()
+    return compare(
+        question.form, question.scores(asked, found), question.scores(asked, expected),
+        precision=runner.precision.value,
+    )  # fmt: skip
+
+
+def _attempts(options: ClassifyOptions, precision: Precision) -> Iterator[tuple[Precision, bool]]:
+    """Precisions, and whether to pack, from the fastest to the plainest."""
+    wanted = options.packing == "auto"
+    yield precision, wanted
+    exact = choose_precision("fp32", precision.device)
+    if precision.value != "fp32":
+        yield exact, wanted
+    if wanted:
+        yield exact, False
+
+
+def _some(question: Question, sample: Texts, num_rows: int) -> Asked | None:
+    """At most `num_rows` of the sample's rows, evenly spread, tokenised; None where there are none."""
+    there = np.flatnonzero(sample.texts.is_valid().to_numpy(zero_copy_only=False))
+    if not num_rows or not len(there):
+        return None
+    places = np.unique(np.linspace(0, len(there) - 1, min(num_rows, len(there))).astype(np.int64))
+    return question.submit(sample.take(there[places]), Busy())()
+
+
+def _failed(parity: Parity, *, packed: bool) -> str:
+    how = f"{parity.precision}{', packed' if packed else ''}"
+    return (
+        f"on {parity.num_rows:,} rows, {how} differs from the plain fp32 model by up to {parity.largest_difference:.2g}"
+        f" (allowed: {parity.tolerance:g}) and agrees on {share_text(parity.agreement)} of the labels:"
+        " a slower path runs instead"
+    )

@@ -1,0 +1,159 @@
+"""Windows: the rows of a stream a few thousand at a time, what is read of them, and what they are with their answers.
+
+Windows are cut by rows and bytes, counted from where a window began, never by time. A run that is resumed begins with a
+window, and so cuts the same ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from brimful.core.classification import LENGTH_ENDS, Tally
+from brimful.core.errors import OptionError
+from brimful.core.options import ClassifyOptions
+from brimful.data.columns import Columns, find_columns
+from brimful.data.examples import has_text
+from brimful.data.rows import Rows
+from brimful.data.stream import Chunk
+from brimful.engine.question import Asked, Question, Texts
+
+#: Bytes of text at which a window ends early.
+_WINDOW_BYTES = 32 << 20
+#: How --labels names a column.
+COLUMN_PREFIX = "column:"
+#: Where a window's table keeps what is wrong with its rows. No file has a column of this name.
+_FAULTS = "\0faults"
+_NO_NUMBER = "the model gave no finite number"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Consecutive rows. faults: (N,) large_string, why a row could not be read, null elsewhere."""
+
+    table: pa.Table
+    faults: pa.Array
+    texts: Texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Which columns are read. labels: the one with the candidate labels of each row, None if all have the same."""
+
+    columns: Columns
+    labels: str | None
+
+    @classmethod
+    def of(cls, sample: Rows, options: ClassifyOptions) -> Reading:
+        """The columns that the options name, else those that the first rows look like.
+
+        Raises: DataError for a column that is not there, OptionError for a pair in zero-shot.
+        """
+        asked = options.labels or ""
+        labels = asked.removeprefix(COLUMN_PREFIX) if asked.startswith(COLUMN_PREFIX) else None
+        if options.labels is not None and options.pair_column is not None:
+            raise OptionError("--pair-column and --labels are both given", hint="zero-shot reads one text a row")
+        columns = find_columns(
+            sample, text=options.text_column, pair=options.pair_column, label=labels, need_labels=False
+        )
+        if options.labels is not None:
+            columns = replace(
+                columns, pair=None, reasons={role: why for role, why in columns.reasons.items() if role != "pair"}
+            )
+        return cls(columns=columns, labels=columns.labels[0] if labels is not None else None)
+
+    def texts(self, table: pa.Table, faults: pa.Array) -> Texts:
+        """What is read of these rows; null where there is no text, of pairs either, or a fault."""
+        text, pair = _text(table, self.columns.text), None
+        there = pc.and_(has_text(text), pc.is_null(faults))
+        if self.columns.pair is not None:
+            pair = _text(table, self.columns.pair)
+            there = pc.and_(there, has_text(pair))
+            pair = pc.if_else(there, pair, None)
+        labels = None if self.labels is None else _one_chunk(table[self.labels])
+        return Texts(texts=pc.if_else(there, text, None), pairs=pair, labels=labels)
+
+    def windows(self, chunks: Iterable[Chunk], most_rows: int, *, as_they_come: bool = False) -> Iterator[Window]:
+        """The rows of all chunks in windows of `most_rows`, fewer where texts are long.
+
+        as_they_come: a window for each chunk, for rows that somebody waits for.
+        """
+        rest: pa.Table | None = None
+        for chunk in chunks:
+            table = chunk.table.append_column(_FAULTS, chunk.errors)
+            rest = table if rest is None else pa.concat_tables([rest, table])
+            while rows := rest.num_rows if as_they_come else self._whole_window(rest, most_rows):
+                yield self._window(rest.slice(0, rows))
+                rest = rest.slice(rows)
+        if rest is not None and rest.num_rows:
+            yield self._window(rest)
+
+    def _whole_window(self, table: pa.Table, most_rows: int) -> int:
+        """Rows of the first window of a table, 0 if it may go on beyond."""
+        text = _text(table.slice(0, most_rows), self.columns.text)
+        ends = np.cumsum(pc.binary_length(text).fill_null(0).to_numpy(zero_copy_only=False))
+        rows = int(np.searchsorted(ends, _WINDOW_BYTES)) + 1
+        return rows if rows <= len(ends) else most_rows if len(ends) == most_rows else 0
+
+    def _window(self, table: pa.Table) -> Window:
+        faults = _one_chunk(table[_FAULTS])
+        table = table.drop_columns([_FAULTS])
+        return Window(table=table, faults=faults, texts=self.texts(table, faults))
+
+
+def answered(
+    window: Window, question: Question, asked: Asked, logits_PC: npt.NDArray[np.float32]
+) -> tuple[pa.Table, Tally]:
+    """A window's rows with the columns of their answers behind, and what there is to count.
+
+    The columns: those of the question's form, `num_tokens`, `truncated`, and `error` with what is wrong with a row.
+    One whose name a column of the input has is called `predicted_...`.
+    """
+    answers = question.columns(asked, logits_PC)
+    read_N = asked.num_tokens_N > 0
+    answer = next(iter(answers.values()))
+    lost_N = read_N & answers["score"].is_null().to_numpy(zero_copy_only=False)
+    errors = pc.if_else(pa.array(lost_N), _NO_NUMBER, window.faults)
+    added = answers | {
+        "num_tokens": pa.array(asked.num_tokens_N.astype(np.int32)),
+        "truncated": pa.array(asked.truncated_N),
+        "error": errors,
+    }
+    table = window.table
+    assert len(answer) == table.num_rows
+    for name, column in added.items():
+        table = table.append_column(free_name(name, table.column_names), column)
+    counted = Tally(
+        num_rows=table.num_rows,
+        num_tokens=int(asked.num_tokens_N.sum()),
+        num_truncated=int(asked.truncated_N.sum()),
+        num_empty=int((~read_N & window.faults.is_null().to_numpy(zero_copy_only=False)).sum()),
+        num_errors=len(errors) - errors.null_count,
+        lengths=_length_counts(asked.num_tokens_N[read_N]),
+    )
+    return table, counted + question.tally(asked, logits_PC)
+
+
+def free_name(name: str, taken: Sequence[str]) -> str:
+    """`label`, or `predicted_label`, `predicted_label_2`, ... if it is taken."""
+    names = itertools.chain((name, f"predicted_{name}"), (f"predicted_{name}_{i}" for i in itertools.count(2)))
+    return next(each for each in names if each not in taken)
+
+
+def _length_counts(lengths: npt.NDArray[np.int64]) -> tuple[int, ...]:
+    places = np.searchsorted(LENGTH_ENDS, lengths)
+    return tuple(np.bincount(places, minlength=len(LENGTH_ENDS) + 1).tolist())
+
+
+def _text(table: pa.Table, name: str) -> pa.Array:
+    return _one_chunk(table[name].cast(pa.large_string()))
+
+
+def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)

@@ -1,0 +1,97 @@
+"""The last layer of a model whose head reads one token a sequence: all but keys and values of that token alone.
+
+The layer's graph, rewritten onto fused kernels, is cut at its attention: what comes after works on each token by
+itself, and so is given the first tokens only. Forward only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from brimful.kernels import blocks
+from brimful.kernels.first_token import first_rows, projected_first_attention
+from brimful.models.fusion import fuse, layer_backend
+
+
+class LastLayer:
+    """A backend of torch.compile for the last layer.
+
+    pooled: whether what it compiled gives (1, N, H), a row a segment. note: as of `layer_backend`.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self.pooled = False
+
+    def __call__(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        fused = fuse(graph_module)
+        pooled = None if fused is None else pool_first(fused)
+        self.pooled = pooled is not None
+        return pooled or layer_backend(graph_module, inputs, note=self._note)
+
+
+def pool_first(fused: GraphModule) -> GraphModule | None:
+    """A fused layer's graph for first tokens, (1, N, H) instead of (1, T, H). The graph given is changed.
+
+    None where its attention has no such form.
+    """
+    graph = fused.graph
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target is blocks.projected_attention]
+    if len(calls) != 1:
+        return None
+    (call,) = calls
+    x, weights, biases, offsets, num_heads, settings = call.args
+    _, _, scale, causal, window, softcap, dropout = settings
+    if causal is not False or window != 0 or softcap != 0.0 or dropout != 0.0:
+        return None
+    if not isinstance(x.meta["example_value"].shape[-2], torch.SymInt):
+        return None  # the number of tokens stands in the graph as a constant
+    after = _after(call)
+    with graph.inserting_before(call):
+        arguments = (x, weights, biases, offsets, num_heads, scale)
+        replacement = graph.call_function(projected_first_attention, arguments)
+        num_rows = graph.call_method("size", (replacement, 1))
+    tokens = {node for node in graph.nodes if _is_token_count(node, x)}
+    chosen: dict[Node, Node] = {}
+    for node in after:
+        for given in list(node.all_input_nodes):
+            if given in after or given is call:
+                continue
+            if given in tokens:
+                node.replace_input_with(given, num_rows)
+            elif _has_tokens(given, x):
+                if given not in chosen:
+                    with graph.inserting_before(node):
+                        chosen[given] = graph.call_function(first_rows, (given, offsets))
+                node.replace_input_with(given, chosen[given])
+    call.replace_all_uses_with(replacement)
+    graph.erase_node(call)
+    graph.eliminate_dead_code()
+    graph.lint()
+    fused.recompile()
+    return fused
+
+
+def _after(call: Node) -> dict[Node, None]:
+    """Everything that depends on a node, in the graph's order."""
+    found: dict[Node, None] = {}
+    for node in call.graph.nodes:
+        if node is not call and node.op != "output" and any(i is call or i in found for i in node.all_input_nodes):
+            found[node] = None
+    return found
+
+
+def _has_tokens(node: Node, x: Any) -> bool:
+    """Whether a node's result has a row a token, as `x` has: (1, T, ...). Symbols are compared as they are written:
+    asking whether they are equal would make the compiler see to it."""
+    made, like = node.meta.get("example_value"), x.meta["example_value"]
+    return isinstance(made, torch.Tensor) and made.ndim == like.ndim and str(made.shape[:-1]) == str(like.shape[:-1])
+
+
+def _is_token_count(node: Node, x: Any) -> bool:
+    made, count = node.meta.get("example_value"), x.meta["example_value"].shape[-2]
+    return isinstance(made, torch.SymInt) and str(made) == str(count)

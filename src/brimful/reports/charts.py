@@ -1,0 +1,179 @@
+"""Charts as SVG that stands in a page: drawn by matplotlib, coloured and set in type by the page's style sheet."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.etree import ElementTree
+
+from rich.cells import cell_len
+
+from brimful.core.errors import InputError, printable
+from brimful.reports.columns import fitted
+from brimful.reports.page import Markup
+
+#: A chart's width, its type's size, and the width of a character: in its own unit, about a pixel on a phone.
+_WIDTH, _TYPE, _CHARACTER = 400, 12, 6.8
+#: Widest name beside a bar, in columns of a terminal: what is cut stands in full in the numbers below the chart.
+_NAME = 20
+_BAR_HEIGHT = 22
+
+#: Colours that matplotlib is told, and what they are in the page: its variables, which differ in the dark and in print.
+_COLOURS = {"ink": "#010203", "muted": "#020304", "line": "#030405", "bar": "#040506", "strong": "#050607"}
+_SETTINGS: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "axes.unicode_minus": True,
+    "font.size": _TYPE,
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar. said: its value in words, at the right. strong: it stands out."""
+
+    name: str
+    value: float
+    said: str
+    strong: bool = False
+
+
+def check_charts() -> None:
+    """That charts can be drawn.
+
+    Raises: InputError if matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("a report as a page needs matplotlib for its charts", hint="pip install 'brimful[report]'")
+
+
+def bar_chart(key: str, bars: Sequence[Bar], *, alt: str, whole: float | None = None) -> Markup:
+    """Bars from left to right, one below the other, in their order.
+
+    key: different for each chart of a page. alt: what the chart shows, for those who do not see it. whole: what the
+    bars are parts of, drawn behind each.
+    """
+    names = [fitted(bar.name, _NAME) for bar in bars]
+    left, right = (10 + _CHARACTER * max(map(cell_len, texts), default=0) for texts in (names, [b.said for b in bars]))
+    places = range(len(bars))
+    with _matplotlib(key) as figure:
+        axes = _axes(figure, height=_BAR_HEIGHT * len(bars), left=left, right=right)
+        most = max([*(bar.value for bar in bars), whole or 0.0]) or 1.0
+        axes.set(xlim=(0, most), ylim=(len(bars) - 0.5, -0.5), xticks=[])
+        if whole:
+            axes.barh(places, [whole] * len(bars), height=0.6, color=_COLOURS["line"], clip_on=False)
+        colours = [_COLOURS["strong" if bar.strong else "bar"] for bar in bars]
+        axes.barh(places, [bar.value for bar in bars], height=0.6, color=colours, clip_on=False)
+        axes.set_yticks(places, names, color=_COLOURS["ink"])
+        for place, bar in zip(places, bars, strict=True):
+            at_right = {"xy": (1, place), "xycoords": ("axes fraction", "data"), "xytext": (right, 0)}
+            placed = {"textcoords": "offset points", "ha": "right", "va": "center_baseline", "annotation_clip": False}
+            axes.annotate(bar.said, **at_right, **placed, color=_COLOURS["muted"])
+        return _inlined(figure, key, alt)
+
+
+def histogram(key: str, counts: Sequence[int], *, edges: Mapping[int, str], axis: str, alt: str) -> Markup:
+    """How many of all lie in each class, as shares. Classes are drawn equally wide, whatever they hold.
+
+    edges: what is written below the edge with that number, from 0, left of the first class, to len(counts).
+    axis: what is classed. key, alt: as of `bar_chart`.
+    """
+    whole = sum(counts) or 1
+    shares = [100 * count / whole for count in counts]
+    with _matplotlib(key) as figure:
+        axes = _axes(figure, height=150, left=40, right=12, top=8, bottom=42)
+        axes.set(xlim=(0, len(counts)), ylim=(0, max(shares, default=0) * 1.02 or 1))
+        axes.yaxis.get_major_locator().set_params(nbins=4)
+        axes.yaxis.set_major_formatter("{x:g} %")
+        axes.grid(axis="y", color=_COLOURS["line"], linewidth=1)
+        axes.set_axisbelow(True)
+        axes.bar([i + 0.5 for i in range(len(counts))], shares, width=0.88, color=_COLOURS["strong"], clip_on=False)
+        axes.set_xticks(list(edges), list(edges.values()))
+        axes.set_xlabel(axis, color=_COLOURS["muted"], labelpad=6)
+        axes.tick_params(labelcolor=_COLOURS["muted"])
+        return _inlined(figure, key, alt)
+
+
+@contextlib.contextmanager
+def _matplotlib(key: str) -> Iterator[Any]:
+    """An empty figure of matplotlib at its own defaults, whatever the user's are: equal charts are equal bytes."""
+    check_charts()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of glyphs that matplotlib's own font lacks: the page sets the type
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({**_SETTINGS, "svg.hashsalt": key})
+        yield Figure(dpi=72)
+
+
+def _axes(figure: Any, *, height: float, left: float, right: float, top: float = 2, bottom: float = 2) -> Any:
+    """Axes without a frame, `height` high within these margins."""
+    whole = height + top + bottom
+    figure.set_size_inches(_WIDTH / 72, whole / 72)
+    figure.patch.set_visible(False)
+    place = (left / _WIDTH, bottom / whole, (_WIDTH - left - right) / _WIDTH, height / whole)
+    axes = figure.add_axes(place, frameon=False)
+    axes.tick_params(length=0, pad=6)
+    return axes
+
+
+def _inlined(figure: Any, key: str, alt: str) -> Markup:
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return Markup(_for_page(drawn.getvalue(), key, alt))
+
+
+def _for_page(drawn: str, key: str, alt: str) -> str:
+    """matplotlib's document as an element: without size, fonts and ids that would clash, in the page's colours."""
+    root = ElementTree.fromstring(drawn)
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        element.tail = element.text = None if element.tag != "text" else element.text
+        _dress(element, key)
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in ("style", "metadata"):
+                parent.remove(child)
+    root.attrib = {
+        "xmlns": "http://www.w3.org/2000/svg",
+        "class": "chart",
+        "viewBox": root.attrib["viewBox"],
+        "role": "img",
+        "aria-label": printable(alt, 2000),
+    }
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _dress(element: ElementTree.Element, key: str) -> None:
+    """Its attributes for the page. Ids that only name matplotlib's groups go, the others become the chart's own."""
+    attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
+    if element.tag == "g":
+        attributes.pop("id", None)
+    for name, value in attributes.items():
+        if name == "id":
+            attributes[name] = f"{key}-{value}"
+        elif name == "href":
+            attributes[name] = value.replace("#", f"#{key}-")
+        elif name == "style":
+            attributes[name] = _style(value)
+        elif name == "d":
+            attributes[name] = " ".join(value.split())
+        elif "url(#" in value:
+            attributes[name] = value.replace("url(#", f"url(#{key}-")
+    element.attrib = attributes
+
+
+def _style(style: str) -> str:
+    sized = re.sub(r"\bfont: [^;]*?([\d.]+px)[^;]*", r"font-size: \1", style)
+    coloured = re.sub(r"\bfont-family: [^;]*(; )?", "", sized)
+    for variable, colour in _COLOURS.items():
+        coloured = coloured.replace(colour, f"var(--{variable})")
+    return coloured

@@ -1,0 +1,18 @@
+"""Text that has to fit a number of columns: some characters, such as Chinese ones, are two columns wide."""
+
+from __future__ import annotations
+
+from rich.cells import cell_len, set_cell_size
+
+from brimful.core.errors import printable
+
+
+def fitted(text: str, columns: int) -> str:
+    """`text` on one line, cut to as many columns; something to see for a text of nothing."""
+    line = printable(text, 4 * columns + 1) or "(empty)"
+    return line if cell_len(line) <= columns else set_cell_size(line, columns - 1).rstrip() + "…"
+
+
+def padded(text: str, columns: int) -> str:
+    """`text` with spaces behind it up to as many columns."""
+    return text + " " * (columns - cell_len(text))

@@ -1,0 +1,273 @@
+"""What the logits of a classifier mean: as columns of a file, as a tally, and as the objects of transformers' pipeline.
+
+    form = answer_form(config, threshold=0.9)
+    form.columns(logits_NC)                     {"label": ..., "score": ...}, arrays of N
+    objects(form.space, logits_NC, top_k=None)  what pipeline("text-classification") returns
+
+Scores are computed in fp32, as the pipeline does: what is a tie there is a tie here, and goes to the same label. A row
+has an answer if all its logits are finite; one that could not be classified is handed over as NaN.
+
+Legend: N rows, C outputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from brimful.core.classification import CONFIDENCE_BINS, Tally
+from brimful.core.errors import OptionError, printable
+from brimful.core.records import LabelSpace, TaskName
+from brimful.tasks.ranking import Ranking, Singles, as_lists, finite_rows, offsets_of, ranked, unranked
+
+#: Probability from which a label is given where a text may have several of them.
+DEFAULT_THRESHOLD = 0.5
+
+#: Columns of several scores, and of the raw outputs of one pass through the model.
+SCORES, LOGITS = pa.list_(pa.float64()), pa.list_(pa.float32())
+
+
+def label_space(config: Any) -> LabelSpace:
+    """What the outputs of a model mean by its configuration, as transformers' pipeline reads it.
+
+    A single output is a label that is true or not (multi_label) unless the configuration says that it is a number.
+    """
+    names = tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(config.num_labels))
+    problem = getattr(config, "problem_type", None)
+    task: TaskName = "single_label"
+    if problem == "regression":
+        task = "regression"
+    elif problem == "multi_label_classification" or len(names) == 1:
+        task = "multi_label"
+    return LabelSpace(
+        task=task, names=names, values={} if task == "regression" else {n: i for i, n in enumerate(names)}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form(ABC):
+    """Which columns the answers become.
+
+    top_k: labels of a row in the column `scores`, 0 for all; None: there is no such column.
+    threshold: score from which a label is given; None: DEFAULT_THRESHOLD where `listed`, elsewhere any.
+    logits: whether there is a column with the raw outputs.
+    """
+
+    top_k: int | None = None
+    threshold: float | None = None
+    logits: bool = False
+
+    @property
+    @abstractmethod
+    def listed(self) -> bool:
+        """Whether a text may have several labels, or none: label and score are lists."""
+
+    @property
+    def numeric(self) -> bool:
+        """Whether the outputs are numbers, not scores of labels."""
+        return False
+
+    @property
+    def least(self) -> float | None:
+        """Score from which a label is given, None for any."""
+        return DEFAULT_THRESHOLD if self.threshold is None and self.listed else self.threshold
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Names and types of the columns. All of them may be null."""
+        pair = pa.struct({"label": pa.large_string(), "score": pa.float64()})
+        scores = {} if self.top_k is None else {"scores": pa.list_(pair)}
+        return pa.schema(self._answer_types | scores | ({"logits": self._logits_type} if self.logits else {}))
+
+    @property
+    def _answer_types(self) -> dict[str, pa.DataType]:
+        label, score = pa.large_string(), pa.float64()
+        return {"label": pa.list_(label), "score": SCORES} if self.listed else {"label": label, "score": score}
+
+    @property
+    def _logits_type(self) -> pa.DataType:
+        return LOGITS
+
+    def _answer_columns(self, ranking: Ranking) -> dict[str, pa.Array]:
+        given = self._given(ranking)
+        if self.listed:
+            return {"label": given.labels(), "score": given.scores()}
+        return {"label": given.first_labels(), "score": ranking.first_scores()}
+
+    def _columns(self, ranking: Ranking, logits: Callable[[], pa.Array]) -> dict[str, pa.Array]:
+        columns = self._answer_columns(ranking)
+        if self.top_k is not None:
+            shown = ranking.top(self.top_k) if self.top_k and not self.numeric else ranking
+            columns["scores"] = shown.pairs()
+        return columns | ({"logits": logits()} if self.logits else {})
+
+    def _given(self, ranking: Ranking) -> Ranking:
+        """The labels that rows are given, of a ranking with all labels or at least each row's first."""
+        ranking = ranking if self.listed else ranking.top(1)
+        return ranking if self.least is None else ranking.at_least(self.least)
+
+    def _tally(self, ranking: Ranking) -> Tally:
+        best_A = ranking.scores_P[ranking.offsets_N1[:-1][ranking.answered_N]]
+        bins_A = np.minimum((best_A * CONFIDENCE_BINS).astype(np.int64), CONFIDENCE_BINS - 1)
+        confidences = np.bincount(bins_A, minlength=CONFIDENCE_BINS)
+        return Tally(labels=self._given(ranking).counts(), confidences=tuple(confidences.tolist()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerForm(Form):
+    """Answers of a text classifier.
+
+    always_scored: a model of one output whose configuration states no task. Its one label is given whatever its score.
+    """
+
+    space: LabelSpace
+    always_scored: bool = False
+
+    @property
+    def listed(self) -> bool:
+        return self.space.task == "multi_label" and not self.always_scored
+
+    @property
+    def numeric(self) -> bool:
+        return self.space.task == "regression"
+
+    def columns(self, logits_NC: Singles) -> dict[str, pa.Array]:
+        """The columns of `schema`, in its order; null in the rows without an answer.
+
+        label, score: single_label: the likeliest and its probability; below `threshold` the label is null. multi_label:
+        lists of those from `least` on, the likeliest first. regression: no label; the number, or a list of them.
+        scores: lists of {label, score}, the likeliest first; for regression always all, in the order of the outputs.
+        logits: lists of the raw outputs.
+        """
+        return self._columns(self._ranking(logits_NC), lambda: _logit_lists(logits_NC))
+
+    def tally(self, logits_NC: Singles) -> Tally:
+        """Labels given and confidences. The other counts are the caller's to add: `tally + Tally(num_rows=...)`."""
+        return Tally() if self.numeric else self._tally(self._ranking(logits_NC))
+
+    def score_blocks(self, logits_NC: Singles) -> list[Singles]:
+        """[(N, C)]: probabilities, for regression the numbers; rows without an answer are NaN."""
+        scores_NC = _FUNCTIONS[_usual_function(self.space)](logits_NC)
+        return [np.where(finite_rows(logits_NC)[:, None], scores_NC, np.float32(np.nan))]
+
+    def _ranking(self, logits_NC: Singles) -> Ranking:
+        if self.numeric:
+            return unranked(logits_NC, finite_rows(logits_NC), _names(self.space))
+        most = None if self.listed or self.top_k == 0 else self.top_k or 1
+        scores_NC = _FUNCTIONS[_usual_function(self.space)](logits_NC)
+        return ranked(scores_NC, finite_rows(logits_NC), _names(self.space), most=most)
+
+    @property
+    def _answer_types(self) -> dict[str, pa.DataType]:
+        if not self.numeric:
+            return super()._answer_types
+        return {"score": pa.float64() if self.space.num_outputs == 1 else SCORES}
+
+    def _answer_columns(self, ranking: Ranking) -> dict[str, pa.Array]:
+        if not self.numeric:
+            return super()._answer_columns(ranking)
+        return {"score": ranking.first_scores() if self.space.num_outputs == 1 else ranking.scores()}
+
+
+def answer_form(
+    config: Any, *, top_k: int | None = None, threshold: float | None = None, logits: bool = False
+) -> AnswerForm:
+    """The answers of a model with this configuration, as they are asked for.
+
+    Raises: OptionError for a threshold where the outputs are numbers.
+    """
+    space = label_space(config)
+    if space.task == "regression" and threshold is not None:
+        raise OptionError(
+            f"--threshold is {threshold}, and the model's outputs are numbers, not probabilities", hint="leave it out"
+        )
+    stated = getattr(config, "problem_type", None) == "multi_label_classification"
+    return AnswerForm(
+        space=space,
+        always_scored=space.task == "multi_label" and not stated,
+        top_k=top_k,
+        threshold=threshold,
+        logits=logits,
+    )
+
+
+def objects(
+    space: LabelSpace,
+    logits_NC: Singles,
+    *,
+    top_k: int | Literal[""] | None = "",
+    function_to_apply: str | None = None,
+    given: Literal["list", "text", "pair"] = "list",
+) -> list[Any] | dict[str, Any]:
+    """What transformers' pipeline("text-classification") returns for texts with these logits.
+
+    top_k: a number, or None for all, makes a list per text, the likeliest first. "", the pipeline's own way to say that
+    it was not given: one {"label", "score"} per text, of the likeliest.
+    function_to_apply: sigmoid, softmax or none; None or "default": the one that belongs to the task.
+    given: what the pipeline was called with. For one text alone it returns a list, unless top_k makes one; for one pair
+    alone, {"text", "text_pair"}, the answer itself.
+
+    A row without an answer has {"label": None, "score": None}, or no labels in its list.
+    Raises: OptionError for a top_k below 0, or another function.
+    """
+    number = None if isinstance(top_k, str) else top_k
+    if number is not None and number < 0:
+        raise OptionError(f"top_k is {number}: it must be at least 0", hint="None is for all labels")
+    scores_NC = _function(space, function_to_apply)(logits_NC)
+    most = 1 if isinstance(top_k, str) else number
+    rows = ranked(scores_NC, finite_rows(logits_NC), _names(space), most=most).objects()
+    answers: list[Any] = [[{"label": label, "score": score} for label, score in zip(*row, strict=True)] for row in rows]
+    if isinstance(top_k, str):
+        answers = [answer[0] if answer else {"label": None, "score": None} for answer in answers]
+        return answers[0] if given == "pair" else answers
+    return answers if given == "list" else answers[0]
+
+
+def sigmoid(logits: Singles) -> Singles:
+    """1 / (1 + e^-x) of each number."""
+    with np.errstate(over="ignore"):  # far below 0 it is 0
+        return np.asarray(1 / (1 + np.exp(-logits)))
+
+
+def softmax(logits: Singles) -> Singles:
+    """Over the last axis. Not finite in, not a number out."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
+
+
+def _unchanged(logits: Singles) -> Singles:
+    return logits
+
+
+_FUNCTIONS: dict[str, Callable[[Singles], Singles]] = {"sigmoid": sigmoid, "softmax": softmax, "none": _unchanged}
+
+
+def _usual_function(space: LabelSpace) -> str:
+    """By name, what makes scores of the logits of this task."""
+    return {"single_label": "softmax", "multi_label": "sigmoid", "regression": "none"}[space.task]
+
+
+def _function(space: LabelSpace, asked: str | None) -> Callable[[Singles], Singles]:
+    name = "default" if asked is None else asked.lower()
+    if name not in {*_FUNCTIONS, "default"}:
+        raise OptionError(
+            f"function_to_apply is '{printable(asked)}': there is no such function",
+            hint="it is sigmoid, softmax, none or default",
+        )
+    return _FUNCTIONS[_usual_function(space) if name == "default" else name]
+
+
+def _names(space: LabelSpace) -> pa.Array:
+    return pa.array(space.names, pa.large_string())
+
+
+def _logit_lists(logits_NC: Singles) -> pa.Array:
+    answered_N = finite_rows(logits_NC)
+    values = pa.array(logits_NC[answered_N].ravel())
+    return as_lists(values, offsets_of(answered_N * logits_NC.shape[1]), answered_N)

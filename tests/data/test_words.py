@@ -1,0 +1,127 @@
+"""Words looked up: what comes out is what `tokenizers` makes of the text, id for id."""
+
+from __future__ import annotations
+
+import string
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+
+import trained_tokenizers
+from brimful.data import words
+from brimful.data.tokens import Encoder
+from brimful.data.words import Words
+
+ascii_texts = st.text(alphabet=string.printable + "\x00\x1c\x7f", max_size=60)
+wordy_texts = st.lists(
+    st.sampled_from(
+        ["The", "don't", " ", "  ", "\n", "\t", "unbelievable", "[SEP]", "[cls]", "[", "##ing", "3.14", "x" * 120]
+    )
+    | st.text(max_size=3)
+).map("".join)
+
+
+def encoders_of(tokenizer: Any, max_length: int = 12, **settings: Any) -> tuple[Encoder, Encoder]:
+    """One that looks words up, and one that leaves all to `tokenizers`."""
+    made = [Encoder.from_tokenizer(tokenizer, max_length, with_types=True, **settings) for _ in range(2)]
+    made[1]._words = None
+    return made[0], made[1]
+
+
+@cache
+def encoders(side: str, split_special_tokens: bool) -> tuple[Encoder, Encoder]:
+    settings = {"truncation_side": side, "split_special_tokens": split_special_tokens}
+    return encoders_of(trained_tokenizers.minilm(**settings))
+
+
+def same(rows: list[str], encoder: Encoder, plain: Encoder) -> None:
+    assert encoder._words is not None
+    found, expected = encoder.encode(rows), plain.encode(rows)
+    for name in ("ids", "offsets", "types", "truncated"):
+        values = getattr(found, name), getattr(expected, name)
+        np.testing.assert_array_equal(*values)
+        assert (values[0] is None) == (values[1] is None)
+        assert values[0] is None or values[0].dtype == values[1].dtype
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("split", [False, True])
+@given(rows=st.lists(ascii_texts | wordy_texts, max_size=6))
+@example(rows=[])
+@example(rows=["", " ", "\n", "a"])
+@example(
+    rows=[
+        "plain",
+        "caf\u00e9",
+        "plain too",
+        "\x00",
+        "[MASK]",
+        "",
+        "one two three four five six seven eight nine ten eleven",
+    ]
+)
+def test_ids_are_those_of_tokenizers(side: str, split: bool, rows: list[str]) -> None:
+    same(rows, *encoders(side, split))
+
+
+@cache
+def bare_encoders() -> tuple[Encoder, Encoder]:
+    bare, plain = (encoder.without_special_tokens() for encoder in encoders("right", False))
+    plain._words = None
+    return bare, plain
+
+
+@given(rows=st.lists(ascii_texts | wordy_texts, max_size=6))
+def test_without_special_tokens(rows: list[str]) -> None:
+    same(rows, *bare_encoders())
+
+
+def test_a_tokenizer_that_tells_capitals_apart() -> None:
+    tokenizer = trained_tokenizers.minilm()
+    tokenizer.backend_tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
+    same(["The THE the", "one\ttwo"], *encoders_of(tokenizer))
+
+
+def test_added_tokens_are_left_to_tokenizers() -> None:
+    tokenizer = trained_tokenizers.minilm()
+    tokenizer.add_tokens([AddedToken("Foo", normalized=True), AddedToken("<br>", normalized=False)])
+    encoder, plain = encoders_of(tokenizer)
+    assert encoder._words is not None
+    assert [encoder._words.cover(text) for text in ("a foot", "FOO", "a<BR>b", "fo o")] == [False, False, False, True]
+    same(["a foot", "FOO", "a<br>b", "a<BR>b", "fo o"], encoder, plain)
+
+
+def test_what_is_plain() -> None:
+    found = encoders("right", False)[0]._words
+    assert found is not None
+    plain = ["", "It's 5 o'clock.\r\n\tReally?", "a [b] c"]
+    assert all(map(found.cover, plain))
+    assert not any(map(found.cover, ["caf\u00e9", "a\x00", "\x1f", "\x7f", "\x0b", "see [SEP]", "🙂"]))
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "_MOST_WORDS", 50)
+    encoder, plain = encoders_of(trained_tokenizers.minilm(), 64)
+    for start in range(0, 400, 40):
+        same([f"w{i} x{i} {'y' * 60}{i}" for i in range(start, start + 40)], encoder, plain)
+    assert encoder._words is not None
+    assert len(encoder._words._known) < 200
+    assert max(map(len, encoder._words._known)) <= 40
+
+
+def test_only_tokenizers_built_as_berts() -> None:
+    for name in ("byte_level", "unigram"):
+        assert Words.of(trained_tokenizers.make(name).backend_tokenizer) is None
+    backend = Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
+    assert Words.of(backend) is None
+    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.Whitespace()
+    assert Words.of(backend) is None
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    assert Words.of(backend) is not None
+    backend.add_tokens([AddedToken("new york")])
+    assert Words.of(backend) is None

@@ -1,0 +1,103 @@
+"""Charts: well-formed, in the page's colours, equal bytes for equal data, and no clash between two of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from xml.etree import ElementTree
+
+import matplotlib
+import pytest
+
+from brimful.core.errors import InputError
+from brimful.reports.charts import Bar, bar_chart, check_charts, histogram
+
+BARS = [Bar("yes", 3, "3 (75.0 %)", strong=True), Bar("no", 1, "1 (25.0 %)"), Bar("never", 0, "0 (0.0 %)")]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(svg: str) -> list[str]:
+    return [element.text or "" for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def both() -> list[str]:
+    edges = {0: "0", 2: "16", 4: "more"}
+    return [
+        bar_chart("bars", BARS, alt="Bars", whole=4.0).html,
+        histogram("lengths", (1, 5, 0, 2), edges=edges, axis="tokens", alt="Lengths").html,
+    ]
+
+
+@pytest.mark.parametrize("svg", both(), ids=["bars", "histogram"])
+def test_a_chart_takes_size_type_and_colours_from_its_page(svg: str) -> None:
+    root = ElementTree.fromstring(svg)
+    assert root.tag == f"{SVG}svg"
+    assert root.attrib.keys() == {"class", "viewBox", "role", "aria-label"}
+    assert not re.findall(r"#[0-9a-f]{6}", svg)
+    assert set(re.findall(r"var\(--(\w+)\)", svg)) <= {"ink", "muted", "line", "bar", "strong"}
+    assert "font-family" not in svg
+    assert "font:" not in svg
+    assert not [element.tag for element in root.iter() if element.tag.rpartition("}")[2] in {"style", "metadata"}]
+
+
+def test_charts_say_what_they_show() -> None:
+    bars, lengths = both()
+    assert texts(bars) == ["yes", "no", "never", "3 (75.0 %)", "1 (25.0 %)", "0 (0.0 %)"]
+    assert texts(lengths)[:4] == ["0", "16", "more", "tokens"]
+    assert 'aria-label="Bars"' in bars
+
+
+def test_bars_are_as_long_as_what_they_stand_for() -> None:
+    root = ElementTree.fromstring(bar_chart("a", BARS, alt="a").html)
+    paths = [path.attrib["d"] for path in root.iter(f"{SVG}path") if "fill: var(--" in path.attrib.get("style", "")]
+    widths = [max(x) - min(x) for x in ([float(x) for x in re.findall(r"[ML] ([\d.]+) ", path)] for path in paths)]
+    assert widths[0] == pytest.approx(3 * widths[1])
+    assert widths[2] == 0
+
+
+def test_the_same_data_are_the_same_bytes_whatever_the_user_set() -> None:
+    before = both()
+    with matplotlib.rc_context({"font.size": 40, "axes.grid": True, "svg.fonttype": "path", "text.parse_math": True}):
+        assert both() == before
+        assert matplotlib.rcParams["font.size"] == 40
+
+
+def test_ids_of_charts_do_not_clash() -> None:
+    ids = [re.findall(r'\bid="([^"]*)"', svg) for svg in (*both(), bar_chart("others", BARS, alt="a").html)]
+    together = [each for found in ids for each in found]
+    assert len(set(together)) == len(together)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "<script>&\"'",
+        "$x^$",
+        "\x1b[2J\x00",
+        "标签名称标签名称标签名称标签名称",
+        "تسمية",
+        "😀👨‍👩‍👧",
+        "a" * 10_000,
+        "",
+        "\ud800",
+        "\ufffe",
+    ],
+)
+def test_any_name_can_stand_beside_a_bar(name: str) -> None:
+    shown = texts(bar_chart("a", [Bar(name, 1, "1")], alt=name).html)
+    assert len(shown) == 2
+    assert 0 < len(shown[0]) <= 20
+    assert shown[0][0] == (name[:1] if name[:1].isprintable() and name else shown[0][0])
+
+
+def test_nothing_to_draw_is_no_error() -> None:
+    assert texts(bar_chart("a", [Bar("a", 0, "0")], alt="a").html) == ["a", "0"]
+    assert "tokens" in texts(histogram("a", (0,), edges={0: "0"}, axis="tokens", alt="a").html)
+
+
+def test_without_matplotlib_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_charts()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="matplotlib") as raised:
+        bar_chart("a", BARS, alt="a")
+    assert raised.value.hint == "pip install 'brimful[report]'"
