@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from chip import operations
-from works import Work, data_file, max_length, model_folder
+from shapes import max_length
+from works import Work, data_file, model_folder
 
 from brimful.core.listener import Listener
 from brimful.core.options import TrainOptions

@@ -8,20 +8,16 @@ call; what is in the raw log is not measured again, so call it until no row is l
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # what the benchmarks share
+
 import report
+from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
 from works import TABLE, Work, make_inputs
 
 #: Trainer's settings that the sweep begins with, and those it tries instead, one at a time.
@@ -50,114 +46,13 @@ _COMPILE_TIMEOUT_S = 150
 #: Seconds that a measurement is expected to take, before the raw log knows better.
 _EXPECTED_S = {"limits": 45.0, "sweep": 60.0, "compile": float(_COMPILE_TIMEOUT_S), "hf": 25.0, "brimful": 30.0}
 _EXPECTED_MORE_S = {"large": 15.0, "modernbert": 15.0}
-_POLL_S = 0.05
 
 
-class Nvml:
-    """The first GPU as the driver sees it, read from this process, so that what is measured is not disturbed."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-        self.driver: str | None = None
-        self.gpu = "CPU"
-        with contextlib.suppress(Exception):  # no driver, or none that answers: all is unknown
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-            self.driver = str(pynvml.nvmlSystemGetDriverVersion())
-            self.gpu = str(pynvml.nvmlDeviceGetName(self._handle))
-
-    def used_bytes(self) -> int | None:
-        """All that is used on the GPU."""
-        if self._handle is None:
-            return None
-        import pynvml
-
-        return int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-
-
-class Session:
-    """One call of this script: its raw log, its clock, and what has been measured by it and by earlier ones."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.call = time.strftime("%Y%m%dT%H%M%S")
-        self.nvml = Nvml()
-        self.log: Path = arguments.output / "raw.jsonl"
-        self.records: list[dict[str, Any]] = []
-        if self.log.exists():
-            text = self.log.read_text("utf-8")
-            whole = text[: text.rfind("\n") + 1]
-            self.records = [json.loads(line) for line in whole.splitlines()]
-            if whole != text:  # a call was killed as it wrote: what it wrote is measured again
-                self.log.write_text(whole, "utf-8")
-        self.deadline = None if arguments.budget_s is None else time.monotonic() + arguments.budget_s
-
-    def known(self, kind: str, **wanted: Any) -> list[dict[str, Any]]:
-        """Records of this kind, GPU and mode with these values, oldest first. With --again only this call's."""
-        arguments = self.arguments
-        wanted |= {"kind": kind, "gpu": self.nvml.gpu, "smoke": arguments.smoke}
-        if arguments.again:
-            wanted["call"] = self.call
-        return [r for r in self.records if all(r.get(key) == value for key, value in wanted.items())]
-
-    def fits(self, seconds: float) -> bool:
-        """Whether this much time is left."""
-        return self.deadline is None or time.monotonic() + seconds <= self.deadline
-
-    def expected_s(self, kind: str, work: Work, side: str = "") -> float:
-        """Seconds that a measurement took when it last went well, or is guessed to take."""
-        before = [r for r in self.records if r["kind"] == kind and r["work"] == work.name and r["ok"]]
-        if found := [r["wall_s"] for r in before if r.get("side", "") == side]:
-            return float(found[-1])
-        return _EXPECTED_S[side or kind] + _EXPECTED_MORE_S.get(work.size, 0.0)
-
-    def add(self, **record: Any) -> dict[str, Any]:
-        """Appends to the raw log."""
-        record = {"call": self.call, "gpu": self.nvml.gpu, "smoke": self.arguments.smoke, **record}
-        self.records.append(record)
-        with self.log.open("a", encoding="utf-8") as log:
-            log.write(json.dumps(record) + "\n")
-        return record
-
-    def child(self, plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Runs one plan in a process of its own: its `found` rows, `wall_s`, `nvml_bytes`, `ok`, `error` if not."""
-        arguments = self.arguments
-        if self.deadline is not None:
-            timeout_s = min(timeout_s, self.deadline - time.monotonic())
-        command = [sys.executable, __file__, "--one", json.dumps(plan), "--output", str(arguments.output)]
-        command += ["--inputs", str(arguments.inputs)]
-        command += ["--tokenizer", arguments.tokenizer] if arguments.tokenizer else []
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        before = peak = self.nvml.used_bytes()
-        began, error = time.monotonic(), None
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
-            try:
-                while process.poll() is None:
-                    time.sleep(_POLL_S)
-                    if peak is not None:
-                        peak = max(peak, self.nvml.used_bytes() or 0)
-                    if time.monotonic() - began > timeout_s:
-                        error = f"not done after {timeout_s:.0f} s"
-                        break
-            finally:  # its own group: loader workers and compilers end with it
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            out.seek(0)
-            err.seek(0)
-            found = [json.loads(line[4:]) for line in out if line.startswith("ROW ")]
-            if error is None and (process.returncode != 0 or not found):
-                error = "\n".join(err.read().strip().splitlines()[-5:])[-1500:] or f"exit code {process.returncode}"
-        return {
-            "found": found,
-            "ok": error is None,
-            "error": error,
-            "wall_s": round(time.monotonic() - began, 1),
-            "nvml_bytes": None if peak is None or before is None else peak - before,
-        }
+def expected_s(session: Session, kind: str, work: Work, side: str | None = None) -> float:
+    """Seconds that a measurement took when it last went well, or is guessed to take."""
+    wanted = {} if side is None else {"side": side}
+    guess = _EXPECTED_S[side or kind] + _EXPECTED_MORE_S.get(work.size, 0.0)
+    return session.last_wall_s(kind, work=work.name, **wanted) or guess
 
 
 def hf_settings(session: Session, work: Work) -> dict[str, Any] | None:
@@ -196,7 +91,7 @@ def sweep(session: Session, work: Work) -> bool:
     for kind, changes in (("sweep", [{}, *tried]), ("compile", [HF_COMPILED])):
         if kind not in _sweep_kinds(session) or _sweeps(session, kind, work.name):
             continue
-        if not session.fits(session.expected_s(kind, work)):
+        if not session.fits(expected_s(session, kind, work)):
             return False
         say(f"{work.name}: HF Trainer with {', '.join(json.dumps(each) for each in changes)}")
         settings = [_here(session, HF_BASE | change) for change in changes]
@@ -252,7 +147,7 @@ def complete(session: Session, work: Work) -> bool:
 def row(session: Session, work: Work) -> bool:
     """Measures both sides of one row; False if there is no time for it."""
     asked = [(side, each) for side in work.sides for each in settings_of(session, work, side) or ()]
-    if not session.fits(sum(session.expected_s("row", work, side) for side, _ in asked)):
+    if not session.fits(sum(expected_s(session, "row", work, side) for side, _ in asked)):
         return False
     for side, settings in asked:
         say(f"{work.name}: {side} {json.dumps(settings)}")
@@ -294,28 +189,9 @@ def one(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[d
         import trainer_side as side
     else:
         import brimful_side as side  # type: ignore[no-redef]
-    versions = versions_here()
+    versions = versions_here("accelerate")
     for found in side.measure(plan, inputs):
         yield found | {"versions": versions}
-
-
-def versions_here() -> dict[str, str | None]:
-    """Of what decides speed."""
-    from importlib import metadata
-
-    import torch
-
-    import brimful
-    from brimful.hardware.probe import probe
-
-    versions = {**probe().versions, "brimful": brimful.__version__, "cuda": torch.version.cuda}
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        versions["accelerate"] = metadata.version("accelerate")
-    return versions
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def write_report(session: Session) -> str:
@@ -325,64 +201,43 @@ def write_report(session: Session) -> str:
     swept_names = dict.fromkeys(r["work"] for r in session.known("sweep"))
     sweeps = {name: tried for name in swept_names if (tried := swept(session, name)) and not tried[0]["tried"]}
     texts = [report.table(results), report.sweep_table(sweeps, HF_BASE, _FASTER)]
-    output: Path = session.arguments.output
-    for name, text in (
-        ("results.json", json.dumps(results, indent=1)),
-        ("table.md", texts[0]),
-        ("sweep.md", texts[1]),
-    ):
-        temporary = output / f"{name}.tmp"
-        temporary.write_text(text + "\n", "utf-8")
-        temporary.replace(output / name)
+    files = {"results.json": json.dumps(results, indent=1), "table.md": texts[0], "sweep.md": texts[1]}
+    write_texts(session.arguments.output, files)
     return "\n\n".join(reversed(texts))
 
 
 def dry_run(session: Session, works: list[Work]) -> None:
-    total = session.expected_s("limits", Work.parse("bbc/base")) if works else 0.0
+    total = expected_s(session, "limits", Work.parse("bbc/base")) if works else 0.0
     print(f"{total:5.0f} s  limits of the machine, and files for both sides")
     for name in dict.fromkeys(work.sweep for work in works):
         for kind in _sweep_kinds(session):
             if not session.arguments.no_sweep and not _sweeps(session, kind, name):
-                seconds = session.expected_s(kind, Work.parse(name))
+                seconds = expected_s(session, kind, Work.parse(name))
                 total += seconds
                 print(f"{seconds:5.0f} s  {name}: HF Trainer's settings ({kind})")
     for work in works:
         for side in work.sides:
             number = len(work.hf_batches) if side == "hf" else 1
-            seconds = number * session.expected_s("row", work, side)
+            seconds = number * expected_s(session, "row", work, side)
             total += seconds
             print(f"{seconds:5.0f} s  {work.name}: {side}")
     print(f"{total:5.0f} s  in all")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Fine-tuning by Hugging Face Trainer and by brimful.")
-    parser.add_argument("--output", type=Path, required=True, help="folder of raw.jsonl, results.json, table.md")
-    parser.add_argument("--rows", nargs="+", default=list(TABLE), metavar="WORK", help=f"of {', '.join(TABLE)}")
-    parser.add_argument("--budget-s", type=float, help="begin nothing that would not be done after so many seconds")
-    parser.add_argument("--tokenizer", help="folder of a BERT tokenizer; default: that of the packaged MiniLM-L6")
+    parser = parser_of("Fine-tuning by Hugging Face Trainer and by brimful.", TABLE, timeout_s=240.0)
     parser.add_argument("--execution", default="compiled", help="how brimful launches steps: its own option")
-    parser.add_argument("--timeout-s", type=float, default=240.0, help="most seconds of one process")
-    parser.add_argument("--inputs", type=Path, help="folder for models and texts; default: in the temporary folder")
     parser.add_argument("--no-sweep", action="store_true", help="Trainer's settings as the sweep begins with them")
-    parser.add_argument("--again", action="store_true", help="measure what is in the raw log already, too")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be measured, and expected seconds")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes, few steps: to test this script on a CPU")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.inputs is None:
-        suffix = "-smoke" if arguments.smoke else ""
-        arguments.inputs = Path(tempfile.gettempdir()) / f"brimful-benchmark-training{suffix}"
+    arguments.inputs = arguments.inputs or default_inputs("training", smoke=arguments.smoke)
     if arguments.one:
-        for found in one(json.loads(arguments.one), arguments.inputs, arguments.tokenizer):
-            print("ROW " + json.dumps(found), flush=True)
+        print_rows(one(json.loads(arguments.one), arguments.inputs, arguments.tokenizer))
         return
     try:
         works = [Work.parse(name) for name in arguments.rows]
     except ValueError as error:
         parser.error(str(error))
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    session = Session(arguments)
+    session = Session(arguments, __file__)
     works = [work for work in works if not complete(session, work)]
     if arguments.dry_run:
         dry_run(session, works)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from chip import operations
+from shapes import max_length
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -21,7 +22,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from works import Work, data_file, max_length, model_folder, read_rows
+from works import Work, data_file, model_folder, read_rows
 
 
 def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:

@@ -4,28 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Configurations by size; what is not named has its class's default, which for BERT and ModernBERT is their base model.
-SIZES: dict[str, tuple[str, dict[str, Any]]] = {
-    "minilm": (
-        "BertConfig",
-        {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
-    ),
-    "base": ("BertConfig", {}),
-    "large": (
-        "BertConfig",
-        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
-    ),
-    "modernbert": (
-        "ModernBertConfig",
-        {"pad_token_id": 0, "cls_token_id": 101, "sep_token_id": 102, "bos_token_id": None, "eos_token_id": None},
-    ),
-}
-_SMOKE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+from shapes import SIZES, load_tokenizer, max_length, packaged_rows, save_model
 
 #: tweets512: the tweets, padded to 512 tokens as tutorials do; only the HF side has such a row.
 CORPORA = ("tweets", "bbc", "dense512", "tweets512")
@@ -100,11 +83,6 @@ class Work:
         return (32, 128) if self.corpus == "dense512" else (self.batch_size,)
 
 
-def max_length(smoke: bool) -> int:
-    """Longest sequence of both sides, in tokens."""
-    return 48 if smoke else 512
-
-
 def data_file(inputs: Path, work: Work) -> Path:
     """JSONL with `text` and `label`."""
     return inputs / f"{work.texts}.jsonl"
@@ -128,16 +106,14 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 def make_inputs(inputs: Path, works: list[Work], tokenizer_folder: str | None, *, smoke: bool) -> None:
     """Writes what the works need and `inputs` does not have yet. Weights are random: speed does not depend on them."""
     import numpy as np
-    from transformers import AutoTokenizer
-
-    from brimful.data.packaged import minilm
+    from transformers import AutoModel
 
     inputs.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder or str(minilm()), model_max_length=max_length(smoke))
+    tokenizer = load_tokenizer(tokenizer_folder, smoke=smoke)
     for work in works:
         folder = model_folder(inputs, work)
         if not folder.exists():
-            _save_model(folder, work.size, tokenizer, smoke=smoke)
+            save_model(folder, work.size, tokenizer, AutoModel.from_config, smoke=smoke)
         if not lengths_file(inputs, work).exists():
             rows = _corpus(work.texts, tokenizer)
             if smoke:
@@ -148,34 +124,10 @@ def make_inputs(inputs: Path, works: list[Work], tokenizer_folder: str | None, *
             np.save(lengths_file(inputs, work), np.array([len(each) for each in ids]))
 
 
-def _save_model(folder: Path, size: str, tokenizer: Any, *, smoke: bool) -> None:
-    import torch
-    import transformers
-
-    config_class, settings = SIZES[size]
-    config = getattr(transformers, config_class)(
-        vocab_size=len(tokenizer), **settings | (_SMOKE if smoke else {}), architectures=None
-    )
-    torch.manual_seed(0)
-    temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    transformers.AutoModel.from_config(config).save_pretrained(temporary)
-    if config_class == "ModernBertConfig":  # its tokenizers give no token types
-        tokenizer.model_input_names = ["input_ids", "attention_mask"]
-    else:
-        tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    tokenizer.save_pretrained(temporary)
-    temporary.rename(folder)
-
-
 def _corpus(name: str, tokenizer: Any) -> list[dict[str, str]]:
     """`text` and `label`. dense512: random words of the vocabulary, so many that every row is cut at 512 tokens."""
-    from brimful.data.packaged import bbc_news, tweets
-
-    if name == "tweets":
-        return tweets()
-    if name == "bbc":
-        return bbc_news()
+    if name != "dense512":
+        return packaged_rows(name)
     words = sorted(word for word in tokenizer.get_vocab() if word.isascii() and word.isalpha() and word.islower())
     source = random.Random(0)
     texts = (" ".join(source.choices(words, k=512)) for _ in range(_DENSE_ROWS))

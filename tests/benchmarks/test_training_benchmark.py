@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tiny import FAMILIES
 
+Load = Callable[..., dict[str, ModuleType]]
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "training"
 FIELDS = {
     "work",
@@ -32,14 +34,9 @@ FIELDS = {
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+def parts(load: Load) -> dict[str, ModuleType]:
     """The modules beside the script, by name."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import chip
-    import report
-    import works
-
-    return {"chip": chip, "report": report, "works": works}
+    return load("training", "chip", "report", "works")
 
 
 def script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,235 @@
+"""Bulk classification by transformers' pipeline, by CrossEncoder and by brimful: texts a second, share of the floor.
+
+    python benchmarks/classification/run.py --output benchmarks/classification/h200 --tokenizer FOLDER --budget-s 580
+
+On a GPU, or with --device cpu without one, and with nothing from a network. Each side of a row is a process of its own,
+one after the other in one call; what is in the raw log is not measured again, so call it until no row is left.
+README.md says how to read it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # what the benchmarks share
+
+import report
+from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
+from works import CPU_TABLE, TABLE, Work, make_inputs
+
+_SIDES = ("pipeline", "crossencoder", "brimful")
+_BATCHES: dict[str, dict[str, tuple[int, ...]]] = {
+    "pipeline": {"cuda": (1, 32, 128, 256), "cpu": (1, 8, 32)},
+    "crossencoder": {"cuda": (32, 64, 128, 256, 512), "cpu": (8, 32)},
+}
+_PRECISIONS = {"cuda": ["bf16", "fp16"], "cpu": ["auto", "fp32"]}
+#: Seconds that a measurement is expected to take, before the raw log knows better.
+_EXPECTED_S = {
+    "cuda": {"limits": 40.0, "pipeline": 30.0, "crossencoder": 30.0, "brimful": 75.0},
+    "cpu": {"limits": 30.0, "pipeline": 120.0, "crossencoder": 60.0, "brimful": 60.0},
+}
+_EXPECTED_MORE_S = {"large": 15.0, "modernbert": 15.0}
+
+
+def sides_of(session: Session, work: Work) -> list[str]:
+    """What a row is measured with here: CrossEncoder where it is installed, and where texts are in memory."""
+    missing = work.files or find_spec("sentence_transformers") is None
+    return [side for side in session.arguments.sides if not (side == "crossencoder" and missing)]
+
+
+def settings_of(session: Session, work: Work, side: str) -> list[dict[str, Any]]:
+    """What a side of a row is tried with."""
+    arguments = session.arguments
+    device, smoke = arguments.device, arguments.smoke
+    if side == "brimful":
+        return _own_settings(session, work)
+    batches = _BATCHES[side][device]
+    dtype = "fp16" if device == "cuda" else "fp32"
+    if smoke:
+        batches = batches[1:2]
+    if side == "crossencoder":
+        return [{"batch_size": batch, "dtype": dtype} for batch in batches]
+    return [
+        {"batch_size": batch, "sorted": by_length, "dtype": dtype}
+        for batch in batches
+        for by_length in ((False,) if batch == 1 else (False, True))
+    ]
+
+
+def _own_settings(session: Session, work: Work) -> list[dict[str, Any]]:
+    arguments = session.arguments
+    precisions = ["fp8"] if work.fp8 else arguments.precisions or _PRECISIONS[arguments.device]
+    execution = arguments.execution or ("compiled" if arguments.device == "cuda" and not work.files else "auto")
+    first, *others = [{"precision": precision, "execution": execution} for precision in precisions]
+    if work.files:  # as it is called, and without looking at the plain model
+        return [*([first, *others]), first | {"verify": 0}]
+    found = [each | {"returns": "objects"} for each in (first, *others)]
+    if not work.candidates:  # what zero-shot returns is made of logits of many pairs
+        found.insert(1, first | {"returns": "logits"})
+    return found
+
+
+def plan_of(session: Session, work: Work, side: str) -> dict[str, Any]:
+    """What a process of its own is told to measure."""
+    arguments = session.arguments
+    return {
+        "work": work.name,
+        "side": side,
+        "device": arguments.device,
+        "smoke": arguments.smoke,
+        "settings": settings_of(session, work, side),
+        "sweep": side != "brimful",
+    }
+
+
+def complete(session: Session, work: Work) -> bool:
+    """Whether some call has measured all that the row asks for."""
+    sides = sides_of(session, work)
+    calls = {r["call"] for r in session.known("row", work=work.name, ok=True)}
+    return any(
+        all(
+            session.known("row", work=work.name, call=call, side=side, asked=settings_of(session, work, side), ok=True)
+            for side in sides
+        )
+        for call in calls
+    )
+
+
+def expected_s(session: Session, work: Work, kind: str) -> float:
+    """Seconds that a measurement took when it last went well, or is guessed to take. kind: limits, or a side."""
+    before = session.last_wall_s("row", work=work.name, side=kind, gpu=session.nvml.gpu)
+    return before or _EXPECTED_S[session.arguments.device][kind] + _EXPECTED_MORE_S.get(work.size, 0.0)
+
+
+def row(session: Session, work: Work) -> bool:
+    """Measures all sides of one row; False if there is no time for it, or if one of them failed."""
+    sides = sides_of(session, work)
+    if not session.fits(sum(expected_s(session, work, side) for side in sides)):
+        return False
+    well = True
+    for side in sides:
+        plan = plan_of(session, work, side)
+        say(f"{work.name}: {side}, {', '.join(json.dumps(each) for each in plan['settings'])}")
+        result = session.child(plan | {"repeat_s": session.arguments.repeat_s}, session.arguments.timeout_s)
+        if result["ok"] and not any("repeats" in each for each in result["found"]):
+            errors = [each["error"] for each in result["found"] if "error" in each]
+            result |= {"ok": False, "error": errors[-1] if errors else "nothing was measured"}
+        if not result["ok"]:
+            say(f"{work.name}, {side}: failed: {result['error']}")
+        versions = result["found"][0].get("versions", {}) if result["found"] else {}
+        found = [{key: value for key, value in each.items() if key != "versions"} for each in result.pop("found")]
+        session.add(
+            kind="row", work=work.name, side=side, sides=sides, asked=plan["settings"], found=found,
+            versions=versions | {"driver": session.nvml.driver}, **result,
+        )  # fmt: skip
+        well = well and result["ok"]
+    return well
+
+
+def one(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[dict[str, Any]]:
+    """What a process of its own does: files and limits of the machine, or one side of one row."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if plan["smoke"]:
+        torch.set_num_threads(1)
+    if plan["side"] == "limits":
+        from floor import limits
+
+        works = [Work.parse(name) for name in plan["work"]]
+        make_inputs(inputs, works, tokenizer, smoke=plan["smoke"])
+        yield limits(inputs, works, torch.device(plan["device"]), smoke=plan["smoke"])
+        return
+    from pace import measure, pace_of
+
+    pace = pace_of(Work.parse(plan["work"]), plan["device"], plan["repeat_s"], smoke=plan["smoke"])
+    versions = versions_here("sentence-transformers")
+    for found in measure(plan | {"pace": asdict(pace)}, inputs):
+        yield found | {"versions": versions}
+
+
+def write_report(session: Session) -> str:
+    """results.json, table.md and tried.md from the raw log; the text of the table."""
+    found = report.results([r for r in session.records if r["smoke"] == session.arguments.smoke])
+    text = report.table(found)
+    files = {"results.json": json.dumps(found, indent=1), "table.md": text, "tried.md": report.tried_table(found)}
+    write_texts(session.arguments.output, files)
+    return text
+
+
+def dry_run(session: Session, works: list[Work]) -> None:
+    """Prints what would be measured."""
+    total = _EXPECTED_S[session.arguments.device]["limits"] if works else 0.0
+    print(f"{total:5.0f} s  files for all sides, and limits of the machine")
+    for work in works:
+        for side in sides_of(session, work):
+            seconds = expected_s(session, work, side)
+            total += seconds
+            print(f"{seconds:5.0f} s  {work.name}: {side}")
+    print(f"{total:5.0f} s  in all")
+
+
+def run(session: Session, works: list[Work]) -> list[str]:
+    """Measures the works as long as there is time; the names of those left."""
+    if not works:
+        return []
+    if "crossencoder" in session.arguments.sides and find_spec("sentence_transformers") is None:
+        say("sentence-transformers is not installed: there is no CrossEncoder to compare with")
+    say("files for all sides, and the limits of the machine")
+    arguments = session.arguments
+    names = [work.name for work in works]
+    plan = {"work": names, "side": "limits", "device": arguments.device, "smoke": arguments.smoke}
+    result = session.child(plan, arguments.timeout_s)
+    found = result.pop("found")
+    session.add(kind="limits", work=names[0], limits=found[0] if found else None, **result)
+    if not result["ok"]:
+        sys.exit(f"the limits of this machine could not be measured: {result['error']}")
+    left = []
+    for work in works:
+        if not row(session, work):
+            left.append(work.name)
+        write_report(session)
+    return left
+
+
+def main() -> None:
+    parser = parser_of("Bulk classification by other libraries and by brimful.", TABLE, timeout_s=240.0)
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
+    parser.add_argument("--sides", nargs="+", choices=_SIDES, default=list(_SIDES), help="default: all")
+    parser.add_argument("--repeat-s", type=float, help="seconds of one repeat, about; default: 2, on a CPU 5")
+    parser.add_argument("--precisions", nargs="+", help="brimful's; default: bf16 fp16, on a CPU auto fp32")
+    parser.add_argument("--execution", help="brimful's; default: compiled, from file to file and on a CPU auto")
+    arguments = parser.parse_args()
+    arguments.inputs = arguments.inputs or default_inputs("classification", smoke=arguments.smoke)
+    if arguments.one:
+        print_rows(one(json.loads(arguments.one), arguments.inputs, arguments.tokenizer))
+        return
+    session = Session(arguments, __file__, gpu=arguments.device != "cpu")
+    if arguments.device == "auto":
+        arguments.device = "cpu" if session.nvml.gpu == "CPU" else "cuda"
+    arguments.repeat_s = arguments.repeat_s or (2.0 if arguments.device == "cuda" else 5.0)
+    names = list(CPU_TABLE) if arguments.device == "cpu" and arguments.rows == list(TABLE) else arguments.rows
+    try:
+        works = [Work.parse(name) for name in names]
+    except ValueError as error:
+        parser.error(str(error))
+    works = [work for work in works if not complete(session, work)]
+    if arguments.dry_run:
+        dry_run(session, works)
+        return
+    left = run(session, works)
+    print(write_report(session))
+    if left:
+        print(f"\nnot measured yet: {' '.join(left)}; call again")
+
+
+if __name__ == "__main__":
+    main()
