@@ -360,6 +360,22 @@ def test_types_of_several_files(tmp_path: Path) -> None:
     assert [row["n"] for row in read(tmp_path)[0]] == ["1", "0.5", "2"]
 
 
+def test_a_number_too_large_for_the_common_type(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "n": [1, (1 << 60) + 1, 3]}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"text": ["d"], "n": [0.5]}), tmp_path / "2.parquet")
+    rows, errors = read(tmp_path)
+    assert [tuple(row.values()) for row in rows] == [("a", 1), ("b", None), ("c", 3), ("d", 0.5)]
+    assert list(errors) == [1]
+    assert errors[1].startswith("column 'n' Integer value 1152921504606846977")
+
+
+def test_json_lines_under_the_name_json(tmp_path: Path) -> None:
+    file = put(tmp_path / "rows.json", encoded(ROWS, "jsonl") + b"broken\n")
+    rows, errors = read(file)
+    assert rows == [*ROWS, {"text": None, "label": None}]
+    assert list(errors) == [2]
+
+
 def test_types_and_keys_seen_all_over_files_of_json(tmp_path: Path) -> None:
     """A column of whole numbers in the first block with fractions later, and a key that only later rows have."""
     lines = [{"text": f"number {n}", "x": n} for n in range(20_000)] + [{"text": "", "x": 0.5, "rare": 1}] * 5_000
@@ -448,6 +464,7 @@ def test_parquet_passes_over_row_groups_before_the_start(tmp_path: Path) -> None
         ("rows.csv", "text,text\na,b\n", "the header has a column twice: 'text'"),
         ("rows.csv", "a\n1,2\n3,4\n", "2 columns, the header has 1: '1,2'"),
         ("rows.jsonl", "[1]\n[2]\n", "is not a JSON object"),
+        ("rows.jsonl", "{}\n", "is an object without keys"),
         ("rows.jsonl", "{\n  'a': 1\n}\n", "is not JSON"),
         ("rows.json", "[]", "has no rows"),
         ("rows.json", "[1]", "is not a JSON object: '1'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,7 +62,7 @@ def same(found: Scaled, expected: Scaled) -> None:
     """But for the last bit of a division, which now and then makes a number round the other way."""
     assert torch.allclose(found.scales, expected.scales, rtol=1e-6, atol=0.0)
     found_bits, bits = (each.values.view(torch.uint8) for each in (found, expected))
-    assert (found_bits != bits).float().mean() < 1e-4
+    assert (found_bits != bits).float().mean() < 1e-3
     assert difference(found.restored().cpu(), expected.restored().cpu()) < 1e-3
 
 
@@ -163,7 +164,9 @@ def with_plan(step: Step) -> Step:
 
 
 def losses(step: Step, token_budget: int) -> list[float]:
-    with Feed(source(token_budget), GPU, stop=40) as feed:
+    batches = source(token_budget)
+    batches.layout = dataclasses.replace(batches.layout, typical_length=60)  # type: ignore[type-var]  # our attention
+    with Feed(batches, GPU, stop=40) as feed:
         outcomes = [step.run(batch).read() for batch in feed]
     assert all(outcome.applied for outcome in outcomes)
     return [outcome.loss for outcome in outcomes]
@@ -188,7 +191,7 @@ def test_the_proof_and_the_choice() -> None:
     """Measured on this GPU; what was found is printed."""
     step = make_step(Step, dropout=0.0)
     precision = choose_precision("fp8", GPU)
-    proof = prove(step.execution.model, max_length=128, device=GPU, precision="fp8", cache=False)
+    proof = prove(step.execution.model, max_length=128, device=GPU, precision="fp8", typical_length=60, cache=False)
     print(proof)
     assert proof.packed
     assert proof.float8_error is not None

@@ -100,5 +100,6 @@ def test_saved_model_is_fp32_and_loads(inputs: tuple[Path, Path], tmp_path: Path
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     texts = [" ".join(WORDS[10:30]), WORDS[1]]
-    answers = brimful.classify(tmp_path / "run" / "model", texts)
+    with brimful.Classifier(tmp_path / "run" / "model") as classifier:
+        answers = classifier(texts)
     assert [set(answer) for answer in answers] == [{"label", "score"}] * 2

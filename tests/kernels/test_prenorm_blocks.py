@@ -267,8 +267,8 @@ def test_a_residual_must_fit() -> None:
 
 def test_projections_of_different_heights_side_by_side() -> None:
     whole = torch.randn(14, 8)
-    packed = blocks._side_by_side(list(whole.split([8, 3, 3])), torch.float32)
+    packed = blocks.side_by_side(list(whole.split([8, 3, 3])), torch.float32)
     assert packed.data_ptr() == whole.data_ptr()
     assert torch.equal(packed, whole)
     crossed = [whole[:8], whole[11:], whole[8:11]]
-    assert torch.equal(blocks._side_by_side(crossed, torch.float32), torch.cat(crossed))
+    assert torch.equal(blocks.side_by_side(crossed, torch.float32), torch.cat(crossed))

@@ -240,7 +240,8 @@ class ClassifyOptions:
                 raise OptionError(f"{flag(name)} is {value}: it must be at least 0", hint=_usual(self, name))
         if self.threshold is not None and not 0 < self.threshold < 1:
             raise OptionError(
-                f"--threshold is {self.threshold}: it must be between 0 and 1", hint=_usual(self, "threshold")
+                f"--threshold is {self.threshold}: it must be between 0 and 1",
+                hint="leave it out: it is 0.5 where a text may have several labels",
             )
         if "{}" not in self.hypothesis_template:
             raise OptionError(

@@ -172,7 +172,8 @@ def _keys_in(file: str, lines: bytes | None) -> Keys:
     keys = keys_of(lines) if lines is not None else Keys({}, frozenset())
     if keys is None:
         line = _parsed(lines.strip().split(b"\n")[0]) if lines else _Line(None)
-        raise DataError(line.fault or "is not a JSON object", file=file, row=1, hint=_HINT)
+        without = "is an object without keys" if line.value == {} else "is not a JSON object"
+        raise DataError(line.fault or without, file=file, row=1, hint=_HINT)
     return keys
 
 

@@ -92,18 +92,24 @@ def refit(table: pa.Table, fit: Callable[[pa.Table], pa.Table], refusal: type[Ex
 
     fit: works on each column by itself, and on any rows of a table. refusal: what it raises of values.
     """
-    try:
-        return fit(table), {}
-    except refusal:
-        if table.num_rows <= 1:
-            return _refit_row(table, fit, refusal)
-        half = table.num_rows // 2
-        left, faults = refit(table.slice(0, half), fit, refusal)
-        right, others = refit(table.slice(half), fit, refusal)
-        return pa.concat_tables([left, right]), faults | {half + row: fault for row, fault in others.items()}
+    tables: list[pa.Table] = []
+    faults: dict[int, str] = {}
+    parts = [(0, table)]
+    while parts:
+        first_row, part = parts.pop()
+        try:
+            tables.append(fit(part))
+        except refusal:
+            if part.num_rows > 1:
+                half = part.num_rows // 2
+                parts += [(first_row + half, part.slice(half)), (first_row, part.slice(0, half))]
+            else:
+                row, faults[first_row] = _refit_row(part, fit, refusal)
+                tables.append(row)
+    return (pa.concat_tables(tables).combine_chunks() if faults else tables[0]), faults
 
 
-def _refit_row(row: pa.Table, fit: Callable[[pa.Table], pa.Table], refusal: type[Exception]) -> RowsRead:
+def _refit_row(row: pa.Table, fit: Callable[[pa.Table], pa.Table], refusal: type[Exception]) -> tuple[pa.Table, str]:
     columns: dict[str, pa.ChunkedArray] = {}
     faults: list[str] = []
     for name in row.column_names:
@@ -113,7 +119,7 @@ def _refit_row(row: pa.Table, fit: Callable[[pa.Table], pa.Table], refusal: type
         except refusal as error:
             faults.append(f"column '{printable(name)}' {first_line(error)}")
             columns[name] = pa.nulls(1, fit(alone.schema.empty_table()).schema.field(name).type)
-    return pa.table(columns), {0: faults[0]}
+    return pa.table(columns), faults[0]
 
 
 def unread_row(schema: pa.Schema) -> pa.Table:

@@ -5,7 +5,7 @@ Texts go through the same stages as a file's rows, so that a long list is tokeni
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, Self
 
@@ -23,13 +23,12 @@ from brimful.engine.question import Asked, Question, TextQuestion, Texts, make_z
 from brimful.engine.runner import Runner, check_model, make_runner
 from brimful.engine.stream import Busy, Stages, run_stages
 from brimful.engine.trust import parity_of
+from brimful.engine.windows import WindowSize
 from brimful.hardware.probe import choose_device, num_cores
 from brimful.tasks.answers import answer_form, objects
 from brimful.tasks.zero_shot import Candidates, zero_shot_form
 from brimful.techniques.precision import choose_forward_precision
 
-#: Sequences that go through the stages together.
-_WINDOW_SEQUENCES = 32768
 #: First texts of the first call, by whose lengths kernels are chosen.
 _SAMPLE = 2048
 
@@ -96,24 +95,37 @@ class ModelClassifier:
         window, given, originals = _window(texts, pairs, self._listener)
         if labels is not None:
             return self._zero_shot(window, given, originals, labels, multi_label, hypothesis_template)
-        config = self._checked.facts.config
-        question = TextQuestion(answer_form(config), self._token_stream(len(window)))
-        logits_NC = np.concatenate([self._empty(), *(found for _, found in self._run(question, window))])
-        return objects(self.labels, logits_NC, top_k=top_k, function_to_apply=function_to_apply, given=given)
+        if given != "list":
+            logits_1C = self._logits(window)
+            return objects(self.labels, logits_1C, top_k=top_k, function_to_apply=function_to_apply, given=given)
+        answers: list[Any] = []
+
+        def answer(_: Asked, logits_NC: Logits) -> None:
+            answers.extend(objects(self.labels, logits_NC, top_k=top_k, function_to_apply=function_to_apply))
+
+        self._run(self._text_question(window), window, answer)
+        return answers
 
     def logits(self, texts: Given, pairs: Sequence[Text] | Text = None) -> Logits:
         """(N, C) the model's raw outputs, in the order of its labels; NaN for a text that is None."""
-        window, _, _ = _window(texts, pairs, self._listener)
-        question = TextQuestion(answer_form(self._checked.facts.config), self._token_stream(len(window)))
-        return np.concatenate([self._empty(), *(found for _, found in self._run(question, window))])
+        return self._logits(_window(texts, pairs, self._listener)[0])
 
     def verify(self, texts: Given, pairs: Sequence[Text] | Text = None) -> Parity:
         """How the answers on these texts compare with those of the plain model in fp32, which is loaded for it."""
         window, _, _ = _window(texts, pairs, self._listener)
-        question = TextQuestion(answer_form(self._checked.facts.config), self._token_stream(len(window)))
+        question = self._text_question(window)
         asked = question.submit(window, Busy())()
         runner = self._made_runner(asked)
-        return parity_of(self._checked, self._options, runner, question, asked, self._listener)
+        with self._precision.apply():
+            return parity_of(self._checked, self._options, runner, question, asked, self._listener)
+
+    def _text_question(self, window: Texts) -> TextQuestion:
+        return TextQuestion(answer_form(self._checked.facts.config), self._token_stream(len(window)))
+
+    def _logits(self, window: Texts) -> Logits:
+        found = [np.zeros((0, self.labels.num_outputs), np.float32)]
+        self._run(self._text_question(window), window, lambda _, logits_NC: found.append(logits_NC))
+        return np.concatenate(found)
 
     def _zero_shot(
         self, window: Texts, given: str, originals: list[Text], labels: Sequence[str] | str, multi_label: bool,
@@ -128,32 +140,30 @@ class ModelClassifier:
                 self._checked, labels, form, window.first(_SAMPLE), workers, stack, self._listener
             )
             found: list[Any] = []
-            done = 0
-            for asked, logits_PC in self._run(question, window, each=len(question.labels or ())):
+
+            def answer(asked: Asked, logits_PC: Logits) -> None:
                 assert isinstance(asked.candidates, Candidates)
-                rows = len(asked.num_tokens_N)
-                found += form.objects(logits_PC, asked.candidates, originals[done : done + rows])
-                done += rows
+                rows = originals[len(found) : len(found) + len(asked.num_tokens_N)]
+                found.extend(form.objects(logits_PC, asked.candidates, rows))
+
+            self._run(question, window, answer, each=len(question.labels or ()))
         return found if given == "list" else found[0]
 
-    def _run(self, question: Question, window: Texts, each: int = 1) -> list[tuple[Asked, Logits]]:
-        """What was asked and answered, part by part."""
+    def _run(self, question: Question, window: Texts, keep: Callable[[Asked, Logits], None], each: int = 1) -> None:
+        """Hands what was asked and answered to `keep`, part by part in order, in another thread."""
         if not len(window):
-            return []
+            return
         runner = self._made_runner(None if self._runner else question.submit(window.first(_SAMPLE), Busy())(), window)
-        size = max(256, _WINDOW_SEQUENCES // max(1, each))
-        found: list[tuple[Asked, Logits]] = []
         stages = Stages()
         with self._precision.apply():
             run_stages(
-                (window.slice(start, size) for start in range(0, len(window), size)),
+                WindowSize.on(self._precision.device.type, sequences_per_row=each).cut(window),
                 tokenise=lambda part: question.submit(part, stages.tokenise),
                 compute=lambda asked: runner.submit(asked.sequences),
-                write=lambda _, asked, logits: found.append((asked, logits)),
+                write=lambda _, asked, logits: keep(asked, logits),
                 stages=stages,
                 stop=lambda: False,
             )
-        return found
 
     def _made_runner(self, asked: Asked | None, window: Texts | None = None) -> Runner:
         if self._runner is None:
@@ -185,9 +195,6 @@ class ModelClassifier:
         if self._options.num_workers is not None:
             return self._options.num_workers
         return choose_workers(num_texts, self._precision.device.type, num_cores() or 1)
-
-    def _empty(self) -> Logits:
-        return np.zeros((0, self.labels.num_outputs), np.float32)
 
 
 def _window(texts: Any, pairs: Any, listener: Listener) -> tuple[Texts, Literal["list", "text", "pair"], list[Text]]:

@@ -19,29 +19,31 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from brimful.core.classification import Classification, Tally
-from brimful.core.errors import DataError, Interrupted, printable
+from brimful.core.errors import DataError, Interrupted, OptionError, printable
 from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions, flag
 from brimful.data.place import check_output
 from brimful.data.shards import LineOutput, ShardedOutput
 from brimful.data.stream import RowStream, open_stream
 from brimful.data.token_stream import TokenStream, choose_workers
+from brimful.engine.fleet import Fleet, job_of, other_gpus
 from brimful.engine.prepare import tell_columns
 from brimful.engine.question import Asked, Question, TextQuestion, Texts, make_zero_shot
 from brimful.engine.runner import Checked, Runner, check_model
 from brimful.engine.signals import StopSignals
 from brimful.engine.stream import Busy, Stages, run_stages
 from brimful.engine.trust import Trusted, trusted_runner
-from brimful.engine.windows import COLUMN_PREFIX, Reading, Window, answered
+from brimful.engine.windows import COLUMN_PREFIX, Reading, Window, WindowSize, answered
 from brimful.hardware.memory import MemoryWatch
-from brimful.hardware.probe import choose_device, num_cores, probe
+from brimful.hardware.probe import choose_device, num_cores, num_gpus_of, probe
 from brimful.hardware.specs import datasheet_flops_per_s
+from brimful.models.anatomy import matmul_parameters
 from brimful.tasks.answers import answer_form
 from brimful.tasks.zero_shot import parse_labels, zero_shot_form
 from brimful.techniques.precision import Precision, choose_forward_precision
 
-#: Sequences of a window: on a GPU enough to fill many micro-batches of every length, on a CPU a few seconds' work.
-_WINDOW_SEQUENCES = {"cuda": 32768, "cpu": 4096}
+#: Seconds of one GPU from which others help, and operations a second that it reaches, to guess them.
+_LONG_S, _REACHED = 60.0, 300e12
 #: Candidate labels that a row of a column of them is taken to have.
 _TYPICAL_LABELS = 8
 #: First rows, by whose lengths kernels are chosen and of which some are compared with the plain model.
@@ -96,6 +98,7 @@ def classify_file(
             if shards.lost is not None:
                 listener.warning(shards.lost)
         listener.stage("loading the model")
+        num_tokens = _expected_tokens(rows, sample.table, asked)
         trusted = stack.enter_context(
             trusted_runner(
                 checked,
@@ -104,12 +107,17 @@ def classify_file(
                 question,
                 texts,
                 asked=asked,
-                num_tokens=_expected_tokens(rows, sample.table, asked),
+                num_tokens=num_tokens,
                 listener=listener,
             )
         )
         listener.recipe(trusted.runner.recipe)
-        run = _Pass(options, rows, reading, question, trusted.runner, kept, listener)
+        num_gpus = _num_gpus(options, trusted.runner, num_tokens)
+        if num_gpus > 1:
+            listener.note(f"{num_gpus} GPUs, a process each")
+        job = job_of(trusted.runner, options, asked.sequences, num_tokens)
+        fleet = stack.enter_context(Fleet(trusted.runner, job, other_gpus(num_gpus)))
+        run = _Pass(options, rows, reading, question, trusted.runner, fleet, kept, listener)
         start_s = time.perf_counter() - began
         run.through()
         record = run.record(checked, command, trusted, start_s)
@@ -142,6 +150,20 @@ def _expected_tokens(rows: RowStream, sample: pa.Table, asked: Asked) -> int:
     size_bytes = sum(Path(file).stat().st_size for file in rows.files if Path(file).is_file())
     num_rows = rows.num_rows if rows.num_rows is not None else size_bytes / row_bytes
     return int(num_rows * float(asked.num_tokens_N.mean()))
+
+
+def _num_gpus(options: ClassifyOptions, runner: Runner, num_tokens: int) -> int:
+    """GPUs to use: as many as were asked for, else all where one would take long enough for others to start.
+
+    Raises: OptionError for more than there are.
+    """
+    there = num_gpus_of(runner.precision.device)
+    if options.num_gpus is not None:
+        if options.num_gpus > there:
+            raise OptionError(f"--num-gpus is {options.num_gpus}, and torch sees {there}", hint=f"use at most {there}")
+        return options.num_gpus
+    seconds = 2.0 * matmul_parameters(runner.execution.model) * num_tokens / _REACHED
+    return there if seconds > _LONG_S else 1
 
 
 def _identity(options: ClassifyOptions, checked: Checked, precision: Precision, rows: RowStream) -> dict[str, Any]:
@@ -178,10 +200,10 @@ class _Pass:
 
     def __init__(
         self, options: ClassifyOptions, rows: RowStream, reading: Reading, question: Question, runner: Runner,
-        output: ShardedOutput | LineOutput, listener: Listener,
+        fleet: Fleet, output: ShardedOutput | LineOutput, listener: Listener,
     ) -> None:  # fmt: skip
         self._options, self._rows, self._reading, self._question = options, rows, reading, question
-        self._runner, self._output, self._listener = runner, output, listener
+        self._runner, self._fleet, self._output, self._listener = runner, fleet, output, listener
         self._stages, self._tally, self._operations, self._wall_s = Stages(), Tally(), 0.0, 0.0
         self._memory = MemoryWatch(runner.precision.device)
         self._done = output.rows_done
@@ -193,17 +215,16 @@ class _Pass:
             self._listener.note(f"going on after {self._done:,} rows")
         self._listener.stage("classifying")
         began = time.perf_counter()
-        question, runner = self._question, self._runner
+        question, fleet = self._question, self._fleet
         with StopSignals() as stop:
             run_stages(
-                self._reading.windows(
-                    self._rows.chunks(self._done), self._window_rows(), as_they_come=self._options.data == "-"
-                ),
+                self._reading.windows(self._rows.chunks(self._done), self._window_size()),
                 tokenise=lambda window: question.submit(window.texts, self._stages.tokenise),
-                compute=lambda asked: runner.submit(asked.sequences),
+                compute=lambda asked: fleet.submit(asked.sequences),
                 write=self._write,
                 stages=self._stages,
                 stop=lambda: stop.received is not None,
+                devices=len(fleet),
             )
         self._wall_s = time.perf_counter() - began
         for note in self._rows.notes:
@@ -236,13 +257,14 @@ class _Pass:
             hint="mend the rows, or raise --max-errors",
         )
 
-    def _window_rows(self) -> int:
-        """Rows of a window: fewer where each has several sequences."""
+    def _window_size(self) -> WindowSize | None:
         labels = self._options.labels
+        if self._options.data == "-":
+            return None
         each = 1
         if labels is not None:
             each = _TYPICAL_LABELS if labels.startswith(COLUMN_PREFIX) else len(parse_labels(labels))
-        return max(256, _WINDOW_SEQUENCES[self._runner.precision.device.type] // each)
+        return WindowSize.on(self._runner.precision.device.type, sequences_per_row=each)
 
     def record(self, checked: Checked, command: str, trusted: Trusted, start_s: float) -> Classification:
         """What there is to say at the end."""
@@ -265,7 +287,7 @@ class _Pass:
             wall_s=self._wall_s,
             texts_per_s=tally.num_rows / wall_s,
             tokens_per_s=tally.num_tokens / wall_s,
-            mfu=self._operations / wall_s / peak if peak and self._operations else None,
+            mfu=self._operations / wall_s / peak / len(self._fleet) if peak and self._operations else None,
             stages=self._stages.record(),
             limit=self._stages.limit(),
             peak_bytes=self._memory.peak(),

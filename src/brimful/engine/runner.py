@@ -7,13 +7,13 @@ What it then runs is `Runner.submit`: tokenised texts in, logits out. What logit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from brimful.core.errors import ModelError, printable
 from brimful.core.listener import Listener
-from brimful.core.options import ClassifyOptions
+from brimful.core.options import ClassifyOptions, ExecutionChoice
 from brimful.core.records import LabelSpace, Lever, Recipe
 from brimful.data.tokens import Encoder, Tokens
 from brimful.engine.build import make_layout
@@ -91,13 +91,14 @@ def check_model(options: ClassifyOptions) -> Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """A classifier on its device. operations: of one pass over texts of the given lengths, None if unknown."""
+    """A classifier on its device. execution_mode: how it is launched, an ExecutionChoice."""
 
     forward: Forward
     execution: Execution
     precision: Precision
     recipe: Recipe
     packing: Packing
+    execution_mode: ExecutionChoice
 
     def submit(self, tokens: Tokens) -> Result:
         """Starts on a window of texts."""
@@ -163,6 +164,7 @@ def make_runner(
         precision=precision,
         recipe=Recipe(device=device, levers=levers),
         packing=packing,
+        execution_mode=cast(ExecutionChoice, mode.value),
     )
 
 

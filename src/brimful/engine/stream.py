@@ -85,12 +85,13 @@ def run_stages(
     write: Callable[[Item, Any, Any], None],
     stages: Stages,
     stop: Callable[[], bool],
+    devices: int = 1,
 ) -> None:
     """Takes every window through all stages, and writes them in order.
 
     tokenise(window) begins to and returns what waits for it; compute(asked) launches, and its `Result` says how long
     that took; write(window, asked, logits) ends it. stages.tokenise is for `tokenise` to keep.
-    stop: asked before each window; what is under way then is still written.
+    stop: asked before each window; what is under way then is still written. devices: that compute at once.
     Whatever a stage raises is raised here, with the windows before it written.
     """
     writing: deque[Future[None]] = deque()
@@ -101,15 +102,15 @@ def run_stages(
 
     def finish(window: Item, asked: Any, pending: Any) -> None:
         logits = pending.result()
-        stages.compute.add(pending.busy_s)
+        stages.compute.add(pending.busy_s / devices)
         with stages.write.working():
             write(window, asked, logits)
 
-    with closing(Ahead(submitted(), _AHEAD)) as ahead, ThreadPoolExecutor(1, "brimful-write") as writer:
+    with closing(Ahead(submitted(), _AHEAD * devices)) as ahead, ThreadPoolExecutor(1, "brimful-write") as writer:
         for window, waiting in ahead:
             asked = waiting()
             writing.append(writer.submit(finish, window, asked, compute(asked)))
-            while len(writing) > _AHEAD:
+            while len(writing) > _AHEAD * devices:
                 writing.popleft().result()
             if stop():
                 break

@@ -24,8 +24,10 @@ from brimful.data.rows import Rows
 from brimful.data.stream import Chunk
 from brimful.engine.question import Asked, Question, Texts
 
-#: Bytes of text at which a window ends early.
-_WINDOW_BYTES = 32 << 20
+#: Sequences and bytes of text of a window: on a GPU enough to fill many micro-batches of every length, and few enough
+#: that one is tokenised while another is computed; on a CPU a few seconds' work.
+_SEQUENCES, _BYTES = {"cuda": 32768, "cpu": 4096}, {"cuda": 8 << 20, "cpu": 1 << 20}
+_FEWEST_ROWS = 256
 #: How --labels names a column.
 COLUMN_PREFIX = "column:"
 #: Where a window's table keeps what is wrong with its rows. No file has a column of this name.
@@ -40,6 +42,34 @@ class Window:
     table: pa.Table
     faults: pa.Array
     texts: Texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSize:
+    """Where windows end: at so many rows, or with the row whose text reaches so many bytes."""
+
+    num_rows: int
+    num_bytes: int
+
+    @classmethod
+    def on(cls, device_type: str, *, sequences_per_row: int) -> WindowSize:
+        """For a device: fewer rows where each has several sequences."""
+        rows = max(_FEWEST_ROWS, _SEQUENCES[device_type] // max(1, sequences_per_row))
+        return cls(num_rows=rows, num_bytes=_BYTES[device_type])
+
+    def first(self, texts: pa.Array) -> int:
+        """Rows of the first window of these, 0 if it may go on beyond them."""
+        ends = np.cumsum(pc.binary_length(texts.slice(0, self.num_rows)).fill_null(0).to_numpy(zero_copy_only=False))
+        rows = int(np.searchsorted(ends, self.num_bytes)) + 1
+        return rows if rows <= len(ends) else self.num_rows if len(ends) == self.num_rows else 0
+
+    def cut(self, texts: Texts) -> Iterator[Texts]:
+        """All windows of texts that are in memory."""
+        start = 0
+        while start < len(texts):
+            rows = self.first(texts.texts.slice(start)) or len(texts) - start
+            yield texts.slice(start, rows)
+            start += rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,27 +109,17 @@ class Reading:
         labels = None if self.labels is None else _one_chunk(table[self.labels])
         return Texts(texts=pc.if_else(there, text, None), pairs=pair, labels=labels)
 
-    def windows(self, chunks: Iterable[Chunk], most_rows: int, *, as_they_come: bool = False) -> Iterator[Window]:
-        """The rows of all chunks in windows of `most_rows`, fewer where texts are long.
-
-        as_they_come: a window for each chunk, for rows that somebody waits for.
-        """
+    def windows(self, chunks: Iterable[Chunk], size: WindowSize | None) -> Iterator[Window]:
+        """The rows of all chunks in windows; None for chunks as they come, whose rows somebody waits for."""
         rest: pa.Table | None = None
         for chunk in chunks:
             table = chunk.table.append_column(_FAULTS, chunk.errors)
             rest = table if rest is None else pa.concat_tables([rest, table])
-            while rows := rest.num_rows if as_they_come else self._whole_window(rest, most_rows):
+            while rows := rest.num_rows if size is None else size.first(_text(rest, self.columns.text)):
                 yield self._window(rest.slice(0, rows))
                 rest = rest.slice(rows)
         if rest is not None and rest.num_rows:
             yield self._window(rest)
-
-    def _whole_window(self, table: pa.Table, most_rows: int) -> int:
-        """Rows of the first window of a table, 0 if it may go on beyond."""
-        text = _text(table.slice(0, most_rows), self.columns.text)
-        ends = np.cumsum(pc.binary_length(text).fill_null(0).to_numpy(zero_copy_only=False))
-        rows = int(np.searchsorted(ends, _WINDOW_BYTES)) + 1
-        return rows if rows <= len(ends) else most_rows if len(ends) == most_rows else 0
 
     def _window(self, table: pa.Table) -> Window:
         faults = _one_chunk(table[_FAULTS])

@@ -51,6 +51,11 @@ def probe() -> Machine:
     )
 
 
+def num_gpus_of(device: torch.device) -> int:
+    """GPUs that a run on this device may use; 1 where the device is a CPU."""
+    return torch.cuda.device_count() if device.type == "cuda" else 1
+
+
 def num_cores() -> int | None:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

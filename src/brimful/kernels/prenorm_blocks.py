@@ -41,10 +41,10 @@ def _product(x_TK: Tensor, w_NK: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Projections:
-    """Linear layers of one input as one product, and the gradients of their parameters."""
+    """Linear layers of one input as one product, and the gradients of their parameters, and of others with them."""
 
-    def __init__(self, weights: Parameters, biases: Parameters) -> None:
-        given = [each for each in (*weights, *biases) if each is not None]
+    def __init__(self, weights: Parameters, biases: Parameters, others: Parameters = ()) -> None:
+        given = [each for each in (*weights, *biases, *others) if each is not None]
         self.leaf = all(each.is_leaf for each in given)
         self.rows = [len(weight) for weight in weights if weight is not None]
         self.dtypes = (given[0].dtype, None if biases[0] is None else biases[0].dtype)
@@ -112,7 +112,8 @@ class _LinearAddNorm(torch.autograd.Function):
             h_TH, _fitting(residual, h_TH), gain, h_TH.dtype, seed, ctx.site, eps, p, centred=centred
         )
         ctx.save_for_backward(x_TK, w_HK, z, gain, statistics, seed)
-        ctx.p, ctx.centred, ctx.projections, ctx.dtype = p, centred, _Projections([weight], [bias]), residual.dtype
+        ctx.projections = _Projections([weight], [bias], [gain])
+        ctx.p, ctx.centred, ctx.dtype = p, centred, residual.dtype
         return y, z
 
     @staticmethod
@@ -220,7 +221,8 @@ class _RotaryAttention(torch.autograd.Function):
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         x_TN, w_NK = _Projections.product(x_TK, weights, biases)
-        ctx.each, ctx.settings, ctx.eps, ctx.projections = each, settings, eps, _Projections(weights, biases)
+        ctx.projections = _Projections(weights, biases, [query_gain, key_gain])
+        ctx.each, ctx.settings, ctx.eps = each, settings, eps
         found = _head_norm(query_gain, key_gain, eps)
         qkv_T3HD = heads.fused_forward(x_TN, *angles, each, found)
         q, k, v = qkv_T3HD.transpose(0, 2).unbind(1)

@@ -219,12 +219,12 @@ def objects(
     if number is not None and number < 0:
         raise OptionError(f"top_k is {number}: it must be at least 0", hint="None is for all labels")
     scores_NC = _function(space, function_to_apply)(logits_NC)
-    most = 1 if isinstance(top_k, str) else number
-    rows = ranked(scores_NC, finite_rows(logits_NC), _names(space), most=most).objects()
-    answers: list[Any] = [[{"label": label, "score": score} for label, score in zip(*row, strict=True)] for row in rows]
+    ranking = ranked(scores_NC, finite_rows(logits_NC), _names(space), most=1 if isinstance(top_k, str) else number)
     if isinstance(top_k, str):
-        answers = [answer[0] if answer else {"label": None, "score": None} for answer in answers]
-        return answers[0] if given == "pair" else answers
+        firsts = ranking.firsts()
+        return firsts[0] if given == "pair" else firsts
+    rows = ranking.objects()
+    answers = [[{"label": label, "score": score} for label, score in zip(*row, strict=True)] for row in rows]
     return answers if given == "list" else answers[0]
 
 

@@ -96,6 +96,17 @@ class Ranking:
     def _lists(self, values: pa.Array) -> pa.Array:
         return as_lists(values, self.offsets_N1, self.answered_N)
 
+    def firsts(self) -> list[dict[str, Any]]:
+        """{"label", "score"} of each row's first label, both None where it has none."""
+        names, ends = self.names.to_pylist(), self.offsets_N1
+        found = [
+            {"label": names[index], "score": score}
+            for index, score in zip(self.indices_P.tolist(), self.scores_P.tolist(), strict=True)
+        ]
+        if len(found) == len(ends) - 1 and self.answered_N.all():
+            return found
+        return [found[a] if a < b else {"label": None, "score": None} for a, b in pairwise(ends.tolist())]
+
     def objects(self) -> list[tuple[list[str], list[float]]]:
         """Labels and scores of each row as Python lists, both empty where there is no answer."""
         labels, scores = self.names.take(pa.array(self.indices_P)).to_pylist(), self.scores_P.tolist()

@@ -28,6 +28,8 @@ from brimful.techniques.technique import Cost, Verdict
 #: Cold seconds that compiling a layer costs where torch's compiler does it, and the share of a step's device time that
 #: it saves: BERT-base on an H200, torch 2.11 (benchmarks/profile). Fused kernels cost less and save more.
 _COMPILE_S, _SAVED = 10.0, 0.25
+#: Cold seconds of fused kernels forward only (benchmarks/classification).
+_COMPILE_FORWARD_S = 4.0
 #: Operations per second that a step reaches, to guess how long a run will take.
 _REACHED = 250e12
 #: Compiled forms of one layer's code in a process.
@@ -119,12 +121,12 @@ def _own_parameters(layers: Iterable[nn.Module]) -> bool:
 
 def choose_execution(
     asked: ExecutionChoice, device: torch.device, model: Any, *, num_tokens: int, packed: bool, fixed: str | None,
-    float8: bool = False,
+    float8: bool = False, compile_s: float = _COMPILE_S,
 ) -> ExecutionMode:  # fmt: skip
     """The mode asked for; for `auto` the fastest that works here and pays.
 
     num_tokens: of the whole run. fixed: None where shapes repeat from batch to batch, else why they do not.
-    float8: whether products in fp8 were asked for, which are those of compiled layers.
+    float8: whether products in fp8 were asked for, which are those of compiled layers. compile_s: what compiling takes.
     Raises: OptionError for a mode that does not work here.
     """
     refused = _refusal(device, packed=packed, fixed=fixed)
@@ -142,10 +144,8 @@ def choose_execution(
     if float8 and layers is not None:
         return ExecutionMode(value="compiled", reason="products in fp8 are those of fused layers")
     saved_s = _SAVED * 6 * matmul_parameters(model) * num_tokens / _REACHED
-    if layers is None or saved_s < _COMPILE_S:
-        reason = (
-            f"one launch a step; compiling would save about {saved_s:.0f} s of this run and take {_COMPILE_S:.0f} s"
-        )
+    if layers is None or saved_s < compile_s:
+        reason = f"one launch a step; compiling would save about {saved_s:.0f} s of this run and take {compile_s:.0f} s"
         return ExecutionMode(value="captured", reason=reason)
     return ExecutionMode(value="compiled", reason="one launch a step, with element-wise work fused by layer")
 
@@ -157,7 +157,10 @@ def choose_forward(
 
     Raises: OptionError for a mode that does not work here.
     """
-    return choose_execution(asked, device, model, num_tokens=num_tokens // 3, packed=True, fixed=refusal)
+    third = num_tokens // 3  # a step is three passes
+    return choose_execution(
+        asked, device, model, num_tokens=third, packed=True, fixed=refusal, compile_s=_COMPILE_FORWARD_S
+    )
 
 
 def _refusal(device: torch.device, *, packed: bool, fixed: str | None) -> str | None:

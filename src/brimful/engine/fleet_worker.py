@@ -1,0 +1,56 @@
+"""A process of `fleet.Fleet`: makes its runner, then computes windows until its connection ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections import deque
+from multiprocessing.connection import Connection
+from typing import Any
+
+from brimful.core.listener import Listener
+from brimful.engine.fleet import Job
+from brimful.engine.predict import Done
+from brimful.engine.runner import Result, Runner, check_model, make_runner
+from brimful.hardware.probe import choose_device
+from brimful.techniques.precision import choose_forward_precision
+
+
+def main(connection: Connection[Any, Any]) -> None:
+    """Answers each window with its logits, in order; an exception with itself."""
+    job: Job = connection.recv()
+    precision = choose_forward_precision(job.precision, choose_device(job.options.device))  # type: ignore[arg-type]
+    with precision.apply():
+        runner = make_runner(
+            check_model(job.options),
+            job.options,
+            precision,
+            sample=job.sample,
+            num_tokens=job.num_tokens,
+            packing_wanted=job.packing_wanted,
+            listener=Listener(),
+        )
+        _serve(connection, runner)
+
+
+def _serve(connection: Connection[Any, Any], runner: Runner) -> None:
+    pending: deque[Result] = deque()
+    while True:
+        pending.append(runner.submit(connection.recv()))
+        while pending and (len(pending) > 1 or not connection.poll()):
+            result = pending.popleft()
+            logits_NC = result.result()
+            connection.send(Done(logits_NC, result.busy_s))
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides, and its end is ours
+    given: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    try:
+        main(given)
+    except EOFError:
+        sys.exit(0)
+    except Exception as error:
+        given.send(error)
+        raise
