@@ -24,7 +24,10 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _SMOKE = {
-    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
     "initializer_range": 0.2,  # in so few channels less is lost in rounding
 }
 
