@@ -26,7 +26,7 @@ from brimful.engine.question import Asked, Question, Texts
 
 #: Sequences and bytes of text of a window: on a GPU enough to fill many micro-batches of every length, and few enough
 #: that one is tokenised while another is computed; on a CPU a few seconds' work.
-_SEQUENCES, _BYTES = {"cuda": 32768, "cpu": 4096}, {"cuda": 8 << 20, "cpu": 1 << 20}
+_SEQUENCES, _BYTES = {"cuda": 32768, "cpu": 4096}, {"cuda": 4 << 20, "cpu": 1 << 20}
 _FEWEST_ROWS = 256
 #: How --labels names a column.
 COLUMN_PREFIX = "column:"
