@@ -8,7 +8,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TextIO
 
 from brimful.core import durable
 from brimful.core.classification import Classification
@@ -98,7 +98,7 @@ def classify(
     return run_classification(asked, listener or Listener())
 
 
-def run_classification(options: ClassifyOptions, listener: Listener, stdout: BinaryIO | None = None) -> Classification:
+def run_classification(options: ClassifyOptions, listener: Listener, stdout: TextIO | None = None) -> Classification:
     """Classifies what `options` ask for; what `classify` and the command line share.
 
     stdout: where answers go without `options.output`.

@@ -110,7 +110,7 @@ def _classify(words: list[str]) -> int:
         from brimful.core.records import to_json
         from brimful.reports.classification import classification_text
 
-        record = run_classification(options, listener, sys.stdout.buffer)
+        record = run_classification(options, listener, sys.stdout)
         listener.text(classification_text(record))
     if options.json and options.output is not None:
         print(to_json(record).rstrip())

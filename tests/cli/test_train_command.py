@@ -279,7 +279,8 @@ def test_it_learns(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     words = train_words(data, files.base, tmp_path / "run", "--learning-rate", 3e-3, "--lr-scheduler-type", "constant")
     assert brimful(*words, "--num-train-epochs", 8).code == 0
     assert record(tmp_path / "run").metrics["accuracy"] == 1.0
-    found = package.classify(tmp_path / "run" / "model", ["the film was superb", "the film was awful"])
+    with package.Classifier(tmp_path / "run" / "model") as classifier:
+        found = classifier(["the film was superb", "the film was awful"])
     assert [answer["label"] for answer in found] == ["good", "bad"]
 
 
@@ -312,7 +313,7 @@ def test_pairs(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     assert "pair: column 'hypothesis'" in said.err
     assert record(tmp_path / "run").data["token_lengths"]["p50"] == 25  # both texts, and three special tokens
     answers = brimful("classify", tmp_path / "run" / "model", data).out.splitlines()
-    assert list(json.loads(answers[0])) == ["premise", "hypothesis", "label", "predicted_label", "score"]
+    assert list(json.loads(answers[0]))[:5] == ["premise", "hypothesis", "label", "predicted_label", "score"]
 
 
 # Models

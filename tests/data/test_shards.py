@@ -456,7 +456,7 @@ def kills(name: str, step: int, how: str) -> int:
 
 
 def test_lines() -> None:
-    stream = io.BytesIO()
+    stream = io.StringIO()
     with LineOutput(stream) as output:
         for table in windows(SIZES):
             output.write(table, tally_of(table))

@@ -34,9 +34,8 @@ def _our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 def tokens_of(lengths: list[int]) -> Tokens:
     random = np.random.default_rng(0)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return Tokens(
-        ids=random.integers(5, 20, size=offsets[-1]).astype(np.int32), offsets=offsets, types=None, num_truncated=0
-    )
+    ids = random.integers(5, 20, size=offsets[-1]).astype(np.int32)
+    return Tokens(ids=ids, offsets=offsets, types=None, truncated=np.zeros(len(lengths), dtype=bool))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -91,8 +91,12 @@ def check_text(file: str) -> None:
 
 
 def _is_binary(head: bytes) -> bool:
-    """Whether NUL bytes, as in UTF-16, and others that are not UTF-8 are many. A text may have some of both."""
-    return b"\0" in head and (head.count(b"\0") + head.decode("utf-8", "replace").count("\ufffd")) * 4 > len(head)
+    """Whether the first line has a NUL byte, or these, as in UTF-16, and bytes that are not UTF-8 are many. A text may
+    have some of both, the names of columns none."""
+    in_first_line = b"\0" in head.partition(b"\n")[0]
+    return in_first_line or (
+        b"\0" in head and (head.count(b"\0") + head.decode("utf-8", "replace").count("\ufffd")) * 4 > len(head)
+    )
 
 
 def in_blocks(read: Callable[[int], pa.Table]) -> pa.Table:

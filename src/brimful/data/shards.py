@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, TextIO
 
 import pyarrow as pa
 
@@ -408,7 +408,7 @@ class LineOutput:
     finished = None
     lost = None
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.tally = Tally()
 
@@ -417,7 +417,7 @@ class LineOutput:
         return self.tally.num_rows
 
     def write(self, table: pa.Table, tally: Tally) -> None:
-        self._stream.write("".join(f"{line}\n" for line in json_lines(table)).encode())
+        self._stream.write("".join(f"{line}\n" for line in json_lines(table)))
         self._stream.flush()
         self.tally += tally
 

@@ -444,6 +444,8 @@ _NOT_ARCHITECTURE = frozenset({"_name_or_path", "id2label", "label2id", "transfo
 
 def _read(path: Path) -> Proof | None:
     try:
-        return Proof(**read_cached(path) or {})
-    except TypeError:
+        kept = read_cached(path) or {}
+        shapes = tuple((rows, columns) for rows, columns in kept.pop("float8_shapes", ()))
+        return Proof(**kept, float8_shapes=shapes)
+    except (TypeError, ValueError, AttributeError):
         return None
