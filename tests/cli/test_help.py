@@ -82,7 +82,7 @@ def test_a_command_that_there_is_not(word: str, hint: str, brimful: Brimful) -> 
         (["train", "a.csv", "--model", "m"], "brimful train needs --output"),
         (["train", "a.csv", "b.csv", "--model", "m", "--output", "o"], "does not know what to do with b.csv"),
         (["train", "a.csv", "--model"], "--model: expected one argument"),
-        (["classify", "m"], "brimful classify needs FILE"),
+        (["classify", "m"], "brimful classify needs INPUT"),
         (["train", "a.csv", "--model", "m", "--output", "o", "--new-head=maybe"], "--new-head"),
     ],
 )
