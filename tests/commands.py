@@ -43,7 +43,8 @@ def train_words(data: object, model: object, output: object, *more: object) -> S
 
 def call(*words: object) -> Said:
     """Runs one command line."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8", newline="\n", write_through=True), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run([str(word) for word in words])
-    return Said(code=code, out=out.getvalue(), err=err.getvalue())
+    out.seek(0)
+    return Said(code=code, out=out.read(), err=err.getvalue())

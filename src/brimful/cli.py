@@ -27,7 +27,7 @@ brim, without changing what they learn.
 
 commands:
   train DATA --model MODEL --output DIR   fine-tune a classifier on your texts
-  classify MODEL FILE                     label a file of texts with it
+  classify MODEL INPUT                    label a file of texts with it
   profile DATA --model MODEL              see where the time of a step goes
   demo                                    watch both at work, in a few minutes
 

@@ -1,4 +1,4 @@
-"""`brimful classify` and `brimful.classify`: the answers of transformers' own pipeline, each row in its place."""
+"""`brimful classify` and `brimful.classify`: each row of a file with its answer beside it, and what a pass says."""
 
 from __future__ import annotations
 
@@ -21,89 +21,55 @@ from safetensors.torch import load_file, save_file
 import brimful as package
 from brimful.core.errors import DataError, ModelError, OptionError
 from commands import Brimful, Files
+from same import SCORE
 from tiny_files import review, save_base, save_classifier, save_tokenizer, write_csv
 
-#: Largest difference of a score from the pipeline's, in fp32.
-SCORE = 1e-5
-TEXTS = [review(i % 3 == 0, i) * (1 + i % 4) for i in range(50)] + ["good", "the ." * 5]
-
-
-def pipeline(model: Path) -> Any:
-    return transformers.pipeline("text-classification", model=str(model), device="cpu")
+#: Columns behind those of the input.
+ANSWER = ["label", "score", "num_tokens", "truncated", "error"]
 
 
 def same_answers(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
+    """Labels and scores, given as transformers' pipeline gives them."""
     assert [answer["label"] for answer in found] == [answer["label"] for answer in expected]
     assert [answer["score"] for answer in found] == pytest.approx([answer["score"] for answer in expected], abs=SCORE)
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert", "qwen3"])
-@pytest.mark.parametrize("packing", ["auto", "off"])
-def test_one_label_as_the_pipeline_gives_it(family: str, packing: str, tmp_path: Path) -> None:
-    model = save_classifier(tmp_path / "model", ["a", "b", "c"], family)
-    same_answers(package.classify(model, TEXTS, packing=packing), pipeline(model)(TEXTS))
+def lines(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=not_json) for line in out.splitlines()]
 
 
-def test_several_labels_as_the_pipeline_gives_them(tmp_path: Path) -> None:
-    model = save_classifier(tmp_path / "m", ["a", "b", "c"], problem_type="multi_label_classification")
-    expected = pipeline(model)(TEXTS, top_k=None, function_to_apply="sigmoid")
-
-    for answer, labels in zip(package.classify(model, TEXTS, threshold=1e-9), expected, strict=True):
-        flat = [{"label": label, "score": score} for label, score in zip(answer["label"], answer["score"], strict=True)]
-        same_answers(flat, labels)
-    for answer, labels in zip(package.classify(model, TEXTS, threshold=0.5), expected, strict=True):
-        assert answer["label"] == [label["label"] for label in labels if label["score"] >= 0.5]
+def not_json(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
 
 
-def test_one_output_without_a_task_as_the_pipeline_gives_it(tmp_path: Path) -> None:
-    model = save_classifier(tmp_path / "m", ["relevant"])
-    same_answers(package.classify(model, TEXTS), pipeline(model)(TEXTS))
+def read_back(path: Path) -> list[dict[str, Any]]:
+    if path.is_dir() or path.suffix == ".parquet":
+        return list(pq.read_table(path).to_pylist())
+    with path.open(encoding="utf-8", newline="") as file:
+        if path.suffix == ".jsonl":
+            return lines(file.read())
+        return list(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
 
 
-def test_a_number_as_the_pipeline_gives_it(tmp_path: Path) -> None:
-    model = save_classifier(tmp_path / "m", ["stars"], problem_type="regression")
-    expected = [answer["score"] for answer in pipeline(model)(TEXTS)]
-    found = package.classify(model, TEXTS)
-    assert found == [{"score": pytest.approx(score, abs=SCORE)} for score in expected]
-
-
-def test_several_numbers_come_as_a_list(tmp_path: Path) -> None:
-    model = save_classifier(tmp_path / "m", ["x", "y"], problem_type="regression")
-    (answer,) = package.classify(model, ["good"])
-    by_name = {each["label"]: each["score"] for each in pipeline(model)("good", top_k=None)}
-    assert answer["score"] == pytest.approx([by_name["x"], by_name["y"]], abs=SCORE)
-
-
-def test_pairs_as_the_pipeline_gives_them(tmp_path: Path) -> None:
-    model, seconds = save_classifier(tmp_path / "m", ["a", "b", "c"], type_vocab_size=2), TEXTS[::-1]
-    expected = pipeline(model)([{"text": a, "text_pair": b} for a, b in zip(TEXTS, seconds, strict=True)])
-    same_answers(package.classify(model, TEXTS, seconds), expected)
-
-
-def test_rows_that_influence_one_another_are_classified_alone(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
-    config = transformers.FNetConfig(**sizes, max_position_embeddings=80, num_labels=3, initializer_range=0.5)
-    torch.manual_seed(0)
-    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
-    same_answers(package.classify(tmp_path, TEXTS), [pipeline(tmp_path)(text)[0] for text in TEXTS])
-
-
-# Files
+# What comes out
 
 
 def test_lines_of_json_on_stdout_keep_columns_and_order(brimful: Brimful, files: Files) -> None:
-    said = brimful("classify", files.classifier, files.reviews)
-    with files.reviews.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    found = [json.loads(line) for line in said.out.splitlines()]
+    said = brimful("classify", files.classifier, files.reviews, "--precision", "fp32")
+    rows, found = read_back(files.reviews), lines(said.out)
 
     assert said.code == 0
     assert [{name: row[name] for name in ("text", "label")} for row in found] == rows
-    assert list(found[0]) == ["text", "label", "predicted_label", "score"]
-    expected = pipeline(files.classifier)([row["text"] for row in rows])
-    same_answers([{"label": row["predicted_label"], "score": row["score"]} for row in found], expected)
-    assert "40 texts in" in said.err
+    assert list(found[0]) == ["text", "label", "predicted_label", *ANSWER[1:]]
+    expected = transformers.pipeline("text-classification", model=str(files.classifier), device="cpu")
+    same_answers(
+        [{"label": row["predicted_label"], "score": row["score"]} for row in found],
+        expected([row["text"] for row in rows]),
+    )
+    assert {(row["truncated"], row["error"]) for row in found} == {(False, None)}
+    assert [row["num_tokens"] for row in found] == [len(row["text"].split()) + 2 for row in rows]
+    assert "Classified  40 texts in" in said.err
+    assert "Parity  passed: fp32 against plain fp32 has the same label in 40 of 40 rows" in said.err
 
 
 def test_answers_on_answers_overwrite_nothing(brimful: Brimful, files: Files, tmp_path: Path) -> None:
@@ -111,7 +77,8 @@ def test_answers_on_answers_overwrite_nothing(brimful: Brimful, files: Files, tm
     assert brimful("classify", files.classifier, files.reviews, "--output", first).code == 0
     assert brimful("classify", files.classifier, first, "--output", second).code == 0
     header = second.read_text(encoding="utf-8").splitlines()[0].replace('"', "").split(",")
-    assert header == ["text", "label", "predicted_label", "score", "predicted_label_2", "predicted_score"]
+    once = ["text", "label", "predicted_label", *ANSWER[1:]]
+    assert header == [*once, "predicted_label_2", *(f"predicted_{name}" for name in ANSWER[1:])]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "parquet"])
@@ -130,25 +97,52 @@ def test_files_of_each_form_keep_columns_and_order(suffix: str, brimful: Brimful
     said = brimful("classify", files.classifier, tmp_path / "in.parquet", "--output", output)
 
     assert (said.code, said.out) == (0, "")
-    assert [path.name for path in output.parent.iterdir()] == [output.name]
+    assert {path.name for path in output.parent.iterdir()} == {output.name, f"{output.name}.manifest.json"}
     found = read_back(output)
     assert [str(row["id"]) for row in found] == ["3", "1", "2", "0"]
     assert [row["text"] for row in found] == rows["text"]
-    assert list(found[0]) == [*rows, "label", "score"]
+    assert list(found[0]) == [*rows, *ANSWER]
     assert {row["label"] for row in found} <= {"bad", "good"}
 
 
-def read_back(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        return list(pq.read_table(path).to_pylist())
-    with path.open(encoding="utf-8", newline="") as file:
-        if path.suffix == ".jsonl":
-            return [json.loads(line, parse_constant=not_json) for line in file]
-        return list(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
+def test_a_name_without_a_suffix_is_a_folder_of_shards(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    said = brimful("classify", files.classifier, files.reviews, "--output", tmp_path / "out", "--shard-rows", 1)
+    assert said.code == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"part-00000.parquet", "_manifest.json"}
+    assert [row["text"] for row in read_back(tmp_path / "out")] == [row["text"] for row in read_back(files.reviews)]
+    assert json.loads((tmp_path / "out" / "_manifest.json").read_text("utf-8"))["status"] == "finished"
 
 
-def not_json(constant: str) -> None:
-    raise AssertionError(f"{constant} is not JSON")
+def test_the_call_and_the_command_write_the_same_and_the_record_says_how(
+    brimful: Brimful, files: Files, tmp_path: Path
+) -> None:
+    record = package.classify(files.classifier, files.reviews, tmp_path / "call.jsonl", precision="fp32")
+    assert (
+        brimful("classify", files.classifier, files.reviews, "-o", tmp_path / "cli.jsonl", "--precision=fp32").code == 0
+    )
+    assert (tmp_path / "call.jsonl").read_bytes() == (tmp_path / "cli.jsonl").read_bytes()
+    assert (record.tally.num_rows, sum(record.tally.labels.values())) == (40, 40)
+    assert record.tally.num_tokens == sum(row["num_tokens"] for row in read_back(tmp_path / "call.jsonl"))
+    assert [stage.name for stage in record.stages] == ["read", "tokenise", "compute", "write"]
+    assert record.parity is not None
+    assert record.parity.passed
+    assert record.command.endswith("--precision fp32")
+
+
+def test_regression_has_a_number_and_no_label(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    for names in (["stars"], ["x", "y"]):
+        model = save_classifier(tmp_path / "m", names, problem_type="regression")
+        found = lines(brimful("classify", model, files.reviews, "--precision", "fp32").out)
+        plain = transformers.pipeline("text-classification", model=str(model), device="cpu")
+        expected = plain([row["text"] for row in found], top_k=None)
+        for row, answers in zip(found, expected, strict=True):
+            by_name = {each["label"]: each["score"] for each in answers}
+            numbers = [by_name[name] for name in names]
+            assert list(row) == ["text", "label", *ANSWER[1:]]
+            assert row["score"] == pytest.approx(numbers if len(names) > 1 else numbers[0], abs=SCORE, rel=SCORE)
+
+
+# Rows that are out of the ordinary
 
 
 @pytest.mark.parametrize("kind", ["single_label", "multi_label", "regression"])
@@ -160,59 +154,58 @@ def test_rows_without_text_keep_their_place_and_have_no_answer(
     model = save_classifier(tmp_path / "m", ["a"] if kind == "regression" else ["a", "b"], problem_type=problem)
     texts = ["good", "", None, "bad", " \t\u3000", "fine"]
     pq.write_table(pa.table({"text": texts, "id": range(6)}), tmp_path / "in.parquet")
+    threshold = [] if kind == "regression" else ["--threshold", 0.01]
 
-    said = brimful(
-        "classify", model, tmp_path / "in.parquet", "--output", tmp_path / f"out.{suffix}", "--threshold", 0.01
-    )
+    said = brimful("classify", model, tmp_path / "in.parquet", "--output", tmp_path / f"out.{suffix}", *threshold)
 
     assert said.code == 0
-    assert "3 of 6 rows had no text" in said.err
+    assert "warning: 3 (50.0 %) of 6 rows had no text, and have no answer" in said.err
     found = read_back(tmp_path / f"out.{suffix}")
     assert [int(row["id"]) for row in found] == list(range(6))
+    assert ("label" in found[0]) == (kind != "regression")
     for name in {"score", "label"} & set(found[0]):
         assert [row[name] in (None, "") for row in found] == [False, True, True, False, True, False]
-    alone, among = package.classify(model, ["good"])[0], package.classify(model, texts)[0]
-    assert among == {
-        name: pytest.approx(value, abs=SCORE) if name == "score" else value for name, value in alone.items()
-    }
+    assert [int(row["num_tokens"]) for row in found] == [3, 0, 0, 3, 0, 3]
 
 
 def test_only_rows_without_text(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     data = write_csv(tmp_path / "blank.csv", ["text"], [[" "], [" "]])
     said = brimful("classify", files.classifier, data)
-    assert [json.loads(line) for line in said.out.splitlines()] == [{"text": " ", "label": None, "score": None}] * 2
-    assert package.classify(files.classifier, []) == []
-    assert package.classify(files.classifier, [None, ""]) == [{"label": None, "score": None}] * 2
+    nothing = {"label": None, "score": None, "num_tokens": 0, "truncated": False, "error": None}
+    assert lines(said.out) == [{"text": " "} | nothing] * 2
+    assert "Parity  not checked" in said.err
 
 
-def test_a_text_of_which_the_tokenizer_knows_nothing_has_no_answer(tmp_path: Path) -> None:
+def test_a_text_of_which_the_tokenizer_knows_nothing_has_no_answer(brimful: Brimful, tmp_path: Path) -> None:
     model = save_classifier(tmp_path / "m", ["a", "b"], "qwen3")
     save_tokenizer(model, bare=True)
-    found = package.classify(model, ["good", "\u6620\u753b", "bad"])
-    assert [answer["label"] is None for answer in found] == [False, True, False]
+    data = write_csv(tmp_path / "d.csv", ["text"], [["good"], ["\u6620\u753b"], ["bad"]])
+    found = lines(brimful("classify", model, data).out)
+    assert [row["label"] is None for row in found] == [False, True, False]
 
 
 def test_long_texts_are_cut_and_counted(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     data = write_csv(tmp_path / "long.csv", ["text"], [["good " * 300], ["bad"]])
     said = brimful("classify", files.classifier, data)
     assert said.code == 0
-    assert "warning: 1 of 2 rows were longer" in said.err
-    assert (
-        brimful("classify", files.classifier, data, "--max-length", 20).out.splitlines()[1] == said.out.splitlines()[1]
-    )
+    assert "warning: 1 (50.0 %) of 2 rows was longer than the longest sequence, and was cut (--max-length)" in said.err
+    assert [(row["num_tokens"], row["truncated"]) for row in lines(said.out)] == [(80, True), (3, False)]
+    shorter = brimful("classify", files.classifier, data, "--max-length", 20)
+    assert [row["num_tokens"] for row in lines(shorter.out)] == [20, 3]
 
 
-def test_weights_that_are_not_finite_give_no_label_and_are_counted(
-    brimful: Brimful, files: Files, tmp_path: Path
-) -> None:
+def test_weights_that_are_not_finite_give_no_label_and_an_error(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     model = save_classifier(tmp_path / "m", ["a", "b"])
     tensors = load_file(model / "model.safetensors")
     tensors["classifier.bias"][0] = float("nan")
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     said = brimful("classify", model, files.reviews, "--output", tmp_path / "out.jsonl")
     assert said.code == 0
-    assert "40 of 40 rows have no label: the model gave no number" in said.err
-    assert {row["score"] for row in read_back(tmp_path / "out.jsonl")} == {None}
+    assert "warning: 40 (100.0 %) of 40 rows could not be classified: the column `error` says why" in said.err
+    found = read_back(tmp_path / "out.jsonl")
+    assert {(row["predicted_label"], row["score"], row["error"]) for row in found} == {
+        (None, None, "the model gave no finite number")
+    }
 
 
 def test_control_characters_reach_stdout_escaped(brimful: Brimful, tmp_path: Path) -> None:
@@ -221,7 +214,7 @@ def test_control_characters_reach_stdout_escaped(brimful: Brimful, tmp_path: Pat
     said = brimful("classify", model, data)
     assert said.code == 0
     assert all(line.isprintable() for line in (said.out + said.err).splitlines())
-    assert json.loads(said.out.splitlines()[0])["no\x1bte"] == "\x9b31m"
+    assert lines(said.out)[0]["no\x1bte"] == "\x9b31m"
 
 
 # Mistakes
@@ -234,14 +227,18 @@ def test_control_characters_reach_stdout_escaped(brimful: Brimful, tmp_path: Pat
         (["{classifier}", "nowhere.csv"], "no such file", ""),
         (["{classifier}", "{reviews}", "--text-column", "txt"], "no such column: 'txt'", "did you mean 'text'"),
         (["{classifier}", "{reviews}", "--output", "{tmp}/out.xlsx"], "suffix '.xlsx'", ".csv, .tsv, .jsonl"),
-        (["{classifier}", "{reviews}", "--output", "{tmp}/out"], "is a folder", "name of a file"),
         (["{classifier}", "{reviews}", "--output", "{reviews}"], "is the file that is read", "another name"),
-        (["{classifier}", "{reviews}", "--output", "/proc/nowhere/out.csv"], "cannot write", "--output"),
+        (["{classifier}", "{reviews}", "--output", "{reviews}/out.csv"], "is a file", "another name"),
         (["{classifier}", "{reviews}", "--threshold", "1.5"], "--threshold is 1.5", "0.5"),
         (["{classifier}", "{reviews}", "--max-length", "1000"], "positions for 80 tokens", "at most 80"),
         (["{classifier}", "{reviews}", "--device", "cuda"], "--device cuda", "--device cpu"),
         (["{classifier}", "{reviews}", "--outptu", "a.csv"], "no option --outptu", "--output"),
-        (["{classifier}"], "needs FILE", "brimful classify"),
+        (["{classifier}", "{reviews}", "--labels", ",", "-o", "{tmp}/out.csv"], "no candidate labels", "sports"),
+        (["{classifier}", "{reviews}", "--labels", "a", "--pair-column", "label"], "are both given", "one text a row"),
+        (["{classifier}", "{reviews}", "--multi-label"], "--multi-label is for zero-shot", "--labels"),
+        (["{classifier}", "{reviews}", "--resume"], "--resume needs an output", "--output FILE"),
+        (["{classifier}", "-", "--resume", "-o", "{tmp}/out.csv"], "can be read again", "--output FILE"),
+        (["{classifier}"], "needs INPUT", "brimful classify"),
     ],
 )
 def test_mistakes(words: list[str], said: str, hint: str, brimful: Brimful, files: Files, tmp_path: Path) -> None:
@@ -258,6 +255,13 @@ def test_mistakes(words: list[str], said: str, hint: str, brimful: Brimful, file
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_output_that_cannot_be_written(brimful: Brimful, files: Files) -> None:
+    found = brimful("classify", files.classifier, files.reviews, "--output", "/proc/nowhere/out.csv")
+    assert (found.code, found.out) == (2, "")
+    assert "error: cannot write /proc/nowhere/out.csv" in found.err.splitlines()[-2]
+    assert found.err.splitlines()[-1].startswith("hint: ")
+
+
 def test_an_empty_file(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     said = brimful("classify", files.classifier, write_csv(tmp_path / "e.csv", ["text"], []))
     assert (said.code, said.out) == (2, "")
@@ -267,34 +271,34 @@ def test_an_empty_file(brimful: Brimful, files: Files, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said", "hint"),
     [
-        ({"texts": "one text"}, "texts is str: it must be a list of texts", "[text]"),
-        ({"texts": ["a", 3]}, "texts[1] is no text", "None for no text"),
-        ({"texts": ["a"], "pairs": ["b", "c"]}, "1 texts and 2 pairs", "in the same order"),
-        ({"texts": ["a"], "max_lenght": 3}, "no option 'max_lenght'", "did you mean max_length?"),
-        ({"texts": ["a"], "zzz": 3}, "no option 'zzz'", "the options are"),
-        ({"texts": ["a"], "precision": "fp8"}, "--precision is 'fp8'", "the default is auto"),
-        ({"texts": ["a"], "threshold": "high"}, "--threshold is 'high': it must be a number", "0.5"),
+        ({"max_lenght": 3}, "no option 'max_lenght'", "did you mean max_length?"),
+        ({"zzz": 3}, "no option 'zzz'", "the options are"),
+        ({"precision": "fp8"}, "--precision is 'fp8'", "the default is auto"),
+        ({"threshold": "high"}, "--threshold is 'high': it must be a number", "leave it out"),
+        ({"output": 3}, "--output is 3: it must be text", "leave it out"),
+        ({"data": ["a text"]}, "--data is ['a text']: it must be text", "see --help"),
+        ({"report": 3}, "--report is 3: it must be text", "leave it out"),
     ],
 )
-def test_mistakes_in_a_call(arguments: dict[str, Any], said: str, hint: str, files: Files) -> None:
+def test_mistakes_in_a_call(arguments: dict[str, Any], said: str, hint: str, files: Files, tmp_path: Path) -> None:
     with pytest.raises(OptionError) as caught:
-        package.classify(files.classifier, **arguments)
+        package.classify(files.classifier, **{"data": files.reviews, "output": tmp_path / "o.csv"} | arguments)
     assert said in str(caught.value)
     assert hint in (caught.value.hint or "")
 
 
 def test_errors_of_a_call_are_of_our_tree(files: Files, tmp_path: Path) -> None:
     with pytest.raises(ModelError):
-        package.classify(tmp_path, ["a"])
+        package.classify(tmp_path, files.reviews, tmp_path / "o.csv")
     with pytest.raises(ModelError, match="no classification head"):
-        package.classify(save_base(tmp_path / "b"), ["a"])
+        package.classify(save_base(tmp_path / "b"), files.reviews, tmp_path / "o.csv")
     with pytest.raises(DataError):
-        package.train(tmp_path / "none.csv", model=files.base, output=tmp_path / "out")
+        package.classify(files.classifier, tmp_path / "none.csv", tmp_path / "o.csv")
 
 
 def test_a_reader_that_leaves_early_and_a_locale_without_letters(files: Files, tmp_path: Path) -> None:
     """`brimful classify ... | head -1` ends quietly, and what is written is UTF-8 in every locale."""
-    data = write_csv(tmp_path / "d.csv", ["text"], [["caf\u00e9 \u6620\u753b " + review(True, i)] for i in range(5000)])
+    data = write_csv(tmp_path / "d.csv", ["text"], [["caf\u00e9 \u6620\u753b " + review(True, i)] for i in range(1000)])
     command = [sys.executable, "-m", "brimful.cli", "classify", str(files.classifier), str(data)]
     settings = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     environment = os.environ | settings | {"OMP_NUM_THREADS": "1"}

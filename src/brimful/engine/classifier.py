@@ -225,10 +225,12 @@ def _listed(name: str, texts: Any) -> list[Any]:
 
 def _of_mappings(given: Sequence[Any]) -> tuple[list[Text], list[Text] | None]:
     """First and second texts of [{"text": ..., "text_pair": ...}]."""
-    wrong = next((i for i, each in enumerate(given) if not isinstance(each, Mapping) or "text" not in each), None)
+    keys = {"text", "text_pair"} if "text_pair" in given[0] else {"text"}
+    wrong = next((i for i, each in enumerate(given) if not isinstance(each, Mapping) or set(each) != keys), None)
     if wrong is not None:
         raise OptionError(
-            f"texts[{wrong}] is {printable(repr(given[wrong]))}", hint='each is {"text": ..., "text_pair": ...}'
+            f"texts[{wrong}] is {printable(repr(given[wrong]))}",
+            hint='each is {"text": ..., "text_pair": ...}, or each is {"text": ...}',
         )
     firsts = [each["text"] for each in given]
     seconds = [each.get("text_pair") for each in given]

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
@@ -237,8 +237,12 @@ class PackedExecution(Execution):
 
 
 def has_token_types(config: Any) -> bool:
-    """Whether a model has token types that differ, so that it must be told them for text pairs."""
-    return (getattr(config, "type_vocab_size", None) or 0) > 1
+    """Whether a model must be told token types: it has several, or embeds them as if they were words, as GPT-2 does."""
+    num_types = getattr(config, "type_vocab_size", None)
+    if num_types is not None:
+        return bool(num_types > 1)
+    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    return kind is not None and "token_type_ids" in inspect.signature(kind.forward).parameters
 
 
 def _token_that_is_not_padding(config: Any) -> int:

@@ -1,0 +1,376 @@
+"""`brimful.Classifier`: the answers of transformers' own pipelines, on any head, any text and in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import transformers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import brimful as package
+from brimful.core.errors import ModelError, OptionError
+from brimful.core.listener import Listener
+from same import SCORE, same_objects
+from tiny import FAMILIES
+from tiny_files import BAD, GOOD, review, save_base, save_classifier, save_tokenizer
+from trained_tokenizers import bare_byte_level, byte_level, minilm
+
+TEXTS = [review(i % 3 == 0, i) * (1 + i % 4) for i in range(20)] + ["good", "the ." * 5]
+PAIRS = [{"text": a, "text_pair": b} for a, b in zip(TEXTS, TEXTS[::-1], strict=True)]
+#: Names of the outputs and the stated task of models.
+HEADS: dict[str, tuple[list[str], str | None]] = {
+    "one label": (["bad", "fair", "good"], None),
+    "several labels": (["bad", "fair", "good"], "multi_label_classification"),
+    "one output, no task": (["relevant"], None),
+    "a number": (["stars"], "regression"),
+    "several numbers": (["x", "y"], "regression"),
+}
+CALLS: list[dict[str, Any]] = [{}, {"top_k": None}, {"top_k": 1}, {"function_to_apply": "none", "top_k": 2}]
+NLI = ["contradiction", "neutral", "entailment"]
+#: Largest difference of a logit, of a size about 1, that neighbours may make in fp32: the order of sums.
+NEIGHBOURS = 2e-6
+
+
+def pipeline(model: Path, task: str = "text-classification") -> Any:
+    return transformers.pipeline(task, model=str(model), device="cpu")
+
+
+def fp32(model: Path, **options: Any) -> package.Classifier:
+    return package.Classifier(model, precision="fp32", **options)
+
+
+class Heard(Listener):
+    """Keeps warnings."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warning(self, message: str) -> None:
+        self.warnings.append(message)
+
+
+# The pipeline for texts and pairs
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_answers_and_their_shapes_are_those_of_the_pipeline(head: str, tmp_path: Path) -> None:
+    labels, problem_type = HEADS[head]
+    model = save_classifier(tmp_path, labels, problem_type=problem_type, type_vocab_size=2)
+    plain = pipeline(model)
+    with fp32(model) as classifier:
+        for call in CALLS:
+            same_objects(classifier(TEXTS, **call), plain(TEXTS, **call))
+            same_objects(classifier(TEXTS[:1], **call), plain(TEXTS[:1], **call))
+            same_objects(classifier(TEXTS[0], **call), plain(TEXTS[0], **call))
+            same_objects(classifier(PAIRS, **call), plain(PAIRS, **call))
+            same_objects(classifier(PAIRS[0], **call), plain(PAIRS[0], **call))
+            same_objects(classifier(TEXTS, TEXTS[::-1], **call), plain(PAIRS, **call))
+
+
+@pytest.mark.parametrize("packing", ["auto", "off"])
+@pytest.mark.parametrize(
+    "family", ["bert", "roberta", "distilbert", "modernbert", "modernbert-mean", "qwen3", "deberta-v2", "mpnet", "gpt2"]
+)
+def test_families_packed_and_padded(family: str, packing: str, tmp_path: Path) -> None:
+    model = save_classifier(tmp_path, ["a", "b", "c"], family)
+    with fp32(model, packing=packing) as classifier:
+        same_objects(classifier(TEXTS, top_k=None), pipeline(model)(TEXTS, top_k=None, batch_size=4))
+        assert classifier.recipe is not None
+        packed = {lever.name: lever.value for lever in classifier.recipe.levers}["packing"] == "packed"
+        assert packed == (packing == "auto")
+
+
+def test_rows_that_influence_one_another_are_classified_alone(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
+    config = transformers.FNetConfig(**sizes, max_position_embeddings=80, num_labels=3, initializer_range=0.5)
+    torch.manual_seed(0)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    plain = pipeline(tmp_path)
+    with fp32(tmp_path) as classifier:
+        same_objects(classifier(TEXTS), [plain(text)[0] for text in TEXTS])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.GPTNeoConfig(
+            vocab_size=99, hidden_size=16, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+            window_size=8, pad_token_id=0, initializer_range=0.3,
+        ),
+        transformers.OpenAIGPTConfig(
+            vocab_size=99, n_embd=16, n_layer=2, n_head=4, pad_token_id=0, initializer_range=0.3
+        ),
+        transformers.XLNetConfig(vocab_size=99, d_model=16, n_layer=2, n_head=4, d_inner=24, initializer_range=0.3),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_token_types_that_a_model_embeds_as_words(config: Any, tmp_path: Path) -> None:
+    """The configurations name no number of types, and a tokenizer that gives types changes the answers."""
+    config.num_labels = 3
+    torch.manual_seed(0)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    with fp32(tmp_path, max_length=64) as classifier:
+        for texts in (TEXTS, PAIRS):
+            plain = pipeline(tmp_path)
+            same_objects(classifier(texts, top_k=None), plain(texts, top_k=None, truncation=True, max_length=64))
+
+
+def test_more_texts_than_a_window_come_in_their_order(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path, ["a", "b", "c"])
+    many = [f"{TEXTS[i % 20]} {GOOD[i % 5]}" for i in range(4096 + 900)]
+    with fp32(model) as classifier:
+        found, logits_NC = classifier(many), classifier.logits(many)
+        places = [0, 1, 4094, 4095, 4096, 4097, 4995]
+        same_objects([found[place] for place in places], pipeline(model)([many[place] for place in places]))
+    assert (len(found), logits_NC.shape, logits_NC.dtype) == (4996, (4996, 3), np.float32)
+    assert [answer["label"] for answer in found] == ["abc"[best] for best in logits_NC.argmax(axis=1)]
+
+
+def test_logits_are_the_models_own(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path, ["a", "b", "c"])
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(model).eval()
+    encode = transformers.AutoTokenizer.from_pretrained(model)
+    with torch.no_grad():
+        expected_NC = np.concatenate([plain(**encode(text, return_tensors="pt")).logits.numpy() for text in TEXTS])
+    with fp32(model) as classifier:
+        np.testing.assert_allclose(classifier.logits(TEXTS), expected_NC, atol=1e-5)
+        assert np.isnan(classifier.logits([None, "good"])).tolist() == [[True] * 3, [False] * 3]
+        assert classifier.logits([]).shape == (0, 3)
+        parity = classifier.verify(TEXTS)
+    assert (parity.num_rows, parity.num_flips, parity.passed) == (len(TEXTS), 0, True)
+
+
+# The pipeline for zero-shot
+
+
+@pytest.mark.parametrize("packing", ["auto", "off"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "gpt2"])
+def test_zero_shot_is_that_of_the_pipeline(family: str, packing: str, tmp_path: Path) -> None:
+    model = save_classifier(tmp_path, NLI, family)
+    plain = pipeline(model, "zero-shot-classification")
+    with fp32(model, packing=packing) as classifier:
+        for labels in ("good", ["bad", "good"], GOOD + BAD):
+            for multi_label in (False, True):
+                expected = plain(TEXTS[:8], candidate_labels=labels, multi_label=multi_label)
+                same_objects(classifier(TEXTS[:8], labels=labels, multi_label=multi_label), expected)
+        given: dict[str, Any] = {"hypothesis_template": "it felt {} and {{very}} long ."}
+        expected = plain(TEXTS[0], candidate_labels=GOOD, **given)
+        same_objects(classifier(TEXTS[0], labels=GOOD, **given), expected)
+
+
+def test_zero_shot_and_texts_take_turns(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path, NLI)
+    texts, zero_shot = pipeline(model), pipeline(model, "zero-shot-classification")
+    with fp32(model) as classifier:
+        for _ in range(2):
+            same_objects(classifier(TEXTS), texts(TEXTS))
+            same_objects(classifier(TEXTS[:3], labels=GOOD), zero_shot(TEXTS[:3], candidate_labels=GOOD))
+        without = classifier([None, "good"], labels=["a", "b"])
+        assert without[0] == {"sequence": None, "labels": [], "scores": []}
+        assert sorted(without[1]["labels"]) == ["a", "b"]
+
+
+def test_a_model_that_names_no_entailment_is_used_with_a_warning_and_one_output_not_at_all(tmp_path: Path) -> None:
+    heard = Heard()
+    with fp32(save_classifier(tmp_path / "two", ["no", "yes"]), listener=heard) as classifier:
+        assert classifier("good", labels=["a", "b"])["sequence"] == "good"
+    assert any("no label of the model begins with 'entail'" in said for said in heard.warnings)
+    with fp32(save_classifier(tmp_path / "one", ["yes"])) as classifier, pytest.raises(ModelError, match="zero-shot"):
+        classifier("good", labels=["a", "b"])
+
+
+# Any text
+
+NASTY = [
+    "",
+    " \t\n\u3000",
+    "good",
+    "x" * 100_000,
+    "a b " * 25_000,
+    "\u05e9\u05dc\u05d5\u05dd \u202eabc\u202c \u0645\u0631\u062d\u0628\u0627",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd",
+    "\x00",
+    "a\x00b",
+    "\x01\x07\x1b[31m\x7f\x9b\x85\u2028",
+    "e\u0301" * 50,
+    "\ufffe\uffff\U0010ffff\ufeff",
+    "[CLS] [SEP] [PAD] <s> </s>",
+]
+LONE = ["\ud800", "good \udfff", "\udc80\ud800"]
+
+
+@pytest.fixture(scope="module")
+def nasty_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Any, Any]]]:
+    """Our classifier and the pipeline, of a model with BERT's own word pieces and of one with bytes."""
+    folder, pairs = tmp_path_factory.mktemp("nasty"), []
+    for family, tokenizer in (("bert", minilm()), ("roberta", byte_level())):
+        model = FAMILIES[family].model(3, vocab_size=len(tokenizer), type_vocab_size=2)
+        model.save_pretrained(folder / family)
+        tokenizer.save_pretrained(folder / family)
+        pairs.append((fp32(folder / family, max_length=64), pipeline(folder / family)))
+    yield pairs
+    for ours, _ in pairs:
+        ours.close()
+
+
+@settings(max_examples=25)
+@given(texts=st.lists(st.text(st.characters(), max_size=80) | st.sampled_from(NASTY + LONE), min_size=1, max_size=6))
+@example(texts=NASTY)
+@example(texts=NASTY + LONE)
+@example(texts=LONE)
+def test_any_string_has_the_pipelines_answer_and_what_cannot_be_encoded_has_none(
+    texts: list[str], nasty_models: list[tuple[Any, Any]]
+) -> None:
+    for ours, plain in nasty_models:
+        whole = [text for text in texts if not any("\ud800" <= character <= "\udfff" for character in text)]
+        expected = iter(plain(whole, top_k=None, truncation=True, max_length=64) if whole else [])
+        same_objects(ours(texts, top_k=None), [next(expected) if text in whole else [] for text in texts])
+
+
+@settings(max_examples=10)
+@given(pairs=st.lists(st.tuples(st.text(max_size=60), st.text(max_size=60)), min_size=1, max_size=4))
+@example(pairs=list(zip(NASTY, NASTY[::-1], strict=True)))
+@example(pairs=[("", ""), ("", "a"), ("a", ""), ("\x00", "\x00")])
+def test_any_pair_of_strings_has_the_pipelines_answer(
+    pairs: list[tuple[str, str]], nasty_models: list[tuple[Any, Any]]
+) -> None:
+    """An empty second text is framed, as Hugging Face's tokenizers do in a list of pairs; a pipeline leaves it out."""
+    for ours, plain in nasty_models:
+        given_pairs = [{"text": first, "text_pair": second} for first, second in pairs]
+        found = ours(given_pairs, top_k=None)
+        whole = [place for place, (_, second) in enumerate(pairs) if second]
+        asked = [given_pairs[place] for place in whole]
+        expected = plain(asked, top_k=None, truncation=True, max_length=64) if asked else []
+        same_objects([found[place] for place in whole], expected)
+        for place in set(range(len(pairs))) - set(whole):
+            encoded = plain.tokenizer([pairs[place][0]], [""], truncation=True, max_length=64, return_tensors="pt")
+            with torch.no_grad():
+                scores_C = plain.model(**encoded).logits.softmax(-1)[0]
+            assert {each["label"]: each["score"] for each in found[place]} == {
+                f"LABEL_{i}": pytest.approx(float(score), abs=SCORE) for i, score in enumerate(scores_C)
+            }
+
+
+def test_what_cannot_be_encoded_is_counted_aloud(tmp_path: Path) -> None:
+    heard = Heard()
+    with fp32(save_classifier(tmp_path, ["a", "b"]), listener=heard) as classifier:
+        found = classifier(["good", "\ud800", None, "bad"])
+        assert [answer["label"] is None for answer in found] == [False, True, True, False]
+        assert found[1] == {"label": None, "score": None}
+    assert heard.warnings == ["1 of 4 texts cannot be encoded (half a surrogate pair): no answer"]
+
+
+def test_a_text_without_any_token_has_no_answer(tmp_path: Path) -> None:
+    tokenizer = bare_byte_level()
+    model = FAMILIES["gpt2"].model(3, vocab_size=len(tokenizer))
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts = ["", "a", "", "the film"]
+    with fp32(tmp_path) as classifier:
+        found = classifier(texts, top_k=None)
+    assert (found[0], found[2]) == ([], [])
+    same_objects([found[1], found[3]], pipeline(tmp_path)(["a", "the film"], top_k=None))
+
+
+# Company
+
+
+@pytest.mark.parametrize("packing", ["auto", "off"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+def test_company_changes_a_logit_by_rounding_only(family: str, packing: str, tmp_path: Path) -> None:
+    """A text alone, among others, in another order, among longer ones, and in micro-batches of another size."""
+    model = save_classifier(tmp_path, ["a", "b", "c"], family)
+    long = [" ".join(GOOD * 15)] * 40
+    with fp32(model, packing=packing) as classifier, fp32(model, packing=packing, token_budget=96) as small:
+        alone_NC = np.concatenate([classifier.logits([text]) for text in TEXTS])
+        others = {
+            "together": classifier.logits(TEXTS),
+            "reversed": classifier.logits(TEXTS[::-1])[::-1],
+            "among longer ones": classifier.logits(long + TEXTS + long)[40:-40],
+            "in small micro-batches": small.logits(TEXTS),
+        }
+    for company, logits_NC in others.items():
+        assert np.abs(logits_NC - alone_NC).max() < NEIGHBOURS, company
+        assert (logits_NC.argmax(axis=1) == alone_NC.argmax(axis=1)).all(), company
+
+
+# What a call may be given
+
+
+def test_nothing_and_columns_of_arrow(tmp_path: Path) -> None:
+    with fp32(save_classifier(tmp_path, ["a", "b"])) as classifier:
+        assert classifier([]) == []
+        assert classifier([], labels=["a"]) == []
+        assert classifier([None]) == [{"label": None, "score": None}]
+        assert classifier(None, top_k=None) == []
+        for column in (pa.array(TEXTS), pa.chunked_array([TEXTS[:3], TEXTS[3:]]), np.array(TEXTS), tuple(TEXTS)):
+            same_objects(classifier(column), classifier(TEXTS))
+        assert classifier.labels.names == ("a", "b")
+
+
+def test_a_closed_classifier_begins_anew(tmp_path: Path) -> None:
+    classifier = fp32(save_classifier(tmp_path, ["a", "b"]))
+    first = classifier(TEXTS)
+    classifier.close()
+    assert classifier(TEXTS) == first
+    classifier.close()
+    classifier.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "said", "hint"),
+    [
+        ((["a", 3],), {}, "texts[1] is no text", "None for no text"),
+        ((["a"], ["b", "c"]), {}, "1 texts and 2 pairs", "in the same order"),
+        (("a", ["b"]), {}, "one text was given and several pairs", "a list of texts"),
+        ((["a"], "b"), {}, "several texts were given and one pair", "one for each text"),
+        ((3,), {}, "texts is int: it must be a list of texts", "[text]"),
+        ((b"a",), {}, "texts is bytes: it must be a list of texts", "[text]"),
+        (([{"text": "a"}, "b"],), {}, "texts[1] is 'b'", "text_pair"),
+        (([{"text": "a", "text_pair": "b"}, {"text": "c"}],), {}, "texts[1] is {'text': 'c'}", "text_pair"),
+        (([{"text": "a", "pair": "b"}],), {}, "texts[0] is {'text': 'a', 'pair': 'b'}", "text_pair"),
+        ((["a"],), {"top_k": -1}, "top_k is -1", "None is for all"),
+        ((["a"],), {"function_to_apply": "tanh"}, "function_to_apply is 'tanh'", "sigmoid, softmax"),
+        ((["a"], ["b"]), {"labels": ["x"]}, "zero-shot reads one text at a time", "texts or labels"),
+        ((["a"],), {"labels": []}, "no candidate labels", "sports,politics"),
+        ((["a"],), {"labels": ["x"], "hypothesis_template": "{x}"}, "has no place for a label", "{}"),
+    ],
+)
+def test_mistakes(words: Any, more: Any, said: str, hint: str, tmp_path: Path) -> None:
+    with fp32(save_classifier(tmp_path, NLI)) as classifier, pytest.raises(OptionError) as caught:
+        classifier(*words, **more)
+    assert said in str(caught.value)
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "hint"),
+    [
+        ({"precison": "fp32"}, "Classifier has no option 'precison'", "did you mean precision?"),
+        ({"output": "a.csv"}, "Classifier has no option 'output'", ""),
+        ({"precision": "fp8"}, "--precision is 'fp8'", "the default is auto"),
+        ({"max_length": 1000}, "positions for 80 tokens", "at most 80"),
+    ],
+)
+def test_mistakes_in_options(options: dict[str, Any], said: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError) as caught:
+        package.Classifier(save_classifier(tmp_path, ["a", "b"]), **options)
+    assert said in str(caught.value)
+    assert hint in (caught.value.hint or "")
+
+
+def test_a_model_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ModelError):
+        package.Classifier(tmp_path)
+    with pytest.raises(ModelError, match="no classification head"):
+        package.Classifier(save_base(tmp_path / "base"))
