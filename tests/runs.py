@@ -75,10 +75,14 @@ def single_label_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How one run of the command line ended. code: negative for a signal. said: stdout and stderr together."""
+    """How one run of the command line ended.
+
+    code: negative for a signal. peak_bytes: the most memory that it had. said: stdout and stderr together.
+    """
 
     code: int
     seconds: float
+    peak_bytes: int
     said: str
 
 
@@ -114,7 +118,7 @@ class Runner:
         answer = json.loads(self.process.stdout.readline())
         said = log.read_text("utf-8", "replace")
         assert not answer["timed_out"], said
-        return Ended(code=answer["code"], seconds=answer["seconds"], said=said)
+        return Ended(code=answer["code"], seconds=answer["seconds"], peak_bytes=answer["peak_bytes"], said=said)
 
     def warm(self, arguments: list[str]) -> Ended:
         """A run whose imports later ones find done."""

@@ -1,6 +1,6 @@
 """Runs the real command line in this process, and ends it or disturbs it at a chosen place. The product has no hooks.
 
-    python kill_driver.py PLAN train ...     one run
+    python kill_driver.py PLAN train ...     one run, or `classify ...`
     python kill_driver.py --serve            runs as JSON lines on stdin, each in a fork of this warm process
 
 A plan is empty, or `ACT:OPERATION:NAME:COUNT`:
@@ -103,8 +103,9 @@ def _plain_name(path: str) -> str:
 
 def run(plan: str, arguments: list[str]) -> None:
     """Never returns: the command line ends the process."""
-    output = arguments[arguments.index("--output") + 1] if "--output" in arguments else ""
-    arrange(plan, str(Path(output).absolute()))
+    output = Path(arguments[arguments.index("--output") + 1] if "--output" in arguments else "").absolute()
+    # What a classification of a file writes before it is done stands beside its output.
+    arrange(plan, str(output.parent if arguments[0] == "classify" else output))
     from brimful.cli import main
 
     if ":call:" in plan:
@@ -168,11 +169,12 @@ def _wait(child: int, request: dict[str, Any]) -> dict[str, Any]:
     ended = select.select([descriptor], [], [], request.get("kill_after_s", request.get("limit_s", 120)))[0]
     if not ended:
         os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
+    _, status, used = os.wait4(child, 0)
     os.close(descriptor)
     return {
         "code": os.waitstatus_to_exitcode(status),
         "seconds": time.perf_counter() - began,
+        "peak_bytes": used.ru_maxrss << 10,
         "timed_out": not ended and "kill_after_s" not in request,
     }
 
