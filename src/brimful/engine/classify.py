@@ -11,6 +11,7 @@ import hashlib
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from brimful.data.place import check_output
 from brimful.data.shards import LineOutput, ShardedOutput
 from brimful.data.stream import RowStream, open_stream
 from brimful.data.token_stream import TokenStream, choose_workers
+from brimful.data.tokens import Tokens
 from brimful.engine.fleet import Fleet, job_of, other_gpus
 from brimful.engine.prepare import tell_columns
 from brimful.engine.question import Asked, Question, TextQuestion, Texts, make_zero_shot
@@ -63,73 +65,84 @@ def classify_file(
     a damaged file, or for more rows than --max-errors that cannot be classified. What was written before is kept.
     """
     began = time.perf_counter()
-    if options.output is not None:
-        check_output(Path(options.output), options.data)
-    precision = choose_forward_precision(options.precision, choose_device(options.device))
-    checked = check_model(options)
-    listener.stage(f"reading {options.data}")
-    rows = open_stream(options.data, sys.stdin.buffer if options.data == "-" else None)
-    if options.output is not None:
-        check_output(Path(options.output), options.data, map(Path, rows.files))
-    sample = rows.sample()
-    reading = Reading.of(sample, options)
-    tell_columns(reading.columns, listener)
-    first = sample.table.slice(0, _SAMPLE_ROWS)
-    texts = reading.texts(first, pa.nulls(first.num_rows, pa.large_string()))
+    given = _look(options, listener)
     with ExitStack() as stack:
-        workers = options.num_workers
-        if workers is None:
-            workers = choose_workers(rows.num_rows, precision.device.type, num_cores() or 1)
-        question = make_question(checked, options, texts, workers, stack, listener)
-        asked = question.submit(texts, Busy())()
-        identity = _identity(options, checked, precision, rows)
-        kept: ShardedOutput | LineOutput
-        if options.output is None:
-            assert output is not None
-            kept = stack.enter_context(output)
-        else:
-            shards = ShardedOutput(
-                Path(options.output), identity=identity, resume=options.resume, shard_rows=options.shard_rows
-            )
-            kept = stack.enter_context(shards)
-            if shards.finished is not None:
-                listener.note(f"{options.output} is finished: there is nothing to do")
-                return shards.finished
-            if shards.lost is not None:
-                listener.warning(shards.lost)
+        question = make_question(given, options, stack, listener)
+        sample = question.submit(given.sample, Busy())()
+        kept = _output(options, given, output)
+        stack.enter_context(kept)
+        if kept.finished is not None:
+            listener.note(f"{options.output} is finished: there is nothing to do")
+            return kept.finished
+        if kept.lost is not None:
+            listener.warning(kept.lost)
         listener.stage("loading the model")
-        num_tokens = _expected_tokens(rows, sample.table, asked)
+        num_tokens = _expected_tokens(given, sample)
         trusted = stack.enter_context(
             trusted_runner(
-                checked,
+                given.checked,
                 options,
-                precision,
+                given.precision,
                 question,
-                texts,
-                asked=asked,
+                given.sample,
+                asked=sample,
                 num_tokens=num_tokens,
                 listener=listener,
             )
         )
         listener.recipe(trusted.runner.recipe)
-        num_gpus = _num_gpus(options, trusted.runner, num_tokens)
-        if num_gpus > 1:
-            listener.note(f"{num_gpus} GPUs, a process each")
-        job = job_of(trusted.runner, options, asked.sequences, num_tokens)
-        fleet = stack.enter_context(Fleet(trusted.runner, job, other_gpus(num_gpus)))
-        run = _Pass(options, rows, reading, question, trusted.runner, fleet, kept, listener)
+        fleet = stack.enter_context(_fleet(options, trusted.runner, sample.sequences, num_tokens, listener))
+        run = _Pass(options, given, question, trusted.runner, fleet, kept, listener)
         start_s = time.perf_counter() - began
         run.through()
-        record = run.record(checked, command, trusted, start_s)
+        record = run.record(command, trusted, start_s)
         for path in kept.finish(record):
             listener.note(f"written: {path}")
         return record
 
 
-def make_question(
-    checked: Checked, options: ClassifyOptions, sample: Texts, num_workers: int, stack: ExitStack, listener: Listener
-) -> Question:
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """What was asked for, found and checked; nothing is loaded yet. first, sample: the first rows, and their texts."""
+
+    precision: Precision
+    checked: Checked
+    rows: RowStream
+    reading: Reading
+    first: pa.Table
+    sample: Texts
+
+
+def _look(options: ClassifyOptions, listener: Listener) -> _Given:
+    if options.output is not None:
+        check_output(Path(options.output), options.data)
+    precision = choose_forward_precision(options.precision, choose_device(options.device))
+    _check_num_gpus(options, precision)
+    checked = check_model(options)
+    listener.stage(f"reading {options.data}")
+    rows = open_stream(options.data, sys.stdin.buffer if options.data == "-" else None)
+    if options.output is not None:
+        check_output(Path(options.output), options.data, map(Path, rows.files))
+    reading = Reading.of(rows.sample(), options)
+    tell_columns(reading.columns, listener)
+    first = rows.sample().table.slice(0, _SAMPLE_ROWS)
+    sample = reading.texts(first, pa.nulls(first.num_rows, pa.large_string()))
+    return _Given(precision=precision, checked=checked, rows=rows, reading=reading, first=first, sample=sample)
+
+
+def _output(options: ClassifyOptions, given: _Given, lines: LineOutput | None) -> ShardedOutput | LineOutput:
+    if options.output is None:
+        assert lines is not None
+        return lines
+    identity = _identity(options, given)
+    return ShardedOutput(Path(options.output), identity=identity, resume=options.resume, shard_rows=options.shard_rows)
+
+
+def make_question(given: _Given, options: ClassifyOptions, stack: ExitStack, listener: Listener) -> Question:
     """What is asked of each row. stack: ends what tokenises."""
+    checked, num_workers = given.checked, options.num_workers
+    if num_workers is None:
+        num_workers = choose_workers(given.rows.num_rows, given.precision.device.type, num_cores() or 1)
     settings: dict[str, Any] = {
         "top_k": options.top_k, "threshold": options.threshold, "logits": options.logits,
     }  # fmt: skip
@@ -139,42 +152,46 @@ def make_question(
     form = zero_shot_form(
         checked.facts.config, multi_label=options.multi_label, template=options.hypothesis_template, **settings
     )
-    return make_zero_shot(checked, options.labels, form, sample, num_workers, stack, listener)
+    return make_zero_shot(checked, options.labels, form, given.sample, num_workers, stack, listener)
 
 
-def _expected_tokens(rows: RowStream, sample: pa.Table, asked: Asked) -> int:
+def _expected_tokens(given: _Given, sample: Asked) -> int:
     """Tokens of the whole input, about; 0 where nothing is known of its length."""
-    if not len(asked.num_tokens_N):
-        return 0
-    row_bytes = max(1.0, sample.nbytes / max(1, sample.num_rows))
+    rows = given.rows
+    row_bytes = max(1.0, given.first.nbytes / max(1, given.first.num_rows))
     size_bytes = sum(Path(file).stat().st_size for file in rows.files if Path(file).is_file())
     num_rows = rows.num_rows if rows.num_rows is not None else size_bytes / row_bytes
-    return int(num_rows * float(asked.num_tokens_N.mean()))
+    return int(num_rows * float(sample.num_tokens_N.mean())) if len(sample.num_tokens_N) else 0
 
 
-def _num_gpus(options: ClassifyOptions, runner: Runner, num_tokens: int) -> int:
-    """GPUs to use: as many as were asked for, else all where one would take long enough for others to start.
+def _check_num_gpus(options: ClassifyOptions, precision: Precision) -> None:
+    there = num_gpus_of(precision.device)
+    if options.num_gpus is not None and options.num_gpus > there:
+        raise OptionError(
+            f"--num-gpus is {options.num_gpus}, and there {'is' if there == 1 else 'are'} {there} to run on",
+            hint=f"use at most {there}",
+        )
 
-    Raises: OptionError for more than there are.
-    """
-    there = num_gpus_of(runner.precision.device)
-    if options.num_gpus is not None:
-        if options.num_gpus > there:
-            raise OptionError(f"--num-gpus is {options.num_gpus}, and torch sees {there}", hint=f"use at most {there}")
-        return options.num_gpus
+
+def _fleet(options: ClassifyOptions, runner: Runner, sample: Tokens, num_tokens: int, listener: Listener) -> Fleet:
+    """As many GPUs as were asked for, else all where one would take long enough for the others to start."""
     seconds = 2.0 * matmul_parameters(runner.execution.model) * num_tokens / _REACHED
-    return there if seconds > _LONG_S else 1
+    num_gpus = options.num_gpus or (num_gpus_of(runner.precision.device) if seconds > _LONG_S else 1)
+    if num_gpus > 1:
+        listener.note(f"{num_gpus} GPUs, a process each")
+    return Fleet(runner, job_of(runner, options, sample, num_tokens), other_gpus(num_gpus))
 
 
-def _identity(options: ClassifyOptions, checked: Checked, precision: Precision, rows: RowStream) -> dict[str, Any]:
+def _identity(options: ClassifyOptions, given: _Given) -> dict[str, Any]:
     """What answers depend on, by names to show."""
+    precision = given.precision
     machine = probe()
     chosen = {
         flag(name): value for name, value in vars(options).items() if name not in {*_NOT_OF_AN_ANSWER, "precision"}
     }
     return {
-        "the input": rows.fingerprint,
-        "the model's files": _fingerprint(checked),
+        "the input": given.rows.fingerprint,
+        "the model's files": _fingerprint(given.checked),
         **chosen,
         "--precision": precision.value,
         "the device": machine.gpus[0].name if precision.device.type == "cuda" and machine.gpus else "CPU",
@@ -199,10 +216,11 @@ class _Pass:
     """All windows through all stages, and what there is to say of them."""
 
     def __init__(
-        self, options: ClassifyOptions, rows: RowStream, reading: Reading, question: Question, runner: Runner,
-        fleet: Fleet, output: ShardedOutput | LineOutput, listener: Listener,
+        self, options: ClassifyOptions, given: _Given, question: Question, runner: Runner, fleet: Fleet,
+        output: ShardedOutput | LineOutput, listener: Listener,
     ) -> None:  # fmt: skip
-        self._options, self._rows, self._reading, self._question = options, rows, reading, question
+        self._options, self._question, self._space = options, question, given.checked.space
+        self._rows, self._reading = given.rows, given.reading
         self._runner, self._fleet, self._output, self._listener = runner, fleet, output, listener
         self._stages, self._tally, self._operations, self._wall_s = Stages(), Tally(), 0.0, 0.0
         self._memory = MemoryWatch(runner.precision.device)
@@ -266,7 +284,7 @@ class _Pass:
             each = _TYPICAL_LABELS if labels.startswith(COLUMN_PREFIX) else len(parse_labels(labels))
         return WindowSize.on(self._runner.precision.device.type, sequences_per_row=each)
 
-    def record(self, checked: Checked, command: str, trusted: Trusted, start_s: float) -> Classification:
+    def record(self, command: str, trusted: Trusted, start_s: float) -> Classification:
         """What there is to say at the end."""
         options, recipe, tally = self._options, self._runner.recipe, self._tally
         peak = datasheet_flops_per_s(recipe.device, self._runner.precision.value)
@@ -277,7 +295,7 @@ class _Pass:
             output=options.output,
             command=command,
             options={k: v for k, v in vars(options).items() if k not in ("model", "data", "output")},
-            labels=checked.space,
+            labels=self._space,
             recipe=recipe,
             machine=probe(),
             tally=self._earlier + tally,
