@@ -29,8 +29,7 @@ import pyarrow.parquet as pq
 _NUM_WORDS = 2000
 _GROUP_ROWS = 100_000
 _SAMPLE_S = 10.0
-#: The command line, in the process that was started.
-_COMMAND = [sys.executable, "-c", "import sys; from brimful.cli import main; main(sys.argv[1:])", "classify"]
+_COMMAND = [sys.executable, "-m", "brimful.cli", "classify"]
 
 
 def save_model(folder: Path) -> Path:
@@ -112,7 +111,8 @@ def classify(model: Path, rows: Path, output: Path, log: Log, limit_s: float) ->
         err.seek(0)
         out.seek(0)
         if process.returncode:
-            log.line(err.read().decode().strip().splitlines()[-1])
+            for line in err.read().decode().splitlines()[-2:]:  # how many rows were done, and a hint
+                log.line(line)
             return None
         return cast(dict[str, Any], json.load(out))
 
