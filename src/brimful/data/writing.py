@@ -95,27 +95,6 @@ class Sink(io.RawIOBase):
         return self._write(data)
 
 
-def write_table(table: pa.Table, path: Path) -> None:
-    """Writes `table` to a file of the form of its name: whole or not at all.
-
-    Raises: OutputError or DiskFullError.
-    """
-    form = form_of(path)
-    assert form is not None
-    temporary = durable.temporary_path(path)
-    durable.make_folder(path.parent)
-    with durable.file_errors(path):
-        file = TableFile(temporary, form, table.schema)
-        try:
-            file.write(table)
-            file.finish()
-            temporary.replace(path)
-        except BaseException:
-            file.discard()
-            raise
-    durable.sync_folder(path.parent)
-
-
 def _compressed(sink: Sink, codec: str | None) -> Any:
     """`sink` as a stream of its own, without a time or a name in it."""
     if codec == "gzip":
