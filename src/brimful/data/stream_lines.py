@@ -75,7 +75,9 @@ class PipeLines:
     share = 0.0
 
     def __init__(self, pipe: BinaryIO) -> None:
-        self._read: Callable[[int], bytes] = getattr(pipe, "read1", pipe.read)
+        # Without the buffer: whoever waits for a pipe in it holds its lock, and without that no process can end well.
+        unbuffered = getattr(pipe, "raw", pipe)
+        self._read: Callable[[int], bytes] = getattr(unbuffered, "read1", unbuffered.read)
         self._pipe = pipe
         self._head = b""
 

@@ -22,6 +22,8 @@ Item = TypeVar("Item")
 
 #: Windows that wait between two stages.
 _AHEAD = 2
+#: How soon a signal to stop is heard while there is nothing to do, and how long the reading thread may take to end.
+_POLL_S, _END_S = 0.1, 1.0
 
 
 class Busy:
@@ -91,29 +93,34 @@ def run_stages(
 
     tokenise(window) begins to and returns what waits for it; compute(asked) launches, and its `Result` says how long
     that took; write(window, asked, logits) ends it. stages.tokenise is for `tokenise` to keep.
-    stop: asked before each window; what is under way then is still written. devices: that compute at once.
-    Whatever a stage raises is raised here, with the windows before it written.
+    stop: asked before each window, and while none comes; what is under way then is still written. devices: that compute
+    at once. Whatever a stage raises is raised here, with the windows before it written, and none behind it.
     """
     writing: deque[Future[None]] = deque()
+    failed = threading.Event()
 
     def submitted() -> Iterator[tuple[Item, Callable[[], Any]]]:
         for window in timed(windows, stages.read):
             yield window, tokenise(window)
 
     def finish(window: Item, asked: Any, pending: Any) -> None:
-        logits = pending.result()
-        stages.compute.add(pending.busy_s / devices)
-        with stages.write.working():
-            write(window, asked, logits)
+        if failed.is_set():
+            return
+        try:
+            logits = pending.result()
+            stages.compute.add(pending.busy_s / devices)
+            with stages.write.working():
+                write(window, asked, logits)
+        except BaseException:
+            failed.set()
+            raise
 
     with closing(Ahead(submitted(), _AHEAD * devices)) as ahead, ThreadPoolExecutor(1, "brimful-write") as writer:
-        for window, waiting in ahead:
+        for window, waiting in ahead.until(lambda: stop() or failed.is_set()):
             asked = waiting()
             writing.append(writer.submit(finish, window, asked, compute(asked)))
             while len(writing) > _AHEAD * devices:
                 writing.popleft().result()
-            if stop():
-                break
         for future in writing:
             future.result()
 
@@ -130,7 +137,7 @@ def timed(items: Iterable[Item], busy: Busy) -> Iterator[Item]:
 
 
 class Ahead(Generic[Item]):
-    """Iterates over what another thread makes, at most `depth` items ahead. Closing it ends the thread."""
+    """What another thread makes, at most `depth` items ahead. Closing it ends the thread."""
 
     def __init__(self, items: Iterator[Item], depth: int) -> None:
         self._items = items
@@ -139,9 +146,13 @@ class Ahead(Generic[Item]):
         self._thread = threading.Thread(target=self._make, name="brimful-read", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[Item]:
-        while True:
-            item, error = self._ready.get()
+    def until(self, stop: Callable[[], bool]) -> Iterator[Item]:
+        """The items, until there are no more or `stop` says so, which is asked while none comes too."""
+        while not stop():
+            try:
+                item, error = self._ready.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
             if error is not None:
                 raise error
             if item is None:
@@ -149,13 +160,9 @@ class Ahead(Generic[Item]):
             yield item
 
     def close(self) -> None:
-        """Ends the thread; what it made and nobody took is dropped."""
+        """Ends the thread and drops what nobody took. One that waits for a pipe is left to end with the process."""
         self._ended.set()
-        while self._thread.is_alive():
-            try:
-                self._ready.get(timeout=0.01)
-            except queue.Empty:
-                continue
+        self._thread.join(_END_S)
 
     def _make(self) -> None:
         try:
@@ -169,7 +176,7 @@ class Ahead(Generic[Item]):
     def _put(self, item: tuple[Item | None, BaseException | None]) -> bool:
         while not self._ended.is_set():
             try:
-                self._ready.put(item, timeout=0.1)
+                self._ready.put(item, timeout=_POLL_S)
                 return True
             except queue.Full:
                 continue
