@@ -12,7 +12,7 @@ from brimful.engine.predict import Done
 from brimful.engine.stream import Stages, run_stages
 
 
-class Failure(Exception):
+class StageError(Exception):
     """What a stage raises here."""
 
 
@@ -23,7 +23,7 @@ def run(
 
     def stage(name: str, window: int) -> int:
         if (name, window) == (fail_in, 3):
-            raise Failure
+            raise StageError
         return window
 
     run_stages(
@@ -47,11 +47,11 @@ def test_a_failure_is_raised_with_all_before_it_written_and_nothing_behind(stage
     def windows() -> Iterator[int]:
         for window in range(100):
             if (stage, window) == ("read", 3):
-                raise Failure
+                raise StageError
             yield window
 
     written: list[int] = []
-    with pytest.raises(Failure):
+    with pytest.raises(StageError):
         run(windows(), written.append, fail_in=stage)
     assert written == [0, 1, 2]
 
