@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from brimful.core.records import LabelSpace
 from brimful.data.batches import Batch, Layout, PackedLayout, PaddedLayout, make_batch
 from brimful.data.packing import Budgets
-from brimful.models.execution import Execution, PackedExecution, PackedForm, PaddedExecution
+from brimful.models.execution import Execution, PackedExecution, PackedForm, PaddedExecution, has_token_types
 from brimful.step.step import Step
 from brimful.tasks.task import MultiLabel, Regression, SingleLabel, Task
 from brimful.techniques.optimizer import Optimizer
@@ -144,7 +144,7 @@ def plain_logits_BC(family: str, plain: Any, ids: list[np.ndarray], types: list[
 def check(family: str, case: Case, batch: Batch, tolerance: float) -> None:
     plain, model = models(family, case.task.space.num_outputs)
     ids = sequences(list(case.lengths), case.seed)
-    types = pair_types(ids) if case.pairs and family == "bert" else None
+    types = pair_types(ids) if case.pairs and has_token_types(plain.config) else None
     plain.zero_grad()
     expected = plain_loss(case.task, plain_logits_BC(family, plain, ids, types), case.targets)
     expected.backward()
