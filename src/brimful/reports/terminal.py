@@ -32,7 +32,7 @@ _MOST_LABELS = 20
 _WIDEST = 120
 #: What a lever does to the arithmetic, for those who have not read the documentation.
 _ARITHMETIC: Mapping[Arithmetic, str] = {
-    "exact": "the same result as plain training, up to the order of sums",
+    "exact": "the same result as the plain model's, up to the order of sums",
     "rounding": "the same computation in numbers of fewer digits",
     "training": "another computation, which you asked for",
 }
