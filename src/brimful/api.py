@@ -94,6 +94,8 @@ def classify(
     _check_known("classify", ClassifyOptions, options, without=("model", "data", "output"))
     if "report" in options:
         options["report"] = _path(options["report"])
+    if output is None:
+        raise OptionError("classify needs an output", hint="for texts in memory there is Classifier")
     asked = ClassifyOptions(model=_path(model), data=_path(data), output=_path(output), **options)
     return run_classification(asked, listener or Listener())
 
@@ -105,14 +107,24 @@ def run_classification(options: ClassifyOptions, listener: Listener, stdout: Tex
     """
     if options.report is not None:
         check_charts()
-        if Path(options.report).is_dir():
-            raise OptionError(f"--report {printable(options.report)} is a folder", hint="give the name of a file")
+        _check_report(Path(options.report))
     lines = None if stdout is None or options.output is not None else LineOutput(stdout)
     record = classify_file(options, command=command_of("classify", options), listener=listener, output=lines)
     if options.report is not None:
         durable.write_bytes(Path(options.report), classification_page(record).encode())
         listener.note(f"report: {options.report}")
     return record
+
+
+def _check_report(path: Path) -> None:
+    """Before anything is done. No input and no output ends in .html, so none can be overwritten."""
+    if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
+        raise OptionError(f"--report {printable(path)} is no name of a page", hint="let it end in .html")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OptionError(
+            f"--report {printable(path)}: {printable(path.parent)} is no folder that this user may write into",
+            hint="give another folder, or make it first",
+        )
 
 
 class Classifier(ModelClassifier):

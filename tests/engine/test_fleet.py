@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,16 @@ def test_windows_go_round_and_keep_their_order(made: tuple[Runner, ClassifyOptio
         for window, result in zip(windows, results, strict=True):
             assert np.allclose(result.result(), runner.submit(window).result(), atol=1e-6)
             assert result.busy_s > 0
+
+
+def test_windows_larger_than_what_a_socket_holds(made: tuple[Runner, ClassifyOptions, list[Tokens]]) -> None:
+    runner, options, windows = made
+    large = Tokens.join([windows[0]] * 1500)
+    with Fleet(runner, job_of(runner, options, windows[0], 0), [{"OMP_NUM_THREADS": "1"}]) as fleet:
+        member: Any = fleet._members[1]
+        results = [member.submit(large) for _ in range(4)]
+        for result in results:
+            assert result.future.result(timeout=240).logits_NC.shape == (30000, 3)
 
 
 def test_a_process_that_ended_is_told(made: tuple[Runner, ClassifyOptions, list[Tokens]], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Texts go through the same stages as a file's rows, so that a long list is tokeni
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, Self
@@ -38,7 +39,9 @@ Logits = npt.NDArray[np.float32]
 
 
 class ModelClassifier:
-    """One model on its device. Not for several threads at once; `close`, or a `with` block, ends its helpers.
+    """One model on its device. Calls of several threads take turns. `close`, or a `with` block, ends what tokenises; a
+    later call starts it again. How it runs is chosen by the texts of the first call: `execution="compiled"` where that
+    is a small one and large ones follow.
 
     Raises: InputError for a model that is missing, torn or no classifier. Weights are read by the first call.
     """
@@ -51,6 +54,7 @@ class ModelClassifier:
         self._runner: Runner | None = None
         self._tokens: TokenStream | None = None
         self._workers = 0
+        self._lock = threading.RLock()
 
     def __enter__(self) -> Self:
         return self
@@ -93,31 +97,44 @@ class ModelClassifier:
         Raises: OptionError for what is no text.
         """
         window, given, originals = _window(texts, pairs, self._listener)
-        if labels is not None:
-            return self._zero_shot(window, given, originals, labels, multi_label, hypothesis_template)
-        if given != "list":
-            logits_1C = self._logits(window)
-            return objects(self.labels, logits_1C, top_k=top_k, function_to_apply=function_to_apply, given=given)
-        answers: list[Any] = []
+        if labels is None and multi_label:
+            raise OptionError("multi_label is for zero-shot", hint="give labels, or top_k=None for all scores")
+        if labels is not None and (top_k != "" or function_to_apply is not None):
+            raise OptionError("top_k and function_to_apply are not for zero-shot", hint="it gives all labels, ranked")
+        with self._lock:
+            if labels is not None:
+                return self._zero_shot(window, given, originals, labels, multi_label, hypothesis_template)
+            if given != "list":
+                logits_1C = self._logits(window)
+                return objects(self.labels, logits_1C, top_k=top_k, function_to_apply=function_to_apply, given=given)
+            answers: list[Any] = objects(  # of no text, but what is asked for is checked
+                self.labels, np.zeros((0, self.labels.num_outputs), np.float32), top_k=top_k,
+                function_to_apply=function_to_apply,
+            )  # type: ignore[assignment]  # fmt: skip
 
-        def answer(_: Asked, logits_NC: Logits) -> None:
-            answers.extend(objects(self.labels, logits_NC, top_k=top_k, function_to_apply=function_to_apply))
+            def answer(_: Asked, logits_NC: Logits) -> None:
+                answers.extend(objects(self.labels, logits_NC, top_k=top_k, function_to_apply=function_to_apply))
 
-        self._run(self._text_question(window), window, answer)
-        return answers
+            self._run(self._text_question(window), window, answer)
+            return answers
 
     def logits(self, texts: Given, pairs: Sequence[Text] | Text = None) -> Logits:
         """(N, C) the model's raw outputs, in the order of its labels; NaN for a text that is None."""
-        return self._logits(_window(texts, pairs, self._listener)[0])
+        window = _window(texts, pairs, self._listener)[0]
+        with self._lock:
+            return self._logits(window)
 
     def verify(self, texts: Given, pairs: Sequence[Text] | Text = None) -> Parity:
         """How the answers on these texts compare with those of the plain model in fp32, which is loaded for it."""
         window, _, _ = _window(texts, pairs, self._listener)
-        question = self._text_question(window)
-        asked = question.submit(window, Busy())()
-        runner = self._made_runner(asked)
-        with self._precision.apply():
-            return parity_of(self._checked, self._options, runner, question, asked, self._listener)
+        if window.texts.null_count == len(window):
+            raise OptionError("there is no text to compare", hint="give some that the model is meant for")
+        with self._lock:
+            question = self._text_question(window)
+            asked = question.submit(window, Busy())()
+            runner = self._made_runner(asked)
+            with self._precision.apply():
+                return parity_of(self._checked, self._options, runner, question, asked, self._listener)
 
     def _text_question(self, window: Texts) -> TextQuestion:
         return TextQuestion(answer_form(self._checked.facts.config), self._token_stream(len(window)))
@@ -151,8 +168,11 @@ class ModelClassifier:
 
     def _run(self, question: Question, window: Texts, keep: Callable[[Asked, Logits], None], each: int = 1) -> None:
         """Hands what was asked and answered to `keep`, part by part in order, in another thread."""
-        if not len(window):
-            return
+        if len(window):
+            with self._lock:
+                self._run_alone(question, window, keep, each)
+
+    def _run_alone(self, question: Question, window: Texts, keep: Callable[[Asked, Logits], None], each: int) -> None:
         runner = self._made_runner(None if self._runner else question.submit(window.first(_SAMPLE), Busy())(), window)
         stages = Stages()
         with self._precision.apply():

@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import torch
 
 from brimful.core.classification import Classification, Tally
 from brimful.core.errors import DataError, Interrupted, OptionError, printable
 from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions, flag
+from brimful.data.opening import COMPRESSION
 from brimful.data.place import check_output
 from brimful.data.shards import LineOutput, ShardedOutput
 from brimful.data.stream import RowStream, open_stream
@@ -46,6 +48,8 @@ from brimful.techniques.precision import Precision, choose_forward_precision
 
 #: Seconds of one GPU from which others help, and operations a second that it reaches, to guess them.
 _LONG_S, _REACHED = 60.0, 300e12
+#: How many times larger a compressed file is in memory, about.
+_PACKED = 4
 #: Candidate labels that a row of a column of them is taken to have.
 _TYPICAL_LABELS = 8
 #: First rows, by whose lengths kernels are chosen and of which some are compared with the plain model.
@@ -112,6 +116,12 @@ class _Given:
     first: pa.Table
     sample: Texts
 
+    @property
+    def row_bytes(self) -> float:
+        """Bytes of a row in memory, of the first ones."""
+        size_bytes: int = self.first.nbytes
+        return max(1.0, size_bytes / max(1, self.first.num_rows))
+
 
 def _look(options: ClassifyOptions, listener: Listener) -> _Given:
     if options.output is not None:
@@ -158,9 +168,9 @@ def make_question(given: _Given, options: ClassifyOptions, stack: ExitStack, lis
 def _expected_tokens(given: _Given, sample: Asked) -> int:
     """Tokens of the whole input, about; 0 where nothing is known of its length."""
     rows = given.rows
-    row_bytes = max(1.0, given.first.nbytes / max(1, given.first.num_rows))
-    size_bytes = sum(Path(file).stat().st_size for file in rows.files if Path(file).is_file())
-    num_rows = rows.num_rows if rows.num_rows is not None else size_bytes / row_bytes
+    sizes = {Path(file): Path(file).stat().st_size for file in rows.files if Path(file).is_file()}
+    size_bytes = sum(size * (_PACKED if file.suffix in COMPRESSION else 1) for file, size in sizes.items())
+    num_rows = rows.num_rows if rows.num_rows is not None else size_bytes / given.row_bytes
     return int(num_rows * float(sample.num_tokens_N.mean())) if len(sample.num_tokens_N) else 0
 
 
@@ -185,6 +195,7 @@ def _fleet(options: ClassifyOptions, runner: Runner, sample: Tokens, num_tokens:
 def _identity(options: ClassifyOptions, given: _Given) -> dict[str, Any]:
     """What answers depend on, by names to show."""
     precision = given.precision
+    on_gpu = precision.device.type == "cuda"
     machine = probe()
     chosen = {
         flag(name): value for name, value in vars(options).items() if name not in {*_NOT_OF_AN_ANSWER, "precision"}
@@ -194,7 +205,7 @@ def _identity(options: ClassifyOptions, given: _Given) -> dict[str, Any]:
         "the model's files": _fingerprint(given.checked),
         **chosen,
         "--precision": precision.value,
-        "the device": machine.gpus[0].name if precision.device.type == "cuda" and machine.gpus else "CPU",
+        "the device": machine.gpus[0].name if on_gpu and machine.gpus else f"CPU, {torch.get_num_threads()} threads",
         "versions": dict(machine.versions),
     }
 
@@ -220,7 +231,7 @@ class _Pass:
         output: ShardedOutput | LineOutput, listener: Listener,
     ) -> None:  # fmt: skip
         self._options, self._question, self._space = options, question, given.checked.space
-        self._rows, self._reading = given.rows, given.reading
+        self._rows, self._reading, self._row_bytes = given.rows, given.reading, given.row_bytes
         self._runner, self._fleet, self._output, self._listener = runner, fleet, output, listener
         self._stages, self._tally, self._operations, self._wall_s = Stages(), Tally(), 0.0, 0.0
         self._memory = MemoryWatch(runner.precision.device)
@@ -229,6 +240,13 @@ class _Pass:
 
     def through(self) -> None:
         """Every window. Raises Interrupted when told to stop, once what was under way is written."""
+        most = self._options.max_errors
+        if most is not None and self._earlier.num_errors > most:
+            raise DataError(
+                f"{self._earlier.num_errors:,} rows of the run to resume could not be classified,"
+                f" more than --max-errors {most:,}",
+                hint="raise --max-errors, or mend the rows and begin anew",
+            )
         if self._done:
             self._listener.note(f"going on after {self._done:,} rows")
         self._listener.stage("classifying")
@@ -236,7 +254,9 @@ class _Pass:
         question, fleet = self._question, self._fleet
         with StopSignals() as stop:
             run_stages(
-                self._reading.windows(self._rows.chunks(self._done), self._window_size()),
+                self._reading.windows(
+                    self._rows.chunks(self._done), self._window_size(), as_they_come=self._options.data == "-"
+                ),
                 tokenise=lambda window: question.submit(window.texts, self._stages.tokenise),
                 compute=lambda asked: fleet.submit(asked.sequences),
                 write=self._write,
@@ -259,30 +279,28 @@ class _Pass:
         self._operations += self._runner.operations(asked.sequences.lengths) or 0.0
         self._memory.look()
         self._listener.count(self._done + self._tally.num_rows, self._rows.num_rows, self._rows.progress)
-        most = self._options.max_errors
-        if most is not None and self._tally.num_errors > most:
-            self._too_many_errors(table, most)
+        most, found = self._options.max_errors, self._earlier.num_errors + self._tally.num_errors
+        if most is not None and found > most:
+            self._too_many_errors(table, found, most)
 
-    def _too_many_errors(self, table: pa.Table, most: int) -> None:
+    def _too_many_errors(self, table: pa.Table, found: int, most: int) -> None:
         errors = table.column(table.num_columns - 1).to_pylist()
         row = next((i for i, error in enumerate(errors) if error is not None), 0)
         file, number = self._rows.place(self._done + self._tally.num_rows - table.num_rows + row)
         raise DataError(
-            f"{self._tally.num_errors:,} rows could not be classified, more than --max-errors {most:,};"
+            f"{found:,} rows could not be classified, more than --max-errors {most:,};"
             f" one of them: {printable(errors[row], 200)}",
             file=file,
             row=number,
             hint="mend the rows, or raise --max-errors",
         )
 
-    def _window_size(self) -> WindowSize | None:
-        labels = self._options.labels
-        if self._options.data == "-":
-            return None
-        each = 1
+    def _window_size(self) -> WindowSize:
+        labels, each = self._options.labels, 1
         if labels is not None:
             each = _TYPICAL_LABELS if labels.startswith(COLUMN_PREFIX) else len(parse_labels(labels))
-        return WindowSize.on(self._runner.precision.device.type, sequences_per_row=each)
+        kind = self._runner.precision.device.type
+        return WindowSize.on(kind, sequences_per_row=each, row_bytes=self._row_bytes)
 
     def record(self, command: str, trusted: Trusted, start_s: float) -> Classification:
         """What there is to say at the end."""

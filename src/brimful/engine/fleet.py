@@ -7,7 +7,6 @@ rows keep their order. What goes to a process are arrays of token ids, what come
 from __future__ import annotations
 
 import os
-import pickle
 import queue
 import subprocess
 import sys
@@ -131,7 +130,7 @@ class _Member:
     def _receive(self, later: _Later) -> None:
         try:
             found = self._connection.recv()
-        except (EOFError, OSError, pickle.UnpicklingError):
+        except Exception:  # it is gone, or what it sent cannot be read: nobody may wait for it
             found = DeviceError(
                 "the process of one of the GPUs ended before its work was done",
                 hint="its last words are above; --num-gpus 1 does without",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import sys
+import threading
 from collections import deque
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from brimful.core.errors import DeviceError, printable
 from brimful.core.listener import Listener
+from brimful.data.tokens import Tokens
 from brimful.engine.fleet import Job
 from brimful.engine.predict import Done
 from brimful.engine.runner import Result, Runner, check_model, make_runner
@@ -34,13 +39,24 @@ def main(connection: Connection[Any, Any]) -> None:
 
 
 def _serve(connection: Connection[Any, Any], runner: Runner) -> None:
+    """A thread always reads: else both ends could wait for the other to read what they send."""
+    windows: queue.Queue[Tokens | None] = queue.Queue()
+    threading.Thread(target=_read, args=(connection, windows), name="brimful-read", daemon=True).start()
     pending: deque[Result] = deque()
-    while True:
-        pending.append(runner.submit(connection.recv()))
-        while pending and (len(pending) > 1 or not connection.poll()):
+    while (tokens := windows.get()) is not None:
+        pending.append(runner.submit(tokens))
+        while pending and (len(pending) > 1 or windows.empty()):
             result = pending.popleft()
             logits_NC = result.result()
             connection.send(Done(logits_NC, result.busy_s))
+
+
+def _read(connection: Connection[Any, Any], windows: queue.Queue[Tokens | None]) -> None:
+    try:
+        while True:
+            windows.put(connection.recv())
+    except (EOFError, OSError):
+        windows.put(None)
 
 
 if __name__ == "__main__":
@@ -49,8 +65,10 @@ if __name__ == "__main__":
     given: Connection[Any, Any] = Connection(int(sys.argv[1]))
     try:
         main(given)
-    except EOFError:
+    except (EOFError, BrokenPipeError):  # the parent is gone
         sys.exit(0)
     except Exception as error:
-        given.send(error)
+        with suppress(OSError):
+            said = f"the process of a GPU failed with {type(error).__name__}: {printable(error, 300)}"
+            given.send(DeviceError(said, hint="--num-gpus 1 does without"))
         raise

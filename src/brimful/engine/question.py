@@ -135,7 +135,7 @@ class ZeroShotQuestion:
     """Which of its candidate labels a text entails: one sequence for each, put together from ids.
 
     encoder: with truncation `only_first`. tokens: of `encoder.without_special_tokens()`. labels: those of every row,
-    None if each has its own. assembled: False to have the tokenizer encode each pair, as `pairs_can_be_assembled` says.
+    None if each has its own. template: how pairs are put together from ids; None to have the tokenizer encode each.
     """
 
     def __init__(

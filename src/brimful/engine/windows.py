@@ -28,6 +28,8 @@ from brimful.engine.question import Asked, Question, Texts
 #: that one is tokenised while another is computed; on a CPU a few seconds' work.
 _SEQUENCES, _BYTES = {"cuda": 32768, "cpu": 4096}, {"cuda": 4 << 20, "cpu": 1 << 20}
 _FEWEST_ROWS = 256
+#: Bytes of all columns of a window, by the size of the first rows.
+_MOST_BYTES = 64 << 20
 #: How --labels names a column.
 COLUMN_PREFIX = "column:"
 #: Where a window's table keeps what is wrong with its rows. No file has a column of this name.
@@ -52,9 +54,10 @@ class WindowSize:
     num_bytes: int
 
     @classmethod
-    def on(cls, device_type: str, *, sequences_per_row: int) -> WindowSize:
-        """For a device: fewer rows where each has several sequences."""
+    def on(cls, device_type: str, *, sequences_per_row: int, row_bytes: float = 0.0) -> WindowSize:
+        """For a device: fewer rows where each has several sequences, or is large in its other columns."""
         rows = max(_FEWEST_ROWS, _SEQUENCES[device_type] // max(1, sequences_per_row))
+        rows = max(1, min(rows, int(_MOST_BYTES / max(1.0, row_bytes))))
         return cls(num_rows=rows, num_bytes=_BYTES[device_type])
 
     def first(self, texts: pa.Array) -> int:
@@ -109,15 +112,18 @@ class Reading:
         labels = None if self.labels is None else _one_chunk(table[self.labels])
         return Texts(texts=pc.if_else(there, text, None), pairs=pair, labels=labels)
 
-    def windows(self, chunks: Iterable[Chunk], size: WindowSize | None) -> Iterator[Window]:
-        """The rows of all chunks in windows; None for chunks as they come, whose rows somebody waits for."""
+    def windows(self, chunks: Iterable[Chunk], size: WindowSize, *, as_they_come: bool = False) -> Iterator[Window]:
+        """The rows of all chunks in windows. as_they_come: none waits for the next chunk, for somebody waits for it."""
         rest: pa.Table | None = None
         for chunk in chunks:
             table = chunk.table.append_column(_FAULTS, chunk.errors)
             rest = table if rest is None else pa.concat_tables([rest, table])
-            while rows := rest.num_rows if size is None else size.first(_text(rest, self.columns.text)):
+            while rows := size.first(_text(rest.slice(0, size.num_rows), self.columns.text)):
                 yield self._window(rest.slice(0, rows))
                 rest = rest.slice(rows)
+            if as_they_come and rest.num_rows:
+                yield self._window(rest)
+                rest = None
         if rest is not None and rest.num_rows:
             yield self._window(rest)
 

@@ -37,7 +37,7 @@ class Pending:
         self, rows: list[np.ndarray], logits: Tensor | None, num_rows: int, num_outputs: int, began: Any
     ) -> None:
         self._rows, self._num_rows, self._num_outputs, self._began = rows, num_rows, num_outputs, began
-        self._ended = torch.cuda.Event(enable_timing=True)
+        self._ended = torch.cuda.Event(enable_timing=True, blocking=True)
         self._logits: Tensor | None = None
         self.busy_s = 0.0
         if logits is not None:
@@ -128,6 +128,8 @@ class PackedForward:
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits_SC = self._compute(static, shape, with_types)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, torch.AcceleratorError) as refusal:
             torch.cuda.synchronize(static.device)
             self._possible = False

@@ -254,7 +254,7 @@ def _usual_function(space: LabelSpace) -> str:
 
 
 def _function(space: LabelSpace, asked: str | None) -> Callable[[Singles], Singles]:
-    name = "default" if asked is None else asked.lower()
+    name = "default" if asked is None else str(asked).lower()
     if name not in {*_FUNCTIONS, "default"}:
         raise OptionError(
             f"function_to_apply is '{printable(asked)}': there is no such function",
