@@ -119,8 +119,7 @@ class _Given:
     @property
     def row_bytes(self) -> float:
         """Bytes of a row in memory, of the first ones."""
-        size_bytes: int = self.first.nbytes
-        return max(1.0, size_bytes / max(1, self.first.num_rows))
+        return max(1.0, int(self.first.nbytes) / max(1, int(self.first.num_rows)))
 
 
 def _look(options: ClassifyOptions, listener: Listener) -> _Given:
