@@ -228,6 +228,8 @@ def test_control_characters_reach_stdout_escaped(brimful: Brimful, tmp_path: Pat
         (["{classifier}", "{reviews}", "--text-column", "txt"], "no such column: 'txt'", "did you mean 'text'"),
         (["{classifier}", "{reviews}", "--output", "{tmp}/out.xlsx"], "suffix '.xlsx'", ".csv, .tsv, .jsonl"),
         (["{classifier}", "{reviews}", "--output", "{reviews}"], "is the file that is read", "another name"),
+        (["{classifier}", "{reviews}", "--report", "{reviews}"], "is no name of a page", "end in .html"),
+        (["{classifier}", "{reviews}", "--report", "{tmp}/no/page.html"], "is no folder that", "another folder"),
         (["{classifier}", "{reviews}", "--output", "{reviews}/out.csv"], "is a file", "another name"),
         (["{classifier}", "{reviews}", "--threshold", "1.5"], "--threshold is 1.5", "0.5"),
         (["{classifier}", "{reviews}", "--max-length", "1000"], "positions for 80 tokens", "at most 80"),

@@ -213,6 +213,9 @@ def test_more_errors_than_allowed_stop_the_pass_and_a_mended_input_is_another_on
     assert hint == "hint: mend the rows, or raise --max-errors"
     assert not output.exists()
 
+    said = brimful(*words, "--max-errors", 1, "--resume")  # errors of earlier runs count
+    assert said.code == 2
+    assert "2 rows of the run to resume could not be classified" in said.err.splitlines()[-2]
     assert brimful(*words, "--max-errors", 5, "--resume").code == 0  # the same rows, more patience
     assert pq.read_table(output).num_rows == 8
 
