@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 import os
@@ -20,7 +19,6 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 import torch
-import zstandard
 from safetensors.torch import load_file, save_file
 
 import brimful as package
@@ -71,11 +69,12 @@ def write_rows(folder: Path, form: str) -> Path:
         return folder / "rows-*.jsonl" if form == "glob" else folder
     else:
         data = jsonl(ROWS) if form.startswith("jsonl") else delimited.getvalue()
-        packed = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix)
-        path.write_bytes(packed(data) if packed else data)
+        with pa.output_stream(path, compression=CODECS.get(path.suffix)) as file:
+            file.write(data)
     return path
 
 
+CODECS = {".gz": "gzip", ".zst": "zstd"}
 FORMS = ["csv", "tsv", "jsonl", "parquet", "arrow", "csv.gz", "tsv.zst", "jsonl.gz", "jsonl.zst", "glob", "folder"]
 
 
@@ -112,11 +111,11 @@ def test_results_in_any_form_are_the_same(name: str, brimful: Brimful, files: Fi
 def read_back(path: Path) -> list[dict[str, Any]]:
     if path.is_dir() or path.suffix == ".parquet":
         return list(pq.read_table(path).to_pylist())
-    opened = {".gz": gzip.open, ".zst": zstandard.open}.get(path.suffix, open)
-    with opened(path, "rt", encoding="utf-8", newline="") as file:  # type: ignore[operator]
-        if "json" in path.name:
-            return lines(file.read())
-        return list(csv.DictReader(file, delimiter="\t" if ".tsv" in path.name else ","))
+    with pa.input_stream(path, compression=CODECS.get(path.suffix)) as file:
+        text = file.read().decode()
+    if "json" in path.name:
+        return lines(text)
+    return list(csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if ".tsv" in path.name else ","))
 
 
 # --- pipes ----------------------------------------------------------------------------------------------------------
