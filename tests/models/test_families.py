@@ -393,7 +393,7 @@ def test_what_a_proof_depends_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     here(subclass(bert.config))
     assert files(cache) == 7
     places = [kept(bert)]
-    for module, name in ((proof, "_REVISION"), (transformers, "__version__"), (torch, "__version__")):
+    for module, name in ((proof, "_REVISION"), (proof.transformers, "__version__"), (proof.torch, "__version__")):
         monkeypatch.setattr(module, name, "0")
         places.append(kept(bert))
     assert len(set(places)) == 4

@@ -172,7 +172,7 @@ def test_masks_of_pre_norm_layers_repeat_and_are_those_of_their_seed() -> None:
 
 def test_evaluation_between_steps() -> None:
     """Without gradients and dropout the same layers run on the same kernels."""
-    model = FAMILIES["bert"].model(dropout=0.3, **WIDE)
+    model = FAMILIES["bert"].model(dropout=0.3, **ONE_LAYER)
     plain = copy.deepcopy(model)
     compiled(model)
     step = make_step(model)
@@ -189,7 +189,7 @@ def test_evaluation_between_steps() -> None:
 
 
 def test_frozen_parameters_get_no_gradient() -> None:
-    model = FAMILIES["bert"].model(**WIDE)
+    model = FAMILIES["bert"].model(**ONE_LAYER)
     frozen = [model.bert.embeddings.word_embeddings.weight, model.bert.encoder.layer[0].output.dense.weight]
     for parameter in frozen:
         parameter.requires_grad_(False)
