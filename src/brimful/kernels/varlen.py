@@ -29,14 +29,15 @@ _LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _scores(q, k, scale, softcap, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Scores times log2(e) of rows of q with rows of k; and the soft cap's tanh. scale: times log2(e) without a cap."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    capped = s
+def _scores(q, k, inner, CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of rows of q with rows of k; with a soft cap, the tanh of them times `inner`, over 2 log2(e).
+
+    What multiplies them further is left to the multiply-add of whoever takes their exponential.
+    """
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if CAP:
-        capped = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * 1.4426950408889634 / softcap)))
-        s = softcap * 1.4426950408889634 * capped
-    return s, capped
+        s = 1.0 - 2.0 / (1.0 + tl.exp2(s * inner))
+    return s
 
 
 @triton.jit
@@ -68,17 +69,21 @@ def _range(first, last, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOC
 
 
 @triton.jit
-def _block(X, start, rows, length, head, stride_t, stride_h, D: tl.constexpr):
+def _block(X, start, rows, length, head, stride_t, stride_h, D: tl.constexpr, MASKED: tl.constexpr = True):
     """Rows of one head, (BLOCK, D), 0 beyond the segment."""
     places = (start + rows).to(tl.int64)[:, None] * stride_t + head * stride_h + tl.arange(0, D)[None, :]
-    return tl.load(X + places, mask=(rows < length)[:, None], other=0.0)
+    if MASKED:
+        x = tl.load(X + places, mask=(rows < length)[:, None], other=0.0)
+    else:
+        x = tl.load(X + places)
+    return x
 
 
 @triton.jit(do_not_specialize=["site"])
 def varlen_attention_forward(
-    Q, K, V, OUT, LSE, KEYS, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, scale, softcap,
+    Q, K, V, OUT, LSE, KEYS, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, inner, power,
     drop_below, more, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr,
-    D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(OFFSETS + segment)
@@ -96,24 +101,29 @@ def varlen_attention_forward(
         mask_rows = row_keys(SEED, site, head, start + rows)
         tl.store(KEYS + head.to(tl.int64) * T + start + rows, mask_rows.to(tl.int32, bitcast=True), mask=rows < length)
     low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, True)
-    for place in range(low, high, OTHER):
-        columns = place + tl.arange(0, OTHER)
-        k = _block(K, start, columns, length, head, k_t, k_h, D)
-        v = _block(V, start, columns, length, head, v_t, v_h, D)
-        s, _ = _scores(q, k, scale, softcap, CAP, PRECISION)
-        seen = (columns < length)[None, :]
-        if CAUSAL or WINDOW > 0:
-            seen = seen & _seen(rows[:, None], columns[None, :], CAUSAL, WINDOW)
-        s = tl.where(seen, s, float("-inf"))
-        now = tl.maximum(largest, tl.max(s, 1))
-        base = tl.where(now == float("-inf"), 0.0, now)
-        p = tl.exp2(s - base[:, None])
-        shrink = tl.exp2(largest - base)
-        total = total * shrink + tl.sum(p, 1)
-        if DROPOUT:
-            p = tl.where(kept(mask_rows[:, None], column_keys(columns)[None, :], drop_below), p, 0.0)
-        out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        largest = now
+    whole = length // OTHER * OTHER
+    for tail in tl.static_range(1 - SPLIT, 2):  # whole blocks, then the last one, which needs masks
+        for place in range(whole if SPLIT and tail else low, high if tail else whole, OTHER):
+            columns = place + tl.arange(0, OTHER)
+            k = _block(K, start, columns, length, head, k_t, k_h, D, tail)
+            v = _block(V, start, columns, length, head, v_t, v_h, D, tail)
+            s = _scores(q, k, inner, CAP, PRECISION)
+            if tail:
+                seen = (columns < length)[None, :]
+                if CAUSAL or WINDOW > 0:
+                    seen = seen & _seen(rows[:, None], columns[None, :], CAUSAL, WINDOW)
+                s = tl.where(seen, s, float("-inf"))
+            now = tl.maximum(largest, tl.max(s, 1) * power)
+            base = now
+            if tail:
+                base = tl.where(now == float("-inf"), 0.0, now)
+            p = tl.exp2(s * power - base[:, None])
+            shrink = tl.exp2(largest - base)
+            total = total * shrink + tl.sum(p, 1)
+            if DROPOUT:
+                p = tl.where(kept(mask_rows[:, None], column_keys(columns)[None, :], drop_below), p, 0.0)
+            out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+            largest = now
     inside = rows < length
     total = tl.where(inside, total, 1.0)
     out = out * (more / total)[:, None]
@@ -123,23 +133,23 @@ def varlen_attention_forward(
 
 
 @triton.jit
-def varlen_attention_delta(OUT, DO, DELTA, T, o_t, o_h, do_t, do_h, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Row sums of out times its gradient, (H, T)."""
+def varlen_attention_delta(OUT, DO, DELTA, T, o_t, o_h, do_t, do_h, less, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Row sums of out times its gradient, times `less`, (H, T)."""
     rows, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
     o = _block(OUT, 0, rows, T, head, o_t, o_h, D)
     do = _block(DO, 0, rows, T, head, do_t, do_h, D)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) * less
     tl.store(DELTA + head.to(tl.int64) * T + rows, delta, mask=rows < T)
 
 
 @triton.jit
-def _delta(OUT, DELTA, do, start, rows, length, head, T, o_t, o_h, READY: tl.constexpr, D: tl.constexpr):
+def _delta(OUT, DELTA, do, start, rows, length, head, T, o_t, o_h, less, READY: tl.constexpr, D: tl.constexpr):
     """The row sums of a block, read where they are READY or made from what was read anyway."""
     if READY:
         delta = tl.load(DELTA + head.to(tl.int64) * T + start + rows, mask=rows < length, other=0.0)
     else:
         o = _block(OUT, start, rows, length, head, o_t, o_h, D)
-        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) * less
     return delta
 
 
@@ -152,10 +162,10 @@ def _mask_rows(KEYS, start, rows, length, head, T):
 
 @triton.jit
 def _gradient_of_keys(
-    Q, K, V, OUT, DO, DK, DV, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
-    scale, score_scale, softcap, drop_below, more, start, length, first, head, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr,
-    OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    Q, K, V, OUT, DO, DK, DV, DS, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+    s_k, scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, KEEP: tl.constexpr,
+    D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block as keys, (keys, queries): their gradient and their values', from every query that sees them."""
     own = first + tl.arange(0, OWN)
@@ -164,82 +174,95 @@ def _gradient_of_keys(
     dk = tl.zeros([OWN, D], tl.float32)
     dv = tl.zeros([OWN, D], tl.float32)
     mask_columns = column_keys(own)
+    inside = own < length
+    score_rows = DS + (head.to(tl.int64) * T + start + own)[:, None] * s_k
     low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, False)
-    for place in range(low, high, OTHER):
-        rows = place + tl.arange(0, OTHER)
-        q = _block(Q, start, rows, length, head, q_t, q_h, D)
-        do = _block(DO, start, rows, length, head, do_t, do_h, D)
-        lse = tl.load(LSE + head.to(tl.int64) * T + start + rows, mask=rows < length, other=0.0)
-        delta = _delta(OUT, DELTA, do, start, rows, length, head, T, o_t, o_h, READY, D)
-        s, capped = _scores(k, q, score_scale, softcap, CAP, PRECISION)
-        p = tl.exp2(tl.minimum(s - lse[None, :], 0.0))
-        if CAUSAL or WINDOW > 0:
-            p = tl.where(_seen(rows[None, :], own[:, None], CAUSAL, WINDOW), p, 0.0)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        met = p
-        if DROPOUT:
-            mask_rows = _mask_rows(KEYS, start, rows, length, head, T)
-            stays = kept(mask_rows[None, :], mask_columns[:, None], drop_below)
-            met = tl.where(stays, p, 0.0)
-            dp = tl.where(stays, dp * more, 0.0)
-        ds = p * (dp - delta[None, :])
-        if CAP:
-            ds = ds * (1.0 - capped * capped)
-        dv += tl.dot(met.to(do.dtype), do, input_precision=PRECISION)
-        dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
+    whole = length // OTHER * OTHER
+    for tail in tl.static_range(1 - SPLIT, 2):
+        for place in range(whole if SPLIT and tail else low, high if tail else whole, OTHER):
+            rows = place + tl.arange(0, OTHER)
+            q = _block(Q, start, rows, length, head, q_t, q_h, D, tail)
+            do = _block(DO, start, rows, length, head, do_t, do_h, D, tail)
+            lse = tl.load(LSE + head.to(tl.int64) * T + start + rows, mask=rows < length, other=0.0)
+            delta = _delta(OUT, DELTA, do, start, rows, length, head, T, o_t, o_h, less, READY, D)
+            s = _scores(k, q, inner, CAP, PRECISION)
+            exponent = s * power - lse[None, :]
+            if tail:
+                exponent = tl.minimum(exponent, 0.0)
+            p = tl.exp2(exponent)
+            if CAUSAL or WINDOW > 0:
+                p = tl.where(_seen(rows[None, :], own[:, None], CAUSAL, WINDOW), p, 0.0)
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            met = p
+            if DROPOUT:
+                mask_rows = _mask_rows(KEYS, start, rows, length, head, T)
+                met = tl.where(kept(mask_rows[None, :], mask_columns[:, None], drop_below), p, 0.0)
+            ds = met * dp - p * delta[None, :]
+            if CAP:
+                ds = ds * (1.0 - s * s)
+            ds = ds.to(q.dtype)
+            if KEEP:
+                tl.store(score_rows + rows[None, :], ds, mask=inside[:, None] & (rows < length)[None, :])
+            dv += tl.dot(met.to(do.dtype), do, input_precision=PRECISION)
+            dk += tl.dot(ds, q, input_precision=PRECISION)
     places = (start + own).to(tl.int64)[:, None] * g_t + head * g_h + tl.arange(0, D)[None, :]
-    inside = (own < length)[:, None]
-    tl.store(DK + places, (dk * scale).to(DK.dtype.element_ty), mask=inside)
-    tl.store(DV + places, (dv * more).to(DV.dtype.element_ty), mask=inside)
+    tl.store(DK + places, (dk * (scale * more)).to(DK.dtype.element_ty), mask=inside[:, None])
+    tl.store(DV + places, (dv * more).to(DV.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
 def _gradient_of_queries(
     Q, K, V, OUT, DO, DQ, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
-    scale, score_scale, softcap, drop_below, more, start, length, first, head, CAUSAL: tl.constexpr,
+    scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr,
-    OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block as queries, (queries, keys): their gradient, from every key that they see."""
     own = first + tl.arange(0, OWN)
     q = _block(Q, start, own, length, head, q_t, q_h, D)
     do = _block(DO, start, own, length, head, do_t, do_h, D)
     lse = tl.load(LSE + head.to(tl.int64) * T + start + own, mask=own < length, other=0.0)
-    delta = _delta(OUT, DELTA, do, start, own, length, head, T, o_t, o_h, READY, D)
+    delta = _delta(OUT, DELTA, do, start, own, length, head, T, o_t, o_h, less, READY, D)
     dq = tl.zeros([OWN, D], tl.float32)
     mask_rows = own
     if DROPOUT:
         mask_rows = _mask_rows(KEYS, start, own, length, head, T)
     low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, True)
-    for place in range(low, high, OTHER):
-        columns = place + tl.arange(0, OTHER)
-        k = _block(K, start, columns, length, head, k_t, k_h, D)
-        v = _block(V, start, columns, length, head, v_t, v_h, D)
-        s, capped = _scores(q, k, score_scale, softcap, CAP, PRECISION)
-        p = tl.exp2(tl.minimum(s - lse[:, None], 0.0))
-        if CAUSAL or WINDOW > 0:
-            p = tl.where(_seen(own[:, None], columns[None, :], CAUSAL, WINDOW), p, 0.0)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        if DROPOUT:
-            dp = tl.where(kept(mask_rows[:, None], column_keys(columns)[None, :], drop_below), dp * more, 0.0)
-        ds = p * (dp - delta[:, None])
-        if CAP:
-            ds = ds * (1.0 - capped * capped)
-        dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
+    whole = length // OTHER * OTHER
+    for tail in tl.static_range(1 - SPLIT, 2):
+        for place in range(whole if SPLIT and tail else low, high if tail else whole, OTHER):
+            columns = place + tl.arange(0, OTHER)
+            k = _block(K, start, columns, length, head, k_t, k_h, D, tail)
+            v = _block(V, start, columns, length, head, v_t, v_h, D, tail)
+            s = _scores(q, k, inner, CAP, PRECISION)
+            exponent = s * power - lse[:, None]
+            if tail:
+                exponent = tl.minimum(exponent, 0.0)
+            p = tl.exp2(exponent)
+            if CAUSAL or WINDOW > 0:
+                p = tl.where(_seen(own[:, None], columns[None, :], CAUSAL, WINDOW), p, 0.0)
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            if DROPOUT:
+                dp = tl.where(kept(mask_rows[:, None], column_keys(columns)[None, :], drop_below), dp, 0.0)
+            ds = p * (dp - delta[:, None])
+            if CAP:
+                ds = ds * (1.0 - s * s)
+            dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
     places = (start + own).to(tl.int64)[:, None] * g_t + head * g_h + tl.arange(0, D)[None, :]
-    tl.store(DQ + places, (dq * scale).to(DQ.dtype.element_ty), mask=(own < length)[:, None])
+    tl.store(DQ + places, (dq * (scale * more)).to(DQ.dtype.element_ty), mask=(own < length)[:, None])
 
 
 @triton.jit
 def varlen_attention_backward(
-    Q, K, V, OUT, DO, DQ, DK, DV, LSE, DELTA, KEYS, OFFSETS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
-    do_h, g_t, g_h, scale, score_scale, softcap, drop_below, more, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
-    OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    Q, K, V, OUT, DO, DQ, DK, DV, DS, LSE, DELTA, KEYS, OFFSETS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
+    do_h, g_t, g_h, s_k, scale, inner, power, drop_below, more, less, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Beyond its segment a block reads zeros, and what comes of them is multiplied with zeros or not stored.
 
     Only the exponential needs care there: its argument is at most 0 where it counts, and is cut at 0 elsewhere.
+    KEEP: the gradient of scores goes to DS, (H, keys T, queries), and that of queries is left to what reads it there.
     """
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(OFFSETS + segment)
@@ -248,15 +271,41 @@ def varlen_attention_backward(
     if first >= length:
         return
     _gradient_of_keys(
-        Q, K, V, OUT, DO, DK, DV, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
-        g_h, scale, score_scale, softcap, drop_below, more, start, length, first, head, CAUSAL, WINDOW, CAP, DROPOUT,
-        READY, D, OWN, OTHER, PRECISION,
+        Q, K, V, OUT, DO, DK, DV, DS, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
+        g_h, s_k, scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL, WINDOW, CAP,
+        DROPOUT, READY, KEEP, D, OWN, OTHER, SPLIT, PRECISION,
     )  # fmt: skip
-    _gradient_of_queries(
-        Q, K, V, OUT, DO, DQ, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
-        g_h, scale, score_scale, softcap, drop_below, more, start, length, first, head, CAUSAL, WINDOW, CAP, DROPOUT,
-        READY, D, OWN, OTHER, PRECISION,
-    )  # fmt: skip
+    if not KEEP:
+        _gradient_of_queries(
+            Q, K, V, OUT, DO, DQ, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+            scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL, WINDOW, CAP, DROPOUT,
+            READY, D, OWN, OTHER, SPLIT, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def varlen_attention_queries(
+    DS, K, DQ, OFFSETS, T, k_t, k_h, g_t, g_h, s_k, factor, D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of queries from that of scores, (H, keys T, queries), times `factor`."""
+    block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(OFFSETS + segment)
+    length = tl.load(OFFSETS + segment + 1) - start
+    first = block * OWN
+    if first >= length:
+        return
+    own = first + tl.arange(0, OWN)
+    dq = tl.zeros([OWN, D], tl.float32)
+    for place in range(0, length, OTHER):
+        columns = place + tl.arange(0, OTHER)
+        k = _block(K, start, columns, length, head, k_t, k_h, D)
+        rows = (head.to(tl.int64) * T + start + columns)[:, None] * s_k
+        inside = (columns < length)[:, None] & (own < length)[None, :]
+        ds = tl.load(DS + rows + own[None, :], mask=inside, other=0.0)
+        dq += tl.dot(tl.trans(ds), k, input_precision=PRECISION)
+    places = (start + own).to(tl.int64)[:, None] * g_t + head * g_h + tl.arange(0, D)[None, :]
+    tl.store(DQ + places, (dq * factor).to(DQ.dtype.element_ty), mask=(own < length)[:, None])
 
 
 def supports(dtype: torch.dtype, head_dim: int) -> bool:
@@ -266,22 +315,30 @@ def supports(dtype: torch.dtype, head_dim: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How a kernel is cut: rows that a program owns, rows it takes at a time of the others, warps, stages."""
+    """How a kernel is cut: rows that a program owns, rows it takes at a time of the others, warps, stages.
+
+    split: whether blocks without masks have a loop of their own.
+    """
 
     own: int
     other: int
     warps: int
     stages: int
+    split: bool = False
 
 
 #: For heads of 64 in half precision on an H200 (benchmarks/attention): short segments, long ones forward and backward.
 SHORT = Tiles(own=64, other=32, warps=4, stages=1)
-LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3)
-LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=1)
+LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3, split=True)
+LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=1, split=True)
+#: Gradients of queries from those of scores.
+QUERIES = Tiles(own=64, other=64, warps=4, stages=3)
 #: Wide heads, and fp32: what fits.
 _SMALL = Tiles(own=32, other=32, warps=4, stages=2)
 #: Mean length from which segments are long.
 _LONG = 128
+#: Segments up to which gradients of scores are kept: reading them costs less than computing them again.
+KEPT_LENGTH = 1024
 
 
 def _tiles(q: Tensor, typical_length: int, long: Tiles) -> Tiles:
@@ -291,12 +348,19 @@ def _tiles(q: Tensor, typical_length: int, long: Tiles) -> Tiles:
 
 
 def _launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Grid, and the constants of both kernels that follow from the shapes."""
+    """Grid, and the constants of all kernels that follow from the shapes."""
     heads, _, head_dim = q.shape
     grid = (triton.cdiv(max_length, tiles.own), offsets.shape[0] - 1, heads)
     precision = "ieee" if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
     constants = {"D": head_dim, "OWN": tiles.own, "OTHER": tiles.other, "PRECISION": precision}
     return grid, constants | {"num_warps": tiles.warps, "num_stages": tiles.stages}
+
+
+def _factors(scale: float, softcap: float) -> tuple[float, float]:
+    """What products are multiplied with before the tanh of a soft cap, and before the exponential to the base 2."""
+    if softcap > 0:
+        return 2.0 * _LOG2_E * scale / softcap, softcap * _LOG2_E
+    return 1.0, scale * _LOG2_E
 
 
 @torch.library.custom_op("brimful::varlen_attention", mutates_args=())
@@ -320,12 +384,13 @@ def attend(
     out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
     lse = q.new_empty(heads, tokens, dtype=torch.float32)
     keys = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)
-    grid, constants = _launch(q, offsets, max_length, _tiles(q, typical_length, LONG_FORWARD))
+    tiles = _tiles(q, typical_length, LONG_FORWARD)
+    grid, constants = _launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
     varlen_attention_forward[grid](
         q, k, v, out, lse, keys, offsets, seed, site, tokens, *strides,
-        scale * (1.0 if softcap > 0 else _LOG2_E), softcap, threshold(dropout), kept_factor(dropout), CAUSAL=causal,
-        WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0, **constants,
+        *_factors(scale, softcap), threshold(dropout), kept_factor(dropout), CAUSAL=causal, WINDOW=window,
+        CAP=softcap > 0, DROPOUT=dropout > 0, SPLIT=int(tiles.split and not causal and not window), **constants,
     )  # fmt: skip
     return out, lse, keys
 
@@ -354,17 +419,27 @@ def attend_backward(
     tiles = _tiles(q, typical_length, LONG_BACKWARD)
     grid, constants = _launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out, gradient, found[0]) for axis in (1, 0)]
-    delta, ready = lse, tiles is LONG_BACKWARD
+    more = kept_factor(dropout)
+    less = 1.0 / more if more else 0.0
+    ready, plain = tiles is LONG_BACKWARD, not causal and not window
+    delta = torch.empty_like(lse) if ready else lse
     if ready:
-        delta = torch.empty_like(lse)
         varlen_attention_delta[(triton.cdiv(tokens, 64), heads)](
-            out, gradient, delta, tokens, *strides[6:10], D=head_dim, BLOCK=64
+            out, gradient, delta, tokens, *strides[6:10], less, D=head_dim, BLOCK=64
         )
+    keep = ready and plain and max_length <= KEPT_LENGTH
+    width = -(-max_length // 16) * 16
+    scores = q.new_empty((heads, tokens, width) if keep else (0, 0, 0))
     varlen_attention_backward[grid](
-        q, k, v, out, gradient, *found, lse, delta, keys, offsets, tokens, *strides, scale,
-        scale * (1.0 if softcap > 0 else _LOG2_E), softcap, threshold(dropout), kept_factor(dropout), CAUSAL=causal,
-        WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0, READY=ready, **constants,
+        q, k, v, out, gradient, *found, scores, lse, delta, keys, offsets, tokens, *strides, width, scale,
+        *_factors(scale, softcap), threshold(dropout), more, less, CAUSAL=causal, WINDOW=window, CAP=softcap > 0,
+        DROPOUT=dropout > 0, READY=ready, KEEP=keep, SPLIT=int(tiles.split and plain), **constants,
     )  # fmt: skip
+    if keep:
+        grid, constants = _launch(q, offsets, max_length, QUERIES)
+        varlen_attention_queries[grid](
+            scores, k, found[0], offsets, tokens, *strides[2:4], *strides[10:], width, scale * more, **constants
+        )
     return packed
 
 
