@@ -83,3 +83,28 @@ def test_what_it_takes() -> None:
     assert supports(torch.bfloat16, 64)
     assert not supports(torch.float64, 64)
     assert not supports(torch.float32, 96)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_long_segments_in_half_precision(dropout: float, softcap: float | None) -> None:
+    """The tiles of long segments: whole blocks and the last one in loops of their own, row sums read, not made."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g = (torch.randn(160, 2, 16, generator=generator).half().transpose(0, 1) for _ in range(4))
+    ours = [x.clone().requires_grad_(True) for x in (q, k, v)]
+    twins = [x.double().requires_grad_(True) for x in (q, k, v)]
+    out = varlen_attention_HTD(
+        *ours,
+        make_segments(LENGTHS, SHAPE).offsets_N,
+        max_length=SHAPE.max_length,
+        typical_length=200,
+        scale=0.25,
+        softcap=softcap,
+        dropout=dropout,
+        seed=SEED,
+    )
+    expected = plain(*twins, False, None, softcap, dropout)
+    out.backward(g)
+    expected.backward(g.double())
+    for found, wanted in zip((out, *[x.grad for x in ours]), (expected, *[x.grad for x in twins]), strict=True):
+        assert float(((found.double() - wanted).norm() / wanted.norm()).detach()) < 5e-4

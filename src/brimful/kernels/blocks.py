@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from brimful.kernels import embedding, float8, gelu, norm
 from brimful.kernels.overlap import beside
+from brimful.kernels.residuals import residuals_are_half
 from brimful.kernels.seeds import next_site
 from brimful.kernels.strips import make_strips, sum_strips
 from brimful.kernels.varlen import attend, attend_backward
@@ -169,8 +170,9 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
             raise ValueError(f"a residual of shape {tuple(residual.shape)} does not fit rows of {tuple(x.shape)}")
         h_TH, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_HK, weight)
         seed, ctx.site = next_site(x.device, p)
+        dtype = h_TH.dtype if residuals_are_half() else gain.dtype
         y_TH, half_TH, statistics = norm.fused_forward(
-            h_TH, bias, residual_TH, gain, shift, seed, ctx.site, eps, p, h_TH.dtype != gain.dtype
+            h_TH, bias, residual_TH, gain, shift, seed, ctx.site, eps, p, h_TH.dtype != dtype, dtype
         )
         ctx.save_for_backward(x_TK, bias, residual_TH, gain, h_TH, statistics, seed, *saved)
         ctx.set_materialize_grads(False)
@@ -259,9 +261,12 @@ class _EmbeddingsNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         flat = [each.reshape(-1) for each in ids]
         seed, ctx.site = next_site(gain.device, p)
-        dtype = product_dtype(gain)
-        half = None if dtype == gain.dtype else dtype
-        y_TH, half_TH, statistics = embedding.fused_forward(flat, tables, gain, shift, seed, ctx.site, eps, p, half)
+        products = product_dtype(gain)
+        dtype = products if residuals_are_half() else gain.dtype
+        half = None if products == dtype else products
+        y_TH, half_TH, statistics = embedding.fused_forward(
+            flat, tables, gain, shift, seed, ctx.site, eps, p, half, dtype
+        )
         ctx.save_for_backward(gain, statistics, seed, *flat, *tables)
         ctx.set_materialize_grads(False)
         ctx.paddings, ctx.p = paddings, p

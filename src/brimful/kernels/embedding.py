@@ -78,7 +78,7 @@ def embedding_norm_forward(
             y * more,
             0.0,
         )
-    tl.store(Y + row * width + columns, y, mask=inside)
+    tl.store(Y + row * width + columns, y.to(Y.dtype.element_ty), mask=inside)
     if HALF_TOO:
         tl.store(HALF + row * width + columns, y.to(HALF.dtype.element_ty), mask=inside)
     tl.store(MEAN + row, mean)
@@ -149,11 +149,11 @@ def embedding_norm_backward(
 
 def fused_forward(
     ids: Sequence[Tensor], tables: Sequence[Tensor], gain: Tensor, shift: Tensor, seed: Tensor, site: int, eps: float,
-    p: float, half: torch.dtype | None,
+    p: float, half: torch.dtype | None, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Rows (T, H) in fp32, the same in `half` (empty without), and (2, T) mean and 1/deviation."""
+    """Rows (T, H) in `dtype`, the same in `half` (empty without), and (2, T) mean and 1/deviation."""
     rows, width = len(ids[0]), tables[0].shape[1]
-    y, statistics = gain.new_empty(rows, width), gain.new_empty(2, rows)
+    y, statistics = gain.new_empty(rows, width, dtype=dtype), gain.new_empty(2, rows)
     copy = gain.new_empty(0) if half is None else gain.new_empty(rows, width, dtype=half)
     wide = triton.next_power_of_2(width)
     embedding_norm_forward[(rows,)](

@@ -115,11 +115,11 @@ def norm_backward(DY, DHALF, X, BIAS, RESIDUAL, GAIN, SEED, MEAN, RSTD, DX, DRES
 
 def fused_forward(
     x: Tensor, bias: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, seed: Tensor, site: int, eps: float,
-    p: float, half: bool,
+    p: float, half: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Normalised rows in the dtype of `gain`, in that of `x` if `half` (else empty); (2, T) mean and 1/deviation."""
+    """Normalised rows in `dtype`, in that of `x` too if `half` (else empty); (2, T) mean and 1/deviation."""
     rows, width = x.shape
-    y, statistics = x.new_empty(rows, width, dtype=gain.dtype), x.new_empty(2, rows, dtype=torch.float32)
+    y, statistics = x.new_empty(rows, width, dtype=dtype), x.new_empty(2, rows, dtype=torch.float32)
     copy = torch.empty_like(x) if half else x.new_empty(0)
     norm_forward[(triton.cdiv(rows, _ROWS),)](
         x, bias, residual, gain, shift, seed, y, copy, statistics[0], statistics[1], site, rows, width, eps,

@@ -162,9 +162,9 @@ def _mask_rows(KEYS, start, rows, length, head, T):
 
 @triton.jit
 def _gradient_of_keys(
-    Q, K, V, OUT, DO, DK, DV, DS, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
-    s_k, scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, KEEP: tl.constexpr,
+    Q, K, V, OUT, DO, DK, DV, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+    scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr,
     D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block as keys, (keys, queries): their gradient and their values', from every query that sees them."""
@@ -174,8 +174,6 @@ def _gradient_of_keys(
     dk = tl.zeros([OWN, D], tl.float32)
     dv = tl.zeros([OWN, D], tl.float32)
     mask_columns = column_keys(own)
-    inside = own < length
-    score_rows = DS + (head.to(tl.int64) * T + start + own)[:, None] * s_k
     low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, False)
     whole = length // OTHER * OTHER
     for tail in tl.static_range(1 - SPLIT, 2):
@@ -200,14 +198,12 @@ def _gradient_of_keys(
             ds = met * dp - p * delta[None, :]
             if CAP:
                 ds = ds * (1.0 - s * s)
-            ds = ds.to(q.dtype)
-            if KEEP:
-                tl.store(score_rows + rows[None, :], ds, mask=inside[:, None] & (rows < length)[None, :])
             dv += tl.dot(met.to(do.dtype), do, input_precision=PRECISION)
-            dk += tl.dot(ds, q, input_precision=PRECISION)
+            dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
     places = (start + own).to(tl.int64)[:, None] * g_t + head * g_h + tl.arange(0, D)[None, :]
-    tl.store(DK + places, (dk * (scale * more)).to(DK.dtype.element_ty), mask=inside[:, None])
-    tl.store(DV + places, (dv * more).to(DV.dtype.element_ty), mask=inside[:, None])
+    inside = (own < length)[:, None]
+    tl.store(DK + places, (dk * (scale * more)).to(DK.dtype.element_ty), mask=inside)
+    tl.store(DV + places, (dv * more).to(DV.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -254,15 +250,14 @@ def _gradient_of_queries(
 
 @triton.jit
 def varlen_attention_backward(
-    Q, K, V, OUT, DO, DQ, DK, DV, DS, LSE, DELTA, KEYS, OFFSETS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
-    do_h, g_t, g_h, s_k, scale, inner, power, drop_below, more, less, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr,
+    Q, K, V, OUT, DO, DQ, DK, DV, LSE, DELTA, KEYS, OFFSETS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
+    do_h, g_t, g_h, scale, inner, power, drop_below, more, less, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr,
     OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Beyond its segment a block reads zeros, and what comes of them is multiplied with zeros or not stored.
 
     Only the exponential needs care there: its argument is at most 0 where it counts, and is cut at 0 elsewhere.
-    KEEP: the gradient of scores goes to DS, (H, keys T, queries), and that of queries is left to what reads it there.
     """
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(OFFSETS + segment)
@@ -271,41 +266,15 @@ def varlen_attention_backward(
     if first >= length:
         return
     _gradient_of_keys(
-        Q, K, V, OUT, DO, DK, DV, DS, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
-        g_h, s_k, scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL, WINDOW, CAP,
-        DROPOUT, READY, KEEP, D, OWN, OTHER, SPLIT, PRECISION,
+        Q, K, V, OUT, DO, DK, DV, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
+        g_h, scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL, WINDOW, CAP,
+        DROPOUT, READY, D, OWN, OTHER, SPLIT, PRECISION,
     )  # fmt: skip
-    if not KEEP:
-        _gradient_of_queries(
-            Q, K, V, OUT, DO, DQ, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
-            scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL, WINDOW, CAP, DROPOUT,
-            READY, D, OWN, OTHER, SPLIT, PRECISION,
-        )  # fmt: skip
-
-
-@triton.jit
-def varlen_attention_queries(
-    DS, K, DQ, OFFSETS, T, k_t, k_h, g_t, g_h, s_k, factor, D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The gradient of queries from that of scores, (H, keys T, queries), times `factor`."""
-    block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(OFFSETS + segment)
-    length = tl.load(OFFSETS + segment + 1) - start
-    first = block * OWN
-    if first >= length:
-        return
-    own = first + tl.arange(0, OWN)
-    dq = tl.zeros([OWN, D], tl.float32)
-    for place in range(0, length, OTHER):
-        columns = place + tl.arange(0, OTHER)
-        k = _block(K, start, columns, length, head, k_t, k_h, D)
-        rows = (head.to(tl.int64) * T + start + columns)[:, None] * s_k
-        inside = (columns < length)[:, None] & (own < length)[None, :]
-        ds = tl.load(DS + rows + own[None, :], mask=inside, other=0.0)
-        dq += tl.dot(tl.trans(ds), k, input_precision=PRECISION)
-    places = (start + own).to(tl.int64)[:, None] * g_t + head * g_h + tl.arange(0, D)[None, :]
-    tl.store(DQ + places, (dq * factor).to(DQ.dtype.element_ty), mask=(own < length)[:, None])
+    _gradient_of_queries(
+        Q, K, V, OUT, DO, DQ, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+        scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL, WINDOW, CAP, DROPOUT, READY,
+        D, OWN, OTHER, SPLIT, PRECISION,
+    )  # fmt: skip
 
 
 def supports(dtype: torch.dtype, head_dim: int) -> bool:
@@ -315,30 +284,22 @@ def supports(dtype: torch.dtype, head_dim: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How a kernel is cut: rows that a program owns, rows it takes at a time of the others, warps, stages.
-
-    split: whether blocks without masks have a loop of their own.
-    """
+    """How a kernel is cut: rows that a program owns, rows it takes at a time of the others, warps, stages."""
 
     own: int
     other: int
     warps: int
     stages: int
-    split: bool = False
 
 
 #: For heads of 64 in half precision on an H200 (benchmarks/attention): short segments, long ones forward and backward.
 SHORT = Tiles(own=64, other=32, warps=4, stages=1)
-LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3, split=True)
-LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=1, split=True)
-#: Gradients of queries from those of scores.
-QUERIES = Tiles(own=64, other=64, warps=4, stages=3)
+LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3)
+LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=1)
 #: Wide heads, and fp32: what fits.
 _SMALL = Tiles(own=32, other=32, warps=4, stages=2)
 #: Mean length from which segments are long.
 _LONG = 128
-#: Segments up to which gradients of scores are kept: reading them costs less than computing them again.
-KEPT_LENGTH = 1024
 
 
 def _tiles(q: Tensor, typical_length: int, long: Tiles) -> Tiles:
@@ -354,6 +315,11 @@ def _launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[
     precision = "ieee" if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
     constants = {"D": head_dim, "OWN": tiles.own, "OTHER": tiles.other, "PRECISION": precision}
     return grid, constants | {"num_warps": tiles.warps, "num_stages": tiles.stages}
+
+
+def _split(tiles: Tiles, causal: bool, window: int, dropout: float) -> int:
+    """1 where blocks that need no mask have a loop of their own: where drawing dropout leaves no time for masks."""
+    return int(tiles in (LONG_FORWARD, LONG_BACKWARD) and not causal and not window and dropout > 0)
 
 
 def _factors(scale: float, softcap: float) -> tuple[float, float]:
@@ -390,7 +356,8 @@ def attend(
     varlen_attention_forward[grid](
         q, k, v, out, lse, keys, offsets, seed, site, tokens, *strides,
         *_factors(scale, softcap), threshold(dropout), kept_factor(dropout), CAUSAL=causal, WINDOW=window,
-        CAP=softcap > 0, DROPOUT=dropout > 0, SPLIT=int(tiles.split and not causal and not window), **constants,
+        CAP=softcap > 0, DROPOUT=dropout > 0, SPLIT=_split(tiles, causal, window, dropout),
+        **constants,
     )  # fmt: skip
     return out, lse, keys
 
@@ -421,25 +388,17 @@ def attend_backward(
     strides = [x.stride(axis) for x in (q, k, v, out, gradient, found[0]) for axis in (1, 0)]
     more = kept_factor(dropout)
     less = 1.0 / more if more else 0.0
-    ready, plain = tiles is LONG_BACKWARD, not causal and not window
+    ready = tiles is LONG_BACKWARD
     delta = torch.empty_like(lse) if ready else lse
     if ready:
         varlen_attention_delta[(triton.cdiv(tokens, 64), heads)](
             out, gradient, delta, tokens, *strides[6:10], less, D=head_dim, BLOCK=64
         )
-    keep = ready and plain and max_length <= KEPT_LENGTH
-    width = -(-max_length // 16) * 16
-    scores = q.new_empty((heads, tokens, width) if keep else (0, 0, 0))
     varlen_attention_backward[grid](
-        q, k, v, out, gradient, *found, scores, lse, delta, keys, offsets, tokens, *strides, width, scale,
-        *_factors(scale, softcap), threshold(dropout), more, less, CAUSAL=causal, WINDOW=window, CAP=softcap > 0,
-        DROPOUT=dropout > 0, READY=ready, KEEP=keep, SPLIT=int(tiles.split and plain), **constants,
+        q, k, v, out, gradient, *found, lse, delta, keys, offsets, tokens, *strides, scale, *_factors(scale, softcap),
+        threshold(dropout), more, less, CAUSAL=causal, WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0,
+        READY=ready, SPLIT=_split(tiles, causal, window, dropout), **constants,
     )  # fmt: skip
-    if keep:
-        grid, constants = _launch(q, offsets, max_length, QUERIES)
-        varlen_attention_queries[grid](
-            scores, k, found[0], offsets, tokens, *strides[2:4], *strides[10:], width, scale * more, **constants
-        )
     return packed
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from brimful.data.packing import Piece, cut_window
 from brimful.data.tokens import Tokens
 from brimful.kernels.layout import PackedInputs, PackedShape, Segments
+from brimful.kernels.residuals import half_residuals
 from brimful.models.execution import Execution
 from brimful.techniques.precision import Precision
 
@@ -118,7 +119,8 @@ class PackedForward:
         return graph.logits_SC[: len(piece.rows)].clone()
 
     def _compute(self, staged: Tensor, shape: Shape, with_types: bool) -> Tensor:
-        logits: Tensor = self.execution(unstage(staged, shape, with_types, self._typical_length)).float()
+        with half_residuals():
+            logits: Tensor = self.execution(unstage(staged, shape, with_types, self._typical_length)).float()
         return logits
 
     def _capture(self, shape: Shape, with_types: bool, size: int) -> _Graph | None:
