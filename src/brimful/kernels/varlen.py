@@ -71,12 +71,14 @@ def _range(first, last, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOC
 @triton.jit
 def _block(X, start, rows, length, head, stride_t, stride_h, D: tl.constexpr, MASKED: tl.constexpr = True):
     """Rows of one head, (BLOCK, D), 0 beyond the segment."""
-    places = (start + rows).to(tl.int64)[:, None] * stride_t + head * stride_h + tl.arange(0, D)[None, :]
-    if MASKED:
-        x = tl.load(X + places, mask=(rows < length)[:, None], other=0.0)
-    else:
-        x = tl.load(X + places)
-    return x
+    places = X + start.to(tl.int64) * stride_t + head * stride_h + (rows[:, None] * stride_t + tl.arange(0, D)[None, :])
+    return tl.load(places, mask=(rows < length)[:, None], other=0.0) if MASKED else tl.load(places)
+
+
+@triton.jit
+def _row(X, rows, length, MASKED: tl.constexpr = True):
+    """A number for each row of a segment, 0 beyond it. X: where the segment's first is."""
+    return tl.load(X + rows, mask=rows < length, other=0) if MASKED else tl.load(X + rows)
 
 
 @triton.jit(do_not_specialize=["site"])
@@ -97,6 +99,7 @@ def varlen_attention_forward(
     total = tl.zeros([OWN], tl.float32)
     out = tl.zeros([OWN, D], tl.float32)
     mask_rows = rows
+    mask_columns = column_keys(tl.arange(0, OTHER))  # a column's key is linear in its place
     if DROPOUT:
         mask_rows = row_keys(SEED, site, head, start + rows)
         tl.store(KEYS + head.to(tl.int64) * T + start + rows, mask_rows.to(tl.int32, bitcast=True), mask=rows < length)
@@ -121,7 +124,12 @@ def varlen_attention_forward(
             shrink = tl.exp2(largest - base)
             total = total * shrink + tl.sum(p, 1)
             if DROPOUT:
-                p = tl.where(kept(mask_rows[:, None], column_keys(columns)[None, :], drop_below), p, 0.0)
+                stays = kept(
+                    (mask_rows + column_keys(place + tl.zeros([1], tl.int32)))[:, None],
+                    mask_columns[None, :],
+                    drop_below,
+                )
+                p = tl.where(stays, p, 0.0)
             out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
             largest = now
     inside = rows < length
@@ -135,29 +143,23 @@ def varlen_attention_forward(
 @triton.jit
 def varlen_attention_delta(OUT, DO, DELTA, T, o_t, o_h, do_t, do_h, less, D: tl.constexpr, BLOCK: tl.constexpr):
     """Row sums of out times its gradient, times `less`, (H, T)."""
-    rows, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
-    o = _block(OUT, 0, rows, T, head, o_t, o_h, D)
-    do = _block(DO, 0, rows, T, head, do_t, do_h, D)
+    start, head, rows = tl.program_id(0) * BLOCK, tl.program_id(1), tl.arange(0, BLOCK)
+    o = _block(OUT, start, rows, T - start, head, o_t, o_h, D)
+    do = _block(DO, start, rows, T - start, head, do_t, do_h, D)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) * less
-    tl.store(DELTA + head.to(tl.int64) * T + rows, delta, mask=rows < T)
+    tl.store(DELTA + head.to(tl.int64) * T + start + rows, delta, mask=rows < T - start)
 
 
 @triton.jit
-def _delta(OUT, DELTA, do, start, rows, length, head, T, o_t, o_h, less, READY: tl.constexpr, D: tl.constexpr):
+def _delta(OUT, delta_rows, do, start, rows, length, head, o_t, o_h, less, READY: tl.constexpr, D: tl.constexpr,
+           MASKED: tl.constexpr = True):  # fmt: skip
     """The row sums of a block, read where they are READY or made from what was read anyway."""
     if READY:
-        delta = tl.load(DELTA + head.to(tl.int64) * T + start + rows, mask=rows < length, other=0.0)
+        delta = _row(delta_rows, rows, length, MASKED)
     else:
-        o = _block(OUT, start, rows, length, head, o_t, o_h, D)
+        o = _block(OUT, start, rows, length, head, o_t, o_h, D, MASKED)
         delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) * less
     return delta
-
-
-@triton.jit
-def _mask_rows(KEYS, start, rows, length, head, T):
-    """Keys of the dropout mask's rows, as the forward pass made them."""
-    keys = tl.load(KEYS + head.to(tl.int64) * T + start + rows, mask=rows < length, other=0)
-    return keys.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -174,6 +176,7 @@ def _gradient_of_keys(
     dk = tl.zeros([OWN, D], tl.float32)
     dv = tl.zeros([OWN, D], tl.float32)
     mask_columns = column_keys(own)
+    place_of_rows = head.to(tl.int64) * T + start
     low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, False)
     whole = length // OTHER * OTHER
     for tail in tl.static_range(1 - SPLIT, 2):
@@ -181,8 +184,8 @@ def _gradient_of_keys(
             rows = place + tl.arange(0, OTHER)
             q = _block(Q, start, rows, length, head, q_t, q_h, D, tail)
             do = _block(DO, start, rows, length, head, do_t, do_h, D, tail)
-            lse = tl.load(LSE + head.to(tl.int64) * T + start + rows, mask=rows < length, other=0.0)
-            delta = _delta(OUT, DELTA, do, start, rows, length, head, T, o_t, o_h, less, READY, D)
+            lse = _row(LSE + place_of_rows, rows, length, tail)
+            delta = _delta(OUT, DELTA + place_of_rows, do, start, rows, length, head, o_t, o_h, less, READY, D, tail)
             s = _scores(k, q, inner, CAP, PRECISION)
             exponent = s * power - lse[None, :]
             if tail:
@@ -193,7 +196,7 @@ def _gradient_of_keys(
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
             met = p
             if DROPOUT:
-                mask_rows = _mask_rows(KEYS, start, rows, length, head, T)
+                mask_rows = _row(KEYS + place_of_rows, rows, length, tail).to(tl.uint32, bitcast=True)
                 met = tl.where(kept(mask_rows[None, :], mask_columns[:, None], drop_below), p, 0.0)
             ds = met * dp - p * delta[None, :]
             if CAP:
@@ -217,12 +220,14 @@ def _gradient_of_queries(
     own = first + tl.arange(0, OWN)
     q = _block(Q, start, own, length, head, q_t, q_h, D)
     do = _block(DO, start, own, length, head, do_t, do_h, D)
-    lse = tl.load(LSE + head.to(tl.int64) * T + start + own, mask=own < length, other=0.0)
-    delta = _delta(OUT, DELTA, do, start, own, length, head, T, o_t, o_h, less, READY, D)
+    place_of_rows = head.to(tl.int64) * T + start
+    lse = _row(LSE + place_of_rows, own, length)
+    delta = _delta(OUT, DELTA + place_of_rows, do, start, own, length, head, o_t, o_h, less, READY, D)
     dq = tl.zeros([OWN, D], tl.float32)
     mask_rows = own
+    mask_columns = column_keys(tl.arange(0, OTHER))
     if DROPOUT:
-        mask_rows = _mask_rows(KEYS, start, own, length, head, T)
+        mask_rows = _row(KEYS + place_of_rows, own, length).to(tl.uint32, bitcast=True)
     low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, True)
     whole = length // OTHER * OTHER
     for tail in tl.static_range(1 - SPLIT, 2):
@@ -239,7 +244,12 @@ def _gradient_of_queries(
                 p = tl.where(_seen(own[:, None], columns[None, :], CAUSAL, WINDOW), p, 0.0)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             if DROPOUT:
-                dp = tl.where(kept(mask_rows[:, None], column_keys(columns)[None, :], drop_below), dp, 0.0)
+                stays = kept(
+                    (mask_rows + column_keys(place + tl.zeros([1], tl.int32)))[:, None],
+                    mask_columns[None, :],
+                    drop_below,
+                )
+                dp = tl.where(stays, dp, 0.0)
             ds = p * (dp - delta[:, None])
             if CAP:
                 ds = ds * (1.0 - s * s)
