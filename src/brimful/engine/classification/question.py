@@ -20,8 +20,8 @@ from brimful.core.listener import Listener
 from brimful.data.pairs import PairTemplate, assemble, assembly_is_exact, encode_pairs, find_template
 from brimful.data.token_stream import TokenStream
 from brimful.data.tokens import Encoder, Tokens
-from brimful.engine.runner import Checked
-from brimful.engine.stream import Busy
+from brimful.engine.classification.runner import Checked
+from brimful.engine.classification.stages import Busy
 from brimful.tasks.answers import AnswerForm, Form
 from brimful.tasks.zero_shot import Candidates, ZeroShotForm, parse_labels
 

@@ -21,8 +21,8 @@ from brimful.core.options import ClassifyOptions
 from brimful.data.columns import Columns, find_columns
 from brimful.data.examples import has_text
 from brimful.data.rows import Rows
-from brimful.data.stream import Chunk
-from brimful.engine.question import Asked, Question, Texts
+from brimful.data.streams.stream import Chunk
+from brimful.engine.classification.question import Asked, Question, Texts
 
 #: Sequences and bytes of text of a window: on a GPU enough to fill many micro-batches of every length, and few enough
 #: that one is tokenised while another is computed; on a CPU a few seconds' work.

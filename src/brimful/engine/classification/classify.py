@@ -27,17 +27,17 @@ from brimful.core.options import ClassifyOptions, flag
 from brimful.data.opening import COMPRESSION
 from brimful.data.place import check_output
 from brimful.data.shards import LineOutput, ShardedOutput
-from brimful.data.stream import RowStream, open_stream
+from brimful.data.streams.stream import RowStream, open_stream
 from brimful.data.token_stream import TokenStream, choose_workers
 from brimful.data.tokens import Tokens
-from brimful.engine.fleet import Fleet, job_of, other_gpus
+from brimful.engine.classification.fleet import Fleet, job_of, other_gpus
+from brimful.engine.classification.question import Asked, Question, TextQuestion, Texts, make_zero_shot
+from brimful.engine.classification.runner import Checked, Runner, check_model
+from brimful.engine.classification.stages import Busy, Stages, run_stages
+from brimful.engine.classification.trust import Trusted, trusted_runner
+from brimful.engine.classification.windows import COLUMN_PREFIX, Reading, Window, WindowSize, answered
 from brimful.engine.prepare import tell_columns
-from brimful.engine.question import Asked, Question, TextQuestion, Texts, make_zero_shot
-from brimful.engine.runner import Checked, Runner, check_model
 from brimful.engine.signals import StopSignals
-from brimful.engine.stream import Busy, Stages, run_stages
-from brimful.engine.trust import Trusted, trusted_runner
-from brimful.engine.windows import COLUMN_PREFIX, Reading, Window, WindowSize, answered
 from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, num_cores, num_gpus_of, probe
 from brimful.hardware.specs import datasheet_flops_per_s

@@ -15,9 +15,9 @@ from brimful.core.classification import Parity
 from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions
 from brimful.core.units import share_text
-from brimful.engine.question import Asked, Question, Texts
-from brimful.engine.runner import Checked, Runner, make_runner
-from brimful.engine.stream import Busy
+from brimful.engine.classification.question import Asked, Question, Texts
+from brimful.engine.classification.runner import Checked, Runner, make_runner
+from brimful.engine.classification.stages import Busy
 from brimful.tasks.parity import compare
 from brimful.techniques.precision import Precision, choose_precision
 

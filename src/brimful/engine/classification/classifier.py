@@ -20,11 +20,11 @@ from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions
 from brimful.core.records import LabelSpace, Recipe
 from brimful.data.token_stream import TokenStream, choose_workers
-from brimful.engine.question import Asked, Question, TextQuestion, Texts, make_zero_shot
-from brimful.engine.runner import Runner, check_model, make_runner
-from brimful.engine.stream import Busy, Stages, run_stages
-from brimful.engine.trust import parity_of
-from brimful.engine.windows import WindowSize
+from brimful.engine.classification.question import Asked, Question, TextQuestion, Texts, make_zero_shot
+from brimful.engine.classification.runner import Runner, check_model, make_runner
+from brimful.engine.classification.stages import Busy, Stages, run_stages
+from brimful.engine.classification.trust import parity_of
+from brimful.engine.classification.windows import WindowSize
 from brimful.hardware.probe import choose_device, num_cores
 from brimful.tasks.answers import answer_form, objects
 from brimful.tasks.zero_shot import Candidates, zero_shot_form
