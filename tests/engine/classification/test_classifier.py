@@ -344,6 +344,9 @@ def test_a_closed_classifier_begins_anew(tmp_path: Path) -> None:
         ((["a"], ["b"]), {"labels": ["x"]}, "zero-shot reads one text at a time", "texts or labels"),
         ((["a"],), {"labels": []}, "no candidate labels", "sports,politics"),
         ((["a"],), {"labels": ["x"], "hypothesis_template": "{x}"}, "has no place for a label", "{}"),
+        ((["a"],), {"labels": "x, y,x"}, "the candidate label 'x' is there twice", "each once"),
+        ((["a"],), {"multi_label": True}, "multi_label is for zero-shot", "give labels"),
+        ((["a"],), {"hypothesis_template": "It is {}."}, "hypothesis_template is for zero-shot", "give labels"),
     ],
 )
 def test_mistakes(words: Any, more: Any, said: str, hint: str, tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ class ModelClassifier:
         window, given, originals = _window(texts, pairs, self._listener)
         if labels is None and multi_label:
             raise OptionError("multi_label is for zero-shot", hint="give labels, or top_k=None for all scores")
+        if labels is None and hypothesis_template != ClassifyOptions.hypothesis_template:
+            raise OptionError("hypothesis_template is for zero-shot", hint="give labels, or leave it out")
         if labels is not None and (top_k != "" or function_to_apply is not None):
             raise OptionError("top_k and function_to_apply are not for zero-shot", hint="it gives all labels, ranked")
         with self._lock:

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from brimful.core.classification import LENGTH_ENDS, Tally
 from brimful.core.errors import OptionError
 from brimful.core.options import ClassifyOptions
-from brimful.data.columns import Columns, find_columns
+from brimful.data.columns import Columns, check_there, find_columns
 from brimful.data.examples import has_text
 from brimful.data.rows import Rows
 from brimful.data.streams.stream import Chunk
@@ -92,6 +92,8 @@ class Reading:
         labels = asked.removeprefix(COLUMN_PREFIX) if asked.startswith(COLUMN_PREFIX) else None
         if options.labels is not None and options.pair_column is not None:
             raise OptionError("--pair-column and --labels are both given", hint="zero-shot reads one text a row")
+        if labels is not None:
+            check_there(sample, labels, "--labels")
         columns = find_columns(
             sample, text=options.text_column, pair=options.pair_column, label=labels, need_labels=False
         )
