@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,21 @@ def test_rows_that_influence_one_another_are_classified_alone(tmp_path: Path) ->
     save_tokenizer(tmp_path)
     plain = pipeline(tmp_path)
     with fp32(tmp_path) as classifier:
+        same_objects(classifier(TEXTS), [plain(text)[0] for text in TEXTS])
+
+
+@pytest.mark.parametrize("packing", ["auto", "off"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_a_decoder_whose_configuration_names_no_padding(family: str, packing: str, tmp_path: Path) -> None:
+    """What the tokenizer pads with is padding to the head too, which reads the last token that is none."""
+    model = save_classifier(tmp_path, ["a", "b", "c"], family)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(4)
+    tokenizer.save_pretrained(model)
+    plain = pipeline(model)
+    with fp32(model, packing=packing) as classifier:
         same_objects(classifier(TEXTS), [plain(text)[0] for text in TEXTS])
 
 
@@ -325,6 +341,25 @@ def test_a_closed_classifier_begins_anew(tmp_path: Path) -> None:
     assert classifier(TEXTS) == first
     classifier.close()
     classifier.close()
+
+
+@pytest.mark.parametrize("labels", [None, ["a", "b"]])
+def test_processes_that_tokenise_are_kept_until_the_classifier_is_closed(
+    labels: list[str] | None, tmp_path: Path
+) -> None:
+    before = children()
+    with fp32(save_classifier(tmp_path, NLI), num_workers=1) as classifier:
+        first = classifier(TEXTS[:3], labels=labels)
+        [worker] = children() - before
+        assert classifier(TEXTS[:3], labels=labels) == first
+        assert children() - before == {worker}
+    assert children() == before
+
+
+def children() -> set[int]:
+    """Processes that this one has started and not waited for."""
+    lists = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    return {int(process) for each in lists for process in each}
 
 
 @pytest.mark.parametrize(
