@@ -107,6 +107,11 @@ class TokenStream:
             self._slices.put(piece)
         return window.future
 
+    @property
+    def failed(self) -> bool:
+        """Whether a worker was ended, so that every further window would fail."""
+        return self._error is not None
+
     def close(self) -> None:
         """Ends workers and threads without waiting for work nobody will read; futures not done are cancelled."""
         with self._lock:

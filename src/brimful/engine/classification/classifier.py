@@ -135,11 +135,11 @@ class ModelClassifier:
         if given != "list":
             return objects(self.labels, self._logits(window), given=given, **form)
         answers: list[Any] = []
-        self._run(
-            self._text_question(window),
-            window,
-            lambda _, logits_NC: answers.extend(objects(self.labels, logits_NC, **form)),
-        )
+
+        def answer(_: Asked, logits_NC: Logits) -> None:
+            answers.extend(objects(self.labels, logits_NC, **form))
+
+        self._run(self._text_question(window), window, answer)
         return answers
 
     def _logits(self, window: Texts) -> Logits:
@@ -214,7 +214,10 @@ class ModelClassifier:
 
 
 class _KeptTokens:
-    """A token stream that is kept for later calls; another one, with processes, when the first long list comes."""
+    """A token stream that is kept for later calls; another one, with processes, when the first long list comes.
+
+    encoder: called for each.
+    """
 
     def __init__(self, encoder: Callable[[], Encoder]) -> None:
         self._encoder = encoder
@@ -223,7 +226,7 @@ class _KeptTokens:
 
     def stream(self, num_workers: int) -> TokenStream:
         """One with at least so many processes."""
-        if self._stream is None or num_workers > self._num_workers:
+        if self._stream is None or self._stream.failed or num_workers > self._num_workers:
             self.close()
             self._stream, self._num_workers = TokenStream(self._encoder(), num_workers=num_workers), num_workers
         return self._stream

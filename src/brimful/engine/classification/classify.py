@@ -76,7 +76,7 @@ def classify_file(
     began = time.perf_counter()
     given = _look(options, listener)
     with ExitStack() as stack:
-        question = make_question(given, options, stack, listener)
+        question = _question(given, options, stack, listener)
         sample = question.submit(given.sample, Busy())()
         kept = _output(options, given, output)
         stack.enter_context(kept)
@@ -152,7 +152,7 @@ def _output(options: ClassifyOptions, given: _Given, lines: LineOutput | None) -
     return ShardedOutput(Path(options.output), identity=identity, resume=options.resume, shard_rows=options.shard_rows)
 
 
-def make_question(given: _Given, options: ClassifyOptions, stack: ExitStack, listener: Listener) -> Question:
+def _question(given: _Given, options: ClassifyOptions, stack: ExitStack, listener: Listener) -> Question:
     """What is asked of each row. stack: ends what tokenises."""
     checked, num_workers = given.checked, options.num_workers
     if num_workers is None:
@@ -163,12 +163,10 @@ def make_question(given: _Given, options: ClassifyOptions, stack: ExitStack, lis
     if options.labels is None:
         form = answer_form(checked.facts.config, **settings)
         return TextQuestion(form, stack.enter_context(TokenStream(checked.encoder, num_workers=num_workers)))
-    about_labels = zero_shot_form(
-        checked.facts.config, multi_label=options.multi_label, template=options.hypothesis_template, **settings
-    )
-    encoder = zero_shot_encoder(checked)
+    settings |= {"multi_label": options.multi_label, "template": options.hypothesis_template}
+    zero_shot, encoder = zero_shot_form(checked.facts.config, **settings), zero_shot_encoder(checked)
     tokens = stack.enter_context(TokenStream(encoder.without_special_tokens(), num_workers=num_workers))
-    return make_zero_shot(about_labels, encoder, tokens, options.labels, given.sample, listener)
+    return make_zero_shot(zero_shot, encoder, tokens, options.labels, given.sample, listener)
 
 
 def _expected_tokens(given: _Given, sample: Asked) -> int:

@@ -65,6 +65,7 @@ def trusted_runner(
                 return
             fallback = _failed(parity, packed=runner.packing.packed)
             listener.warning(fallback)
+            del runner  # its memory is the next one's
 
 
 @dataclass(frozen=True, kw_only=True)
