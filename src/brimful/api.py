@@ -18,8 +18,8 @@ from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, 
 from brimful.core.profile import Profile
 from brimful.core.records import Run, json_text
 from brimful.data.shards import LineOutput
-from brimful.engine.classifier import ModelClassifier
-from brimful.engine.classify import classify_file
+from brimful.engine.classification.classifier import ModelClassifier
+from brimful.engine.classification.classify import classify_file
 from brimful.engine.profile import profile as _profile
 from brimful.engine.train import train as _train
 from brimful.integrations.fanout import Fanout

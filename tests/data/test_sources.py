@@ -638,7 +638,7 @@ def test_hub_name_from_the_cache(tmp_path: Path) -> None:
     info.write_to_directory(str(folder))
     code = "for name in ('owner/reviews', 'owner/reviews:test'):\n"
     code += "    rows = read_rows(name); print(rows.num_rows, rows.table['label'].to_pylist(), rows.place(0))\n"
-    code += "from brimful.data.stream import open_stream; stream = open_stream('owner/reviews')\n"
+    code += "from brimful.data.streams.stream import open_stream; stream = open_stream('owner/reviews')\n"
     code += "print(stream.num_rows, [chunk.table['label'].to_pylist() for chunk in stream.chunks(1)], stream.place(2))"
     assert in_a_process(code, HF_HOME=str(tmp_path)).splitlines() == [
         "3 ['neg', 'pos', None] ('owner/reviews', 1)",

@@ -243,13 +243,10 @@ class ClassifyOptions:
                 f"--threshold is {self.threshold}: it must be between 0 and 1",
                 hint="leave it out: it is 0.5 where a text may have several labels",
             )
-        if "{}" not in self.hypothesis_template:
-            raise OptionError(
-                f"--hypothesis-template '{printable(self.hypothesis_template)}' has no place for a label",
-                hint="write {} where the label goes",
-            )
         if self.labels is None and self.multi_label:
             raise OptionError("--multi-label is for zero-shot", hint="add --labels, or use --threshold")
+        if self.labels is None and self.hypothesis_template != ClassifyOptions.hypothesis_template:
+            raise OptionError("--hypothesis-template is for zero-shot", hint="add --labels, or leave it out")
         if self.resume and (self.output is None or self.data == "-"):
             raise OptionError(
                 "--resume needs an output, and an input that can be read again", hint="give --output FILE"

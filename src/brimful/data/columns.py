@@ -86,7 +86,7 @@ def _given_labels(rows: Rows, label: str) -> tuple[str, ...]:
     """A column may have a comma in its own name."""
     names = [label] if label in rows.table.column_names else [name.strip() for name in label.split(",")]
     for name in names:
-        _check_there(rows, name, "--label-column")
+        check_there(rows, name, "--label-column")
         if names.count(name) > 1:
             raise DataError("--label-column names a column twice", value=name, hint="name each once")
     return tuple(names)
@@ -95,7 +95,7 @@ def _given_labels(rows: Rows, label: str) -> tuple[str, ...]:
 def _check_given(rows: Rows, name: str | None, flag: str) -> None:
     if name is None:
         return
-    _check_there(rows, name, flag)
+    check_there(rows, name, flag)
     kind = rows.table.schema.field(name).type
     if not (pa.types.is_large_string(kind) or pa.types.is_null(kind)):
         raise DataError(
@@ -103,7 +103,8 @@ def _check_given(rows: Rows, name: str | None, flag: str) -> None:
         )
 
 
-def _check_there(rows: Rows, name: str, flag: str) -> None:
+def check_there(rows: Rows, name: str, flag: str) -> None:
+    """That there is a column of this name. flag: where it was given. Raises: DataError."""
     names = rows.table.column_names
     if name in names:
         return
@@ -118,7 +119,7 @@ def _check_roles(text: str, pair: str | None, labels: Collection[str]) -> None:
         raise DataError(
             "one column cannot have two roles",
             value=text if text == pair or text in labels else pair,
-            hint="--text-column, --pair-column and --label-column each name another one",
+            hint="the text, its pair and the label or labels each need a column of their own",
         )
 
 

@@ -63,12 +63,12 @@ def choose_workers(num_rows: int | None, device_type: str, cores: int) -> int:
 class TokenStream:
     """Tokenises windows of texts, several at once. Use as a context manager: leaving it ends threads and processes.
 
-    num_workers: processes; 0 for threads of this process. They start with the first window, in the background: until
-    one is up, threads of this process tokenise.
+    encoder: of all texts. num_workers: processes; 0 for threads of this process. They start with the first window, in
+    the background: until one is up, threads of this process tokenise.
     """
 
     def __init__(self, encoder: Encoder, *, num_workers: int) -> None:
-        self._encoder, self._num_workers = encoder, num_workers
+        self.encoder, self._num_workers = encoder, num_workers
         self._packed_encoder = pickle.dumps(encoder) if num_workers else b""
         self._slices: queue.SimpleQueue[_Slice | None] = queue.SimpleQueue()
         self._lanes: list[threading.Thread] = []
@@ -107,6 +107,11 @@ class TokenStream:
             self._slices.put(piece)
         return window.future
 
+    @property
+    def failed(self) -> bool:
+        """Whether a worker was ended, so that every further window would fail."""
+        return self._error is not None
+
     def close(self) -> None:
         """Ends workers and threads without waiting for work nobody will read; futures not done are cancelled."""
         with self._lock:
@@ -142,7 +147,7 @@ class TokenStream:
                 piece = self._slices.get(timeout=_POLL_S)
                 if piece is None or self._closed:
                     return
-                self._done(piece, token_worker.answer(self._encoder, piece.texts, piece.pairs))
+                self._done(piece, token_worker.answer(self.encoder, piece.texts, piece.pairs))
 
     def _tokenize_there(self) -> None:
         """A thread that has a worker process of its own tokenise."""

@@ -16,12 +16,13 @@ from brimful.data.batches import Layout, Order, PackedLayout, PaddedLayout
 from brimful.data.feed import Source
 from brimful.data.packing import TILE, choose_budgets, length_buckets
 from brimful.engine.prepare import Part, Prepared
-from brimful.models.execution import Execution
+from brimful.hardware.probe import device_name
+from brimful.models.execution import Execution, padding_id_of
 from brimful.models.load import load_model
 from brimful.models.proof import Proof, prove
 from brimful.step.captured import CapturedStep
 from brimful.step.step import Step, make_schedule
-from brimful.techniques.attention import AttentionKernels, choose_kernels
+from brimful.techniques.attention import AttentionKernels, choose_kernels, padded_lever
 from brimful.techniques.execution import ExecutionMode, choose_execution
 from brimful.techniques.float8 import choose_float8
 from brimful.techniques.optimizer import Optimizer
@@ -82,11 +83,11 @@ def build(
     packing = Packing(proof=proof, wanted=options.packing == "auto")
     model = model.to(device).train()
     execution = packing.apply(model)
-    layout, budget_lever = _layout(options, prepared, packing, kernels, precision)
+    layout, budget_lever = _layout(options, prepared, packing, kernels, precision, model.config)
     schedule = make_schedule(
         options.lr_scheduler_type, options.learning_rate, prepared.num_steps, prepared.num_warmup_steps
     )
-    mode = _mode(options, prepared, packing, layout, model, precision)
+    mode = _mode(options, prepared, packing, kernels, model, precision)
     precision = _with_float8(precision, proof, layout, mode, listener)
     mode.apply(model, note=listener.warning)
     arguments = (execution, prepared.task, optimizer, precision, schedule)
@@ -99,7 +100,7 @@ def build(
         budget_lever,
         precision.lever(),
         optimizer.lever(),
-        _attention(packing, kernels, model),
+        kernels.lever() if packing.packed else padded_lever(model),
     )
     return Built(
         model=model,
@@ -108,7 +109,7 @@ def build(
         step=step,
         source=_source(options, prepared, layout),
         precision=precision,
-        recipe=Recipe(device=_device_text(device), levers=(*levers, mode.lever(), _dropout())),
+        recipe=Recipe(device=device_name(device), levers=(*levers, mode.lever(), _dropout())),
         packing=packing,
     )
 
@@ -126,10 +127,11 @@ def make_layout(
 ) -> tuple[Layout, Lever]:
     """How batches are laid out for this model, and the lever that says so.
 
-    batches: lengths of the sequences of batches as they will come. batch_size: most sequences of a batch.
+    config: of the loaded model. batches: lengths of the sequences of batches as they will come. batch_size: most
+    sequences of a batch.
     """
     largest = token_budget or _largest_budget(config, precision)
-    padding_id = config.pad_token_id if isinstance(getattr(config, "pad_token_id", None), int) else 0
+    padding_id = padding_id_of(config)
     if packing.packed:
         budgets = choose_budgets(batches, largest, max_length)
         value = ", ".join(str(b) for b in budgets.tokens)
@@ -170,8 +172,9 @@ def _largest_budget(config: Any, precision: Precision) -> int:
 
 
 def _layout(
-    options: TrainOptions, prepared: Prepared, packing: Packing, kernels: AttentionKernels, precision: Precision
-) -> tuple[Layout, Lever]:
+    options: TrainOptions, prepared: Prepared, packing: Packing, kernels: AttentionKernels, precision: Precision,
+    config: Any,
+) -> tuple[Layout, Lever]:  # fmt: skip
     lengths, order = prepared.training.tokens.lengths, prepared.order
     looked_at = min(_LOOKED_AT, prepared.num_batches or prepared.num_steps)
     batches = [lengths[order.samples(number)] for number in range(looked_at)]
@@ -179,7 +182,7 @@ def _layout(
         packing,
         kernels,
         precision,
-        prepared.facts.config,
+        config,
         batches=batches,
         batch_size=options.batch_size,
         max_length=prepared.max_length,
@@ -188,9 +191,9 @@ def _layout(
 
 
 def _mode(
-    options: TrainOptions, prepared: Prepared, packing: Packing, layout: Layout, model: Any, precision: Precision
-) -> ExecutionMode:
-    changing = isinstance(layout, PackedLayout) and layout.groups
+    options: TrainOptions, prepared: Prepared, packing: Packing, kernels: AttentionKernels, model: Any,
+    precision: Precision,
+) -> ExecutionMode:  # fmt: skip
     samples = prepared.num_steps * options.batch_size
     return choose_execution(
         options.execution,
@@ -198,7 +201,7 @@ def _mode(
         model,
         num_tokens=int(samples * prepared.training.tokens.lengths.mean()),
         packed=packing.packed,
-        fixed="attention works on groups of rows whose shapes change with every batch" if changing else None,
+        fixed=kernels.unfixed,
         float8=precision.value == "fp8",
     )
 
@@ -230,13 +233,6 @@ def _source(options: TrainOptions, prepared: Prepared, layout: Layout) -> Source
     return Source(training.tokens, training.targets_N, prepared.task, layout, order, augmenter=augmenter, texts=texts)
 
 
-def _attention(packing: Packing, kernels: AttentionKernels, model: Any) -> Lever:
-    if packing.packed:
-        return kernels.lever()
-    own = str(model.config._attn_implementation)
-    return Lever(name="attention", value=own, arithmetic="exact", reason="Hugging Face's own, on padded rows")
-
-
 def _dropout() -> Lever:
     return Lever(
         name="dropout",
@@ -244,7 +240,3 @@ def _dropout() -> Lever:
         arithmetic="exact",
         reason="masks repeat on resume; they change with the split into micro-batches",
     )
-
-
-def _device_text(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -51,6 +51,11 @@ def probe() -> Machine:
     )
 
 
+def device_name(device: torch.device) -> str:
+    """As torch calls the GPU, or CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
 def num_gpus_of(device: torch.device) -> int:
     """GPUs that a run on this device may use; 1 where the device is a CPU."""
     return torch.cuda.device_count() if device.type == "cuda" else 1

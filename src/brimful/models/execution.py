@@ -245,5 +245,11 @@ def has_token_types(config: Any) -> bool:
     return kind is not None and "token_type_ids" in inspect.signature(kind.forward).parameters
 
 
+def padding_id_of(config: Any) -> int:
+    """The token that fills what no sequence uses: the model's own for padding, 0 where it names none."""
+    padding_id = getattr(config, "pad_token_id", None)
+    return padding_id if isinstance(padding_id, int) else 0
+
+
 def _token_that_is_not_padding(config: Any) -> int:
     return 1 if getattr(config, "pad_token_id", None) != 1 else 0

@@ -35,7 +35,7 @@ from brimful.core.errors import printable
 from brimful.kernels import float8
 from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
 from brimful.models.anatomy import layers_of, linear_parameters
-from brimful.models.execution import PackedExecution, PackedForm, PaddedExecution, Pooling
+from brimful.models.execution import PackedExecution, PackedForm, PaddedExecution, Pooling, padding_id_of
 from brimful.models.relative import farthest_bucket, has_form
 
 #: Largest relative difference (norm of the difference over the norm) that counts as equal, by dtype of the products.
@@ -398,22 +398,17 @@ def _packed(sequences: Sequence[np.ndarray], config: Any, max_length: int, typic
         typical_length=typical_length,
     )
     types = [_types(s) for s in sequences]
-    return packed_inputs(sequences, shape, padding_id=_padding_id(config), types=types, groups=True)
+    return packed_inputs(sequences, shape, padding_id=padding_id_of(config), types=types, groups=True)
 
 
 def _padded(sequences: Sequence[np.ndarray], config: Any) -> Inputs:
     longest, types = max(len(s) for s in sequences), [_types(s) for s in sequences]
-    return padded_inputs(sequences, len(sequences), longest, padding_id=_padding_id(config), types=types)
+    return padded_inputs(sequences, len(sequences), longest, padding_id=padding_id_of(config), types=types)
 
 
 def _types(sequence: np.ndarray) -> np.ndarray:
     """Token types of a text pair whose second text begins in the middle."""
     return (np.arange(len(sequence)) >= len(sequence) // 2).astype(np.int64)
-
-
-def _padding_id(config: Any) -> int:
-    padding_id = getattr(config, "pad_token_id", None)
-    return padding_id if isinstance(padding_id, int) else 0
 
 
 @contextmanager

@@ -213,11 +213,10 @@ def objects(
     alone, {"text", "text_pair"}, the answer itself.
 
     A row without an answer has {"label": None, "score": None}, or no labels in its list.
-    Raises: OptionError for a top_k below 0, or another function.
+    Raises: OptionError, as `check_objects` does.
     """
+    check_objects(top_k=top_k, function_to_apply=function_to_apply)
     number = None if isinstance(top_k, str) else top_k
-    if number is not None and number < 0:
-        raise OptionError(f"top_k is {number}: it must be at least 0", hint="None is for all labels")
     scores_NC = _function(space, function_to_apply)(logits_NC)
     ranking = ranked(scores_NC, finite_rows(logits_NC), _names(space), most=1 if isinstance(top_k, str) else number)
     if isinstance(top_k, str):
@@ -226,6 +225,17 @@ def objects(
     rows = ranking.objects()
     answers = [[{"label": label, "score": score} for label, score in zip(*row, strict=True)] for row in rows]
     return answers if given == "list" else answers[0]
+
+
+def check_objects(*, top_k: int | Literal[""] | None, function_to_apply: str | None) -> None:
+    """That `objects` can be asked for in this form. Raises: OptionError for a top_k below 0, or another function."""
+    if not isinstance(top_k, str) and top_k is not None and top_k < 0:
+        raise OptionError(f"top_k is {top_k}: it must be at least 0", hint="None is for all labels")
+    if _function_name(function_to_apply) not in {*_FUNCTIONS, "default"}:
+        raise OptionError(
+            f"function_to_apply is '{printable(function_to_apply)}': there is no such function",
+            hint="it is sigmoid, softmax, none or default",
+        )
 
 
 def sigmoid(logits: Singles) -> Singles:
@@ -253,13 +263,12 @@ def _usual_function(space: LabelSpace) -> str:
     return {"single_label": "softmax", "multi_label": "sigmoid", "regression": "none"}[space.task]
 
 
+def _function_name(asked: str | None) -> str:
+    return "default" if asked is None else str(asked).lower()
+
+
 def _function(space: LabelSpace, asked: str | None) -> Callable[[Singles], Singles]:
-    name = "default" if asked is None else str(asked).lower()
-    if name not in {*_FUNCTIONS, "default"}:
-        raise OptionError(
-            f"function_to_apply is '{printable(asked)}': there is no such function",
-            hint="it is sigmoid, softmax, none or default",
-        )
+    name = _function_name(asked)
     return _FUNCTIONS[_usual_function(space) if name == "default" else name]
 
 

@@ -88,13 +88,19 @@ class Candidates:
 
 
 def parse_labels(labels: str | Sequence[str]) -> tuple[str, ...]:
-    """Candidate labels from text in which commas part them, or as they are. Raises: OptionError if there are none."""
+    """Candidate labels from text in which commas part them, or as they are.
+
+    Raises: OptionError if there are none, and for one that is blank, no text, or there twice.
+    """
     if isinstance(labels, str):
-        labels = [part for part in map(str.strip, labels.split(",")) if part]
-    wrong = next((label for label in labels if not isinstance(label, str)), None)
-    if not labels or wrong is not None:
-        said = "there are no candidate labels" if not labels else f"{printable(repr(wrong))} is no candidate label"
+        labels = list(map(str.strip, labels.split(",")))
+    wrong = next((label for label in labels if not isinstance(label, str) or not label.strip()), None)
+    if not any(labels) or wrong is not None:
+        said = f"{printable(repr(wrong))} is no candidate label" if any(labels) else "there are no candidate labels"
         raise OptionError(said, hint="name them, separated by commas (sports,politics), or as a list of texts")
+    twice = next((label for place, label in enumerate(labels) if label in labels[:place]), None)
+    if twice is not None:
+        raise OptionError(f"the candidate label '{printable(twice)}' is there twice", hint="name each once")
     return tuple(labels)
 
 

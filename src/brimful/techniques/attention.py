@@ -43,6 +43,11 @@ class AttentionKernels:
         """Whether segments must come as padded rows too; their shapes then change with every batch."""
         return grouped_attention.__name__ in self.functions
 
+    @property
+    def unfixed(self) -> str | None:
+        """Why shapes do not repeat from batch to batch, None if they do."""
+        return "attention works on groups of rows whose shapes change with every batch" if self.needs_groups else None
+
     def supports(self) -> Verdict:
         """The choice made sure that they do."""
         return Verdict(ok=True, because="chosen by device, precision, pattern and length")
@@ -56,6 +61,12 @@ class AttentionKernels:
         names = dict.fromkeys(_NAMES[name] for name in self.functions)
         reason = f"for sequences of {self.typical_length} tokens in the mean"
         return Lever(name="attention", value="; ".join(names), arithmetic="exact", reason=reason)
+
+
+def padded_lever(model: Any) -> Lever:
+    """The line of a model on padded rows, which keeps its own attention."""
+    own = str(model.config._attn_implementation)
+    return Lever(name="attention", value=own, arithmetic="exact", reason="Hugging Face's own, on padded rows")
 
 
 def choose_kernels(config: Any, precision: Precision, typical_length: int) -> AttentionKernels:

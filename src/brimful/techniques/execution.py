@@ -151,15 +151,15 @@ def choose_execution(
 
 
 def choose_forward(
-    asked: ExecutionChoice, device: torch.device, model: Any, *, num_tokens: int, refusal: str | None
+    asked: ExecutionChoice, device: torch.device, model: Any, *, num_tokens: int, packed: bool, fixed: str | None
 ) -> ExecutionMode:
-    """The same for a forward pass over `num_tokens`. refusal: why graphs do not work here, None if they do.
+    """The same for a forward pass over `num_tokens`.
 
     Raises: OptionError for a mode that does not work here.
     """
     third = num_tokens // 3  # a step is three passes
     return choose_execution(
-        asked, device, model, num_tokens=third, packed=True, fixed=refusal, compile_s=_COMPILE_FORWARD_S
+        asked, device, model, num_tokens=third, packed=packed, fixed=fixed, compile_s=_COMPILE_FORWARD_S
     )
 
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from brimful.core.errors import DataError
 from brimful.data.formats import damage, tidy
 from brimful.data.opening import reading, split_suffix
-from brimful.data.stream_parts import Part, Piece, batch_rows, refit
+from brimful.data.streams.parts import Part, Piece, batch_rows, refit
 
 _ARROW_FILE = b"ARROW1"
 _BUFFER_BYTES = 1 << 20

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from functools import cached_property
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -20,14 +20,22 @@ from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions
 from brimful.core.records import LabelSpace, Recipe
 from brimful.data.token_stream import TokenStream, choose_workers
-from brimful.engine.question import Asked, Question, TextQuestion, Texts, make_zero_shot
-from brimful.engine.runner import Runner, check_model, make_runner
-from brimful.engine.stream import Busy, Stages, run_stages
-from brimful.engine.trust import parity_of
-from brimful.engine.windows import WindowSize
+from brimful.data.tokens import Encoder
+from brimful.engine.classification.question import (
+    Asked,
+    Question,
+    TextQuestion,
+    Texts,
+    make_zero_shot,
+    zero_shot_encoder,
+)
+from brimful.engine.classification.runner import Runner, check_model, make_runner
+from brimful.engine.classification.stages import Busy, Stages, run_stages
+from brimful.engine.classification.trust import plain_answers
+from brimful.engine.classification.windows import WindowSize
 from brimful.hardware.probe import choose_device, num_cores
-from brimful.tasks.answers import answer_form, objects
-from brimful.tasks.zero_shot import Candidates, zero_shot_form
+from brimful.tasks.answers import answer_form, check_objects, objects
+from brimful.tasks.zero_shot import DEFAULT_TEMPLATE, zero_shot_form
 from brimful.techniques.precision import choose_forward_precision
 
 #: First texts of the first call, by whose lengths kernels are chosen.
@@ -36,6 +44,7 @@ _SAMPLE = 2048
 Text = str | None
 Given = Text | Mapping[str, Text] | Sequence[Text] | Sequence[Mapping[str, Text]]
 Logits = npt.NDArray[np.float32]
+_Shape = Literal["list", "text", "pair"]
 
 
 class ModelClassifier:
@@ -50,11 +59,10 @@ class ModelClassifier:
         self._options, self._listener = options, listener
         self._precision = choose_forward_precision(options.precision, choose_device(options.device))
         self._checked = check_model(options)
-        self._stack = ExitStack()
         self._runner: Runner | None = None
-        self._tokens: TokenStream | None = None
-        self._workers = 0
-        self._lock = threading.RLock()
+        self._tokens = _KeptTokens(lambda: self._checked.encoder)
+        self._zero_shot_tokens = _KeptTokens(lambda: self._pair_encoder.without_special_tokens())
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -63,9 +71,10 @@ class ModelClassifier:
         self.close()
 
     def close(self) -> None:
-        """Ends the threads and processes that tokenise."""
-        self._stack.close()
-        self._tokens = None
+        """Ends the threads and processes that tokenise, once no call is under way."""
+        with self._lock:
+            self._tokens.close()
+            self._zero_shot_tokens.close()
 
     @property
     def labels(self) -> LabelSpace:
@@ -84,7 +93,7 @@ class ModelClassifier:
         *,
         labels: Sequence[str] | str | None = None,
         multi_label: bool = False,
-        hypothesis_template: str = ClassifyOptions.hypothesis_template,
+        hypothesis_template: str = DEFAULT_TEMPLATE,
         top_k: int | Literal[""] | None = "",
         function_to_apply: str | None = None,
     ) -> list[Any] | dict[str, Any]:
@@ -96,27 +105,12 @@ class ModelClassifier:
         None for all. function_to_apply: sigmoid, softmax or none instead of the task's own.
         Raises: OptionError for what is no text.
         """
+        _check_call(labels, multi_label, hypothesis_template, top_k, function_to_apply)
         window, given, originals = _window(texts, pairs, self._listener)
-        if labels is None and multi_label:
-            raise OptionError("multi_label is for zero-shot", hint="give labels, or top_k=None for all scores")
-        if labels is not None and (top_k != "" or function_to_apply is not None):
-            raise OptionError("top_k and function_to_apply are not for zero-shot", hint="it gives all labels, ranked")
         with self._lock:
             if labels is not None:
                 return self._zero_shot(window, given, originals, labels, multi_label, hypothesis_template)
-            if given != "list":
-                logits_1C = self._logits(window)
-                return objects(self.labels, logits_1C, top_k=top_k, function_to_apply=function_to_apply, given=given)
-            answers: list[Any] = objects(  # of no text, but what is asked for is checked
-                self.labels, np.zeros((0, self.labels.num_outputs), np.float32), top_k=top_k,
-                function_to_apply=function_to_apply,
-            )  # type: ignore[assignment]  # fmt: skip
-
-            def answer(_: Asked, logits_NC: Logits) -> None:
-                answers.extend(objects(self.labels, logits_NC, top_k=top_k, function_to_apply=function_to_apply))
-
-            self._run(self._text_question(window), window, answer)
-            return answers
+            return self._answers(window, given, top_k=top_k, function_to_apply=function_to_apply)
 
     def logits(self, texts: Given, pairs: Sequence[Text] | Text = None) -> Logits:
         """(N, C) the model's raw outputs, in the order of its labels; NaN for a text that is None."""
@@ -132,52 +126,63 @@ class ModelClassifier:
         with self._lock:
             question = self._text_question(window)
             asked = question.submit(window, Busy())()
-            runner = self._made_runner(asked)
+            plain = plain_answers(self._checked, self._options, self._precision, question, asked, self._listener)
+            runner = self._ready_runner(question, window)
             with self._precision.apply():
-                return parity_of(self._checked, self._options, runner, question, asked, self._listener)
+                return plain.parity(runner)
 
-    def _text_question(self, window: Texts) -> TextQuestion:
-        return TextQuestion(answer_form(self._checked.facts.config), self._token_stream(len(window)))
+    def _answers(self, window: Texts, given: _Shape, **form: Any) -> list[Any] | dict[str, Any]:
+        if given != "list":
+            return objects(self.labels, self._logits(window), given=given, **form)
+        answers: list[Any] = []
+
+        def answer(_: Asked, logits_NC: Logits) -> None:
+            answers.extend(objects(self.labels, logits_NC, **form))
+
+        self._run(self._text_question(window), window, answer)
+        return answers
 
     def _logits(self, window: Texts) -> Logits:
         found = [np.zeros((0, self.labels.num_outputs), np.float32)]
         self._run(self._text_question(window), window, lambda _, logits_NC: found.append(logits_NC))
         return np.concatenate(found)
 
+    def _text_question(self, window: Texts) -> TextQuestion:
+        return TextQuestion(answer_form(self._checked.facts.config), self._tokens.stream(self._num_workers(window)))
+
     def _zero_shot(
-        self, window: Texts, given: str, originals: list[Text], labels: Sequence[str] | str, multi_label: bool,
+        self, window: Texts, given: _Shape, originals: list[Text], labels: Sequence[str] | str, multi_label: bool,
         template: str,
     ) -> list[Any] | dict[str, Any]:  # fmt: skip
         if window.pairs is not None:
             raise OptionError("zero-shot reads one text at a time, and pairs were given", hint="give texts or labels")
         form = zero_shot_form(self._checked.facts.config, multi_label=multi_label, template=template)
-        with ExitStack() as stack:
-            workers = self._wanted_workers(len(window))
-            question = make_zero_shot(
-                self._checked, labels, form, window.first(_SAMPLE), workers, stack, self._listener
-            )
-            found: list[Any] = []
+        tokens = self._zero_shot_tokens.stream(self._num_workers(window))
+        sample = window.first(_SAMPLE)
+        question = make_zero_shot(form, self._pair_encoder, tokens, labels, sample, self._listener)
+        found: list[Any] = []
 
-            def answer(asked: Asked, logits_PC: Logits) -> None:
-                assert isinstance(asked.candidates, Candidates)
-                rows = originals[len(found) : len(found) + len(asked.num_tokens_N)]
-                found.extend(form.objects(logits_PC, asked.candidates, rows))
+        def answer(asked: Asked, logits_PC: Logits) -> None:
+            assert asked.candidates is not None
+            rows = originals[len(found) : len(found) + len(asked.num_tokens_N)]
+            found.extend(form.objects(logits_PC, asked.candidates, rows))
 
-            self._run(question, window, answer, each=len(question.labels or ()))
+        self._run(question, window, answer)
         return found if given == "list" else found[0]
 
-    def _run(self, question: Question, window: Texts, keep: Callable[[Asked, Logits], None], each: int = 1) -> None:
-        """Hands what was asked and answered to `keep`, part by part in order, in another thread."""
-        if len(window):
-            with self._lock:
-                self._run_alone(question, window, keep, each)
+    @cached_property
+    def _pair_encoder(self) -> Encoder:
+        return zero_shot_encoder(self._checked)
 
-    def _run_alone(self, question: Question, window: Texts, keep: Callable[[Asked, Logits], None], each: int) -> None:
-        runner = self._made_runner(None if self._runner else question.submit(window.first(_SAMPLE), Busy())(), window)
-        stages = Stages()
+    def _run(self, question: Question, window: Texts, keep: Callable[[Asked, Logits], None]) -> None:
+        """Hands what was asked and answered to `keep`, part by part in order, in another thread."""
+        if not len(window):
+            return
+        runner, stages = self._ready_runner(question, window), Stages()
+        size = WindowSize.on(self._precision.device.type, sequences_per_row=question.sequences_per_row)
         with self._precision.apply():
             run_stages(
-                WindowSize.on(self._precision.device.type, sequences_per_row=each).cut(window),
+                size.cut(window),
                 tokenise=lambda part: question.submit(part, stages.tokenise),
                 compute=lambda asked: runner.submit(asked.sequences),
                 write=lambda _, asked, logits: keep(asked, logits),
@@ -185,41 +190,73 @@ class ModelClassifier:
                 stop=lambda: False,
             )
 
-    def _made_runner(self, asked: Asked | None, window: Texts | None = None) -> Runner:
+    def _ready_runner(self, question: Question, window: Texts) -> Runner:
+        """The one of all calls, made by the first texts of the first one."""
         if self._runner is None:
-            assert asked is not None
-            tokens = asked.sequences
-            mean = float(asked.num_tokens_N.mean()) if len(asked.num_tokens_N) else 0.0
+            sample = question.submit(window.first(_SAMPLE), Busy())()
             with self._precision.apply():
                 self._runner = make_runner(
                     self._checked,
                     self._options,
                     self._precision,
-                    sample=tokens,
-                    num_tokens=int(mean * len(window)) if window is not None else len(tokens.ids),
+                    sample=sample.sequences,
+                    num_tokens=int(float(sample.num_tokens_N.mean()) * len(window)),
                     packing_wanted=self._options.packing == "auto",
                     listener=self._listener,
                 )
         return self._runner
 
-    def _token_stream(self, num_texts: int) -> TokenStream:
-        """One for all calls; another one with processes when the first long list comes."""
-        workers = self._wanted_workers(num_texts)
-        if self._tokens is None or workers > self._workers:
-            self._stack.close()
-            self._tokens = self._stack.enter_context(TokenStream(self._checked.encoder, num_workers=workers))
-            self._workers = workers
-        return self._tokens
-
-    def _wanted_workers(self, num_texts: int) -> int:
+    def _num_workers(self, window: Texts) -> int:
+        """Processes that should tokenise these texts."""
         if self._options.num_workers is not None:
             return self._options.num_workers
-        return choose_workers(num_texts, self._precision.device.type, num_cores() or 1)
+        return choose_workers(len(window), self._precision.device.type, num_cores() or 1)
 
 
-def _window(texts: Any, pairs: Any, listener: Listener) -> tuple[Texts, Literal["list", "text", "pair"], list[Text]]:
+class _KeptTokens:
+    """A token stream that is kept for later calls; another one, with processes, when the first long list comes.
+
+    encoder: called for each.
+    """
+
+    def __init__(self, encoder: Callable[[], Encoder]) -> None:
+        self._encoder = encoder
+        self._stream: TokenStream | None = None
+        self._num_workers = 0
+
+    def stream(self, num_workers: int) -> TokenStream:
+        """One with at least so many processes."""
+        if self._stream is None or self._stream.failed or num_workers > self._num_workers:
+            self.close()
+            self._stream, self._num_workers = TokenStream(self._encoder(), num_workers=num_workers), num_workers
+        return self._stream
+
+    def close(self) -> None:
+        """Ends threads and processes. The next call begins anew."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+
+def _check_call(
+    labels: Sequence[str] | str | None, multi_label: bool, template: str, top_k: int | Literal[""] | None,
+    function_to_apply: str | None,
+) -> None:  # fmt: skip
+    """What belongs to zero-shot, and what does not. Raises: OptionError."""
+    if labels is not None:
+        if top_k != "" or function_to_apply is not None:
+            raise OptionError("top_k and function_to_apply are not for zero-shot", hint="it gives all labels, ranked")
+        return
+    if multi_label:
+        raise OptionError("multi_label is for zero-shot", hint="give labels, or top_k=None for all scores")
+    if template != DEFAULT_TEMPLATE:
+        raise OptionError("hypothesis_template is for zero-shot", hint="give labels, or leave it out")
+    check_objects(top_k=top_k, function_to_apply=function_to_apply)
+
+
+def _window(texts: Any, pairs: Any, listener: Listener) -> tuple[Texts, _Shape, list[Text]]:
     """What was given as columns, what it was, and the texts themselves."""
-    given: Literal["list", "text", "pair"] = "list"
+    given: _Shape = "list"
     if isinstance(texts, str | None):
         if not isinstance(pairs, str | None):
             raise OptionError("one text was given and several pairs", hint="give a list of texts")

@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 import pyarrow as pa
 
 from brimful.data.opening import reading, reading_packed, split_suffix
-from brimful.data.stream_parts import BLOCK_BYTES
+from brimful.data.streams.parts import BLOCK_BYTES
 
 #: A longer line, or record of CSV, is not read, as it would have to be held in memory.
 ROW_BYTES = 32 << 20

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,13 +19,15 @@ from brimful.core.listener import Listener
 from brimful.data.pairs import PairTemplate, assemble, assembly_is_exact, encode_pairs, find_template
 from brimful.data.token_stream import TokenStream
 from brimful.data.tokens import Encoder, Tokens
-from brimful.engine.runner import Checked
-from brimful.engine.stream import Busy
+from brimful.engine.classification.runner import Checked
+from brimful.engine.classification.stages import Busy
 from brimful.tasks.answers import AnswerForm, Form
 from brimful.tasks.zero_shot import Candidates, ZeroShotForm, parse_labels
 
 #: Rows on which pairs put together from ids are compared with the tokenizer's own.
 _COMPARED = 64
+#: Candidate labels that a row of a column of them is taken to have.
+_TYPICAL_LABELS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,11 @@ class Question(Protocol):
         """What answers look like."""
         ...
 
+    @property
+    def sequences_per_row(self) -> int:
+        """How many the model reads of each row; about, where rows differ."""
+        ...
+
     def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
         """Begins to tokenise a window; the result waits for it. busy: counts the time that it takes."""
         ...
@@ -104,6 +110,8 @@ class Question(Protocol):
 
 class TextQuestion:
     """The label of a text, or of a pair of texts."""
+
+    sequences_per_row = 1
 
     def __init__(self, form: AnswerForm, tokens: TokenStream) -> None:
         self.form, self._tokens = form, tokens
@@ -134,8 +142,8 @@ class TextQuestion:
 class ZeroShotQuestion:
     """Which of its candidate labels a text entails: one sequence for each, put together from ids.
 
-    encoder: with truncation `only_first`. tokens: of `encoder.without_special_tokens()`. labels: those of every row,
-    None if each has its own. template: how pairs are put together from ids; None to have the tokenizer encode each.
+    encoder: of `zero_shot_encoder`. tokens: of `encoder.without_special_tokens()`. labels: those of every row, None if
+    each has its own. template: how pairs are put together from ids; None to have the tokenizer encode each.
     """
 
     def __init__(
@@ -143,8 +151,12 @@ class ZeroShotQuestion:
         template: PairTemplate | None,
     ) -> None:  # fmt: skip
         self.form, self._encoder, self._tokens = form, encoder, tokens
-        self.labels, self._template = labels, template
-        self._bare = encoder.without_special_tokens()
+        self._labels, self._template = labels, template
+
+    @property
+    def sequences_per_row(self) -> int:
+        """See `Question`."""
+        return _TYPICAL_LABELS if self._labels is None else len(self._labels)
 
     def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
         """See `Question`."""
@@ -165,7 +177,7 @@ class ZeroShotQuestion:
         def assembled() -> Asked:
             texts = future.result()
             with busy.working():
-                found = assemble(template, texts, self._bare.encode(hypotheses), text_P, candidates.indices_P)
+                found = assemble(template, texts, self._tokens.encoder.encode(hypotheses), text_P, candidates.indices_P)
                 return _asked(found, text_P, candidates)
 
         return assembled
@@ -175,7 +187,7 @@ class ZeroShotQuestion:
         if window.labels is not None:
             found = Candidates.from_column(window.labels)
         else:
-            found = Candidates.of_every_row(self.labels or (), len(window))
+            found = Candidates.of_every_row(self._labels or (), len(window))
         if not window.texts.null_count:
             return found
         there_N = window.texts.is_valid().to_numpy(zero_copy_only=False)
@@ -199,25 +211,28 @@ class ZeroShotQuestion:
         return self.form.score_blocks(logits_PC, _candidates_of(asked))
 
 
+def zero_shot_encoder(checked: Checked) -> Encoder:
+    """Of pairs of a text and a hypothesis: where both are too long, the text is cut."""
+    return Encoder.from_tokenizer(
+        checked.tokenizer, checked.max_length, with_types=checked.encoder.with_types, truncation="only_first"
+    )
+
+
 def make_zero_shot(
-    checked: Checked, asked: Sequence[str] | str, form: ZeroShotForm, sample: Texts, num_workers: int,
-    stack: ExitStack, listener: Listener,
+    form: ZeroShotForm, encoder: Encoder, tokens: TokenStream, asked: Sequence[str] | str, sample: Texts,
+    listener: Listener,
 ) -> ZeroShotQuestion:  # fmt: skip
     """Which of the labels asked for a text entails; those of its own where the sample has a column of them.
 
-    stack: ends what tokenises.
+    encoder: of `zero_shot_encoder`. tokens: of `encoder.without_special_tokens()`.
     """
     if form.guess is not None:
         listener.warning(form.guess)
-    encoder = Encoder.from_tokenizer(
-        checked.tokenizer, checked.max_length, with_types=checked.encoder.with_types, truncation="only_first"
-    )
     labels = None if sample.labels is not None else parse_labels(asked)
     some = labels or Candidates.from_column(sample.labels).names.slice(0, _COMPARED).to_pylist()
     template = pair_template(encoder, form, sample, some)
     if template is None:
         listener.note("texts and labels are tokenised pair by pair: this tokenizer looks across the two")
-    tokens = stack.enter_context(TokenStream(encoder.without_special_tokens(), num_workers=num_workers))
     return ZeroShotQuestion(form, encoder, tokens, labels, template=template)
 
 

@@ -27,31 +27,36 @@ from brimful.core.options import ClassifyOptions, flag
 from brimful.data.opening import COMPRESSION
 from brimful.data.place import check_output
 from brimful.data.shards import LineOutput, ShardedOutput
-from brimful.data.stream import RowStream, open_stream
+from brimful.data.streams.stream import RowStream, open_stream
 from brimful.data.token_stream import TokenStream, choose_workers
 from brimful.data.tokens import Tokens
-from brimful.engine.fleet import Fleet, job_of, other_gpus
+from brimful.engine.classification.fleet import Fleet, job_of, other_gpus
+from brimful.engine.classification.question import (
+    Asked,
+    Question,
+    TextQuestion,
+    Texts,
+    make_zero_shot,
+    zero_shot_encoder,
+)
+from brimful.engine.classification.runner import Checked, Runner, check_model
+from brimful.engine.classification.stages import Busy, Stages, run_stages
+from brimful.engine.classification.trust import Trusted, trusted_runner
+from brimful.engine.classification.windows import Reading, Window, WindowSize, answered
 from brimful.engine.prepare import tell_columns
-from brimful.engine.question import Asked, Question, TextQuestion, Texts, make_zero_shot
-from brimful.engine.runner import Checked, Runner, check_model
 from brimful.engine.signals import StopSignals
-from brimful.engine.stream import Busy, Stages, run_stages
-from brimful.engine.trust import Trusted, trusted_runner
-from brimful.engine.windows import COLUMN_PREFIX, Reading, Window, WindowSize, answered
 from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, num_cores, num_gpus_of, probe
 from brimful.hardware.specs import datasheet_flops_per_s
 from brimful.models.anatomy import matmul_parameters
 from brimful.tasks.answers import answer_form
-from brimful.tasks.zero_shot import parse_labels, zero_shot_form
+from brimful.tasks.zero_shot import zero_shot_form
 from brimful.techniques.precision import Precision, choose_forward_precision
 
 #: Seconds of one GPU from which others help, and operations a second that it reaches, to guess them.
 _LONG_S, _REACHED = 60.0, 300e12
 #: How many times larger a compressed file is in memory, about.
 _PACKED = 4
-#: Candidate labels that a row of a column of them is taken to have.
-_TYPICAL_LABELS = 8
 #: First rows, by whose lengths kernels are chosen and of which some are compared with the plain model.
 _SAMPLE_ROWS = 2048
 #: Options that do not change an answer.
@@ -71,7 +76,7 @@ def classify_file(
     began = time.perf_counter()
     given = _look(options, listener)
     with ExitStack() as stack:
-        question = make_question(given, options, stack, listener)
+        question = _question(given, options, stack, listener)
         sample = question.submit(given.sample, Busy())()
         kept = _output(options, given, output)
         stack.enter_context(kept)
@@ -147,7 +152,7 @@ def _output(options: ClassifyOptions, given: _Given, lines: LineOutput | None) -
     return ShardedOutput(Path(options.output), identity=identity, resume=options.resume, shard_rows=options.shard_rows)
 
 
-def make_question(given: _Given, options: ClassifyOptions, stack: ExitStack, listener: Listener) -> Question:
+def _question(given: _Given, options: ClassifyOptions, stack: ExitStack, listener: Listener) -> Question:
     """What is asked of each row. stack: ends what tokenises."""
     checked, num_workers = given.checked, options.num_workers
     if num_workers is None:
@@ -156,12 +161,12 @@ def make_question(given: _Given, options: ClassifyOptions, stack: ExitStack, lis
         "top_k": options.top_k, "threshold": options.threshold, "logits": options.logits,
     }  # fmt: skip
     if options.labels is None:
-        tokens = stack.enter_context(TokenStream(checked.encoder, num_workers=num_workers))
-        return TextQuestion(answer_form(checked.facts.config, **settings), tokens)
-    form = zero_shot_form(
-        checked.facts.config, multi_label=options.multi_label, template=options.hypothesis_template, **settings
-    )
-    return make_zero_shot(checked, options.labels, form, given.sample, num_workers, stack, listener)
+        form = answer_form(checked.facts.config, **settings)
+        return TextQuestion(form, stack.enter_context(TokenStream(checked.encoder, num_workers=num_workers)))
+    settings |= {"multi_label": options.multi_label, "template": options.hypothesis_template}
+    zero_shot, encoder = zero_shot_form(checked.facts.config, **settings), zero_shot_encoder(checked)
+    tokens = stack.enter_context(TokenStream(encoder.without_special_tokens(), num_workers=num_workers))
+    return make_zero_shot(zero_shot, encoder, tokens, options.labels, given.sample, listener)
 
 
 def _expected_tokens(given: _Given, sample: Asked) -> int:
@@ -251,11 +256,14 @@ class _Pass:
         self._listener.stage("classifying")
         began = time.perf_counter()
         question, fleet = self._question, self._fleet
+        size = WindowSize.on(
+            self._runner.precision.device.type,
+            sequences_per_row=question.sequences_per_row,
+            row_bytes=self._row_bytes,
+        )
         with StopSignals() as stop:
             run_stages(
-                self._reading.windows(
-                    self._rows.chunks(self._done), self._window_size(), as_they_come=self._options.data == "-"
-                ),
+                self._reading.windows(self._rows.chunks(self._done), size, as_they_come=self._options.data == "-"),
                 tokenise=lambda window: question.submit(window.texts, self._stages.tokenise),
                 compute=lambda asked: fleet.submit(asked.sequences),
                 write=self._write,
@@ -293,13 +301,6 @@ class _Pass:
             row=number,
             hint="mend the rows, or raise --max-errors",
         )
-
-    def _window_size(self) -> WindowSize:
-        labels, each = self._options.labels, 1
-        if labels is not None:
-            each = _TYPICAL_LABELS if labels.startswith(COLUMN_PREFIX) else len(parse_labels(labels))
-        kind = self._runner.precision.device.type
-        return WindowSize.on(kind, sequences_per_row=each, row_bytes=self._row_bytes)
 
     def record(self, command: str, trusted: Trusted, start_s: float) -> Classification:
         """What there is to say at the end."""

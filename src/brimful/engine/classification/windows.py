@@ -18,11 +18,11 @@ import pyarrow.compute as pc
 from brimful.core.classification import LENGTH_ENDS, Tally
 from brimful.core.errors import OptionError
 from brimful.core.options import ClassifyOptions
-from brimful.data.columns import Columns, find_columns
+from brimful.data.columns import Columns, check_there, find_columns
 from brimful.data.examples import has_text
 from brimful.data.rows import Rows
-from brimful.data.stream import Chunk
-from brimful.engine.question import Asked, Question, Texts
+from brimful.data.streams.stream import Chunk
+from brimful.engine.classification.question import Asked, Question, Texts
 
 #: Sequences and bytes of text of a window: on a GPU enough to fill many micro-batches of every length, and few enough
 #: that one is tokenised while another is computed; on a CPU a few seconds' work.
@@ -92,6 +92,8 @@ class Reading:
         labels = asked.removeprefix(COLUMN_PREFIX) if asked.startswith(COLUMN_PREFIX) else None
         if options.labels is not None and options.pair_column is not None:
             raise OptionError("--pair-column and --labels are both given", hint="zero-shot reads one text a row")
+        if labels is not None:
+            check_there(sample, labels, "--labels")
         columns = find_columns(
             sample, text=options.text_column, pair=options.pair_column, label=labels, need_labels=False
         )

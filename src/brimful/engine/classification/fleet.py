@@ -24,8 +24,8 @@ import numpy as np
 from brimful.core.errors import DeviceError
 from brimful.core.options import ClassifyOptions
 from brimful.data.tokens import Tokens
+from brimful.engine.classification.runner import Result, Runner
 from brimful.engine.predict import Done
-from brimful.engine.runner import Result, Runner
 
 #: Windows that a process has at a time: one that it computes, one that it launches.
 _IN_FLIGHT = 2
@@ -89,7 +89,7 @@ class _Member:
 
     def __init__(self, job: Job, place: Mapping[str, str]) -> None:
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", "brimful.engine.fleet_worker", str(theirs.fileno())]
+        command = [sys.executable, "-m", "brimful.engine.classification.fleet_worker", str(theirs.fileno())]
         environment = os.environ | dict(place)
         self._process = subprocess.Popen(
             command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True

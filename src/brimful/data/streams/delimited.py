@@ -20,8 +20,8 @@ import pyarrow.csv as pacsv
 from brimful.core.errors import DataError, printable
 from brimful.data.delimited import DELIMITERS, bad_utf8, check_names, long_values
 from brimful.data.opening import not_utf8
-from brimful.data.stream_lines import ROW_BYTES, TOO_LONG, FileLines
-from brimful.data.stream_parts import Part, Piece, RowsRead, in_order, said, unread_row
+from brimful.data.streams.lines import ROW_BYTES, TOO_LONG, FileLines
+from brimful.data.streams.parts import Part, Piece, RowsRead, in_order, said, unread_row
 
 if TYPE_CHECKING:
     import _csv

@@ -28,11 +28,11 @@ from brimful.data.json_rows import has_lines, parse_document
 from brimful.data.locations import Location, locate, refusals
 from brimful.data.opening import first_line, reading
 from brimful.data.rows import Rows, common_type, converted, no_rows, other_columns
-from brimful.data.stream_columns import ArrowPart, ParquetPart
-from brimful.data.stream_csv import DelimitedPart
-from brimful.data.stream_json import JsonObjectsPart, JsonPipePart, json_lines_parts
-from brimful.data.stream_lines import FileLines
-from brimful.data.stream_parts import Part, Piece, RowsRead, TablePart, TextFilesPart, refit
+from brimful.data.streams.columnar import ArrowPart, ParquetPart
+from brimful.data.streams.delimited import DelimitedPart
+from brimful.data.streams.json_rows import JsonObjectsPart, JsonPipePart, json_lines_parts
+from brimful.data.streams.lines import FileLines
+from brimful.data.streams.parts import Part, Piece, RowsRead, TablePart, TextFilesPart, refit
 
 _CHUNK_ROWS = 1 << 16
 

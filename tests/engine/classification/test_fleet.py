@@ -13,8 +13,8 @@ from brimful.core.errors import DeviceError
 from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions
 from brimful.data.tokens import Tokens
-from brimful.engine.fleet import Fleet, job_of, other_gpus
-from brimful.engine.runner import Runner, check_model, make_runner
+from brimful.engine.classification.fleet import Fleet, job_of, other_gpus
+from brimful.engine.classification.runner import Runner, check_model, make_runner
 from brimful.techniques.precision import choose_precision
 from tiny_files import review, save_classifier
 

@@ -26,8 +26,8 @@ from brimful.core.errors import DataError, printable
 from brimful.data.formats import plain_type
 from brimful.data.json_rows import DECODER, REFUSED, as_text, column_of, read_arrow, reason
 from brimful.data.opening import not_utf8
-from brimful.data.stream_lines import TOO_LONG, Block, FileLines, PipeLines
-from brimful.data.stream_parts import BATCH_ROWS, Part, Piece, RowsRead, in_order, said, unread_row
+from brimful.data.streams.lines import TOO_LONG, Block, FileLines, PipeLines
+from brimful.data.streams.parts import BATCH_ROWS, Part, Piece, RowsRead, in_order, said, unread_row
 
 #: Places in a large file where lines are read to see types and keys that its first rows do not have.
 _WINDOWS = 16

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import brimful as package
-from brimful.core.errors import ModelError, OptionError
+from brimful.core.errors import DataError, ModelError, OptionError
 from brimful.core.listener import Listener
 from same import SCORE, same_objects
 from tiny import FAMILIES
@@ -83,8 +88,9 @@ def test_families_packed_and_padded(family: str, packing: str, tmp_path: Path) -
     with fp32(model, packing=packing) as classifier:
         same_objects(classifier(TEXTS, top_k=None), pipeline(model)(TEXTS, top_k=None, batch_size=4))
         assert classifier.recipe is not None
-        packed = {lever.name: lever.value for lever in classifier.recipe.levers}["packing"] == "packed"
-        assert packed == (packing == "auto")
+        levers = {lever.name: lever.value for lever in classifier.recipe.levers}
+        assert levers["packing"] == ("packed" if packing == "auto" else "padded")
+        assert packing == "auto" or levers["attention"] in ("sdpa", "eager")
 
 
 def test_rows_that_influence_one_another_are_classified_alone(tmp_path: Path) -> None:
@@ -95,6 +101,21 @@ def test_rows_that_influence_one_another_are_classified_alone(tmp_path: Path) ->
     save_tokenizer(tmp_path)
     plain = pipeline(tmp_path)
     with fp32(tmp_path) as classifier:
+        same_objects(classifier(TEXTS), [plain(text)[0] for text in TEXTS])
+
+
+@pytest.mark.parametrize("packing", ["auto", "off"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_a_decoder_whose_configuration_names_no_padding(family: str, packing: str, tmp_path: Path) -> None:
+    """What the tokenizer pads with is padding to the head too, which reads the last token that is none."""
+    model = save_classifier(tmp_path, ["a", "b", "c"], family)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(4)
+    tokenizer.save_pretrained(model)
+    plain = pipeline(model)
+    with fp32(model, packing=packing) as classifier:
         same_objects(classifier(TEXTS), [plain(text)[0] for text in TEXTS])
 
 
@@ -327,6 +348,46 @@ def test_a_closed_classifier_begins_anew(tmp_path: Path) -> None:
     classifier.close()
 
 
+@pytest.mark.parametrize("labels", [None, ["a", "b"]])
+def test_processes_that_tokenise_are_kept_until_the_classifier_is_closed(
+    labels: list[str] | None, tmp_path: Path
+) -> None:
+    before = children()
+    with fp32(save_classifier(tmp_path, NLI), num_workers=1) as classifier:
+        first = classifier(TEXTS[:3], labels=labels)
+        wait(lambda: children() > before)
+        [worker] = children() - before
+        assert classifier(TEXTS[:3], labels=labels) == first
+        assert children() - before == {worker}
+    assert children() == before
+
+
+def test_after_a_process_that_tokenises_was_ended_another_one_starts(tmp_path: Path) -> None:
+    before = children()
+    with fp32(save_classifier(tmp_path, NLI), num_workers=1) as classifier:
+        first = classifier(TEXTS[:3], labels=["a", "b"])
+        wait(lambda: children() > before)
+        [worker] = children() - before
+        os.kill(worker, signal.SIGKILL)
+        with contextlib.suppress(DataError):  # unless it had not begun to work, and threads did without it
+            classifier(TEXTS[:3], labels=["a", "b"])
+        wait(lambda: worker not in children())
+        assert classifier(TEXTS[:3], labels=["a", "b"]) == first
+
+
+def wait(until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not until():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def children() -> set[int]:
+    """Processes that this one has started and not waited for."""
+    lists = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    return {int(process) for each in lists for process in each}
+
+
 @pytest.mark.parametrize(
     ("words", "more", "said", "hint"),
     [
@@ -344,6 +405,9 @@ def test_a_closed_classifier_begins_anew(tmp_path: Path) -> None:
         ((["a"], ["b"]), {"labels": ["x"]}, "zero-shot reads one text at a time", "texts or labels"),
         ((["a"],), {"labels": []}, "no candidate labels", "sports,politics"),
         ((["a"],), {"labels": ["x"], "hypothesis_template": "{x}"}, "has no place for a label", "{}"),
+        ((["a"],), {"labels": "x, y,x"}, "the candidate label 'x' is there twice", "each once"),
+        ((["a"],), {"multi_label": True}, "multi_label is for zero-shot", "give labels"),
+        ((["a"],), {"hypothesis_template": "It is {}."}, "hypothesis_template is for zero-shot", "give labels"),
     ],
 )
 def test_mistakes(words: Any, more: Any, said: str, hint: str, tmp_path: Path) -> None:

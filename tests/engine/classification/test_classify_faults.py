@@ -28,7 +28,7 @@ import torch
 from runs import Runner, open_runner, sha256
 from tiny_files import review, save_classifier
 
-LOG = Path(__file__).parents[2] / "benchmarks" / "faults" / "classify.log"
+LOG = Path(__file__).parents[3] / "benchmarks" / "faults" / "classify.log"
 #: A window has 1 MiB of text on a CPU: 64 rows of these.
 TEXT_BYTES, ROWS = 16 << 10, 600
 #: Of the campaign: enough that most kills come while rows are classified, not before.

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from brimful.core.classification import Parity
 from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions
 from brimful.core.units import share_text
-from brimful.engine.question import Asked, Question, Texts
-from brimful.engine.runner import Checked, Runner, make_runner
-from brimful.engine.stream import Busy
+from brimful.engine.classification.question import Asked, Question, Texts
+from brimful.engine.classification.runner import Checked, Runner, make_runner
+from brimful.engine.classification.stages import Busy
 from brimful.tasks.parity import compare
 from brimful.techniques.precision import Precision, choose_precision
 
@@ -44,6 +45,7 @@ def trusted_runner(
     sample: the first rows of the input, asked: the same tokenised. num_tokens: of all of the input, about.
     """
     compared = _some(question, sample, options.verify)
+    plain = None if compared is None else plain_answers(checked, options, precision, question, compared, listener)
     fallback: str | None = None
     for attempt, packing_wanted in _attempts(options, precision):
         with attempt.apply():
@@ -56,32 +58,46 @@ def trusted_runner(
                 packing_wanted=packing_wanted,
                 listener=listener,
             )
-            parity = None
-            if compared is not None:
-                parity = parity_of(checked, options, runner, question, compared, listener)
+            parity = None if plain is None else plain.parity(runner)
             plainest = attempt.value == "fp32" and not runner.packing.packed
             if parity is None or parity.passed or plainest:
                 yield Trusted(runner=runner, parity=parity, fallback=fallback)
                 return
             fallback = _failed(parity, packed=runner.packing.packed)
             listener.warning(fallback)
+            del runner  # its memory is the next one's
 
 
-def parity_of(
-    checked: Checked, options: ClassifyOptions, runner: Runner, question: Question, asked: Asked, listener: Listener
-) -> Parity:
-    """A runner's answers against those of the plain Hugging Face model in fp32, on padded rows."""
-    found = runner.submit(asked.sequences).result()
-    exact = choose_precision("fp32", runner.precision.device)
+@dataclass(frozen=True, kw_only=True)
+class PlainAnswers:
+    """What the plain model says of some rows. logits_PC: of their sequences."""
+
+    question: Question
+    asked: Asked
+    logits_PC: npt.NDArray[np.float32]
+
+    def parity(self, runner: Runner) -> Parity:
+        """A runner's answers against these. Products of the process must have its precision."""
+        found_PC = runner.submit(self.asked.sequences).result()
+        return compare(
+            self.question.form,
+            self.question.scores(self.asked, found_PC),
+            self.question.scores(self.asked, self.logits_PC),
+            precision=runner.precision.value,
+        )
+
+
+def plain_answers(
+    checked: Checked, options: ClassifyOptions, precision: Precision, question: Question, asked: Asked,
+    listener: Listener,
+) -> PlainAnswers:  # fmt: skip
+    """Those of the plain Hugging Face model in fp32, on padded rows. It is loaded for it, where `precision` runs."""
+    exact, uncaptured = choose_precision("fp32", precision.device), replace(options, execution="eager")
     with exact.apply():
         plain = make_runner(
-            checked, options, exact, sample=asked.sequences, num_tokens=0, packing_wanted=False, listener=listener
+            checked, uncaptured, exact, sample=asked.sequences, num_tokens=0, packing_wanted=False, listener=listener
         )
-        expected = plain.submit(asked.sequences).result()
-    return compare(
-        question.form, question.scores(asked, found), question.scores(asked, expected),
-        precision=runner.precision.value,
-    )  # fmt: skip
+        return PlainAnswers(question=question, asked=asked, logits_PC=plain.submit(asked.sequences).result())
 
 
 def _attempts(options: ClassifyOptions, precision: Precision) -> Iterator[tuple[Precision, bool]]:

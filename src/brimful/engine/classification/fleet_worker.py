@@ -14,9 +14,9 @@ from typing import Any
 from brimful.core.errors import DeviceError, printable
 from brimful.core.listener import Listener
 from brimful.data.tokens import Tokens
-from brimful.engine.fleet import Job
+from brimful.engine.classification.fleet import Job
+from brimful.engine.classification.runner import Result, Runner, check_model, make_runner
 from brimful.engine.predict import Done
-from brimful.engine.runner import Result, Runner, check_model, make_runner
 from brimful.hardware.probe import choose_device
 from brimful.techniques.precision import choose_forward_precision
 

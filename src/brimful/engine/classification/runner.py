@@ -1,7 +1,7 @@
 """A saved classifier made ready to run: its files checked, its weights on the device, its fast path proved.
 
 What it then runs is `Runner.submit`: tokenised texts in, logits out. What logits mean is the business of
-`tasks.answers`, where texts come from and answers go that of `stream.py`.
+`tasks.answers`, where texts come from and answers go that of `classify.py`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from brimful.data.tokens import Encoder, Tokens
 from brimful.engine.build import make_layout
 from brimful.engine.predict import LayoutForward, chunks
 from brimful.engine.prepare import longest_sequence
+from brimful.hardware.probe import device_name
 from brimful.models.anatomy import attention_flops, matmul_parameters
-from brimful.models.execution import Execution, has_token_types
+from brimful.models.execution import Execution, has_token_types, padding_id_of
 from brimful.models.halves import halve_linears
 from brimful.models.intake import ModelFacts, inspect_model, load_tokenizer
 from brimful.models.load import load_model
 from brimful.models.proof import prove
 from brimful.step.forward import PackedForward
 from brimful.tasks.answers import label_space
-from brimful.techniques.attention import AttentionKernels, choose_kernels
+from brimful.techniques.attention import AttentionKernels, choose_kernels, padded_lever
 from brimful.techniques.execution import ExecutionMode, choose_forward
 from brimful.techniques.packing import Packing
 from brimful.techniques.precision import Precision
@@ -120,11 +121,48 @@ def make_runner(
 
     sample: the first texts of the input, by whose lengths kernels and shapes are chosen. num_tokens: of the whole
     input, about.
+    Raises: ModelError for weights that do not fit the model, OptionError for --execution where it does not work.
     """
-    facts, config = checked.facts, checked.facts.config
-    model = load_model(facts, checked.space, head="kept", seed=0).requires_grad_(False)
-    lengths = sample.lengths[sample.lengths > 0]
-    typical_length = round(float(lengths.mean())) if len(lengths) else 1
+    loaded = _load(checked, precision, sample, packing_wanted)
+    packing, kernels, execution = loaded.packing, loaded.kernels, loaded.execution
+    model = execution.model
+    mode = choose_forward(
+        options.execution, precision.device, model, num_tokens=num_tokens, packed=packing.packed, fixed=kernels.unfixed
+    )
+    mode.apply_forward(execution, note=listener.warning)
+    if packing.packed and kernels.unfixed is None and precision.device.type == "cuda":
+        forward, budget = _graphs(checked, options, loaded, mode, listener)
+    else:
+        forward, budget = _layout(checked, options, loaded)
+    attention = kernels.lever() if packing.packed else padded_lever(model)
+    return Runner(
+        forward=forward,
+        execution=execution,
+        precision=precision,
+        recipe=Recipe(
+            device=device_name(precision.device),
+            levers=(packing.lever(), budget, precision.lever(), attention, mode.lever()),
+        ),
+        packing=packing,
+        execution_mode=cast(ExecutionChoice, mode.value),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    """A model on its device. lengths_N: tokens of the texts that its kernels were chosen by, at least one each."""
+
+    execution: Execution
+    packing: Packing
+    kernels: AttentionKernels
+    precision: Precision
+    lengths_N: np.ndarray
+
+
+def _load(checked: Checked, precision: Precision, sample: Tokens, packing_wanted: bool) -> _Loaded:
+    model = load_model(checked.facts, checked.space, head="kept", seed=0).requires_grad_(False)
+    lengths_N = sample.lengths[sample.lengths > 0]
+    typical_length = round(float(lengths_N.mean())) if len(lengths_N) else 1
     proof = prove(
         model,
         max_length=checked.max_length,
@@ -136,61 +174,26 @@ def make_runner(
     model = model.to(precision.device).eval()
     if packing.packed and proof.halves:
         halve_linears(model, precision.dtype)
-    execution = packing.apply(model)
-    kernels = choose_kernels(config, precision, typical_length)
-    graphs = packing.packed and precision.device.type == "cuda" and not kernels.needs_groups
-    mode = choose_forward(
-        options.execution, precision.device, model, num_tokens=num_tokens, refusal=None if graphs else _why_not(packing)
-    )
-    mode.apply_forward(execution, note=listener.warning)
-    forward: Forward
-    if graphs:
-        forward, budget = _graphs(checked, options, execution, precision, typical_length, mode, listener)
-    else:
-        forward, budget = _layout(checked, options, execution, precision, packing, kernels, lengths)
-    own = Lever(
-        name="attention",
-        value=str(config._attn_implementation),
-        arithmetic="exact",
-        reason="Hugging Face's own, on padded rows",
-    )
-    levers = (
-        packing.lever(), budget, precision.lever(), kernels.lever() if packing.packed else own, mode.lever()
-    )  # fmt: skip
-    device = "CPU" if precision.device.type == "cpu" else _gpu_name(precision)
-    return Runner(
-        forward=forward,
-        execution=execution,
-        precision=precision,
-        recipe=Recipe(device=device, levers=levers),
+    return _Loaded(
+        execution=packing.apply(model),
         packing=packing,
-        execution_mode=cast(ExecutionChoice, mode.value),
+        kernels=choose_kernels(model.config, precision, typical_length),
+        precision=precision,
+        lengths_N=lengths_N,
     )
-
-
-def _why_not(packing: Packing) -> str:
-    return "the CPU and padded rows have no fixed shapes" if packing.packed else packing.supports().because
-
-
-def _gpu_name(precision: Precision) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(precision.device)
 
 
 def _graphs(
-    checked: Checked, options: ClassifyOptions, execution: Execution, precision: Precision, typical_length: int,
-    mode: ExecutionMode, listener: Listener,
-) -> tuple[Forward, Lever]:  # fmt: skip
-    config = checked.facts.config
+    checked: Checked, options: ClassifyOptions, loaded: _Loaded, mode: ExecutionMode, listener: Listener
+) -> tuple[Forward, Lever]:
     budget = options.token_budget or _DEFAULT_BUDGET["cuda"]
     forward = PackedForward(
-        execution,
-        precision,
+        loaded.execution,
+        loaded.precision,
         budget=budget,
         longest=checked.max_length,
-        padding_id=config.pad_token_id if isinstance(getattr(config, "pad_token_id", None), int) else 0,
-        typical_length=typical_length,
+        padding_id=padding_id_of(loaded.execution.model.config),
+        typical_length=loaded.kernels.typical_length,
         captured=mode.captured,
         note=listener.warning,
     )
@@ -198,21 +201,19 @@ def _graphs(
     return forward, Lever(name="token_budget", value=str(budget), arithmetic="exact", reason=reason)
 
 
-def _layout(
-    checked: Checked, options: ClassifyOptions, execution: Execution, precision: Precision, packing: Packing,
-    kernels: AttentionKernels, lengths: np.ndarray,
-) -> tuple[Forward, Lever]:  # fmt: skip
+def _layout(checked: Checked, options: ClassifyOptions, loaded: _Loaded) -> tuple[Forward, Lever]:
     # Where rows influence one another, a text's answer must not depend on its neighbours: each is a batch.
-    most_rows = _MOST_TEXTS if packing.proof.independent else 1
-    budget = options.token_budget or _DEFAULT_BUDGET[precision.device.type]
+    most_rows = _MOST_TEXTS if loaded.packing.proof.independent else 1
+    budget = options.token_budget or _DEFAULT_BUDGET[loaded.precision.device.type]
+    batches = [loaded.lengths_N[rows] for rows in chunks(loaded.lengths_N, budget, most_rows)]
     layout, lever = make_layout(
-        packing,
-        kernels,
-        precision,
-        checked.facts.config,
-        batches=[lengths[rows] for rows in chunks(lengths, budget, most_rows)] or [np.array([1])],
+        loaded.packing,
+        loaded.kernels,
+        loaded.precision,
+        loaded.execution.model.config,
+        batches=batches or [np.array([1])],
         batch_size=most_rows,
         max_length=checked.max_length,
         token_budget=budget,
     )
-    return LayoutForward(execution, layout, precision, batch_tokens=budget, most_rows=most_rows), lever
+    return LayoutForward(loaded.execution, layout, loaded.precision, batch_tokens=budget, most_rows=most_rows), lever

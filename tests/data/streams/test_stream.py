@@ -24,10 +24,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from brimful.core.errors import DataError
-from brimful.data import stream_csv, stream_lines, stream_parts
+from brimful.data import streams
 from brimful.data.columns import find_columns
 from brimful.data.sources import read_rows
-from brimful.data.stream import Chunk, open_stream
+from brimful.data.streams.stream import Chunk, open_stream
 
 ROWS = [{"text": "good, really", "label": "pos"}, {"text": 'she said "no"\nand left', "label": "neg"}]
 KINDS = ["csv", "tsv", "json", "jsonl", "parquet", "feather", "arrow"]
@@ -68,8 +68,8 @@ def put(path: Path, data: bytes | str) -> str:
 def blocks_of(num_bytes: int) -> Iterator[None]:
     """Files are read in blocks of this size, so that little data has many of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_lines, "BLOCK_BYTES", num_bytes)
-        patch.setattr(stream_parts, "BLOCK_BYTES", num_bytes)
+        patch.setattr(streams.lines, "BLOCK_BYTES", num_bytes)
+        patch.setattr(streams.parts, "BLOCK_BYTES", num_bytes)
         yield
 
 
@@ -325,7 +325,7 @@ def test_quotation_marks_that_are_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
 def test_a_row_beyond_all_measure(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_lines, "ROW_BYTES", 1000)
+    monkeypatch.setattr(streams.lines, "ROW_BYTES", 1000)
     rows = [{"text": "a"}, {"text": "b" * 5000}, {"text": "c, d"}]
     file = put(tmp_path / name, encoded(rows, name.partition(".")[2]))
     with blocks_of(100):
@@ -335,7 +335,7 @@ def test_a_row_beyond_all_measure(tmp_path: Path, name: str, monkeypatch: pytest
 def test_a_quotation_mark_that_never_closes_does_not_swallow_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_csv, "ROW_BYTES", 1000)
+    monkeypatch.setattr(streams.delimited, "ROW_BYTES", 1000)
     lines = ['"a, b",1'] * 20 + ['"open,1'] + ["c,2"] * 2000
     file = put(tmp_path / "rows.csv", "text,label\n" + "\n".join(lines))
     with blocks_of(200):
@@ -382,7 +382,7 @@ def test_types_and_keys_seen_all_over_files_of_json(tmp_path: Path) -> None:
     put(tmp_path / "1.jsonl", encoded(lines, "jsonl"))
     put(tmp_path / "2.jsonl", encoded([{"text": "last", "x": None}], "jsonl"))
     with blocks_of(10_000), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_lines, "HEAD_BYTES", 1000)
+        patch.setattr(streams.lines, "HEAD_BYTES", 1000)
         rows, errors = read(tmp_path)
     assert errors == {}
     assert (rows[0], rows[-2]) == (
@@ -531,7 +531,7 @@ def test_a_pipe_without_rows(data: bytes, said: str) -> None:
 
 MEASURED = """
 import resource, sys
-from brimful.data.stream import open_stream
+from brimful.data.streams.stream import open_stream
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 sum(chunk.table.num_rows for chunk in open_stream(sys.argv[1]).chunks())
 for file in sys.argv[2:]:

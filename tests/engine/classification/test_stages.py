@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from brimful.engine.classification.stages import Stages, run_stages
 from brimful.engine.predict import Done
-from brimful.engine.stream import Stages, run_stages
 
 
 class StageError(Exception):

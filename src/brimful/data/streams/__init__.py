@@ -1,0 +1,1 @@
+"""Sources of any size, read a few thousand rows at a time."""

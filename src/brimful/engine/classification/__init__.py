@@ -1,0 +1,1 @@
+"""Classification: rows in, the same rows with their answers out."""
