@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from brimful.core.classification import Tally
 from brimful.core.errors import DataError, DiskFullError, OutputError
 from brimful.core.manifest import Manifest, changes, plain_identity, read_manifest
+from brimful.data import writing
 from brimful.data.shards import LineOutput, ShardedOutput
 from brimful.data.sources import read_rows
 from outputs import RECORD, SCHEMA, contents, tally_of, window, windows
@@ -82,9 +83,6 @@ def test_a_file(tmp_path: Path) -> None:
     assert final == (tmp_path / "results.parquet", tmp_path / "results.parquet.manifest.json")
     assert sorted(tmp_path.iterdir()) == sorted(final)
     assert pq.read_table(final[0]).to_pylist() == pa.concat_tables(windows(SIZES)).to_pylist()
-    file = pq.ParquetFile(final[0])
-    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == SIZES
-    assert file.metadata.row_group(1).column(0).statistics.min == 40
     manifest = manifest_of(final[1])
     assert (manifest.status, manifest.record, manifest.num_rows) == ("finished", RECORD, ROWS)
     assert manifest.tally == sum(map(tally_of, windows(SIZES)), Tally())
@@ -93,6 +91,19 @@ def test_a_file(tmp_path: Path) -> None:
         ("text", "large_string"),
     ]
     assert manifest.shards[0].num_bytes == final[0].stat().st_size
+
+
+@pytest.mark.parametrize(("limit", "value"), [("_GROUP_ROWS", 70), ("_GROUP_BYTES", 5000)])
+def test_row_groups(limit: str, value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold several windows, and the same ones in a file that was made once more from a journal."""
+    monkeypatch.setattr(writing, limit, value)
+    undisturbed = run(tmp_path / "one" / "results.parquet", windows(SIZES))
+    interrupt(tmp_path / "two" / "results.parquet", windows(SIZES)[:1])
+    interrupt(tmp_path / "two" / "results.parquet", windows(SIZES)[:3], resume=True)
+    assert run(tmp_path / "two" / "results.parquet", windows(SIZES), resume=True) == undisturbed
+    metadata = pq.ParquetFile(tmp_path / "one" / "results.parquet").metadata
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [80, 65]
+    assert metadata.row_group(1).column(0).statistics.min == 80
 
 
 def test_a_folder(tmp_path: Path) -> None:

@@ -306,7 +306,7 @@ class ShardedOutput:
         return self._live
 
     def _append(self, live: TableFile, batches: list[pa.RecordBatch]) -> None:
-        """Each batch becomes one row group: what was written at once is read from the journal as one."""
+        """Each batch is a table to the file: what was written at once is read from the journal as one."""
         with durable.file_errors(self.place.path):
             for batch in batches:
                 live.write(pa.Table.from_batches([batch]))

@@ -23,6 +23,9 @@ from brimful.data.opening import first_line, split_suffix
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 #: Rows that are Python objects at a time.
 _LINES = 1024
+#: Rows, and bytes of them, that end a row group of Parquet. A group costs its file some 5 kB of index, kept in memory
+#: until the file is closed: few rows of 20 million in each would come to 30 MB.
+_GROUP_ROWS, _GROUP_BYTES = 1 << 15, 32 << 20
 FORMS = ".csv, .tsv, .jsonl (each also .gz or .zst) or .parquet"
 
 
@@ -52,8 +55,8 @@ class _Writer(Protocol):
 class TableFile:
     """A file of rows that grows a table at a time. Its bytes depend on the tables only, and on pyarrow's version.
 
-    Each table is a row group of its own in Parquet. In CSV and TSV lists and other nested values are JSON text, bytes
-    are base64. In JSON, NaN and infinities are null.
+    In Parquet, tables are put together into row groups of `_GROUP_ROWS` rows, or a few more. In CSV and TSV lists and
+    other nested values are JSON text, bytes are base64. In JSON, NaN and infinities are null.
 
     Raises: OutputError for a column whose type has no place in this form; OSError as the system gave it.
     """
@@ -105,8 +108,7 @@ def _compressed(sink: Sink, codec: str | None) -> Any:
 
 def _writer(stream: Any, form: Form, schema: pa.Schema) -> _Writer:
     if form.suffix == ".parquet":
-        writer: _Writer = pq.ParquetWriter(stream, schema, compression="zstd")
-        return writer
+        return _ParquetWriter(stream, schema)
     if form.suffix in (".csv", ".tsv"):
         return _DelimitedWriter(stream, schema, "\t" if form.suffix == ".tsv" else ",")
     return _LineWriter(stream)
@@ -126,6 +128,39 @@ def _check_schema(schema: pa.Schema, form: Form) -> None:
                 f"{printable(field.type)} ({first_line(error)})",
                 hint="use a name that ends in .jsonl, or leave the column out",
             ) from error
+
+
+class _ParquetWriter:
+    """Parquet, compressed by zstd."""
+
+    def __init__(self, stream: Any, schema: pa.Schema) -> None:
+        self._writer = pq.ParquetWriter(stream, schema, compression="zstd")
+        self._held: list[pa.Table] = []  # of the next row group
+        self._num_rows = self._num_bytes = 0
+
+    def write_table(self, table: pa.Table) -> None:
+        self._held.append(table)
+        self._num_rows += table.num_rows
+        self._num_bytes += sum(map(_plain_bytes, table.to_batches()))
+        if self._num_rows >= _GROUP_ROWS or self._num_bytes >= _GROUP_BYTES:
+            self._end_group()
+
+    def close(self) -> None:
+        if self._held:
+            self._end_group()
+        self._writer.close()
+
+    def _end_group(self) -> None:
+        self._writer.write_table(pa.concat_tables(self._held), row_group_size=max(1, self._num_rows))
+        self._held, self._num_rows, self._num_bytes = [], 0, 0
+
+
+def _plain_bytes(batch: pa.RecordBatch) -> int:
+    """Bytes of a batch in a stream without compression: the same before it was in a journal and after.
+
+    What it takes in memory is not: buffers there may be longer than their rows, or say that nothing is null.
+    """
+    return int(pa.ipc.get_record_batch_size(batch))
 
 
 class _DelimitedWriter:
