@@ -294,18 +294,22 @@ def supports(dtype: torch.dtype, head_dim: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How a kernel is cut: rows that a program owns, rows it takes at a time of the others, warps, stages."""
+    """How a kernel is cut: rows that a program owns, rows it takes at a time of the others, warps, stages.
+
+    registers: most of a thread, so that more programs fit a multiprocessor; None for as many as the compiler likes.
+    """
 
     own: int
     other: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 #: For heads of 64 in half precision on an H200 (benchmarks/attention): short segments, long ones forward and backward.
 SHORT = Tiles(own=64, other=32, warps=4, stages=1)
 LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3)
-LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=1)
+LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=1, registers=128)
 #: Wide heads, and fp32: what fits.
 _SMALL = Tiles(own=32, other=32, warps=4, stages=2)
 #: Mean length from which segments are long.
@@ -324,7 +328,7 @@ def _launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[
     grid = (triton.cdiv(max_length, tiles.own), offsets.shape[0] - 1, heads)
     precision = "ieee" if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
     constants = {"D": head_dim, "OWN": tiles.own, "OTHER": tiles.other, "PRECISION": precision}
-    return grid, constants | {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    return grid, constants | {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers}
 
 
 def _split(tiles: Tiles, causal: bool, window: int, dropout: float) -> int:
