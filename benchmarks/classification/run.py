@@ -25,8 +25,8 @@ from works import CPU_TABLE, TABLE, Work, make_inputs
 
 _SIDES = ("pipeline", "crossencoder", "brimful")
 _BATCHES: dict[str, dict[str, tuple[int, ...]]] = {
-    "pipeline": {"cuda": (1, 32, 128, 256), "cpu": (1, 8, 32)},
-    "crossencoder": {"cuda": (32, 64, 128, 256, 512), "cpu": (8, 32)},
+    "pipeline": {"cuda": (1, 32, 128, 256, 512), "cpu": (1, 8, 32)},
+    "crossencoder": {"cuda": (32, 64, 128, 256, 512, 1024), "cpu": (8, 32)},
 }
 _PRECISIONS = {"cuda": ["bf16", "fp16"], "cpu": ["auto", "fp32"]}
 #: Seconds that a measurement is expected to take, before the raw log knows better.

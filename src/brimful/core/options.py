@@ -9,8 +9,7 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 from brimful.core.errors import OptionError, printable
 
 TaskChoice = Literal["auto", "single_label", "multi_label", "regression"]
-PrecisionChoice = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
-TrainingPrecisionChoice = Literal[PrecisionChoice, "fp8"]
+PrecisionChoice = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 ExecutionChoice = Literal["auto", "eager", "captured", "compiled"]
 OptimizerChoice = Literal["adamw_torch_fused", "adamw_torch", "sgd"]
@@ -96,7 +95,7 @@ class TrainOptions:
     early_stopping_patience: int | None = None
     """Stop after this many evaluations without improvement of --metric-for-best-model."""
 
-    precision: TrainingPrecisionChoice = "auto"
+    precision: PrecisionChoice = "auto"
     """Arithmetic of matrix products; weights, gradients, optimizer, norms and loss stay fp32.
     auto: bf16 on a GPU that has it, fp32 elsewhere. fp8: bf16, with those products of fused layers in 8 bits that are
     measured faster so here; on GPUs from compute capability 9.0 (Hopper)."""
@@ -210,7 +209,9 @@ class ClassifyOptions:
     """File for a report of the pass as one HTML page that needs no network."""
 
     precision: PrecisionChoice = "auto"
-    """Arithmetic of matrix products. auto: bf16 on a GPU that has it and on a CPU with units for it, fp32 elsewhere."""
+    """Arithmetic of matrix products. auto: bf16 on a GPU that has it and on a CPU with units for it, fp32 elsewhere.
+    fp8: bf16, with those products of fused layers in 8 bits that are measured faster so here; on GPUs from compute
+    capability 9.0 (Hopper)."""
     device: DeviceChoice = "auto"
     """Where to run. auto: a GPU if there is one."""
     num_gpus: int | None = None

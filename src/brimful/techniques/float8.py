@@ -36,10 +36,13 @@ _REVISION = 1
 Timing = Mapping[str, tuple[float, float]]
 
 
-def choose_float8(precision: Precision, proof: Proof, *, num_tokens: int, fused: bool) -> Precision:
+def choose_float8(
+    precision: Precision, proof: Proof, *, num_tokens: int, fused: bool, forward_only: bool = False
+) -> Precision:
     """`precision` with its plan, or bf16 with the reason why no product is in fp8. Other precisions as they are.
 
-    num_tokens: of the largest micro-batch. fused: whether layers are to run on fused kernels.
+    num_tokens: of the largest micro-batch. fused: whether layers are to run on fused kernels. forward_only: for a model
+    that is only read, which has no gradients' products.
     """
     if precision.value != "fp8":
         return precision
@@ -47,6 +50,8 @@ def choose_float8(precision: Precision, proof: Proof, *, num_tokens: int, fused:
     if refused is not None:
         return precision.in_bf16(refused)
     timings = time_shapes(precision.device, proof.float8_shapes, num_tokens)
+    if forward_only:
+        timings = {shape: {"output": timing["output"]} for shape, timing in timings.items()}
     chosen = {shape: faster_products(timing) for shape, timing in timings.items()}
     if not any(any(products) for products in chosen.values()):
         return precision.in_bf16(f"no product is faster in it here: {_factors(timings)} at {num_tokens:,} tokens")
@@ -127,7 +132,8 @@ def _pairs(
 
 def _reason(timings: Mapping[Shape, Timing], chosen: Mapping[Shape, Products], num_tokens: int) -> str:
     number = sum(sum(products) for products in chosen.values())
-    text = f"asked for; {number} of {3 * len(chosen)} products of layers are faster in it here at {num_tokens:,} tokens"
+    total = sum(len(timing) for timing in timings.values())
+    text = f"asked for; {number} of {total} products of layers are faster in it here at {num_tokens:,} tokens"
     left = {
         shape: {name: pair for name, pair in timing.items() if not getattr(chosen[shape], name)}
         for shape, timing in timings.items()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from brimful.core.errors import DeviceError, OptionError
-from brimful.core.options import PrecisionChoice, TrainingPrecisionChoice
+from brimful.core.options import PrecisionChoice
 from brimful.core.records import Arithmetic, Lever
 from brimful.kernels.float8 import Plan
 from brimful.techniques.technique import Cost, Verdict
@@ -111,7 +111,7 @@ class Precision:
             torch.set_float32_matmul_precision(before)
 
 
-def choose_precision(asked: TrainingPrecisionChoice, device: torch.device) -> Precision:
+def choose_precision(asked: PrecisionChoice, device: torch.device) -> Precision:
     """The precision that was asked for; for `auto` bf16 on a GPU that has it, fp32 elsewhere.
 
     fp8 has no plan yet: which products are in it is measured when the model is there.

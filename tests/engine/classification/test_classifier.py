@@ -422,7 +422,7 @@ def test_mistakes(words: Any, more: Any, said: str, hint: str, tmp_path: Path) -
     [
         ({"precison": "fp32"}, "Classifier has no option 'precison'", "did you mean precision?"),
         ({"output": "a.csv"}, "Classifier has no option 'output'", ""),
-        ({"precision": "fp8"}, "--precision is 'fp8'", "the default is auto"),
+        ({"precision": "fp4"}, "--precision is 'fp4'", "the default is auto"),
         ({"max_length": 1000}, "positions for 80 tokens", "at most 80"),
     ],
 )

@@ -6,7 +6,7 @@ What it then runs is `Runner.submit`: tokenised texts in, logits out. What logit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -30,6 +30,7 @@ from brimful.step.forward import PackedForward
 from brimful.tasks.answers import label_space
 from brimful.techniques.attention import AttentionKernels, choose_kernels, padded_lever
 from brimful.techniques.execution import ExecutionMode, choose_forward
+from brimful.techniques.float8 import choose_float8
 from brimful.techniques.packing import Packing
 from brimful.techniques.precision import Precision
 
@@ -126,14 +127,21 @@ def make_runner(
     loaded = _load(checked, precision, sample, packing_wanted)
     packing, kernels, execution = loaded.packing, loaded.kernels, loaded.execution
     model = execution.model
+    graphs = packing.packed and kernels.unfixed is None and precision.device.type == "cuda"
+    asked = options.execution
+    if asked == "auto" and graphs and precision.value == "fp8":
+        asked = "compiled"  # fp8 is of fused layers
     mode = choose_forward(
-        options.execution, precision.device, model, num_tokens=num_tokens, packed=packing.packed, fixed=kernels.unfixed
+        asked, precision.device, model, num_tokens=num_tokens, packed=packing.packed, fixed=kernels.unfixed
     )
     mode.apply_forward(execution, note=listener.warning)
-    if packing.packed and kernels.unfixed is None and precision.device.type == "cuda":
-        forward, budget = _graphs(checked, options, loaded, mode, listener)
+    budget_tokens = options.token_budget or _DEFAULT_BUDGET[precision.device.type]
+    precision = _with_float8(precision, packing, mode if graphs else None, budget_tokens, listener)
+    loaded = replace(loaded, precision=precision)
+    if graphs:
+        forward, budget = _graphs(checked, loaded, mode, budget_tokens, listener)
     else:
-        forward, budget = _layout(checked, options, loaded)
+        forward, budget = _layout(checked, loaded, budget_tokens)
     attention = kernels.lever() if packing.packed else padded_lever(model)
     return Runner(
         forward=forward,
@@ -183,10 +191,20 @@ def _load(checked: Checked, precision: Precision, sample: Tokens, packing_wanted
     )
 
 
+def _with_float8(
+    precision: Precision, packing: Packing, mode: ExecutionMode | None, budget: int, listener: Listener
+) -> Precision:
+    """The precision with its plan where fp8 was asked for; bf16, which is said, where none of it is used."""
+    fused = mode is not None and mode.compiled
+    found = choose_float8(precision, packing.proof, num_tokens=budget, fused=fused, forward_only=True)
+    if found.value != precision.value:
+        listener.warning(f"products run in {found.value}: {found.reason}")
+    return found
+
+
 def _graphs(
-    checked: Checked, options: ClassifyOptions, loaded: _Loaded, mode: ExecutionMode, listener: Listener
+    checked: Checked, loaded: _Loaded, mode: ExecutionMode, budget: int, listener: Listener
 ) -> tuple[Forward, Lever]:
-    budget = options.token_budget or _DEFAULT_BUDGET["cuda"]
     forward = PackedForward(
         loaded.execution,
         loaded.precision,
@@ -201,10 +219,9 @@ def _graphs(
     return forward, Lever(name="token_budget", value=str(budget), arithmetic="exact", reason=reason)
 
 
-def _layout(checked: Checked, options: ClassifyOptions, loaded: _Loaded) -> tuple[Forward, Lever]:
+def _layout(checked: Checked, loaded: _Loaded, budget: int) -> tuple[Forward, Lever]:
     # Where rows influence one another, a text's answer must not depend on its neighbours: each is a batch.
     most_rows = _MOST_TEXTS if loaded.packing.proof.independent else 1
-    budget = options.token_budget or _DEFAULT_BUDGET[loaded.precision.device.type]
     batches = [loaded.lengths_N[rows] for rows in chunks(loaded.lengths_N, budget, most_rows)]
     layout, lever = make_layout(
         loaded.packing,

@@ -1,6 +1,7 @@
 """A runner that is trusted: its answers on some of the user's own rows are those of the plain fp32 model.
 
-Where they are not, a slower path is tried: fp32 first, then padded rows. What runs in the end, and why, is told.
+Where they are not, a slower path is tried: bf16 after fp8, then fp32, then padded rows. What runs in the end, and why,
+is told.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ def _attempts(options: ClassifyOptions, precision: Precision) -> Iterator[tuple[
     """Precisions, and whether to pack, from the fastest to the plainest."""
     wanted = options.packing == "auto"
     yield precision, wanted
+    if precision.value == "fp8":
+        yield precision.in_bf16("its answers were not those of the plain model"), wanted
     exact = choose_precision("fp32", precision.device)
     if precision.value != "fp32":
         yield exact, wanted
