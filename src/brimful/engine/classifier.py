@@ -207,7 +207,9 @@ class ModelClassifier:
         workers = self._wanted_workers(num_texts)
         if self._tokens is None or workers > self._workers:
             self._stack.close()
-            self._tokens = self._stack.enter_context(TokenStream(self._checked.encoder, num_workers=workers))
+            self._tokens = self._stack.enter_context(
+                TokenStream(self._checked.encoder, num_workers=workers, warn=self._listener.warning)
+            )
             self._workers = workers
         return self._tokens
 
