@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
+from torch import nn
 
 from brimful.core.errors import ModelError, printable
 from brimful.core.listener import Listener
@@ -34,8 +35,10 @@ from brimful.techniques.precision import Precision
 
 #: Texts laid out in one micro-batch at the most, where shapes need not repeat.
 _MOST_TEXTS = 512
-#: Most tokens of a micro-batch unless --token-budget says otherwise.
-_DEFAULT_BUDGET = {"cuda": 32768, "cpu": 8192}
+#: Most tokens of a micro-batch on a GPU unless --token-budget says otherwise.
+_GPU_BUDGET = 32768
+#: On a CPU: the least and the most, and numbers that the widest activation may have where that is between them.
+_CPU_BUDGETS, _CPU_ACTIVATION = (1024, 4096), 3 << 19
 
 
 class Result(Protocol):
@@ -168,6 +171,19 @@ def make_runner(
     )
 
 
+def cpu_budget(model: nn.Module, longest: int) -> int:
+    """Most tokens that a CPU should compute at once: as many as leave its activations in the cache.
+
+    Of narrow models more, whose many calls would cost more. Measured: benchmarks/classification/cpu/budgets.md.
+    longest: tokens of the longest sequence there can be.
+    """
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    products = (p for p in model.parameters() if p.ndim == 2 and id(p) not in embedded)
+    widest = max((max(p.shape) for p in products), default=1)
+    least, most = _CPU_BUDGETS
+    return max(longest, least, min(most, _CPU_ACTIVATION // widest))
+
+
 def _why_not(packing: Packing) -> str:
     return "the CPU and padded rows have no fixed shapes" if packing.packed else packing.supports().because
 
@@ -183,7 +199,7 @@ def _graphs(
     mode: ExecutionMode, listener: Listener,
 ) -> tuple[Forward, Lever]:  # fmt: skip
     config = checked.facts.config
-    budget = options.token_budget or _DEFAULT_BUDGET["cuda"]
+    budget = options.token_budget or _GPU_BUDGET
     forward = PackedForward(
         execution,
         precision,
@@ -204,7 +220,8 @@ def _layout(
 ) -> tuple[Forward, Lever]:  # fmt: skip
     # Where rows influence one another, a text's answer must not depend on its neighbours: each is a batch.
     most_rows = _MOST_TEXTS if packing.proof.independent else 1
-    budget = options.token_budget or _DEFAULT_BUDGET[precision.device.type]
+    default = cpu_budget(execution.model, checked.max_length) if precision.device.type == "cpu" else _GPU_BUDGET
+    budget = options.token_budget or default
     layout, lever = make_layout(
         packing,
         kernels,
