@@ -161,8 +161,8 @@ class CrossEncoderSide:
 class BrimfulSide:
     """brimful.Classifier, or brimful.classify from file to file.
 
-    settings: `precision` and `execution` as its options. returns: "objects", what the pipeline returns, or "logits".
-    verify: of a file, rows compared with the plain model before the clock runs.
+    settings: `precision`, `execution` and `token_budget` as its options. returns: "objects", what the pipeline returns,
+    or "logits". verify: of a file, rows compared with the plain model before the clock runs.
     """
 
     def __init__(self, work: Work, inputs: Path, device: str, *, smoke: bool) -> None:
@@ -174,7 +174,7 @@ class BrimfulSide:
     def prepare(self, settings: Settings) -> Run:
         """See `Side`."""
         options = {"device": self._device, "max_length": self._longest} | {
-            key: value for key, value in settings.items() if key in ("precision", "execution", "verify")
+            key: value for key, value in settings.items() if key in ("precision", "execution", "verify", "token_budget")
         }
         if self._work.files:
             return lambda sample: self._file_to_file(options, sample)

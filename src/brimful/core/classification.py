@@ -22,6 +22,7 @@ class Tally:
     """Counts of rows that were answered. Tallies of parts add up to that of the whole.
 
     num_empty: rows without text, or without a token that the model knows. num_errors: rows with an error beside.
+    num_not_by_words: rows whose words were not looked up any more, as `tokenizers` had given other ids.
     labels: how often each label was given. lengths: texts by number of tokens, a class per end in LENGTH_ENDS and one
     beyond. confidences: texts by their highest probability, in CONFIDENCE_BINS; empty for a regression.
     """
@@ -31,6 +32,7 @@ class Tally:
     num_truncated: int = 0
     num_empty: int = 0
     num_errors: int = 0
+    num_not_by_words: int = 0
     labels: Mapping[str, int] = field(default_factory=dict)
     lengths: tuple[int, ...] = (0,) * (len(LENGTH_ENDS) + 1)
     confidences: tuple[int, ...] = ()

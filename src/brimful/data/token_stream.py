@@ -1,6 +1,7 @@
 """Windows of texts to token ids, in parallel and in order: a tokenizer of its own for each of several processes.
 
-In the parent a row costs no Python: texts leave as the bytes of their Arrow column, ids come back as arrays.
+In the parent a row costs no Python: texts leave as the bytes of their Arrow column, ids come back as arrays. Only of
+some texts the parent makes ids itself, twice: looking words up (see `words`) goes on as long as that changes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import pyarrow.compute as pc
 from brimful.core.errors import BrimfulError, DataError, printable
 from brimful.data import token_worker
 from brimful.data.token_worker import Texts
-from brimful.data.tokens import Encoder, Tokens, offsets_of
+from brimful.data.tokens import FIRST_COMPARED, Encoder, Tokens, compared_rows, offsets_of
 
 #: Most rows and bytes of text of a slice: 10 to 50 ms of a worker, so that windows spread over all and end together.
 _SLICE_ROWS = 1024
@@ -64,11 +65,12 @@ class TokenStream:
     """Tokenises windows of texts, several at once. Use as a context manager: leaving it ends threads and processes.
 
     encoder: of all texts. num_workers: processes; 0 for threads of this process. They start with the first window, in
-    the background: until one is up, threads of this process tokenise.
+    the background: until one is up, threads of this process tokenise. warn: hears, once, if words cannot be looked up.
     """
 
-    def __init__(self, encoder: Encoder, *, num_workers: int) -> None:
-        self.encoder, self._num_workers = encoder, num_workers
+    def __init__(self, encoder: Encoder, *, num_workers: int, warn: Callable[[str], None] = lambda _: None) -> None:
+        self.encoder, self._num_workers, self._warn = encoder, num_workers, warn
+        self._num_first = FIRST_COMPARED
         self._packed_encoder = pickle.dumps(encoder) if num_workers else b""
         self._slices: queue.SimpleQueue[_Slice | None] = queue.SimpleQueue()
         self._lanes: list[threading.Thread] = []
@@ -78,6 +80,15 @@ class TokenStream:
         self._closed = False
         self._error: DataError | None = None
         self._worker_is_up = threading.Event()
+
+    @property
+    def by_words(self) -> bool:
+        """Whether words are looked up, as far as is known by the last window submitted. False stays False."""
+        return self.encoder.by_words
+
+    def leave_words(self) -> None:
+        """`tokenizers` makes all ids from the next window on."""
+        self.encoder.by_words = False
 
     def __enter__(self) -> TokenStream:
         return self
@@ -91,10 +102,14 @@ class TokenStream:
         """Token ids of all rows of a window, when they are done. texts, pairs: (N,) string or large_string.
 
         A null text gives no token at all, an empty one its special tokens. Any number of windows may be under way; the
-        memory of those is the caller's to bound.
+        memory of those is the caller's to bound. Whether words are looked up is decided here, by texts of this window
+        and of those before it, never by how fast they are.
         Raises: DataError, here or from the future, if a worker process was ended, or the tokenizer failed.
         """
         window = _Window.cut(texts, pairs)
+        if pairs is None:
+            self._check(window.texts)
+        by_words = self.encoder.by_words
         with self._lock:
             if self._closed:
                 raise RuntimeError("the token stream is closed")
@@ -103,7 +118,7 @@ class TokenStream:
             self._windows.add(window)
             if not self._lanes:
                 self._start()
-        for piece in window.slices():
+        for piece in window.slices(by_words):
             self._slices.put(piece)
         return window.future
 
@@ -111,6 +126,19 @@ class TokenStream:
     def failed(self) -> bool:
         """Whether a worker was ended, so that every further window would fail."""
         return self._error is not None
+
+    def _check(self, texts: Texts) -> None:
+        """Compares some texts of a window; of the first one, many."""
+        rows = compared_rows(len(texts), first=self._num_first)
+        self._num_first = 0
+        try:
+            said = self.encoder.check([texts[slice(row, row + 1)].strings()[0] for row in rows.tolist()])
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a panic inside of tokenizers, for one: the slice that the text is in will tell
+            return
+        if said is not None:
+            self._warn(said)
 
     def close(self) -> None:
         """Ends workers and threads without waiting for work nobody will read; futures not done are cancelled."""
@@ -147,7 +175,7 @@ class TokenStream:
                 piece = self._slices.get(timeout=_POLL_S)
                 if piece is None or self._closed:
                     return
-                self._done(piece, token_worker.answer(self.encoder, piece.texts, piece.pairs))
+                self._done(piece, token_worker.answer(self.encoder, piece.texts, piece.pairs, piece.by_words))
 
     def _tokenize_there(self) -> None:
         """A thread that has a worker process of its own tokenise."""
@@ -161,7 +189,7 @@ class TokenStream:
             pickle.load(process.stdout)
             self._worker_is_up.set()
             while (piece := self._slices.get()) is not None and not self._closed:
-                token_worker.send(process.stdin, (piece.texts, piece.pairs))
+                token_worker.send(process.stdin, (piece.texts, piece.pairs, piece.by_words))
                 self._done(piece, pickle.load(process.stdout))
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             self._fail(_death(process, error))
@@ -236,6 +264,7 @@ class _Slice:
     number: int
     texts: Texts
     pairs: Texts | None
+    by_words: bool
 
 
 @dataclass(eq=False)
@@ -267,10 +296,10 @@ class _Window:
         sizes = np.sum([column.bounds - column.bounds[0] for column in flat], axis=0)
         return cls(flat[0], None if pairs is None else flat[1], given_N, _cuts(sizes))
 
-    def slices(self) -> Iterator[_Slice]:
+    def slices(self, by_words: bool) -> Iterator[_Slice]:
         for number, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
             rows = slice(start, stop)
-            yield _Slice(self, number, self.texts[rows], None if self.pairs is None else self.pairs[rows])
+            yield _Slice(self, number, self.texts[rows], None if self.pairs is None else self.pairs[rows], by_words)
 
     def receive(self, number: int, part: Tokens) -> bool:
         """Whether this was the last part."""

@@ -31,6 +31,9 @@ class Texts:
     bounds: np.ndarray
     utf8: np.ndarray
 
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
     def __getitem__(self, rows: slice) -> Self:
         bounds = self.bounds[rows.start : rows.stop + 1]
         first = self.bounds[0]
@@ -43,10 +46,10 @@ class Texts:
         return [utf8[start:stop].decode() for start, stop in itertools.pairwise(bounds)]
 
 
-def answer(encoder: Encoder, texts: Texts, pairs: Texts | None) -> Tokens | BrimfulError:
+def answer(encoder: Encoder, texts: Texts, pairs: Texts | None, by_words: bool) -> Tokens | BrimfulError:
     """The tokens, or what went wrong."""
     try:
-        return encoder.encode(texts.strings(), None if pairs is None else pairs.strings())
+        return encoder.encode(texts.strings(), None if pairs is None else pairs.strings(), by_words=by_words)
     except BrimfulError as error:
         return error
     except BaseException as error:  # a panic inside of tokenizers is no Exception, and must not be the end of a thread
@@ -68,7 +71,6 @@ def serve() -> None:
         encoder = pickle.load(requests)
         send(answers, None)
         while True:
-            texts, pairs = pickle.load(requests)
-            send(answers, answer(encoder, texts, pairs))
+            send(answers, answer(encoder, *pickle.load(requests)))
     except (EOFError, BrokenPipeError, pickle.UnpicklingError):  # nobody asks, or waits, any more
         os._exit(0)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 #: Rows handed to `tokenizers` at once: enough for its threads, few enough for the lists it returns.
 _SLICE = 8192
+#: Texts whose ids by words are compared with those of `tokenizers`: the first ones, and then one of so many. The latter
+#: costs half a percent of what looking words up does.
+FIRST_COMPARED, _COMPARED_EVERY = 256, 1024
 #: Characters a token that are tried first where a text is much longer than the longest sequence; English has 5.
 _CHARACTERS_PER_TOKEN = 8
 
@@ -64,6 +67,15 @@ class Tokens:
     def sequence_types(self, index: int) -> np.ndarray | None:
         """Token types of one sequence, None if the model has none."""
         return None if self.types is None else self.types[self.offsets[index] : self.offsets[index + 1]]
+
+    def same_sequence(self, index: int, other: Tokens) -> bool:
+        """Whether one sequence is the same in both: ids, types, and whether it was cut."""
+        types, other_types = self.sequence_types(index), other.sequence_types(index)
+        return (
+            np.array_equal(self.sequence(index), other.sequence(index))
+            and (types is None or other_types is None or np.array_equal(types, other_types))
+            and bool(self.truncated[index] == other.truncated[index])
+        )
 
     @classmethod
     def join(cls, parts: Sequence[Tokens]) -> Tokens:
@@ -126,13 +138,23 @@ class _Frame:
 
 
 class Encoder:
-    """A fast tokenizer as a plain function from texts to ids, cut at `max_length` tokens. `backend` is changed."""
+    """A fast tokenizer as a plain function from texts to ids, cut at `max_length` tokens. `backend` is changed.
+
+    by_words: whether words are looked up where that can be done (see `words`), or `tokenizers` makes all ids. `check`
+    sets it to False where the two were seen to differ.
+    """
 
     def __init__(
-        self, backend: Tokenizer, max_length: int, *, with_types: bool, add_special_tokens: bool = True
+        self,
+        backend: Tokenizer,
+        max_length: int,
+        *,
+        with_types: bool,
+        add_special_tokens: bool = True,
+        by_words: bool = True,
     ) -> None:
         self.backend, self.max_length, self.with_types = backend, max_length, with_types
-        self.add_special_tokens = add_special_tokens
+        self.add_special_tokens, self.by_words = add_special_tokens, by_words
         self._num_tried = _CHARACTERS_PER_TOKEN * max_length
         self._tries_beginnings = not self.cuts_beginnings and beginnings_agree(backend)
         self._frame = self._find_frame()
@@ -175,10 +197,10 @@ class Encoder:
         """One that gives only the tokens of the text itself, still `max_length` at most, and no types."""
         backend, split_special_tokens, max_length, *_ = self.__getstate__()
         bare = Encoder.__new__(Encoder)
-        bare.__setstate__((backend, split_special_tokens, max_length, False, False))
+        bare.__setstate__((backend, split_special_tokens, max_length, False, False, self.by_words))
         return bare
 
-    def __getstate__(self) -> tuple[str, bool, int, bool, bool]:
+    def __getstate__(self) -> tuple[str, bool, int, bool, bool, bool]:
         # What a backend writes of itself leaves out whether special tokens in a text are split.
         backend = self.backend
         return (
@@ -187,22 +209,48 @@ class Encoder:
             self.max_length,
             self.with_types,
             self.add_special_tokens,
+            self.by_words,
         )
 
-    def __setstate__(self, state: tuple[str, bool, int, bool, bool]) -> None:
-        written, split_special_tokens, max_length, with_types, add_special_tokens = state
+    def __setstate__(self, state: tuple[str, bool, int, bool, bool, bool]) -> None:
+        written, split_special_tokens, max_length, with_types, add_special_tokens, by_words = state
         backend = Tokenizer.from_str(written)
         backend.encode_special_tokens = split_special_tokens
-        Encoder.__init__(self, backend, max_length, with_types=with_types, add_special_tokens=add_special_tokens)
+        Encoder.__init__(
+            self,
+            backend,
+            max_length,
+            with_types=with_types,
+            add_special_tokens=add_special_tokens,
+            by_words=by_words,
+        )
 
-    def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> Tokens:
+    def check(self, texts: Sequence[str]) -> str | None:
+        """Encodes the texts by words and by `tokenizers`. Where that differs, words are looked up no more (`by_words`),
+        and the sentence that comes back says so. None: they agree, or there is nothing to compare."""
+        if self._words is None or not self.by_words or not texts:
+            return None
+        found, expected = self.encode(texts), self.encode(texts, by_words=False)
+        different = sum(not found.same_sequence(row, expected) for row in range(len(texts)))
+        if not different:
+            return None
+        self.by_words = False
+        return (
+            f"words looked up give other token ids than `tokenizers` for {different:,} of {len(texts):,} texts that"
+            " were compared: `tokenizers` makes all ids from here on, which is slower"
+        )
+
+    def encode(
+        self, texts: Sequence[str], pairs: Sequence[str] | None = None, *, by_words: bool | None = None
+    ) -> Tokens:
         """Token ids of each text, or text pair.
 
+        by_words: None for the encoder's own; never for pairs.
         Raises: OptionError for truncation `only_first` if a second text leaves no room for the first one.
         """
         if pairs is not None:
             return self._flat(self._batch(list(zip(texts, pairs, strict=True))))
-        if self._words is None:
+        if self._words is None or not (self.by_words if by_words is None else by_words):
             return self._flat(self._encodings(texts))
         short = 2 * self._num_tried
         plain = np.fromiter((len(t) <= short and self._words.cover(t) for t in texts), np.bool_, len(texts))
@@ -276,6 +324,11 @@ class Encoder:
         return encodings
 
 
+def compared_rows(num_rows: int, *, first: int = FIRST_COMPARED) -> npt.NDArray[np.int64]:
+    """Rows of the user's own texts on which `Encoder.check` is called."""
+    return np.union1d(np.arange(min(first, num_rows)), np.arange(0, num_rows, _COMPARED_EVERY)).astype(np.int64)
+
+
 def tokenize(
     encoder: Encoder,
     texts: pa.ChunkedArray,
@@ -285,14 +338,18 @@ def tokenize(
     progress: Callable[[int], None] | None = None,
     place: Callable[[int], tuple[str, int]] | None = None,
     may_be_empty: bool = False,
+    warn: Callable[[str], None] | None = None,
 ) -> Tokens:
     """Token ids of every row of an Arrow column of strings.
 
     folder: where the arrays are kept, in files without a name that go with the process. progress: called with the
-    number of rows done. place: file and row number of a row, for errors.
+    number of rows done. place: file and row number of a row, for errors. warn: hears if words cannot be looked up; then
+    all ids are those of `tokenizers`.
     Raises: DataError for a row that gives no token at all, unless may_be_empty.
     """
     num_rows = len(texts)
+    if pairs is None and (said := encoder.check(texts.take(compared_rows(num_rows)).to_pylist())) and warn:
+        warn(said)
     lengths = np.zeros(num_rows, dtype=np.int64)
     truncated = np.zeros(num_rows, dtype=np.bool_)
     with _Spool(np.int32, folder) as ids, _Spool(np.uint8, folder) as types:

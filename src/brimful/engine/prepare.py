@@ -187,6 +187,7 @@ def _tokenized(
         examples.pairs,
         progress=lambda done: listener.count(done, len(examples)),
         place=examples.place,
+        warn=listener.warning,
     )
     return Part(examples=examples, tokens=tokens, targets_N=_in_order(examples, space))
 

@@ -60,8 +60,8 @@ class ModelClassifier:
         self._precision = choose_forward_precision(options.precision, choose_device(options.device))
         self._checked = check_model(options)
         self._runner: Runner | None = None
-        self._tokens = _KeptTokens(lambda: self._checked.encoder)
-        self._zero_shot_tokens = _KeptTokens(lambda: self._pair_encoder.without_special_tokens())
+        self._tokens = _KeptTokens(lambda: self._checked.encoder, listener)
+        self._zero_shot_tokens = _KeptTokens(lambda: self._pair_encoder.without_special_tokens(), listener)
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -219,8 +219,8 @@ class _KeptTokens:
     encoder: called for each.
     """
 
-    def __init__(self, encoder: Callable[[], Encoder]) -> None:
-        self._encoder = encoder
+    def __init__(self, encoder: Callable[[], Encoder], listener: Listener) -> None:
+        self._encoder, self._listener = encoder, listener
         self._stream: TokenStream | None = None
         self._num_workers = 0
 
@@ -228,7 +228,8 @@ class _KeptTokens:
         """One with at least so many processes."""
         if self._stream is None or self._stream.failed or num_workers > self._num_workers:
             self.close()
-            self._stream, self._num_workers = TokenStream(self._encoder(), num_workers=num_workers), num_workers
+            self._num_workers = num_workers
+            self._stream = TokenStream(self._encoder(), num_workers=num_workers, warn=self._listener.warning)
         return self._stream
 
     def close(self) -> None:

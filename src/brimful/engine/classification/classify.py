@@ -85,6 +85,8 @@ def classify_file(
             return kept.finished
         if kept.lost is not None:
             listener.warning(kept.lost)
+        if kept.tally.num_not_by_words:
+            question.leave_words()
         listener.stage("loading the model")
         num_tokens = _expected_tokens(given, sample)
         trusted = stack.enter_context(
@@ -161,11 +163,12 @@ def _question(given: _Given, options: ClassifyOptions, stack: ExitStack, listene
         "top_k": options.top_k, "threshold": options.threshold, "logits": options.logits,
     }  # fmt: skip
     if options.labels is None:
-        form = answer_form(checked.facts.config, **settings)
-        return TextQuestion(form, stack.enter_context(TokenStream(checked.encoder, num_workers=num_workers)))
+        tokens = stack.enter_context(TokenStream(checked.encoder, num_workers=num_workers, warn=listener.warning))
+        return TextQuestion(answer_form(checked.facts.config, **settings), tokens)
     settings |= {"multi_label": options.multi_label, "template": options.hypothesis_template}
     zero_shot, encoder = zero_shot_form(checked.facts.config, **settings), zero_shot_encoder(checked)
-    tokens = stack.enter_context(TokenStream(encoder.without_special_tokens(), num_workers=num_workers))
+    bare = encoder.without_special_tokens()
+    tokens = stack.enter_context(TokenStream(bare, num_workers=num_workers, warn=listener.warning))
     return make_zero_shot(zero_shot, encoder, tokens, options.labels, given.sample, listener)
 
 
@@ -225,6 +228,13 @@ def _fingerprint(checked: Checked) -> str:
             str(facts.st_mtime_ns).encode() if path in weights or facts.st_size > 1 << 24 else path.read_bytes()
         )
     return digest.hexdigest()
+
+
+def _not_by_words(tally: Tally) -> str | None:
+    """What there is to say of tokenising in the end; the same whether a run was resumed or not."""
+    if not tally.num_not_by_words:
+        return None
+    return f"`tokenizers` made all ids of {tally.num_not_by_words:,} rows: words looked up had given others"
 
 
 class _Pass:
@@ -305,6 +315,7 @@ class _Pass:
     def record(self, command: str, trusted: Trusted, start_s: float) -> Classification:
         """What there is to say at the end."""
         options, recipe, tally = self._options, self._runner.recipe, self._tally
+        everything = self._earlier + tally
         peak = datasheet_flops_per_s(recipe.device, self._runner.precision.value)
         wall_s = max(self._wall_s, 1e-9)
         return Classification(
@@ -316,9 +327,9 @@ class _Pass:
             labels=self._space,
             recipe=recipe,
             machine=probe(),
-            tally=self._earlier + tally,
+            tally=everything,
             parity=trusted.parity,
-            fallback=trusted.fallback,
+            fallback="; ".join(filter(None, (trusted.fallback, _not_by_words(everything)))) or None,
             start_s=start_s,
             wall_s=self._wall_s,
             texts_per_s=tally.num_rows / wall_s,

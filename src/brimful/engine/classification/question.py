@@ -70,12 +70,14 @@ class Asked:
     """A window as the model will read it: P sequences of N rows.
 
     num_tokens_N: of all sequences of a row. truncated_N: rows with a sequence that was cut. candidates: zero-shot only.
+    by_words: False where words are not looked up any more, as `tokenizers` had given other ids.
     """
 
     sequences: Tokens
     num_tokens_N: npt.NDArray[np.int64]
     truncated_N: npt.NDArray[np.bool_]
     candidates: Candidates | None = None
+    by_words: bool = True
 
 
 class Question(Protocol):
@@ -93,6 +95,10 @@ class Question(Protocol):
 
     def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
         """Begins to tokenise a window; the result waits for it. busy: counts the time that it takes."""
+        ...
+
+    def leave_words(self) -> None:
+        """Words are not looked up from the next window on, as a run that is resumed did not in the end."""
         ...
 
     def columns(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> dict[str, pa.Array]:
@@ -119,12 +125,17 @@ class TextQuestion:
     def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
         """See `Question`."""
         future = _timed(self._tokens.submit(window.texts, window.pairs), busy)
+        by_words = self._tokens.by_words
 
         def asked() -> Asked:
             found = future.result()
-            return Asked(sequences=found, num_tokens_N=found.lengths, truncated_N=found.truncated)
+            return Asked(sequences=found, num_tokens_N=found.lengths, truncated_N=found.truncated, by_words=by_words)
 
         return asked
+
+    def leave_words(self) -> None:
+        """See `Question`."""
+        self._tokens.leave_words()
 
     def columns(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> dict[str, pa.Array]:
         """See `Question`."""
@@ -173,14 +184,20 @@ class ZeroShotQuestion:
 
             return encoded
         template, future = self._template, _timed(self._tokens.submit(window.texts), busy)
+        by_words = self._tokens.by_words
 
         def assembled() -> Asked:
             texts = future.result()
             with busy.working():
-                found = assemble(template, texts, self._tokens.encoder.encode(hypotheses), text_P, candidates.indices_P)
-                return _asked(found, text_P, candidates)
+                bare = self._tokens.encoder.encode(hypotheses, by_words=False)
+                found = assemble(template, texts, bare, text_P, candidates.indices_P)
+                return _asked(found, text_P, candidates, by_words=by_words)
 
         return assembled
+
+    def leave_words(self) -> None:
+        """See `Question`."""
+        self._tokens.leave_words()
 
     def _candidates(self, window: Texts) -> Candidates:
         """Those of each row; a row that is not asked about has none."""
@@ -252,11 +269,17 @@ def _timed(future: Future[Tokens], busy: Busy) -> Future[Tokens]:
     return future
 
 
-def _asked(sequences: Tokens, text_P: npt.NDArray[np.int64], candidates: Candidates) -> Asked:
+def _asked(sequences: Tokens, text_P: npt.NDArray[np.int64], candidates: Candidates, *, by_words: bool = True) -> Asked:
     num_rows = len(candidates.offsets_N1) - 1
     num_tokens_N = np.bincount(text_P, weights=sequences.lengths, minlength=num_rows).astype(np.int64)
     truncated_N = np.bincount(text_P, weights=sequences.truncated, minlength=num_rows) > 0
-    return Asked(sequences=sequences, num_tokens_N=num_tokens_N, truncated_N=truncated_N, candidates=candidates)
+    return Asked(
+        sequences=sequences,
+        num_tokens_N=num_tokens_N,
+        truncated_N=truncated_N,
+        candidates=candidates,
+        by_words=by_words,
+    )
 
 
 def _candidates_of(asked: Asked) -> Any:

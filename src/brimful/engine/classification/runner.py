@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
+from torch import nn
 
 from brimful.core.errors import ModelError, printable
 from brimful.core.listener import Listener
@@ -36,8 +37,10 @@ from brimful.techniques.precision import Precision
 
 #: Texts laid out in one micro-batch at the most, where shapes need not repeat.
 _MOST_TEXTS = 512
-#: Most tokens of a micro-batch unless --token-budget says otherwise.
-_DEFAULT_BUDGET = {"cuda": 32768, "cpu": 8192}
+#: Most tokens of a micro-batch on a GPU unless --token-budget says otherwise.
+_GPU_BUDGET = 32768
+#: On a CPU: the least and the most, and numbers that the widest activation may have where that is between them.
+_CPU_BUDGETS, _CPU_ACTIVATION = (1024, 4096), 3 << 19
 
 
 class Result(Protocol):
@@ -135,7 +138,8 @@ def make_runner(
         asked, precision.device, model, num_tokens=num_tokens, packed=packing.packed, fixed=kernels.unfixed
     )
     mode.apply_forward(execution, note=listener.warning)
-    budget_tokens = options.token_budget or _DEFAULT_BUDGET[precision.device.type]
+    default = cpu_budget(model, checked.max_length) if precision.device.type == "cpu" else _GPU_BUDGET
+    budget_tokens = options.token_budget or default
     precision = _with_float8(precision, packing, mode if graphs else None, budget_tokens, listener)
     loaded = replace(loaded, precision=precision)
     if graphs:
@@ -189,6 +193,19 @@ def _load(checked: Checked, precision: Precision, sample: Tokens, packing_wanted
         precision=precision,
         lengths_N=lengths_N,
     )
+
+
+def cpu_budget(model: nn.Module, longest: int) -> int:
+    """Most tokens that a CPU should compute at once: as many as leave its activations in the cache.
+
+    Of narrow models more, whose many calls would cost more. Measured: benchmarks/classification/cpu/budgets.md.
+    longest: tokens of the longest sequence there can be.
+    """
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    products = (p for p in model.parameters() if p.ndim == 2 and id(p) not in embedded)
+    widest = max((max(p.shape) for p in products), default=1)
+    least, most = _CPU_BUDGETS
+    return max(longest, least, min(most, _CPU_ACTIVATION // widest))
 
 
 def _with_float8(

@@ -163,6 +163,7 @@ def answered(
         num_truncated=int(asked.truncated_N.sum()),
         num_empty=int((~read_N & window.faults.is_null().to_numpy(zero_copy_only=False)).sum()),
         num_errors=len(errors) - errors.null_count,
+        num_not_by_words=0 if asked.by_words else table.num_rows,
         lengths=_length_counts(asked.num_tokens_N[read_N]),
     )
     return table, counted + question.tally(asked, logits_PC)

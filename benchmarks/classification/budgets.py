@@ -1,0 +1,69 @@
+"""Token budgets on a CPU, and transformers' pipeline beside them, in turns: what disturbs one disturbs the others.
+
+    python benchmarks/classification/budgets.py tweets/minilm --texts 600 --sides pipeline fp32:8192 fp32:1024 fp32
+
+A side is `pipeline` (fp32, batches of 8 in order of length, its best on two cores), or a precision of brimful's with or
+without a token budget. Wall time and CPU time of the process are taken: on a machine with other work, the second says
+more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+sys.path.append(str(Path(__file__).parents[1]))  # what the benchmarks share
+
+from sides import BrimfulSide, PipelineSide, Run
+from works import Pool, Work, lengths_file, make_inputs, read_texts
+
+_WARM_TEXTS = 64
+
+
+def side_of(name: str, work: Work, inputs: Path) -> Run:
+    if name == "pipeline":
+        settings = {"dtype": "fp32", "batch_size": 8, "sorted": True}
+        return PipelineSide(work, inputs, "cpu", smoke=False).prepare(settings)
+    precision, _, budget = name.partition(":")
+    budgeted = {"token_budget": int(budget)} if budget else {}
+    settings = {"precision": precision, "returns": "objects"} | budgeted
+    return BrimfulSide(work, inputs, "cpu", smoke=False).prepare(settings)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work")
+    parser.add_argument("--texts", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--inputs", type=Path, required=True, help="folder for models and texts")
+    parser.add_argument("--sides", nargs="+", default=["pipeline", "fp32:8192", "fp32:1024", "fp32"])
+    options = parser.parse_args()
+    work = Work.parse(options.work)
+    make_inputs(options.inputs, work, None, smoke=False)
+    tokens_N = np.load(lengths_file(options.inputs, work)).sum(1)
+    pool = Pool(*read_texts(options.inputs, work), tokens_N=tokens_N, operations_N=tokens_N, needed_N=tokens_N)
+    sample = pool.sample(options.texts)
+    sides = {name: side_of(name, work, options.inputs) for name in options.sides}
+    for run in sides.values():
+        run(pool.sample(_WARM_TEXTS))
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for _ in range(options.rounds):
+        for name, run in sides.items():
+            began_s = time.process_time()
+            taken[name].append((run(sample).seconds, time.process_time() - began_s))
+    print(f"{work.name}: {options.texts} texts, {options.rounds} rounds, {torch.get_num_threads()} threads")
+    for name, seconds in taken.items():
+        wall_s, cpu_s = zip(*seconds, strict=True)
+        fastest, usual = (options.texts / of(wall_s) for of in (min, median))
+        cpu_ms = 1e3 * median(cpu_s) / options.texts
+        print(f"{name:12} texts/s: best {fastest:6.1f}, median {usual:6.1f}; CPU ms a text: median {cpu_ms:7.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""How many tokens a CPU computes at once, and that answers do not depend on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+import brimful
+from brimful.engine.classification.runner import cpu_budget
+from tiny_files import review, save_classifier
+
+
+def bert(width: int) -> nn.Module:
+    """Nothing of it is computed."""
+    config = BertConfig(
+        hidden_size=width, intermediate_size=4 * width, num_hidden_layers=1, num_attention_heads=width // 32
+    )
+    with torch.device("meta"):
+        return BertForSequenceClassification(config)
+
+
+@pytest.mark.parametrize(
+    ("width", "longest", "expected"),
+    [(384, 512, 1024), (768, 512, 1024), (32, 512, 4096), (192, 128, 2048), (384, 8192, 8192)],
+)
+def test_by_the_widest_product_and_the_longest_sequence(width: int, longest: int, expected: int) -> None:
+    assert cpu_budget(bert(width), longest) == expected
+
+
+def test_a_model_without_products() -> None:
+    assert cpu_budget(nn.Embedding(30000, 8), 512) == 4096
+
+
+def test_answers_are_the_same_by_any_budget(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path / "model", ["bad", "good"])
+    texts = [review(bool(i % 2), i) * (1 + i % 3) for i in range(60)]
+    found = []
+    for budget in (None, 64, 8192):
+        with brimful.Classifier(model, device="cpu", precision="fp32", max_length=60, token_budget=budget) as ours:
+            found.append(ours.logits(texts))
+            assert ours.recipe is not None
+    for logits in found[1:]:
+        np.testing.assert_allclose(logits, found[0], atol=1e-5)
