@@ -6,6 +6,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,11 @@ transformers.logging.set_verbosity_error()
 settings.register_profile("brimful", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=1000)
 settings.load_profile("brimful")
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+    import interpreter
+
+    interpreter.make_quick()
 
 
 def pytest_unconfigure() -> None:

@@ -20,14 +20,15 @@ from transformers import OPTConfig, OPTForSequenceClassification
 
 pytest.importorskip("triton")
 
-from brimful.data.batches import make_batch
+from brimful.data.batches import Batch, make_batch
+from brimful.data.packing import Budgets
 from brimful.kernels import float8
 from brimful.kernels.attention import triton_attention
 from brimful.kernels.seeds import one_seed
 from brimful.models import execution, fusion, proof
 from brimful.models.anatomy import embeddings_of, layers_of
 from brimful.step.step import Step
-from step.test_step import PACKED, ROWS, TASK, make_step
+from step.test_step import PACKED, TASK, make_step
 from tiny import FAMILIES, sequences
 from tolerances import MODEL_FP32, difference
 
@@ -37,8 +38,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo 
 WIDE = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
 
 ONE_LAYER = WIDE | {"num_hidden_layers": 1}
-#: Three samples in one micro-batch.
-SHORT = make_batch(0, np.arange(3), sequences([5, 17, 2]), None, np.array([0, 2, 1]), TASK, PACKED)
+#: Every token is interpreted in each layer: few of them, in two shapes with a tail of padding.
+FEW = dataclasses.replace(PACKED, budgets=Budgets(tokens=(32, 48), fill=1.0), num_slots=4, max_length=32)
+
+
+def batch_of(*lengths: int) -> Batch:
+    return make_batch(0, np.arange(len(lengths)), sequences([*lengths]), None, np.arange(len(lengths)) % 3, TASK, FEW)
+
+
+#: Three samples in one micro-batch of 32 tokens, and five in two, of 48 and 32.
+SHORT, LONG = batch_of(5, 17, 2), batch_of(5, 17, 2, 30, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +93,7 @@ def test_a_fused_step_is_the_plain_one(family: str) -> None:
     plain = make_step(copy.deepcopy(model), family=family)
     fused = make_step(model, family=family)
     covered = compiled(model)
-    for batch in [ROWS.batch(0), SHORT] if family == "bert" else [SHORT]:
+    for batch in [LONG, SHORT] if family == "bert" else [SHORT]:
         expected, found = plain.run(batch).read(), fused.run(batch).read()
         assert found.loss == pytest.approx(expected.loss, rel=1e-5)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
@@ -139,22 +148,22 @@ def test_layers_without_fused_kernels_have_no_fp8(family: str) -> None:
     assert float8_proof(family, **settings) == (None, ())
 
 
-def gradient(step: Step, number: int) -> tuple[float, torch.Tensor]:
+def gradient(step: Step, batch: Batch) -> tuple[float, torch.Tensor]:
     """The loss of a batch's first micro-batch, and the gradient of all parameters together."""
     model: Any = step.execution.model
     model.zero_grad()
-    loss = float(step.accumulate(ROWS.batch(number), 0).sum())
+    loss = float(step.accumulate(batch, 0).sum())
     return loss, torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("family", PRENORM)
 def test_fused_pre_norm_layers_have_the_plain_gradient(family: str) -> None:
-    """With windows of 9 tokens in segments of 1 to 40; each kind of layer is compiled once for any number of tokens."""
+    """With windows of 9 tokens in segments of 1 to 30; each kind of layer is compiled once for any number of tokens."""
     model = FAMILIES[family].model(**settings_of(family))
     plain, fused = make_step(copy.deepcopy(model), family=family), make_step(model, family=family)
     covered = compiled(model)
-    for number in range(2 if family == "modernbert" else 1):
-        (expected, wanted), (loss, found) = gradient(plain, number), gradient(fused, number)
+    for batch in [LONG, SHORT] if family == "modernbert" else [LONG]:
+        (expected, wanted), (loss, found) = gradient(plain, batch), gradient(fused, batch)
         assert loss == pytest.approx(expected, rel=1e-5)
         assert difference(found, wanted) < MODEL_FP32
     assert covered == [True] * PRENORM[family][1]
@@ -164,7 +173,7 @@ def test_masks_of_pre_norm_layers_repeat_and_are_those_of_their_seed() -> None:
     model = FAMILIES["modernbert"].model(dropout=0.3, num_hidden_layers=2, **WIDE)
     covered = compiled(model)
     step, other = make_step(model, family="modernbert"), make_step(model, family="modernbert", seed=1)
-    (loss, found), (again, same), (another, _) = gradient(step, 0), gradient(step, 0), gradient(other, 0)
+    (loss, found), (again, same), (another, _) = gradient(step, SHORT), gradient(step, SHORT), gradient(other, SHORT)
     assert loss == again != another
     assert torch.allclose(found, same, atol=1e-7)  # the embeddings' is added atomically
     assert all(covered)
@@ -176,15 +185,14 @@ def test_evaluation_between_steps() -> None:
     plain = copy.deepcopy(model)
     compiled(model)
     step = make_step(model)
-    batch = SHORT
-    step.accumulate(batch, 0)
-    inputs = batch.micro_batches[0].inputs
+    losses = [float(step.accumulate(SHORT, 0).sum())]
+    inputs = SHORT.micro_batches[0].inputs
     with torch.no_grad(), one_seed():
         found = execution.PackedExecution(model.eval(), step.execution.form)(inputs)  # type: ignore[attr-defined]
         expected = execution.PackedExecution(plain.eval(), step.execution.form)(inputs)  # type: ignore[attr-defined]
     assert torch.allclose(found, expected, atol=1e-5)
     model.train()
-    losses = [float(step.accumulate(batch, 0).sum()) for _ in range(2)]
+    losses.append(float(step.accumulate(SHORT, 0).sum()))
     assert losses[0] == losses[1]  # masks again, the same for one seed
 
 
@@ -205,7 +213,7 @@ def test_other_layers_are_left_to_the_compiler() -> None:
     model = FAMILIES["gemma2"].model(num_key_value_heads=2, head_dim=16, **WIDE)
     covered = compiled(model)
     step = make_step(model, family="gemma2")
-    assert step.run(ROWS.batch(0)).read().applied
+    assert step.run(SHORT).read().applied
     assert covered
     assert not any(covered)
 
