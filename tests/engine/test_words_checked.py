@@ -19,7 +19,7 @@ from brimful.core.errors import Interrupted
 from brimful.core.listener import Listener
 from brimful.core.options import TrainOptions
 from brimful.data import words
-from brimful.engine import classify, windows
+from brimful.engine.classification import classify, windows
 from brimful.engine.prepare import prepare
 from tiny import FAMILIES
 from tiny_files import review, write_csv

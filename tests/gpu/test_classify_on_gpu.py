@@ -60,7 +60,9 @@ def test_labels_are_those_of_the_pipeline(model: Path, precision: str) -> None:
     given = texts(400)
     plain = BertForSequenceClassification.from_pretrained(model).cuda()
     with brimful.Classifier(model, execution="compiled", precision=precision, max_length=LONGEST) as classifier:
-        pipeline: Any = TextClassificationPipeline(plain, AutoTokenizer.from_pretrained(model), device=0)
+        pipeline: Any = TextClassificationPipeline(
+            model=plain, tokenizer=AutoTokenizer.from_pretrained(model), device=0
+        )
         expected = pipeline(given, batch_size=32, truncation=True, max_length=LONGEST)
         found = classifier(given)
     margin = {"fp32": 1e-4, "bf16": 0.05, "fp8": 0.1}[precision]

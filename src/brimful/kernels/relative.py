@@ -316,7 +316,7 @@ def attend_backward(
     delta, found = torch.empty_like(lse), [q.new_empty(heads, tokens, head_dim) for _ in range(3)]
     varlen_attention_delta[(triton.cdiv(tokens, 64), heads)](
         out, gradient, delta, tokens, out.stride(1), out.stride(0), gradient.stride(1), gradient.stride(0),
-        D=head_dim, BLOCK=64,
+        1.0, D=head_dim, BLOCK=64,
     )  # fmt: skip
     by_query, by_key, has_query, has_key = _by_distance(q, k, keys, queries, bias, bucket)
     columns = (heads, tokens, bucket.shape[0])
