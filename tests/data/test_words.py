@@ -149,7 +149,7 @@ def test_the_special_tokens_are_checked_too() -> None:
 @given(st.integers(0, 5000), st.integers(0, 300))
 def test_compared_rows_are_the_first_and_a_thin_sample(num_rows: int, first: int) -> None:
     found = compared_rows(num_rows, first=first).tolist()
-    assert found == sorted(set(range(min(first, num_rows))) | set(range(0, num_rows, 1024)))
+    assert found == sorted(set(range(min(first, num_rows))) | set(range(0, num_rows, 2048)))
 
 
 def test_only_tokenizers_built_as_berts() -> None:

@@ -25,7 +25,7 @@ _SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _LINES = 1024
 #: Rows, and bytes of them, that end a row group of Parquet. A group costs its file some 5 kB of index, kept in memory
 #: until the file is closed: few rows of 20 million in each would come to 30 MB.
-_GROUP_ROWS, _GROUP_BYTES = 1 << 15, 32 << 20
+_GROUP_ROWS, _GROUP_BYTES = 1 << 15, 8 << 20
 FORMS = ".csv, .tsv, .jsonl (each also .gz or .zst) or .parquet"
 
 
