@@ -285,7 +285,7 @@ def test_an_empty_file(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     [
         ({"max_lenght": 3}, "no option 'max_lenght'", "did you mean max_length?"),
         ({"zzz": 3}, "no option 'zzz'", "the options are"),
-        ({"precision": "fp8"}, "--precision is 'fp8'", "the default is auto"),
+        ({"precision": "fp4"}, "--precision is 'fp4'", "the default is auto"),
         ({"threshold": "high"}, "--threshold is 'high': it must be a number", "leave it out"),
         ({"output": 3}, "--output is 3: it must be text", "leave it out"),
         ({"data": ["a text"]}, "--data is ['a text']: it must be text", "see --help"),
