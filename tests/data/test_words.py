@@ -22,7 +22,35 @@ from brimful.data.words import Words
 ascii_texts = st.text(alphabet=string.printable + "\x00\x1c\x7f", max_size=60)
 wordy_texts = st.lists(
     st.sampled_from(
-        ["The", "don't", " ", "  ", "\n", "\t", "unbelievable", "[SEP]", "[cls]", "[", "##ing", "3.14", "x" * 120]
+        [
+            "\u00a3100m",
+            "Caf\u00e9",
+            "cafe\u0301",
+            "\u201cso\u201d",
+            "\u0130",
+            "\u039f\u0394\u039f\u03a3",
+            "=\u0338",
+            "\u00a0",
+            "\u200b",
+            "\u3000",
+            "\U0001f642",
+            "\u4e2d\u6587",
+            "\u037e",
+            "\x85",
+            "The",
+            "don't",
+            " ",
+            "  ",
+            "\n",
+            "\t",
+            "unbelievable",
+            "[SEP]",
+            "[cls]",
+            "[",
+            "##ing",
+            "3.14",
+            "x" * 120,
+        ]
     )
     | st.text(max_size=3)
 ).map("".join)
@@ -53,7 +81,7 @@ def same(rows: list[str], encoder: Encoder, plain: Encoder) -> None:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("split", [False, True])
-@given(rows=st.lists(ascii_texts | wordy_texts, max_size=6))
+@given(rows=st.lists(ascii_texts | wordy_texts | st.text(max_size=40), max_size=6))
 @example(rows=[])
 @example(rows=["", " ", "\n", "a"])
 @example(
@@ -95,15 +123,23 @@ def test_added_tokens_are_left_to_tokenizers() -> None:
     encoder, plain = encoders_of(tokenizer)
     assert encoder._words is not None
     assert [encoder._words.cover(text) for text in ("a foot", "FOO", "a<BR>b", "fo o")] == [False, False, False, True]
-    same(["a foot", "FOO", "a<br>b", "a<BR>b", "fo o"], encoder, plain)
+    same(["a foot", "FOO", "a<br>b", "a<BR>b", "fo o", "f\u00f3\u00f3"], encoder, plain)
 
 
-def test_what_is_plain() -> None:
+def test_what_is_covered() -> None:
     found = encoders("right", False)[0]._words
     assert found is not None
-    plain = ["", "It's 5 o'clock.\r\n\tReally?", "a [b] c"]
-    assert all(map(found.cover, plain))
-    assert not any(map(found.cover, ["caf\u00e9", "a\x00", "\x1f", "\x7f", "\x0b", "see [SEP]", "🙂"]))
+    covered = ["", "It's 5 o'clock.\r\n\tReally?", "a [b] c", "caf\u00e9", "so \u201cgood\u201d 🙂"]
+    assert all(map(found.cover, covered))
+    assert not any(
+        map(found.cover, ["a\x00", "\x1f", "\x7f", "\x0b", "see [SEP]", "\u4e2d\u6587", "🙂", "[\u0130sep] [SEP]"])
+    )
+
+
+def test_accents_kept() -> None:
+    tokenizer = trained_tokenizers.minilm()
+    tokenizer.backend_tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
+    same(["Caf\u00e9 cafe\u0301 CAF\u00c9", "=\u0338 x", "\u039f\u0394\u039f\u03a3"], *encoders_of(tokenizer))
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +165,7 @@ def test_a_check_that_fails_is_for_good(ids: tuple[int, ...]) -> None:
     encoder, plain = encoders_of(trained_tokenizers.minilm(), 64)
     assert encoder._words is not None
     encoder._words._known["zebra"] = ids
-    rows = ["a zebra", "no such animal", "the ZEBRA!"]
+    rows = ["a zebra", "no such animal", "the zebra!"]
     said = encoder.check(rows)
     assert said is not None
     assert "for 2 of 3 texts" in said

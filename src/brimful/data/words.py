@@ -1,10 +1,12 @@
-"""WordPiece tokens by looking words up: in plain English text nearly every word has been seen before.
+"""WordPiece tokens by looking words up: in plain text nearly every word has been seen before.
 
-BERT's pipeline does to printable ASCII only this: lower its letters, split it at white space and around each mark of
-punctuation, and hand the words to the model one at a time. So a word's tokens are the same wherever it stands, and are
-remembered. Measured on one core of an EPYC, 26 tokens a text: 3.1 M tokens a second, and 0.6 M by `tokenizers`, the
-same ids; with an emoji in every fifth text, 1.6 M. Texts with any other character, or with what may be an added token,
-are left to `tokenizers`. That the ids are the same is checked on the user's own texts, by `Encoder.check`.
+BERT's pipeline splits a text at white space and around each mark of ASCII punctuation, whatever else it does. What
+lies between is handed on piece by piece: so its tokens are the same wherever it stands, and are remembered. Of a word
+in ASCII only letters are lowered; any other goes through the tokenizer's own normalizer and splitting when first met.
+
+Texts with control characters, with what may be an added token, or mostly of characters that are words by themselves
+(Chinese, Japanese) are left to `tokenizers`. That the ids are the same is checked on the user's own texts, by
+`Encoder.check`. What it gains: benchmarks/classification/words.md.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-_WORDS = re.compile("[0-9A-Za-z]+|[!-/:-@\\[-`{-~\x00]")
-_PLAIN = bytes(range(ord(" "), ord("~") + 1)) + b"\t\n\r"
+_WORDS = re.compile("[^\x00- !-/:-@\\[-`{-~]+|[!-/:-@\\[-`{-~\x00]")
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+#: Bytes of UTF-8 for a character, from which on texts are of a script whose characters are words, or nearly.
+_MOST_BYTES = 2
 #: Stands between texts; it is in none, and no token has its number.
 _END, _END_ID = "\x00", -1
 #: Words remembered, and the longest: 40 MB at most.
@@ -28,9 +33,12 @@ _MOST_WORDS, _LONGEST_WORD = 200_000, 40
 class Words:
     """Tokens of plain texts by a WordPiece tokenizer, special tokens and cutting left out."""
 
-    def __init__(self, backend: Tokenizer, *, lowercase: bool, added_tokens: Sequence[str]) -> None:
-        self._lowercase, self._added_tokens = lowercase, [token.lower() for token in added_tokens]
-        self._known = _Known(backend)
+    def __init__(self, backend: Tokenizer, *, lowercase: bool) -> None:
+        added_tokens = backend.get_added_tokens_decoder().values()
+        self._added_tokens = [token.content.lower() for token in added_tokens]
+        # One that is looked for in normalised text may be there when the text itself does not show it.
+        self._ascii_only = any(token.normalized for token in added_tokens)
+        self._known = _Known(backend, lowercase=lowercase)
 
     @classmethod
     def of(cls, backend: Tokenizer) -> Words | None:
@@ -45,21 +53,22 @@ class Words:
         added_tokens = [token.content for token in backend.get_added_tokens_decoder().values()]
         if not all(t.isascii() and t.isprintable() and t and " " not in t for t in added_tokens):
             return None
-        return cls(backend, lowercase=normalizer["lowercase"], added_tokens=added_tokens)
+        return cls(backend, lowercase=normalizer["lowercase"])
 
     def cover(self, text: str) -> bool:
-        """Whether the text is plain: printable ASCII and line breaks, without an added token."""
-        if not text.isascii() or text.encode("ascii").translate(None, _PLAIN):
+        """Whether the text's words can be looked up."""
+        if not text.isascii() and (self._ascii_only or len(text.encode(errors="replace")) > _MOST_BYTES * len(text)):
+            return False
+        if _CONTROL.search(text):
             return False
         lowered = text.lower()
         return not any(token in lowered for token in self._added_tokens)
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(total,) int32 ids of plain texts, end to end, and (N,) int64 tokens of each."""
+        """(total,) int32 ids of texts that are covered, end to end, and (N,) int64 tokens of each."""
         if len(self._known) > _MOST_WORDS:
             self._known.clear()
-        together = "".join([text + _END for text in texts])
-        words = _WORDS.findall(together.lower() if self._lowercase else together)
+        words = _WORDS.findall("".join([text + _END for text in texts]))
         ids = np.fromiter(itertools.chain.from_iterable(map(self._known.__getitem__, words)), np.int32)
         ends = ids == _END_ID
         return ids[~ends], np.diff(np.flatnonzero(ends), prepend=-1) - 1
@@ -68,12 +77,19 @@ class Words:
 class _Known(dict[str, tuple[int, ...]]):
     """Words and their tokens. Threads may share it: what one forgets, another finds again."""
 
-    def __init__(self, backend: Tokenizer) -> None:
+    def __init__(self, backend: Tokenizer, *, lowercase: bool) -> None:
         super().__init__()
-        self._model = backend.model
+        self._backend, self._model, self._lowercase = backend, backend.model, lowercase
 
     def __missing__(self, word: str) -> tuple[int, ...]:
-        ids = (_END_ID,) if word == _END else tuple(token.id for token in self._model.tokenize(word))
+        ids = (_END_ID,) if word == _END else tuple(token.id for token in self._tokens(word))
         if len(word) <= _LONGEST_WORD:
             self[word] = ids
         return ids
+
+    def _tokens(self, word: str) -> Iterable[Any]:
+        if word.isascii():
+            found: list[Any] = self._model.tokenize(word.lower() if self._lowercase else word)
+            return found
+        pieces = self._backend.pre_tokenizer.pre_tokenize_str(self._backend.normalizer.normalize_str(word))
+        return itertools.chain.from_iterable(self._model.tokenize(piece) for piece, _ in pieces)
