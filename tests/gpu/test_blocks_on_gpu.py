@@ -42,8 +42,9 @@ def test_linear_dropout_add_norm(case: Case, p: float) -> None:
     check_add_norm(case, p)
 
 
-def test_rows_have_two_readers(case: Case) -> None:
-    check_two_readers(case)
+@pytest.mark.parametrize("half", [False, True])
+def test_rows_have_two_readers(case: Case, half: bool) -> None:
+    check_two_readers(case, half=half)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])
@@ -52,9 +53,10 @@ def test_projected_attention(case: Case, p: float, typical_length: int) -> None:
     check_attention(case, p, typical_length=typical_length)
 
 
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.1])
-def test_embeddings_norm(case: Case, p: float) -> None:
-    check_embeddings(case, p, 3, 0)
+def test_embeddings_norm(case: Case, p: float, half: bool) -> None:
+    check_embeddings(case, p, 3, 0, half=half)
 
 
 @pytest.mark.parametrize("centred", [True, False])

@@ -6,6 +6,7 @@ On the CPU by Triton's interpreter in fp32; `tests/gpu/test_blocks_on_gpu.py` ru
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from brimful.kernels import blocks, gelu
 from brimful.kernels.dropout import kept_mask_PRC
 from brimful.kernels.embedding import embeddings_norm
 from brimful.kernels.norm import dropout_add_norm
+from brimful.kernels.residuals import half_residuals
 from brimful.kernels.seeds import one_seed
 from brimful.kernels.strips import make_strips, sum_strips
 
@@ -97,8 +99,8 @@ def check_add_norm(case: Case, p: float) -> None:
     case.check(ours, plain, case.rows(WIDE), *case.linear(WIDE, H), residual, *case.norm())
 
 
-def check_two_readers(case: Case) -> None:
-    """The normalised rows go on as a residual and, in half precision, into a product."""
+def check_two_readers(case: Case, *, half: bool) -> None:
+    """The normalised rows go on as a residual, in fp32 or as `half` says, and into a product in half precision."""
     second = case.linear(H, WIDE)
 
     def plain(
@@ -108,11 +110,13 @@ def check_two_readers(case: Case) -> None:
         return torch.cat([y, F.linear(y, w2, b2)], -1)
 
     def ours(x: Tensor, w: Tensor, b: Tensor, r: Tensor, gain: Tensor, shift: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-        y = blocks.linear_dropout_add_norm(x, w, b, r, gain, shift, 1e-12, 0.0)
-        assert y.dtype == torch.float32
-        return torch.cat([y, blocks.linear(y, w2, b2).float()], -1)
+        with half_residuals() if half else nullcontext():
+            y = blocks.linear_dropout_add_norm(x, w, b, r, gain, shift, 1e-12, 0.0)
+        assert y.dtype == (case.half if half else torch.float32)
+        assert (blocks.halved(y).data_ptr() == y.data_ptr()) == (y.dtype == case.half)
+        return torch.cat([y.float(), blocks.linear(y, w2, b2).float()], -1)
 
-    residual = case.leaf(1, T, H, dtype=torch.float32)
+    residual = case.leaf(1, T, H, dtype=None if half else torch.float32)
     case.check(ours, plain, case.rows(WIDE), *case.linear(WIDE, H), residual, *case.norm(), *second)
 
 
@@ -147,7 +151,7 @@ def check_attention(
     case.check(ours, plain, case.rows(), weight, offset)
 
 
-def check_embeddings(case: Case, p: float, num_tables: int, padding: int | None) -> None:
+def check_embeddings(case: Case, p: float, num_tables: int, padding: int | None, *, half: bool = False) -> None:
     seed = seed_of(case)
     generator = torch.Generator().manual_seed(1)
     sizes = (50, 20, 2)[:num_tables]
@@ -156,7 +160,10 @@ def check_embeddings(case: Case, p: float, num_tables: int, padding: int | None)
 
     def ours(gain: Tensor, shift: Tensor, *tables: Tensor) -> Tensor:
         placed = [each.to(case.device) for each in ids]
-        return blocks.embeddings_norm(placed, tables, paddings, gain, shift, 1e-12, p)
+        with half_residuals() if half else nullcontext():
+            y = blocks.embeddings_norm(placed, tables, paddings, gain, shift, 1e-12, p)
+        assert y.dtype == (case.half if half else torch.float32)
+        return y
 
     def plain(gain: Tensor, shift: Tensor, *tables: Tensor) -> Tensor:
         first = tables[0]
@@ -183,8 +190,9 @@ def test_linear_dropout_add_norm(p: float) -> None:
     check_add_norm(Case(), p)
 
 
-def test_rows_have_two_readers() -> None:
-    check_two_readers(Case())
+@pytest.mark.parametrize("half", [False, True])
+def test_rows_have_two_readers(half: bool) -> None:
+    check_two_readers(Case(), half=half)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])

@@ -5,8 +5,9 @@ that autocast asks for, what surrounds them in fp32. Gradients of parameters are
 
 Where a plan of `float8` is active, the products that it names are in fp8; all else is as it is.
 
-Normalised rows come in two dtypes: fp32 for residuals, and half precision for products. The second travels with the
-first, as `halved`, so that nothing is cast twice.
+Normalised rows come twice, for residuals and, in the dtype of products, for those: the second travels with the first,
+as `halved`, so that nothing is cast twice. Where both dtypes are one, they share their memory, and only their gradients
+are two, which meet inside of the norm's backward kernel instead of in one of their own.
 """
 
 from __future__ import annotations
@@ -49,8 +50,6 @@ def product_dtype(x: Tensor) -> torch.dtype:
 def halved(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`x` in `dtype`, or in that of products, as made along with it if it was."""
     dtype = dtype or product_dtype(x)
-    if x.dtype == dtype:
-        return x
     half, version = _halves.get(x, (None, 0))
     return half if half is not None and half.dtype == dtype and version == _version(x) else x.to(dtype)
 
@@ -61,9 +60,8 @@ def _version(x: Tensor) -> int:
 
 
 def with_half(x: Tensor, half: Tensor) -> Tensor:
-    """`x`, with its half-precision twin for `halved`."""
-    if half.numel():
-        _halves[x] = (half, _version(x))
+    """`x`, with its twin for `halved`."""
+    _halves[x] = (half, _version(x))
     return x
 
 
@@ -177,7 +175,7 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
         ctx.save_for_backward(x_TK, bias, residual_TH, gain, h_TH, statistics, seed, *saved)
         ctx.set_materialize_grads(False)
         ctx.p, ctx.dtypes, ctx.shapes, ctx.leaf = p, (weight.dtype, None), (x.shape, residual.shape), weight.is_leaf
-        return _shaped(y_TH, residual.shape), _shaped(half_TH, residual.shape)
+        return _shaped(y_TH, residual.shape), _shaped(y_TH if half_TH is None else half_TH, residual.shape)
 
     @staticmethod
     @once_differentiable
@@ -231,10 +229,17 @@ class _ProjectedAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         x_TK, qkv_TN, out_HTD, lse, keys, offsets, *weight = ctx.saved_tensors
         q, k, v = qkv_TN.view(len(x_TK), 3, ctx.num_heads, -1).transpose(0, 2).unbind(1)
-        g_TN = attend_backward(gradient, q, k, v, out_HTD, lse, keys, offsets, *ctx.settings).flatten(1)
-        dweight, dbias = beside(
-            lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8), g_TN, x_TK, leaf=ctx.leaf
+        weight_dtype, bias_dtype = ctx.dtypes
+        g_T3HD, strips = attend_backward(
+            gradient, q, k, v, out_HTD, lse, keys, offsets, *ctx.settings, bias_dtype is not None
         )
+        g_TN = g_T3HD.flatten(1)
+
+        def parameters() -> tuple[Tensor, Tensor | None]:
+            dweight, _ = _weight_gradients(g_TN, x_TK, weight_dtype, None, in_fp8=ctx.in_fp8)
+            return dweight, None if bias_dtype is None else sum_strips(strips, strips.shape[1], bias_dtype)[1]
+
+        dweight, dbias = beside(parameters, g_TN, x_TK, strips, leaf=ctx.leaf)
         dbiases = (None,) * 3 if dbias is None else dbias.chunk(3)
         return _input_gradient(g_TN, *weight).view(ctx.shape), None, None, None, *dweight.chunk(3), *dbiases
 
@@ -271,7 +276,7 @@ class _EmbeddingsNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.paddings, ctx.p = paddings, p
         shape = (*ids[0].shape, gain.shape[0])
-        return _shaped(y_TH, shape), _shaped(half_TH, shape)
+        return _shaped(y_TH, shape), _shaped(y_TH if half_TH is None else half_TH, shape)
 
     @staticmethod
     @once_differentiable

@@ -115,7 +115,7 @@ def embedding_norm_backward(
         x = tl.where(inside, (z - tl.load(MEAN + row)) * rstd, 0.0)
         dy = tl.zeros([WIDTH], tl.float32)
         if HAS_DY:
-            dy += tl.load(DY + places, mask=inside, other=0.0)
+            dy += tl.load(DY + places, mask=inside, other=0.0).to(tl.float32)
         if HAS_DHALF:
             dy += tl.load(DHALF + places, mask=inside, other=0.0).to(tl.float32)
         if DROPOUT:
@@ -150,14 +150,14 @@ def embedding_norm_backward(
 def fused_forward(
     ids: Sequence[Tensor], tables: Sequence[Tensor], gain: Tensor, shift: Tensor, seed: Tensor, site: int, eps: float,
     p: float, half: torch.dtype | None, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Rows (T, H) in `dtype`, the same in `half` (empty without), and (2, T) mean and 1/deviation."""
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Rows (T, H) in `dtype`, the same in `half` (None without), and (2, T) mean and 1/deviation."""
     rows, width = len(ids[0]), tables[0].shape[1]
     y, statistics = gain.new_empty(rows, width, dtype=dtype), gain.new_empty(2, rows)
-    copy = gain.new_empty(0) if half is None else gain.new_empty(rows, width, dtype=half)
+    copy = None if half is None else gain.new_empty(rows, width, dtype=half)
     wide = triton.next_power_of_2(width)
     embedding_norm_forward[(rows,)](
-        *_three(ids), *_three(tables), gain, shift, seed, y, copy, statistics[0], statistics[1], site,
+        *_three(ids), *_three(tables), gain, shift, seed, y, y if copy is None else copy, *statistics, site,
         *_sizes(tables), width, eps, threshold(p), kept_factor(p), TABLES=len(tables), DROPOUT=p > 0,
         HALF_TOO=half is not None, WIDTH=wide, num_warps=4 if wide <= 1024 else 8,
     )  # fmt: skip

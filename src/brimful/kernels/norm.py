@@ -25,6 +25,8 @@ from brimful.kernels.strips import sum_strips
 _ROWS, _WARPS, _BACKWARD_ROWS, _BACKWARD_WARPS = 1, 4, 1, 8
 #: Rows whose parameter gradients one program sums at the least, and most programs.
 _FEWEST_ROWS, _MOST_PROGRAMS = 2, 528
+#: Rows of a program from which on the next ones are read ahead.
+_MANY_ROWS = 8
 
 
 def dropout_add_norm(
@@ -78,14 +80,14 @@ def norm_forward(X, BIAS, RESIDUAL, GAIN, SHIFT, SEED, Y, HALF, MEAN, RSTD, site
 @triton.jit(do_not_specialize=["site"])
 def norm_backward(DY, DHALF, X, BIAS, RESIDUAL, GAIN, SEED, MEAN, RSTD, DX, DRESIDUAL, STRIPS, site, num_rows, width,
                   drop_below, more, DROPOUT: tl.constexpr, HAS_DY: tl.constexpr, HAS_DHALF: tl.constexpr,
-                  ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+                  ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """STRIPS: (programs, 3, width) partial gradients of gain, shift and bias."""
     columns = tl.arange(0, WIDTH)
     gain = tl.load(GAIN + columns, mask=columns < width, other=0.0).to(tl.float32)
     dgain = tl.zeros([ROWS, WIDTH], tl.float32)
     dshift = tl.zeros([ROWS, WIDTH], tl.float32)
     dbias = tl.zeros([ROWS, WIDTH], tl.float32)
-    for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
         inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
         places = rows[:, None] * width + columns[None, :]
@@ -116,13 +118,13 @@ def norm_backward(DY, DHALF, X, BIAS, RESIDUAL, GAIN, SEED, MEAN, RSTD, DX, DRES
 def fused_forward(
     x: Tensor, bias: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, seed: Tensor, site: int, eps: float,
     p: float, half: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Normalised rows in `dtype`, in that of `x` too if `half` (else empty); (2, T) mean and 1/deviation."""
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Normalised rows in `dtype`, in that of `x` too if `half` (else None); (2, T) mean and 1/deviation."""
     rows, width = x.shape
     y, statistics = x.new_empty(rows, width, dtype=dtype), x.new_empty(2, rows, dtype=torch.float32)
-    copy = torch.empty_like(x) if half else x.new_empty(0)
+    copy = torch.empty_like(x) if half else None
     norm_forward[(triton.cdiv(rows, _ROWS),)](
-        x, bias, residual, gain, shift, seed, y, copy, statistics[0], statistics[1], site, rows, width, eps,
+        x, bias, residual, gain, shift, seed, y, y if copy is None else copy, *statistics, site, rows, width, eps,
         threshold(p), kept_factor(p), DROPOUT=p > 0, HALF_TOO=half, ROWS=_ROWS, WIDTH=triton.next_power_of_2(width),
         num_warps=_WARPS,
     )  # fmt: skip
@@ -142,7 +144,7 @@ def fused_backward(
         x if dy is None else dy, x if dhalf is None else dhalf, x, bias, residual, gain, seed, statistics[0],
         statistics[1], dx, dresidual, strips, site, rows, width, threshold(p), kept_factor(p), DROPOUT=p > 0,
         HAS_DY=dy is not None, HAS_DHALF=dhalf is not None, ROWS=_BACKWARD_ROWS,
-        WIDTH=triton.next_power_of_2(width), num_warps=_BACKWARD_WARPS,
+        WIDTH=triton.next_power_of_2(width), STAGES=_stages(rows, width), num_warps=_BACKWARD_WARPS,
     )  # fmt: skip
     return dx, dresidual, strips
 
@@ -156,3 +158,11 @@ def parameter_gradients(strips: Tensor, bias_dtype: torch.dtype) -> tuple[Tensor
 
 def _programs(rows: int) -> int:
     return max(1, min(rows // _FEWEST_ROWS, _MOST_PROGRAMS))
+
+
+def _stages(rows: int, width: int) -> int:
+    """Tiles of rows on their way at once, where a program has many. On an H200 it gains 20 % at 768 columns, 8 % at
+    1,024, and loses 10 % at two rows a program."""
+    if rows < _MANY_ROWS * _MOST_PROGRAMS:
+        return 1
+    return 3 if width < 1024 else 2

@@ -12,7 +12,7 @@ _half = False
 def half_residuals() -> Iterator[None]:
     """Within, sums are kept in the dtype of products, as Hugging Face's models in half precision keep them.
 
-    Norms still compute in fp32, with gains in fp32. For forward passes alone: nothing is differentiated through it.
+    Norms still compute in fp32, with gains in fp32. What it costs the gradient: docs/concepts/exactness.md.
     """
     global _half
     before, _half = _half, True

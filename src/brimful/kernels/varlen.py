@@ -163,10 +163,16 @@ def _delta(OUT, delta_rows, do, start, rows, length, head, o_t, o_h, less, READY
 
 
 @triton.jit
+def _store_sum(STRIP, x, inside, D: tl.constexpr):
+    """The sum of a block's rows, (D,)."""
+    tl.store(STRIP + tl.arange(0, D), tl.sum(tl.where(inside, x, 0.0), 0))
+
+
+@triton.jit
 def _gradient_of_keys(
-    Q, K, V, OUT, DO, DK, DV, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
-    scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr,
+    Q, K, V, OUT, DO, DK, DV, STRIP, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+    scale, inner, power, drop_below, more, less, start, length, first, head, strip_part, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, STRIPS: tl.constexpr,
     D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block as keys, (keys, queries): their gradient and their values', from every query that sees them."""
@@ -205,16 +211,21 @@ def _gradient_of_keys(
             dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
     places = (start + own).to(tl.int64)[:, None] * g_t + head * g_h + tl.arange(0, D)[None, :]
     inside = (own < length)[:, None]
-    tl.store(DK + places, (dk * (scale * more)).to(DK.dtype.element_ty), mask=inside)
-    tl.store(DV + places, (dv * more).to(DV.dtype.element_ty), mask=inside)
+    dk *= scale * more
+    dv *= more
+    tl.store(DK + places, dk.to(DK.dtype.element_ty), mask=inside)
+    tl.store(DV + places, dv.to(DV.dtype.element_ty), mask=inside)
+    if STRIPS:
+        _store_sum(STRIP + strip_part, dk, inside, D)
+        _store_sum(STRIP + 2 * strip_part, dv, inside, D)
 
 
 @triton.jit
 def _gradient_of_queries(
-    Q, K, V, OUT, DO, DQ, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+    Q, K, V, OUT, DO, DQ, STRIP, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
     scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr,
-    OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, STRIPS: tl.constexpr,
+    D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block as queries, (queries, keys): their gradient, from every key that they see."""
     own = first + tl.arange(0, OWN)
@@ -255,35 +266,45 @@ def _gradient_of_queries(
                 ds = ds * (1.0 - s * s)
             dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
     places = (start + own).to(tl.int64)[:, None] * g_t + head * g_h + tl.arange(0, D)[None, :]
-    tl.store(DQ + places, (dq * (scale * more)).to(DQ.dtype.element_ty), mask=(own < length)[:, None])
+    inside = (own < length)[:, None]
+    dq *= scale * more
+    tl.store(DQ + places, dq.to(DQ.dtype.element_ty), mask=inside)
+    if STRIPS:
+        _store_sum(STRIP, dq, inside, D)
 
 
 @triton.jit
 def varlen_attention_backward(
-    Q, K, V, OUT, DO, DQ, DK, DV, LSE, DELTA, KEYS, OFFSETS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
+    Q, K, V, OUT, DO, DQ, DK, DV, SUMS, LSE, DELTA, KEYS, OFFSETS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
     do_h, g_t, g_h, scale, inner, power, drop_below, more, less, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr,
+    CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, STRIPS: tl.constexpr, D: tl.constexpr,
     OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Beyond its segment a block reads zeros, and what comes of them is multiplied with zeros or not stored.
 
     Only the exponential needs care there: its argument is at most 0 where it counts, and is cut at 0 elsewhere.
+    SUMS: with STRIPS, (segments, blocks, 3, heads, D) sums of each block's rows of the three gradients.
     """
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(OFFSETS + segment)
     length = tl.load(OFFSETS + segment + 1) - start
     first = block * OWN
+    strip_part = tl.num_programs(2) * D
+    strip = SUMS + (segment * tl.num_programs(0) + block) * 3 * strip_part + head * D
     if first >= length:
+        if STRIPS:
+            for part in tl.static_range(3):
+                tl.store(strip + part * strip_part + tl.arange(0, D), tl.zeros([D], tl.float32))
         return
     _gradient_of_keys(
-        Q, K, V, OUT, DO, DK, DV, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
-        g_h, scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL, WINDOW, CAP,
-        DROPOUT, READY, D, OWN, OTHER, SPLIT, PRECISION,
+        Q, K, V, OUT, DO, DK, DV, strip, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
+        g_h, scale, inner, power, drop_below, more, less, start, length, first, head, strip_part, CAUSAL, WINDOW, CAP,
+        DROPOUT, READY, STRIPS, D, OWN, OTHER, SPLIT, PRECISION,
     )  # fmt: skip
     _gradient_of_queries(
-        Q, K, V, OUT, DO, DQ, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+        Q, K, V, OUT, DO, DQ, strip, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
         scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL, WINDOW, CAP, DROPOUT, READY,
-        D, OWN, OTHER, SPLIT, PRECISION,
+        STRIPS, D, OWN, OTHER, SPLIT, PRECISION,
     )  # fmt: skip
 
 
@@ -391,14 +412,16 @@ def _(
 def attend_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Tensor, offsets: Tensor,
     max_length: int, typical_length: int, scale: float, causal: bool, window: int, softcap: float, dropout: float,
-) -> Tensor:  # fmt: skip
-    """Gradients of queries, keys and values, (T, 3, H, D)."""
+    summed: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of queries, keys and values, (T, 3, H, D), and strips (S, 3 H D) fp32 of their sums if `summed`."""
     heads, tokens, head_dim = q.shape
     packed = q.new_empty(tokens, 3, heads, head_dim)
     found = [packed[:, part].transpose(0, 1) for part in range(3)]
     gradient = gradient if gradient.stride(2) == 1 else gradient.contiguous()
     tiles = _tiles(q, typical_length, LONG_BACKWARD)
     grid, constants = _launch(q, offsets, max_length, tiles)
+    strips = q.new_empty((grid[0] * grid[1] if summed else 0), 3 * heads * head_dim, dtype=torch.float32)
     strides = [x.stride(axis) for x in (q, k, v, out, gradient, found[0]) for axis in (1, 0)]
     more = kept_factor(dropout)
     less = 1.0 / more if more else 0.0
@@ -409,17 +432,17 @@ def attend_backward(
             out, gradient, delta, tokens, *strides[6:10], less, D=head_dim, BLOCK=64
         )
     varlen_attention_backward[grid](
-        q, k, v, out, gradient, *found, lse, delta, keys, offsets, tokens, *strides, scale, *_factors(scale, softcap),
-        threshold(dropout), more, less, CAUSAL=causal, WINDOW=window, CAP=softcap > 0, DROPOUT=dropout > 0,
-        READY=ready, SPLIT=_split(tiles, causal, window, dropout), **constants,
+        q, k, v, out, gradient, *found, strips, lse, delta, keys, offsets, tokens, *strides, scale,
+        *_factors(scale, softcap), threshold(dropout), more, less, CAUSAL=causal, WINDOW=window, CAP=softcap > 0,
+        DROPOUT=dropout > 0, READY=ready, STRIPS=summed, SPLIT=_split(tiles, causal, window, dropout), **constants,
     )  # fmt: skip
-    return packed
+    return packed, strips
 
 
 @attend_backward.register_fake
-def _(gradient: Tensor, q: Tensor, *_: Any) -> Tensor:
+def _(gradient: Tensor, q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     heads, tokens, head_dim = q.shape
-    return q.new_empty(tokens, 3, heads, head_dim)
+    return q.new_empty(tokens, 3, heads, head_dim), q.new_empty(0, 3 * heads * head_dim, dtype=torch.float32)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -428,7 +451,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 
 
 def _gradients(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    packed = attend_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    packed, _ = attend_backward(gradient, *ctx.saved_tensors, *ctx.settings)
     return *(part.transpose(0, 1) for part in packed.unbind(1)), *[None] * (3 + len(ctx.settings))
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from brimful.data.packing import Piece, cut_window
 from brimful.data.tokens import Tokens
 from brimful.kernels.layout import PackedInputs, PackedShape, Segments
-from brimful.kernels.residuals import half_residuals
 from brimful.models.execution import Execution
 from brimful.techniques.precision import Precision
 
@@ -119,8 +118,7 @@ class PackedForward:
         return graph.logits_SC[: len(piece.rows)].clone()
 
     def _compute(self, staged: Tensor, shape: Shape, with_types: bool) -> Tensor:
-        with half_residuals():
-            logits: Tensor = self.execution(unstage(staged, shape, with_types, self._typical_length)).float()
+        logits: Tensor = self.execution(unstage(staged, shape, with_types, self._typical_length)).float()
         return logits
 
     def _capture(self, shape: Shape, with_types: bool, size: int) -> _Graph | None:

@@ -1,5 +1,7 @@
 """Precision of matrix products. Weights, gradients, optimizer states, norms, softmax and loss stay fp32 in all of them.
 
+In half precision, sums between post-norm layers on fused kernels are kept in it too (`kernels.residuals`).
+
 fp32   full products
 tf32   products of 10-bit mantissas on a GPU's matrix units
 bf16   torch's autocast in bf16: 7-bit mantissas, the range of fp32
@@ -20,6 +22,7 @@ from brimful.core.errors import DeviceError, OptionError
 from brimful.core.options import PrecisionChoice
 from brimful.core.records import Arithmetic, Lever
 from brimful.kernels.float8 import Plan
+from brimful.kernels.residuals import half_residuals
 from brimful.techniques.technique import Cost, Verdict
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -75,15 +78,12 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context that forward passes run in."""
-        if self.value not in _AUTOCAST:
-            return nullcontext()
-        if self.plan is None:
-            return torch.autocast(self.device.type, _AUTOCAST[self.value])
-        return self._with_plan(self.plan)
+        return self._in_half() if self.value in _AUTOCAST else nullcontext()
 
     @contextmanager
-    def _with_plan(self, plan: Plan) -> Iterator[None]:
-        with torch.autocast(self.device.type, _AUTOCAST[self.value]), plan.active():
+    def _in_half(self) -> Iterator[None]:
+        plan = nullcontext() if self.plan is None else self.plan.active()
+        with torch.autocast(self.device.type, _AUTOCAST[self.value]), half_residuals(), plan:
             yield
 
     def after_update(self) -> None:
