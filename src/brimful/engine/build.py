@@ -76,7 +76,7 @@ def build(
     device = precision.device
     model = load_model(prepared.facts, prepared.space, head=prepared.alignment.head, seed=options.seed)
     typical_length = round(float(prepared.training.tokens.lengths.mean()))
-    kernels = choose_kernels(prepared.facts.config, precision, typical_length)
+    kernels = choose_kernels(prepared.facts.config, precision, typical_length, training=True)
     proof = prove(
         model, max_length=prepared.max_length, device=device, precision=precision.value, typical_length=typical_length
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -183,32 +184,80 @@ def relative_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Se
     return out
 
 
-#: Mean length up to which our kernel is at least as fast as FlashAttention-2 forward and backward, heads of 64 and
-#: dropout, on an H200 (benchmarks/attention).
+#: Mean length up to which our kernel is taken where nothing was measured, with heads of 64 at the most.
 _SHORT = 512
+#: Mean lengths up to which classes go, in each of which one kernel is taken; the last class is all longer ones.
+LENGTH_CLASSES = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+class Case(NamedTuple):
+    """What one kernel is measured and taken for. length: the class of the sequences' mean length."""
+
+    dtype: torch.dtype
+    head_dim: int
+    windowed: bool
+    length: int
+
+
+#: Names of kernels measured to be the fastest on this machine.
+_fastest: dict[Case, str] = {}
+
+
+def length_class(typical_length: int) -> int:
+    """The number of the class that a mean length is in."""
+    for number, longest in enumerate(LENGTH_CLASSES):
+        if typical_length <= longest:
+            return number
+    return len(LENGTH_CLASSES)
+
+
+def prefer(case: Case, attention: Attention) -> None:
+    """From here on, the process takes this kernel where it can compute what is asked."""
+    _fastest[case] = attention.__name__
+
+
+def preferred() -> dict[Case, str]:
+    """What `prefer` was told so far."""
+    return dict(_fastest)
+
+
+def candidates(device: torch.device, dtype: torch.dtype, pattern: Pattern, head_dim: int) -> tuple[Attention, ...]:
+    """The kernels that can do it here, at least one; ours, the only one inside of fused layers, comes first."""
+    if device.type != "cuda" or dtype == torch.float64:
+        return (grouped_attention,)
+    ours = varlen is not None and varlen.supports(dtype, head_dim)
+    if pattern.relative is not None:
+        plain = not pattern.causal and pattern.window is None and pattern.softcap is None
+        return (relative_attention if ours and plain else grouped_attention,)
+    half = dtype in (torch.bfloat16, torch.float16)
+    other: Attention | None = None
+    if pattern.softcap is None:
+        if half:
+            other = flash_attention if head_dim <= 256 else None
+        elif pattern.window is None:
+            other = efficient_attention
+    if not ours:
+        return (other or grouped_attention,)
+    return (triton_attention,) if other is None else (triton_attention, other)
 
 
 def choose_attention(
     device: torch.device, dtype: torch.dtype, pattern: Pattern, head_dim: int, typical_length: int | None = None
 ) -> Attention:
-    """The fastest kernel that can do it here. The choice depends on no input's value, so it may be captured.
+    """The fastest kernel that can do it here: as measured, if it was. The choice depends on no input's value, so it may
+    be captured.
 
     typical_length: mean length of the sequences to come; None if it is not known.
     """
-    if device.type != "cuda" or dtype == torch.float64:
-        return grouped_attention
-    ours = varlen is not None and varlen.supports(dtype, head_dim)
-    if pattern.relative is not None:
-        plain = not pattern.causal and pattern.window is None and pattern.softcap is None
-        return relative_attention if ours and plain else grouped_attention
-    half = dtype in (torch.bfloat16, torch.float16)
-    if pattern.softcap is not None or (pattern.window is not None and not half):
-        return triton_attention if ours else grouped_attention
-    if ours and typical_length is not None and typical_length <= _SHORT and head_dim <= 64:
-        return triton_attention
-    if not half:
-        return efficient_attention
-    return flash_attention if head_dim <= 256 else grouped_attention
+    found = candidates(device, dtype, pattern, head_dim)
+    if len(found) == 1:
+        return found[0]
+    if typical_length is None:
+        return found[1]
+    measured = _fastest.get(Case(dtype, head_dim, pattern.window is not None, length_class(typical_length)))
+    if measured is not None:
+        return found[0] if found[0].__name__ == measured else found[1]
+    return found[0] if typical_length <= _SHORT and head_dim <= 64 else found[1]
 
 
 def _repeat_heads(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> tuple[Tensor, Tensor]:

@@ -333,14 +333,14 @@ LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3)
 LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=1, registers=128)
 #: Wide heads, and fp32: what fits.
 _SMALL = Tiles(own=32, other=32, warps=4, stages=2)
-#: Mean length from which segments are long.
+#: Mean length beyond which segments are long: between two of `attention.LENGTH_CLASSES`.
 _LONG = 128
 
 
 def _tiles(q: Tensor, typical_length: int, long: Tiles) -> Tiles:
     if q.dtype == torch.float32 or q.shape[2] > 64:
         return _SMALL
-    return long if typical_length >= _LONG else SHORT
+    return long if typical_length > _LONG else SHORT
 
 
 def _launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[tuple[int, int, int], dict[str, Any]]:

@@ -89,14 +89,18 @@ def _copy_rate(device: torch.device) -> float:
     return 2 * source.nbytes / median_seconds(device, lambda: torch.mul(source, 1.0, out=target))
 
 
-def median_seconds(device: torch.device, call: Callable[[], object], *, within_s: float = _SECONDS) -> float:
-    """Seconds of one `call`, the median of a few trials of many. On a GPU it is replayed, so that launching costs
-    nothing: the call must be one that can be captured. within_s: what all trials together may take, about."""
+def median_seconds(
+    device: torch.device, call: Callable[[], object], *, within_s: float = _SECONDS, replayed: bool = True
+) -> float:
+    """Seconds of one `call`, the median of a few trials of many. within_s: what all trials together may take, about.
+
+    replayed: on a GPU it becomes a graph, so that launching costs nothing: the call must be one that can be captured.
+    """
     _trial(device, call, 1)  # loads, allocates
     once = _trial(device, call, 1)
     repeats = max(1, min(_MOST_REPEATS, int(within_s / _TRIALS / max(once, 1e-7))))
     trials = _TRIALS if once < within_s else 1
-    if device.type == "cuda":
+    if device.type == "cuda" and replayed:
         replay = _captured(device, call, repeats)
         return statistics.median(_trial(device, replay, 1) for _ in range(trials)) / repeats
     return statistics.median(_trial(device, call, repeats) for _ in range(trials))

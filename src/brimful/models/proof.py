@@ -33,6 +33,7 @@ from torch.fx import GraphModule
 from brimful.core.cache import cache_path, read_cached, write_cached
 from brimful.core.errors import printable
 from brimful.kernels import float8
+from brimful.kernels.attention import length_class, preferred
 from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
 from brimful.models.anatomy import layers_of, linear_parameters
 from brimful.models.execution import PackedExecution, PackedForm, PaddedExecution, Pooling, padding_id_of
@@ -430,8 +431,10 @@ def _cache_path(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [torch.__version__, transformers.__version__, _REVISION]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    short = typical_length if device.type == "cuda" else None
-    return cache_path("proofs", [kind, config, max_length, name, precision, short, versions])
+    kernels = None
+    if device.type == "cuda":
+        kernels = [typical_length and length_class(typical_length), sorted(map(str, preferred().items()))]
+    return cache_path("proofs", [kind, config, max_length, name, precision, kernels, versions])
 
 
 _NOT_ARCHITECTURE = frozenset({"_name_or_path", "id2label", "label2id", "transformers_version", "dtype", "torch_dtype"})
