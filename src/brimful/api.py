@@ -8,7 +8,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from brimful.core import durable
 from brimful.core.classification import Classification
@@ -88,16 +88,30 @@ def classify(
 ) -> Classification:
     """Labels every row of a file of texts, into another file or a folder, in constant memory.
 
-    For texts in memory there is `Classifier`. options: the other fields of ClassifyOptions, e.g. `max_length=256`.
+    For texts in memory there is `Classifier`. options: the other fields of ClassifyOptions, e.g. `max_length=256`;
+    `labels` may be a list, too.
     Raises: BrimfulError; OptionError for an option there is not.
     """
     _check_known("classify", ClassifyOptions, options, without=("model", "data", "output"))
+    if isinstance(options.get("labels"), list | tuple):
+        options["labels"] = _joined(options["labels"])
     if "report" in options:
         options["report"] = _path(options["report"])
     if output is None:
         raise OptionError("classify needs an output", hint="for texts in memory there is Classifier")
     asked = ClassifyOptions(model=_path(model), data=_path(data), output=_path(output), **options)
     return run_classification(asked, listener or Listener())
+
+
+def _joined(labels: Sequence[object]) -> str:
+    """Candidate labels as the option has them."""
+    wrong = next((each for each in labels if not isinstance(each, str) or "," in each), None)
+    if wrong is not None:
+        raise OptionError(
+            f"labels has {printable(repr(wrong))}: of a file, labels are text without a comma",
+            hint="put each row's labels into a column of lists: labels='column:NAME'",
+        )
+    return ",".join(cast(Sequence[str], labels))
 
 
 def run_classification(options: ClassifyOptions, listener: Listener, stdout: TextIO | None = None) -> Classification:

@@ -143,6 +143,40 @@ def test_lists_of_texts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             np.testing.assert_array_equal(classifier.logits(texts), logits)
 
 
+def nli(folder: Path) -> Path:
+    """The same with the labels of inference."""
+    tokenizer, labels = trained_tokenizers.minilm(), ["contradiction", "neutral", "entailment"]
+    found = FAMILIES["bert"].model(3, seed=0)
+    found.resize_token_embeddings(len(tokenizer))
+    found.config.id2label = dict(enumerate(labels))
+    found.config.label2id = {label: number for number, label in enumerate(labels)}
+    found.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_zero_shot(tmp_path: Path, request: pytest.FixtureRequest, first: bool) -> None:
+    """Where the first rows differ, pairs are not put together from ids; where a later one does, words are given up."""
+    model, labels = nli(tmp_path / "nli"), ["good", "bad"]
+    texts = [f"the film {i}" + (" zebra" if i == (0 if first else WINDOW) else "") for i in range(2 * WINDOW)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "rows.parquet")
+
+    def answers(output: str, listener: Notes) -> tuple[Classification, Any]:
+        record = run(model, tmp_path / "rows.parquet", tmp_path / output, listener, labels=labels)
+        with brimful.Classifier(model, device="cpu", precision="fp32", listener=listener) as classifier:
+            return record, classifier(texts, labels=labels)
+
+    _, expected = answers("right.parquet", Notes())
+    request.getfixturevalue("zebra_is_wrong")
+    notes = Notes()
+    record, found = answers("out.parquet", notes)
+    assert found == expected
+    assert pq.read_table(tmp_path / "out.parquet") == pq.read_table(tmp_path / "right.parquet")
+    assert record.tally.num_not_by_words == (0 if first else WINDOW)
+    assert sum("words looked up" in line for line in notes.warnings) == (0 if first else 2)  # of the file, and the list
+
+
 @pytest.mark.usefixtures("zebra_is_wrong")
 def test_training(model: Path, tmp_path: Path) -> None:
     """All rows are those of `tokenizers`, whichever of them was compared."""
