@@ -8,11 +8,12 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from brimful.core.errors import BrimfulError, printable
@@ -93,7 +94,8 @@ def _train(words: list[str]) -> int:
 
     options = train_options(words)
     with _terminal() as listener:
-        from brimful.api import run_training, summary_json
+        with _importing():
+            from brimful.api import run_training, summary_json
 
         record = run_training(options, listener)
     if options.json:
@@ -106,9 +108,10 @@ def _classify(words: list[str]) -> int:
 
     options = classify_options(words)
     with _terminal() as listener:
-        from brimful.api import run_classification
-        from brimful.core.records import to_json
-        from brimful.reports.classification import classification_text
+        with _importing():
+            from brimful.api import run_classification
+            from brimful.core.records import to_json
+            from brimful.reports.classification import classification_text
 
         record = run_classification(options, listener, sys.stdout)
         listener.text(classification_text(record))
@@ -122,9 +125,10 @@ def _profile(words: list[str]) -> int:
 
     options = profile_options(words)
     with _terminal() as listener:
-        from brimful.api import run_profile
-        from brimful.core.records import to_json
-        from brimful.reports.anatomy import anatomy_text
+        with _importing():
+            from brimful.api import run_profile
+            from brimful.core.records import to_json
+            from brimful.reports.anatomy import anatomy_text
 
         record = run_profile(options, listener)
     print(to_json(record).rstrip() if options.json else anatomy_text(record))
@@ -136,13 +140,26 @@ def _demo(words: list[str]) -> int:
 
     options = demo_options(words)
     with _terminal() as listener:
-        from brimful.api import summary_json
-        from brimful.demo import run_demo
+        with _importing():
+            from brimful.api import summary_json
+            from brimful.demo import run_demo
 
         record = run_demo(options, listener)
     if options.json:
         print(summary_json(record))
     return 0
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Imports without the garbage collector, which would go through a million new objects again and again: a sixth of the
+    time. They stay until the process ends, so it leaves them alone afterwards, too."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def _terminal() -> closing[Terminal]:
