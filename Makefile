@@ -15,7 +15,7 @@ demo: .venv/installed
 	$(BIN)/brimful demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: .venv/installed
 	$(BIN)/ruff check .

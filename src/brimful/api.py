@@ -105,10 +105,10 @@ def classify(
 
 def _joined(labels: Sequence[object]) -> str:
     """Candidate labels as the option has them."""
-    wrong = next((each for each in labels if not isinstance(each, str) or "," in each), None)
-    if wrong is not None:
+    wrong = [each for each in labels if not isinstance(each, str) or "," in each or each.startswith("column:")]
+    if wrong:
         raise OptionError(
-            f"labels has {printable(repr(wrong))}: of a file, labels are text without a comma",
+            f"labels has {printable(repr(wrong[0]))}: of a file, labels are text without a comma or `column:`",
             hint="put each row's labels into a column of lists: labels='column:NAME'",
         )
     return ",".join(cast(Sequence[str], labels))

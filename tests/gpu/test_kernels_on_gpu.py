@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import BertConfig, BertForSequenceClassification
 
 from brimful.kernels.attention import (
     Attention,
@@ -15,6 +16,8 @@ from brimful.kernels.attention import (
     triton_attention,
 )
 from brimful.kernels.layout import PackedShape, make_segments, map_tensors, with_groups
+from brimful.techniques.attention import measure_attention
+from brimful.techniques.precision import Precision
 
 pytestmark = pytest.mark.gpu
 
@@ -61,6 +64,28 @@ def test_equal_to_reference(
     expected = outputs_and_gradients(reference_attention, torch.float64, pattern, heads)
     found = outputs_and_gradients(attend, dtype, pattern, heads)
     assert float((found - expected).norm() / expected.norm()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("typical_length", [33, 400, 3000])
+@pytest.mark.parametrize("sizes", [(384, 12), (768, 12), (1024, 8)], ids=["minilm", "base", "heads of 128"])
+def test_kernels_are_timed(sizes: tuple[int, int], typical_length: int, tmp_path_factory: pytest.TempPathFactory,
+                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """For heads of up to 64 ours is taken, which layers are fused with."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    config = BertConfig(hidden_size=sizes[0], num_attention_heads=sizes[1], num_hidden_layers=1, vocab_size=50)
+    found = [
+        measure_attention(
+            BertForSequenceClassification(config),
+            Precision(value="bf16", device=torch.device("cuda"), reason="a test"),
+            typical_length,
+        )
+        for _ in range(2)
+    ]
+    assert found[0] is not None
+    assert found[0] == found[1]  # kept
+    assert all(name in found[0].said for name in ("ours", "FlashAttention-2"))
+    if sizes[0] != 1024:
+        assert found[0].fastest == "triton_attention"
 
 
 def test_flash_dropout_differs_and_repeats() -> None:

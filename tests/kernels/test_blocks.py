@@ -18,7 +18,7 @@ from brimful.kernels.layout import PackedShape, make_segments
 
 pytest.importorskip("triton")
 
-from brimful.kernels import blocks, gelu
+from brimful.kernels import blocks, gelu, varlen
 from brimful.kernels.dropout import kept_mask_PRC
 from brimful.kernels.embedding import embeddings_norm
 from brimful.kernels.norm import dropout_add_norm
@@ -201,6 +201,15 @@ def test_projected_attention(p: float, typical_length: int) -> None:
     check_attention(Case(), p, typical_length=typical_length)
 
 
+@pytest.mark.parametrize("fewest_rows", [1, 1 << 20])
+def test_biases_of_projections_are_summed_by_attention_or_after_it(
+    monkeypatch: pytest.MonkeyPatch, fewest_rows: int
+) -> None:
+    """The latter where most of its programs have no rows."""
+    monkeypatch.setattr(varlen, "_FEWEST_ROWS", fewest_rows)
+    check_attention(Case(), 0.3)
+
+
 def test_projected_attention_without_biases_and_of_scattered_weights() -> None:
     check_attention(Case(), 0.0, bias=False)
     check_attention(Case(), 0.0, adjacent=False)
@@ -235,14 +244,14 @@ def test_halved_travels_with_its_rows() -> None:
     twin = x.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         assert blocks.halved(x).dtype == torch.bfloat16
-        assert blocks.halved(blocks.with_half(x, twin)) is twin
+        assert blocks.halved(blocks.with_twin(x, twin)) is twin
     assert blocks.halved(x) is x
 
 
 def test_a_twin_of_what_was_changed_is_not_used() -> None:
     x: Any = torch.randn(3, 4)
     twin = x.bfloat16()
-    blocks.with_half(x, twin)
+    blocks.with_twin(x, twin)
     x.mul_(0)
     with torch.autocast("cpu", torch.bfloat16):
         assert not blocks.halved(x).any()

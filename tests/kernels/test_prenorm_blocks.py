@@ -241,7 +241,7 @@ def test_a_gradient_carries_its_twin_to_the_product_before(monkeypatch: pytest.M
 
     def watched(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if dtype is not None:
-            seen.append(x in blocks._halves)
+            seen.append(x in blocks._twins)
         return halved(x, dtype)
 
     monkeypatch.setattr(pre, "halved", watched)

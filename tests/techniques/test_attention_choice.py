@@ -1,143 +1,115 @@
-"""Which attention kernel is taken: by timing where several can do it, else a rule. On the CPU, as far as it goes."""
+"""Which attention kernel is taken: for training by timing where several can do it, else by a rule."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 pytest.importorskip("triton")
 
-from brimful.kernels import attention as kernels
-from brimful.kernels.attention import (
-    LENGTH_CLASSES,
-    Attention,
-    Pattern,
-    choose_attention,
-    flash_attention,
-    grouped_attention,
-    length_class,
-    reference_attention,
-    triton_attention,
-)
-from brimful.kernels.layout import Segments
+from brimful.data.batches import PackedLayout
+from brimful.data.packing import Budgets
+from brimful.kernels.attention import Pattern, choose_attention, flash_attention, grouped_attention, triton_attention
+from brimful.measurement.attention import Heads
 from brimful.techniques import attention
-from brimful.techniques.attention import MARGIN, Heads, choose_kernels, known_seconds, time_attention
+from brimful.techniques.attention import MARGIN, choose_kernels, measure_attention
 from brimful.techniques.precision import Precision
-from tiny import FAMILIES
+from tiny import FAMILIES, sequences
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-FP16 = Precision(value="fp16", device=CPU, reason="asked for")
-HEADS, PATTERN = Heads(number=2, size=16), Pattern(scale=0.25)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setattr(kernels, "_fastest", {})
-    monkeypatch.setattr(attention, "_TIMED_TOKENS", 64)
-    monkeypatch.setattr(attention, "_WITHIN_S", 1e-9)
+CUDA = torch.device("cuda")
+FP16 = Precision(value="fp16", device=CUDA, reason="asked for")
+WIDE = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
 
 
-def offer(monkeypatch: pytest.MonkeyPatch, *functions: Attention) -> None:
-    """Lets these be the kernels that can do it, on the CPU too."""
-    for module in (kernels, attention):
-        monkeypatch.setattr(module, "candidates", lambda *_: functions)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What is timed: nothing here, ours is half as fast as the other."""
+    found: list[tuple[Any, ...]] = []
 
+    def seconds(*given: Any) -> dict[str, float]:
+        found.append(given)
+        return {"triton_attention": 2.0, "flash_attention": 1.0}
 
-def keep_seconds(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
-    """Leaves these in the cache, whatever is asked for."""
-    monkeypatch.setattr(attention, "read_cached", lambda _: dict(seconds))
-
-
-def test_classes_of_lengths() -> None:
-    assert [length_class(n) for n in (1, 64, 65, 512, 513, 4096, 4097)] == [0, 0, 1, 3, 4, 6, 7]
-    assert list(LENGTH_CLASSES) == sorted(LENGTH_CLASSES)
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_kernels_are_timed(training: bool) -> None:
-    pattern = Pattern(scale=0.25, dropout=0.1 if training else 0.0)
-    for each in (triton_attention, reference_attention):
-        assert time_attention(each, FP16, pattern, HEADS, 0, training=training) > 0
-
-
-def test_timings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch, triton_attention, reference_attention)
-    first = known_seconds(FP16, PATTERN, HEADS, 0, training=False)
-    assert list(first) == ["triton_attention", "reference_attention"]
-    assert known_seconds(FP16, PATTERN, HEADS, 0, training=False) == first
-    assert known_seconds(FP16, PATTERN, HEADS, 0, training=True) != first
-
-
-def test_a_kernel_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(q: Tensor, k: Tensor, v: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
-        raise torch.OutOfMemoryError("too much")
-
-    offer(monkeypatch, failing, triton_attention)
-    assert list(known_seconds(FP16, PATTERN, HEADS, 0, training=False)) == ["triton_attention"]
-    config = FAMILIES["bert"].model(hidden_size=32, num_attention_heads=2).config
-    found = choose_kernels(config, FP16, 30, training=False)
-    assert found.functions == ("triton_attention",)
-    assert "ms by" in found.lever().reason
+    monkeypatch.setattr(attention, "attention_seconds", seconds)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("ours_s", "other_s", "name"),
-    [(1.0, 2.0, "triton_attention"), (MARGIN, 1.01, "triton_attention"), (MARGIN, 0.99, "flash_attention")],
+    ("seconds", "name"),
+    [
+        ({"triton_attention": 1.0, "flash_attention": 2.0}, "triton_attention"),
+        ({"triton_attention": MARGIN, "flash_attention": 1.01}, "triton_attention"),
+        ({"triton_attention": MARGIN, "flash_attention": 0.99}, "flash_attention"),
+        ({"flash_attention": 9.0}, "flash_attention"),
+    ],
 )
-def test_another_must_win_by_the_margin(
-    monkeypatch: pytest.MonkeyPatch, ours_s: float, other_s: float, name: str
-) -> None:
+def test_another_must_win_by_the_margin(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], name: str) -> None:
     """At any length; fused layers are ours alone."""
-    offer(monkeypatch, triton_attention, flash_attention)
-    keep_seconds(monkeypatch, triton_attention=ours_s, flash_attention=other_s)
-    config = FAMILIES["bert"].model(hidden_size=32, num_attention_heads=2).config
+    monkeypatch.setattr(attention, "attention_seconds", lambda *_: seconds)
+    model = FAMILIES["bert"].model(**WIDE)
     for typical_length in (30, 3000):
-        assert choose_kernels(config, FP16, typical_length, training=True).functions == (name,)
-        assert choose_attention(CUDA, torch.float16, PATTERN, 16, typical_length).__name__ == name
+        measured = measure_attention(model, FP16, typical_length)
+        found = choose_kernels(model.config, FP16, typical_length, measured)
+        assert (found.functions, found.fastest) == ((name,), name)
+        assert "ms by" in found.lever().reason
 
 
-def test_what_was_measured_holds_for_its_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch, triton_attention, flash_attention)
-    keep_seconds(monkeypatch, triton_attention=2.0, flash_attention=1.0)
-    config = FAMILIES["bert"].model(hidden_size=32, num_attention_heads=2).config
-    assert choose_kernels(config, FP16, 30, training=True).functions == ("flash_attention",)
-
-    def chosen(dtype: torch.dtype, head_dim: int, length: int | None, window: int | None = None) -> Attention:
-        return choose_attention(CUDA, dtype, Pattern(scale=1.0, window=window), head_dim, length)
-
-    assert chosen(torch.float16, 16, 60) is flash_attention
-    assert chosen(torch.float16, 16, 65) is triton_attention  # by the rule
-    assert chosen(torch.float16, 16, 60, window=5) is triton_attention
-    assert chosen(torch.bfloat16, 16, 60) is triton_attention
-    assert chosen(torch.float16, 32, 60) is triton_attention
-    assert chosen(torch.float16, 16, None) is flash_attention
+def test_what_is_timed_is_what_the_model_computes(asked: list[tuple[Any, ...]]) -> None:
+    measure_attention(FAMILIES["bert"].model(dropout=0.3, **WIDE), FP16, 300)
+    config = LlamaConfig(
+        vocab_size=50, num_key_value_heads=2, pad_token_id=0, num_hidden_layers=1,
+        **WIDE | {"hidden_size": 64, "num_attention_heads": 4},
+    )  # fmt: skip
+    measure_attention(LlamaForSequenceClassification(config), FP16, 30)
+    (_, _, dtype, pattern, heads, length), (_, _, _, causal, grouped, short) = asked
+    assert (dtype, pattern.dropout, pattern.causal, length) == (torch.float16, 0.3, False, 3)
+    assert heads == Heads(queries=2, keys=2, size=16)
+    assert (causal.causal, causal.dropout, grouped, short) == (True, 0.0, Heads(queries=4, keys=2, size=16), 0)
 
 
-def test_a_cache_that_holds_something_else_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch, reference_attention)
-    first = known_seconds(FP16, PATTERN, HEADS, 0, training=False)
-    keep_seconds(monkeypatch, reference_attention="soon")  # type: ignore[arg-type]
-    assert known_seconds(FP16, PATTERN, HEADS, 0, training=False) != first
+def test_where_there_is_no_choice_nothing_is_timed(asked: list[tuple[Any, ...]]) -> None:
+    bert = FAMILIES["bert"].model(**WIDE)
+    for precision in (
+        Precision(value="fp16", device=torch.device("cpu"), reason="asked for"),
+        Precision(value="fp32", device=CUDA, reason="asked for"),
+    ):
+        assert measure_attention(bert, precision, 30) is None
+    assert measure_attention(FAMILIES["deberta"].model(**WIDE), FP16, 30) is None
+    assert not asked
+    cpu = choose_kernels(bert.config, Precision(value="fp32", device=torch.device("cpu"), reason="asked for"), 30)
+    assert cpu.functions == (grouped_attention.__name__,)
+    assert cpu.lever().reason == "for sequences of 30 tokens in the mean"
 
 
-def test_one_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "time_attention", lambda *_, **__: pytest.fail("timed"))
-    found = choose_kernels(FAMILIES["bert"].model().config, FP16, 30, training=True)
-    assert found.functions == (grouped_attention.__name__,)
-    assert found.lever().reason == "for sequences of 30 tokens in the mean"
+def test_a_kernel_that_cannot_do_it_is_not_taken() -> None:
+    """Soft caps and fp32 windows are for ours alone, whatever is wanted."""
+    for dtype, pattern in (
+        (torch.float16, Pattern(scale=1.0, softcap=5.0)),
+        (torch.float32, Pattern(scale=1.0, window=5)),
+    ):
+        assert choose_attention(CUDA, dtype, pattern, 64, 30, "flash_attention") is triton_attention
 
 
-def test_the_choice_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_is_traced() -> None:
     """Compiled layers make it while they are traced, of lengths that may be symbols then."""
-    kernels.prefer(kernels.Case(torch.float16, 16, False, 0), flash_attention)
-    names: list[str] = []
 
-    def layer(x: Tensor, length: int) -> Tensor:
-        chosen = choose_attention(CUDA, torch.float16, PATTERN, 16, length)
+    def layer(x: Tensor, length: int, wanted: str | None) -> Tensor:
+        chosen = choose_attention(CUDA, torch.float16, Pattern(scale=0.25), 16, length, wanted)
         return x + 1 if chosen is flash_attention else x - 1
 
     compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
-    names = [str(float(compiled(torch.zeros(()), length))) for length in (30, 50, 200, 700)]
-    assert names == ["1.0", "1.0", "-1.0", "1.0"]
+    given = [(30, "flash_attention"), (50, None), (700, None), (700, "triton_attention")]
+    assert [float(compiled(torch.zeros(()), *each)) for each in given] == [1.0, -1.0, 1.0, -1.0]
+
+
+def test_it_goes_with_the_segments() -> None:
+    layout = PackedLayout(
+        budgets=Budgets(tokens=(32,), fill=1.0), num_slots=4, max_length=32, padding_id=0, groups=False,
+        typical_length=9, attention="flash_attention",
+    )  # fmt: skip
+    [(inputs, *_)] = layout.arrange(sequences([5, 7]), None)
+    assert inputs.segments.attention == "flash_attention"  # type: ignore[union-attr]

@@ -86,7 +86,10 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
-    """Sequences end to end in rows of a few token budgets. groups: the attention kernel wants padded rows besides."""
+    """Sequences end to end in rows of a few token budgets. groups: the attention kernel wants padded rows besides.
+
+    typical_length, attention: see `Segments`.
+    """
 
     budgets: Budgets
     num_slots: int
@@ -94,6 +97,7 @@ class PackedLayout:
     padding_id: int
     groups: bool
     typical_length: int | None = None
+    attention: str | None = None
 
     def arrange(
         self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None
@@ -106,6 +110,7 @@ class PackedLayout:
                 num_slots=min(self.num_slots, budget),
                 max_length=min(self.max_length, budget),
                 typical_length=self.typical_length,
+                attention=self.attention,
             )
             inputs = packed_inputs(
                 [ids[i] for i in members],

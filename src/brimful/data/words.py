@@ -22,11 +22,11 @@ from tokenizers import Tokenizer
 
 _WORDS = re.compile("[^\x00- !-/:-@\\[-`{-~]+|[!-/:-@\\[-`{-~\x00]")
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-#: Bytes of UTF-8 for a character, from which on texts are of a script whose characters are words, or nearly.
+#: Bytes of UTF-8 for a character, beyond which texts are of a script whose characters are words, or nearly.
 _MOST_BYTES = 2
 #: Stands between texts; it is in none, and no token has its number.
 _END, _END_ID = "\x00", -1
-#: Words remembered, and the longest: 40 MB at most.
+#: Words remembered, and the longest: some 40 MB of English, 210 MB where each word is forty tokens.
 _MOST_WORDS, _LONGEST_WORD = 200_000, 40
 
 

@@ -22,7 +22,7 @@ from brimful.models.load import load_model
 from brimful.models.proof import Proof, prove
 from brimful.step.captured import CapturedStep
 from brimful.step.step import Step, make_schedule
-from brimful.techniques.attention import AttentionKernels, choose_kernels, padded_lever
+from brimful.techniques.attention import AttentionKernels, choose_kernels, measure_attention, padded_lever
 from brimful.techniques.execution import ExecutionMode, choose_execution
 from brimful.techniques.float8 import choose_float8
 from brimful.techniques.optimizer import Optimizer
@@ -76,9 +76,15 @@ def build(
     device = precision.device
     model = load_model(prepared.facts, prepared.space, head=prepared.alignment.head, seed=options.seed)
     typical_length = round(float(prepared.training.tokens.lengths.mean()))
-    kernels = choose_kernels(prepared.facts.config, precision, typical_length, training=True)
+    measured = measure_attention(model, precision, typical_length) if options.packing == "auto" else None
+    kernels = choose_kernels(model.config, precision, typical_length, measured)
     proof = prove(
-        model, max_length=prepared.max_length, device=device, precision=precision.value, typical_length=typical_length
+        model,
+        max_length=prepared.max_length,
+        device=device,
+        precision=precision.value,
+        typical_length=typical_length,
+        attention=kernels.fastest,
     )
     packing = Packing(proof=proof, wanted=options.packing == "auto")
     model = model.to(device).train()
@@ -143,6 +149,7 @@ def make_layout(
             padding_id=padding_id,
             groups=kernels.needs_groups,
             typical_length=kernels.typical_length,
+            attention=kernels.fastest,
         )
         return packed, Lever(name="token_budget", value=value, arithmetic="exact", reason=reason)
     split = packing.proof.independent

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -184,23 +183,11 @@ def relative_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Se
     return out
 
 
-#: Mean length up to which our kernel is taken where nothing was measured, with heads of 64 at the most.
+#: Mean length up to which our kernel is taken where none was measured, with heads of 64 at the most: there it is faster
+#: than FlashAttention-2 on an H200 (benchmarks/attention).
 _SHORT = 512
-#: Mean lengths up to which classes go, in each of which one kernel is taken; the last class is all longer ones.
+#: Mean lengths up to which classes go, for each of which kernels are measured; the last class is all longer ones.
 LENGTH_CLASSES = (64, 128, 256, 512, 1024, 2048, 4096)
-
-
-class Case(NamedTuple):
-    """What one kernel is measured and taken for. length: the class of the sequences' mean length."""
-
-    dtype: torch.dtype
-    head_dim: int
-    windowed: bool
-    length: int
-
-
-#: Names of kernels measured to be the fastest on this machine.
-_fastest: dict[Case, str] = {}
 
 
 def length_class(typical_length: int) -> int:
@@ -209,16 +196,6 @@ def length_class(typical_length: int) -> int:
         if typical_length <= longest:
             return number
     return len(LENGTH_CLASSES)
-
-
-def prefer(case: Case, attention: Attention) -> None:
-    """From here on, the process takes this kernel where it can compute what is asked."""
-    _fastest[case] = attention.__name__
-
-
-def preferred() -> dict[Case, str]:
-    """What `prefer` was told so far."""
-    return dict(_fastest)
 
 
 def candidates(device: torch.device, dtype: torch.dtype, pattern: Pattern, head_dim: int) -> tuple[Attention, ...]:
@@ -242,21 +219,23 @@ def candidates(device: torch.device, dtype: torch.dtype, pattern: Pattern, head_
 
 
 def choose_attention(
-    device: torch.device, dtype: torch.dtype, pattern: Pattern, head_dim: int, typical_length: int | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    pattern: Pattern,
+    head_dim: int,
+    typical_length: int | None = None,
+    wanted: str | None = None,
 ) -> Attention:
-    """The fastest kernel that can do it here: as measured, if it was. The choice depends on no input's value, so it may
-    be captured.
+    """The kernel that is wanted, or the one that is known to be the fastest, of those that can do it here. The choice
+    depends on no input's value, so it may be captured.
 
-    typical_length: mean length of the sequences to come; None if it is not known.
+    typical_length: mean length of the sequences to come; None if it is not known. wanted: the name of a kernel.
     """
     found = candidates(device, dtype, pattern, head_dim)
-    if len(found) == 1:
+    if len(found) == 1 or found[0].__name__ == wanted:
         return found[0]
-    if typical_length is None:
+    if found[1].__name__ == wanted or typical_length is None:
         return found[1]
-    measured = _fastest.get(Case(dtype, head_dim, pattern.window is not None, length_class(typical_length)))
-    if measured is not None:
-        return found[0] if found[0].__name__ == measured else found[1]
     return found[0] if typical_length <= _SHORT and head_dim <= 64 else found[1]
 
 

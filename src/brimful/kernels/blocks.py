@@ -30,13 +30,14 @@ from brimful.kernels.varlen import attend, attend_backward
 
 Gradients = tuple[Any, ...]
 
-#: Half-precision twins of tensors and the versions they were made of, for as long as those live. They are no attribute
+#: Twins of tensors for products, and the versions they were made of, for as long as those live. They are no attribute
 #: of them, by which dynamo would trace a layer anew.
-_halves: Any = WeakTensorKeyDictionary()
+_twins: Any = WeakTensorKeyDictionary()
 
 
 def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """A fresh tensor in another shape, unless it is empty. No view of it, for which dynamo would trace a layer anew."""
+    """A fresh tensor in another shape, unless it is empty. No view of it, for which dynamo would trace a layer anew: so
+    autograd does not see a change of one in the other, and layers must leave both as they are."""
     out: Tensor = torch.ops.aten._unsafe_view.default(x, shape) if x.numel() else x
     return out
 
@@ -50,7 +51,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 def halved(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`x` in `dtype`, or in that of products, as made along with it if it was."""
     dtype = dtype or product_dtype(x)
-    half, version = _halves.get(x, (None, 0))
+    half, version = _twins.get(x, (None, 0))
     return half if half is not None and half.dtype == dtype and version == _version(x) else x.to(dtype)
 
 
@@ -59,9 +60,9 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def with_half(x: Tensor, half: Tensor) -> Tensor:
+def with_twin(x: Tensor, half: Tensor) -> Tensor:
     """`x`, with its twin for `halved`."""
-    _halves[x] = (half, _version(x))
+    _twins[x] = (half, _version(x))
     return x
 
 
@@ -198,11 +199,11 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
 def linear_dropout_add_norm(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, eps: float, p: float
 ) -> Tensor:
-    """F.layer_norm(F.dropout(F.linear(x, weight, bias), p) + residual, ...), in the dtype of the gain."""
+    """F.layer_norm(F.dropout(F.linear(x, weight, bias), p) + residual, ...), in that of residuals (`residuals`)."""
     y, half = _LinearDropoutAddNorm.apply(  # type: ignore[no-untyped-call]
         halved(x), weight, bias, residual, gain, shift, eps, p
     )
-    return with_half(y, half)
+    return with_twin(y, half)
 
 
 class _ProjectedAttention(torch.autograd.Function):
@@ -294,13 +295,13 @@ def embeddings_norm(
     ids: Sequence[Tensor], tables: Sequence[Tensor], paddings: Sequence[int | None], gain: Tensor, shift: Tensor | None,
     eps: float, p: float,
 ) -> Tensor:  # fmt: skip
-    """F.dropout(F.layer_norm(sum of F.embedding(ids, table), ...), p), (..., H) fp32. paddings: rows not learned."""
+    """F.dropout(F.layer_norm(sum of F.embedding(ids, table), ...), p), (..., H). paddings: rows not learned."""
     shift = torch.zeros_like(gain) if shift is None else shift
     shape = torch.broadcast_shapes(*(each.shape for each in ids))
     y, half = _EmbeddingsNorm.apply(  # type: ignore[no-untyped-call]
         [each.expand(shape) for each in ids], tuple(paddings), gain, shift, eps, p, *tables
     )
-    return with_half(y, half)
+    return with_twin(y, half)
 
 
 def _weight_gradients(

@@ -36,6 +36,7 @@ class Segments:
     segment_T: (T,) int64, the segment of each token.
     max_length: longest segment allowed, a host number that kernels are compiled for.
     typical_length: mean length of the sequences to come, by which a kernel is chosen; None if it is not known.
+    attention: name of the kernel measured to be the fastest for them, None if none was.
     groups: the same segments as padded rows, where the chosen kernel wants them; empty otherwise.
     place_T: (T,) int64, the place of each token among all rows of all groups, flattened; None without groups.
     """
@@ -44,6 +45,7 @@ class Segments:
     segment_T: Tensor
     max_length: int
     typical_length: int | None = None
+    attention: str | None = None
     groups: tuple[Group, ...] = ()
     place_T: Tensor | None = None
 
@@ -102,12 +104,16 @@ def _map(value: Any, change: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedShape:
-    """Fixed shape of a packed row: T tokens, S slots, the longest sequence it may hold."""
+    """Fixed shape of a packed row: T tokens, S slots, the longest sequence it may hold.
+
+    typical_length, attention: see `Segments`.
+    """
 
     num_tokens: int
     num_slots: int
     max_length: int
     typical_length: int | None = None
+    attention: str | None = None
 
     @property
     def num_segments(self) -> int:
@@ -136,6 +142,7 @@ def make_segments(lengths: Sequence[int], shape: PackedShape) -> Segments:
         segment_T=torch.from_numpy(segment_T),
         max_length=shape.max_length,
         typical_length=shape.typical_length,
+        attention=shape.attention,
     )
 
 

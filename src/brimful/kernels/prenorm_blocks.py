@@ -21,7 +21,7 @@ from brimful.kernels.blocks import (
     halved,
     product_dtype,
     side_by_side,
-    with_half,
+    with_twin,
 )
 from brimful.kernels.heads import HeadNorm, Heads
 from brimful.kernels.overlap import beside
@@ -87,7 +87,7 @@ class _Norm(torch.autograd.Function):
             dy.contiguous(), dz.contiguous(), z, gain, statistics, ctx.dtype, z, 0, 0.0, centred=ctx.centred
         )
         dgain = beside(lambda: prenorm.gain_gradient(strips, gain.dtype), strips, leaf=ctx.leaf)
-        return dx if half is dx else with_half(dx, half), dgain, None, None
+        return dx if half is dx else with_twin(dx, half), dgain, None, None
 
 
 def norm(x: Tensor, gain: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:

@@ -30,10 +30,15 @@ def strips_make(X, STRIPS, num_rows, width, COLUMNS: tl.constexpr, STEP: tl.cons
     tl.store(STRIPS + tl.program_id(0) * width + columns, tl.sum(total, 0), mask=columns < width)
 
 
+def num_strips(rows: int) -> int:
+    """Strips that `make_strips` makes of so many rows."""
+    return int(triton.cdiv(rows, STRIP))
+
+
 def make_strips(x: Tensor) -> Tensor:
     """(S, C) fp32 partial sums over the rows of (T, C)."""
     rows, width = x.shape
-    strips = x.new_empty(triton.cdiv(rows, STRIP), width, dtype=torch.float32)
+    strips = x.new_empty(num_strips(rows), width, dtype=torch.float32)
     grid = (strips.shape[0], triton.cdiv(width, _WIDE))
     strips_make[grid](x, strips, rows, width, COLUMNS=_WIDE, STEP=_STEP, ROWS=STRIP)
     return strips

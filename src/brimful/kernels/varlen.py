@@ -24,6 +24,7 @@ from torch import Tensor
 
 from brimful.kernels.dropout import column_keys, kept, kept_factor, row_keys, threshold
 from brimful.kernels.seeds import draw_seed
+from brimful.kernels.strips import make_strips, num_strips
 
 _LOG2_E = 1.4426950408889634
 
@@ -333,6 +334,8 @@ LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3)
 LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=1, registers=128)
 #: Wide heads, and fp32: what fits.
 _SMALL = Tiles(own=32, other=32, warps=4, stages=2)
+#: Rows of the gradient for each program, from which on programs sum those that they have.
+_FEWEST_ROWS = 16
 #: Mean length beyond which segments are long: between two of `attention.LENGTH_CLASSES`.
 _LONG = 128
 
@@ -421,7 +424,8 @@ def attend_backward(
     gradient = gradient if gradient.stride(2) == 1 else gradient.contiguous()
     tiles = _tiles(q, typical_length, LONG_BACKWARD)
     grid, constants = _launch(q, offsets, max_length, tiles)
-    strips = q.new_empty((grid[0] * grid[1] if summed else 0), 3 * heads * head_dim, dtype=torch.float32)
+    dense = summed and _fills(grid, tokens)
+    strips = q.new_empty((grid[0] * grid[1] if dense else 0), 3 * heads * head_dim, dtype=torch.float32)
     strides = [x.stride(axis) for x in (q, k, v, out, gradient, found[0]) for axis in (1, 0)]
     more = kept_factor(dropout)
     less = 1.0 / more if more else 0.0
@@ -434,15 +438,29 @@ def attend_backward(
     varlen_attention_backward[grid](
         q, k, v, out, gradient, *found, strips, lse, delta, keys, offsets, tokens, *strides, scale,
         *_factors(scale, softcap), threshold(dropout), more, less, CAUSAL=causal, WINDOW=window, CAP=softcap > 0,
-        DROPOUT=dropout > 0, READY=ready, STRIPS=summed, SPLIT=_split(tiles, causal, window, dropout), **constants,
+        DROPOUT=dropout > 0, READY=ready, STRIPS=dense, SPLIT=_split(tiles, causal, window, dropout), **constants,
     )  # fmt: skip
-    return packed, strips
+    return packed, make_strips(packed.flatten(1)) if summed and not dense else strips
+
+
+def _fills(grid: tuple[int, int, int], tokens: int) -> bool:
+    """Whether so few of the programs find no rows that summing in each costs less than reading the gradients again.
+
+    Programs are for as many and as long segments as there may be; of many slots most are empty.
+    """
+    return grid[0] * grid[1] * _FEWEST_ROWS <= tokens
 
 
 @attend_backward.register_fake
-def _(gradient: Tensor, q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Tensor, offsets: Tensor,
+    max_length: int, typical_length: int, scale: float, causal: bool, window: int, softcap: float, dropout: float,
+    summed: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     heads, tokens, head_dim = q.shape
-    return q.new_empty(tokens, 3, heads, head_dim), q.new_empty(0, 3 * heads * head_dim, dtype=torch.float32)
+    grid, _ = _launch(q, offsets, max_length, _tiles(q, typical_length, LONG_BACKWARD))
+    rows = 0 if not summed else grid[0] * grid[1] if _fills(grid, tokens) else num_strips(tokens)
+    return q.new_empty(tokens, 3, heads, head_dim), q.new_empty(rows, 3 * heads * head_dim, dtype=torch.float32)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -77,7 +77,7 @@ def _attend(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pat
     attend: Attention = (
         reference_attention
         if plain
-        else choose_attention(device, dtype, pattern, q_HTD.shape[-1], segments.typical_length)
+        else choose_attention(device, dtype, pattern, q_HTD.shape[-1], segments.typical_length, segments.attention)
     )
     return attend(q_HTD.to(dtype), k_KTD.to(dtype), v_KTD.to(dtype), segments, pattern)
 

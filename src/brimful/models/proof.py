@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -33,8 +33,9 @@ from torch.fx import GraphModule
 from brimful.core.cache import cache_path, read_cached, write_cached
 from brimful.core.errors import printable
 from brimful.kernels import float8
-from brimful.kernels.attention import length_class, preferred
+from brimful.kernels.attention import length_class
 from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
+from brimful.kernels.residuals import half_residuals
 from brimful.models.anatomy import layers_of, linear_parameters
 from brimful.models.execution import PackedExecution, PackedForm, PaddedExecution, Pooling, padding_id_of
 from brimful.models.relative import farthest_bucket, has_form
@@ -47,7 +48,10 @@ GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "
 _SHORT_TABLE = 1026
 
 #: Raised when packed execution or this proof changes, so that what was proved of older code is not believed.
-_REVISION = 10
+_REVISION = 11
+
+#: What the attention kernel is chosen by: the typical length, and its name, where each is known.
+Kernel = tuple[int | None, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +92,24 @@ def prove(
     device: torch.device,
     precision: str,
     typical_length: int | None = None,
+    attention: str | None = None,
     cache: bool = True,
 ) -> Proof:
     """Whether `model` may run packed on `device` in `precision` with sequences of up to `max_length` tokens.
 
-    typical_length: mean length of the sequences to come, by which the kernel is chosen.
+    typical_length: mean length of the sequences to come, by which the kernel is chosen. attention: the kernel's name,
+    if it was chosen already.
 
     The model is not changed. The result is kept in the user's cache folder by architecture, versions, device and
     precision; `cache=False` neither reads nor writes it.
     """
-    path = _cache_path(model, max_length, device, precision, typical_length) if cache else None
+    kernel = (typical_length, attention)
+    path = _cache_path(model, max_length, device, precision, kernel) if cache else None
     if path is not None and (known := _read(path)) is not None:
         return known
     was = model.config._attn_implementation
     try:
-        proof = _prove(model, max_length, device, precision, typical_length)
+        proof = _prove(model, max_length, device, precision, kernel)
     except Exception as failure:  # whatever a model does, it is not proved; not kept: it may be the machine's fault
         why = f"{model.config.model_type} could not be tried: {type(failure).__name__}: {printable(failure)}"
         return Proof(packed=False, independent=False, reason=why)
@@ -113,7 +120,7 @@ def prove(
     return proof
 
 
-def _prove(model: Any, max_length: int, device: torch.device, precision: str, typical_length: int | None) -> Proof:
+def _prove(model: Any, max_length: int, device: torch.device, precision: str, kernel: Kernel) -> Proof:
     small = one_layer_of_each_kind(model).to("cpu", torch.float32).eval().requires_grad_(True)
     _wake(small)
     sequences = _sequences(small.config, max_length)
@@ -132,7 +139,7 @@ def _prove(model: Any, max_length: int, device: torch.device, precision: str, ty
         form, error, why = _find_form(small, sequences, alone.detach(), max_length)
         if form is None:
             return Proof(packed=False, independent=True, reason=why, forward_error=error)
-        row = _packed(sequences, small.config, max_length, typical_length)
+        row = _packed(sequences, small.config, max_length, kernel)
         gradient = _gradient(small, PackedExecution(small, form, plain=True)(row)[: len(sequences)])
         gradient_error = relative_error(gradient, plain_gradient)
     if not gradient_error <= GRADIENT_TOLERANCE["fp32"]:
@@ -281,7 +288,8 @@ def _errors(
     """Relative differences of logits and gradient from fp32, with the reference attention or the chosen kernel."""
     device = next(small.parameters()).device
     dtype = _HALF.get(precision)
-    with _exact_fp32(), torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+    half = nullcontext() if dtype is None else half_residuals()
+    with _exact_fp32(), torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None), half:
         execution = PackedExecution(small, form, plain=reference)
         logits = execution(map_tensors(row, lambda t: t.to(device)))[: len(plain)].float()
     forward = relative_error(logits.detach().cpu(), plain)
@@ -381,7 +389,7 @@ def _sequences(config: Any, max_length: int) -> list[np.ndarray]:
     return sequences
 
 
-def _packed(sequences: Sequence[np.ndarray], config: Any, max_length: int, typical_length: int | None = None) -> Inputs:
+def _packed(sequences: Sequence[np.ndarray], config: Any, max_length: int, kernel: Kernel = (None, None)) -> Inputs:
     """The sequences in one row whose unused tail is longer than one of them, so that the tail is tested too.
 
     The row is longer than any short table of positions, so that nothing that is made for one sequence has its length.
@@ -396,7 +404,8 @@ def _packed(sequences: Sequence[np.ndarray], config: Any, max_length: int, typic
         num_tokens=total,
         num_slots=len(sequences) + 2,
         max_length=min(max_length, longest),
-        typical_length=typical_length,
+        typical_length=kernel[0],
+        attention=kernel[1],
     )
     types = [_types(s) for s in sequences]
     return packed_inputs(sequences, shape, padding_id=padding_id_of(config), types=types, groups=True)
@@ -423,18 +432,17 @@ def _exact_fp32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _cache_path(
-    model: Any, max_length: int, device: torch.device, precision: str, typical_length: int | None
-) -> Path | None:
+def _cache_path(model: Any, max_length: int, device: torch.device, precision: str, kernel: Kernel) -> Path | None:
     """Where the proof of this model is kept, None for a user without a home. Remote code has its hash in the module."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_ARCHITECTURE}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [torch.__version__, transformers.__version__, _REVISION]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    kernels = None
+    chosen_by = None
     if device.type == "cuda":
-        kernels = [typical_length and length_class(typical_length), sorted(map(str, preferred().items()))]
-    return cache_path("proofs", [kind, config, max_length, name, precision, kernels, versions])
+        typical_length, attention = kernel
+        chosen_by = [None if typical_length is None else length_class(typical_length), attention]
+    return cache_path("proofs", [kind, config, max_length, name, precision, chosen_by, versions])
 
 
 _NOT_ARCHITECTURE = frozenset({"_name_or_path", "id2label", "label2id", "transformers_version", "dtype", "torch_dtype"})

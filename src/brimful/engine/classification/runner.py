@@ -175,7 +175,6 @@ def _load(checked: Checked, precision: Precision, sample: Tokens, packing_wanted
     model = load_model(checked.facts, checked.space, head="kept", seed=0).requires_grad_(False)
     lengths_N = sample.lengths[sample.lengths > 0]
     typical_length = round(float(lengths_N.mean())) if len(lengths_N) else 1
-    kernels = choose_kernels(model.config, precision, typical_length, training=False)
     proof = prove(
         model,
         max_length=checked.max_length,
@@ -190,7 +189,7 @@ def _load(checked: Checked, precision: Precision, sample: Tokens, packing_wanted
     return _Loaded(
         execution=packing.apply(model),
         packing=packing,
-        kernels=kernels,
+        kernels=choose_kernels(model.config, precision, typical_length),
         precision=precision,
         lengths_N=lengths_N,
     )

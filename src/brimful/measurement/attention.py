@@ -1,0 +1,111 @@
+"""Seconds that attention kernels take on this machine, forward and backward, kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from brimful.core.cache import cache_path, read_cached, write_cached
+from brimful.kernels.attention import LENGTH_CLASSES, Attention, Pattern
+from brimful.kernels.layout import PackedShape, Segments, make_segments, map_tensors
+from brimful.measurement.limits import median_seconds
+
+#: Numbers of all queries that kernels are timed on: enough for a call to take a device longer than the host.
+_TIMED = 32_768 * 768
+#: Seconds that timing one kernel may take.
+_WITHIN_S = 0.05
+#: Raised when the kernels change, so that old timings are not believed.
+_REVISION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Of queries, and of keys as of values: how many there are, and their numbers."""
+
+    queries: int
+    keys: int
+    size: int
+
+
+def attention_seconds(
+    kernels: Sequence[Attention], device: torch.device, dtype: torch.dtype, pattern: Pattern, heads: Heads, length: int
+) -> dict[str, float]:
+    """Seconds of each kernel, by its name, for mean lengths of the class `length`; from the cache where they are known.
+
+    A kernel that does not compile or finds no memory is left out, and then nothing is kept: it may do better next time.
+    """
+    names = [each.__name__ for each in kernels]
+    path = cache_path("attention", _asked(names, device, dtype, pattern, heads, length))
+    known = None if path is None else read_cached(path)
+    if known is not None and list(known) == names and all(map(_is_time, known.values())):
+        return known
+    found = {}
+    for each in kernels:
+        with suppress(torch.OutOfMemoryError, *_triton_errors()):
+            found[each.__name__] = time_attention(each, device, dtype, pattern, heads, length)
+    if path is not None and list(found) == names:
+        write_cached(path, found)
+    return found
+
+
+def _asked(
+    names: list[str], device: torch.device, dtype: torch.dtype, pattern: Pattern, heads: Heads, length: int
+) -> list[Any]:
+    """All that the seconds depend on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    versions = [torch.__version__, torch.version.cuda, metadata.version("triton"), _REVISION]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return [name, versions, names, str(dtype), repr(pattern), repr(heads), length, deterministic]
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and value > 0
+
+
+def _triton_errors() -> tuple[type[Exception], ...]:
+    """What a kernel that asks for more than the device has is refused with."""
+    from triton.errors import TritonError
+
+    return (TritonError,)
+
+
+def time_attention(
+    attend: Attention, device: torch.device, dtype: torch.dtype, pattern: Pattern, heads: Heads, length: int
+) -> float:
+    """Seconds of a forward and a backward pass over sequences of one length in the middle of the class."""
+    edges = (0, *LENGTH_CLASSES, 2 * LENGTH_CLASSES[-1])
+    each = (edges[length] + edges[length + 1]) // 2
+    count = max(1, _TIMED // (heads.queries * heads.size) // each)
+    shape = PackedShape(num_tokens=count * each, num_slots=count, max_length=each, typical_length=each)
+    segments: Segments = map_tensors(make_segments([each] * count, shape), lambda x: x.to(device))
+    with _own_memory(device), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        q, k, v = (
+            torch.randn(count * each, number, heads.size, device=device, dtype=dtype).transpose(0, 1)
+            for number in (heads.queries, heads.keys, heads.keys)
+        )
+        for leaf in (q, k, v):
+            leaf.requires_grad_(True)
+
+        def call() -> None:
+            out = attend(q, k, v, segments, pattern)
+            torch.autograd.grad(out, (q, k, v), out.detach())
+
+        with torch.enable_grad():
+            return median_seconds(device, call, within_s=_WITHIN_S, replayed=False)
+
+
+@contextmanager
+def _own_memory(device: torch.device) -> Iterator[None]:
+    """What is freed at the end is the device's again, not torch's: what comes next looks at how much there is."""
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
