@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -24,6 +25,9 @@ from safetensors.torch import load_file, save_file
 import brimful as package
 from brimful.core.errors import Interrupted
 from brimful.core.listener import Listener
+from brimful.engine.classification import trust
+from brimful.engine.classification.runner import make_runner
+from brimful.tasks.parity import compare
 from commands import Brimful, Files, call
 from same import SCORE, same_objects
 from tiny_files import BAD, GOOD, review, save_classifier
@@ -399,6 +403,38 @@ def test_without_verify_nothing_is_compared_and_that_is_said(brimful: Brimful, f
     said = brimful("classify", files.classifier, files.reviews, "--output", output, "--verify", 0)
     assert "Parity  not checked: nothing was compared with the plain model (--verify)" in said.err
     assert manifest(output)["record"]["parity"] is None
+
+
+def test_a_launch_that_was_asked_for_gives_way_where_padded_rows_must_run(
+    brimful: Brimful, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs need a GPU and packed rows: which launch is asked for is seen here, and left out."""
+    asked: list[tuple[str, str, bool]] = []
+
+    def make(checked: Any, options: Any, precision: Any, **given: Any) -> Any:
+        asked.append((precision.value, options.execution, given["packing_wanted"]))
+        return make_runner(checked, dataclasses.replace(options, execution="eager"), precision, **given)
+
+    monkeypatch.setattr(trust, "make_runner", make)
+    monkeypatch.setattr(
+        trust, "compare", lambda *given, **named: dataclasses.replace(compare(*given, **named), passed=False)
+    )
+    output = tmp_path / "out.jsonl"
+    said = brimful(
+        "classify",
+        files.classifier,
+        files.reviews,
+        "--execution",
+        "captured",
+        "--precision",
+        "bf16",
+        "--output",
+        output,
+    )
+    assert said.code == 0, said.err
+    assert asked == [
+        ("fp32", "eager", False), ("bf16", "captured", True), ("fp32", "captured", True), ("fp32", "auto", False),
+    ]  # fmt: skip
 
 
 def test_where_bf16_says_something_else_fp32_runs_and_everybody_is_told(

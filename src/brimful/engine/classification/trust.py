@@ -52,7 +52,7 @@ def trusted_runner(
         with attempt.apply():
             runner = make_runner(
                 checked,
-                options,
+                options if packing_wanted or options.packing != "auto" else replace(options, execution="auto"),
                 attempt,
                 sample=asked.sequences,
                 num_tokens=num_tokens,
