@@ -70,7 +70,7 @@ def test_equal_to_reference(
 @pytest.mark.parametrize("sizes", [(384, 12), (768, 12), (1024, 8)], ids=["minilm", "base", "heads of 128"])
 def test_kernels_are_timed(sizes: tuple[int, int], typical_length: int, tmp_path_factory: pytest.TempPathFactory,
                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """For heads of up to 64 ours is taken, which layers are fused with."""
+    """For heads of 64 and texts of up to 512 tokens ours is taken, which layers are fused with."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     config = BertConfig(hidden_size=sizes[0], num_attention_heads=sizes[1], num_hidden_layers=1, vocab_size=50)
     found = [
@@ -84,7 +84,7 @@ def test_kernels_are_timed(sizes: tuple[int, int], typical_length: int, tmp_path
     assert found[0] is not None
     assert found[0] == found[1]  # kept
     assert all(name in found[0].said for name in ("ours", "FlashAttention-2"))
-    if sizes[0] != 1024:
+    if sizes[0] == 768 and typical_length <= 512:
         assert found[0].fastest == "triton_attention"
 
 

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 pytest.importorskip("triton")
 
@@ -65,7 +70,13 @@ def test_what_is_timed_is_what_the_model_computes(asked: list[tuple[Any, ...]]) 
         **WIDE | {"hidden_size": 64, "num_attention_heads": 4},
     )  # fmt: skip
     measure_attention(LlamaForSequenceClassification(config), FP16, 30)
-    (_, _, dtype, pattern, heads, length), (_, _, _, causal, grouped, short) = asked
+    gpt2 = GPT2Config(vocab_size=50, n_embd=32, n_head=2, n_layer=1, attn_pdrop=0.2, pad_token_id=0)
+    measure_attention(GPT2ForSequenceClassification(gpt2), FP16, 30)
+    measure_attention(FAMILIES["modernbert"].model(**WIDE), FP16, 30)
+    (_, _, dtype, pattern, heads, length), (_, _, _, causal, grouped, short), decoder, full, windowed = asked
+    assert (decoder[3].causal, decoder[3].dropout) == (True, 0.2)
+    assert (full[3].window, full[3].causal) == (None, False)
+    assert (windowed[3].window, windowed[3].causal) == (FAMILIES["modernbert"].model().config.sliding_window, False)
     assert (dtype, pattern.dropout, pattern.causal, length) == (torch.float16, 0.3, False, 3)
     assert heads == Heads(queries=2, keys=2, size=16)
     assert (causal.causal, causal.dropout, grouped, short) == (True, 0.0, Heads(queries=4, keys=2, size=16), 0)

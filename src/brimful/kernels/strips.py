@@ -32,7 +32,8 @@ def strips_make(X, STRIPS, num_rows, width, COLUMNS: tl.constexpr, STEP: tl.cons
 
 def num_strips(rows: int) -> int:
     """Strips that `make_strips` makes of so many rows."""
-    return int(triton.cdiv(rows, STRIP))
+    number: int = triton.cdiv(rows, STRIP)
+    return number
 
 
 def make_strips(x: Tensor) -> Tensor:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -17,9 +15,9 @@ from brimful.kernels.layout import PackedShape, Segments, make_segments, map_ten
 from brimful.measurement.limits import median_seconds
 
 #: Numbers of all queries that kernels are timed on: enough for a call to take a device longer than the host.
-_TIMED = 32_768 * 768
-#: Seconds that timing one kernel may take.
-_WITHIN_S = 0.05
+_TIMED = 65_536 * 768
+#: Seconds that timing one kernel may take, and how often all are timed in turns: the first time clocks rise.
+_WITHIN_S, _ROUNDS = 0.05, 2
 #: Raised when the kernels change, so that old timings are not believed.
 _REVISION = 1
 
@@ -38,28 +36,32 @@ def attention_seconds(
 ) -> dict[str, float]:
     """Seconds of each kernel, by its name, for mean lengths of the class `length`; from the cache where they are known.
 
-    A kernel that does not compile or finds no memory is left out, and then nothing is kept: it may do better next time.
+    A kernel that is refused, or finds no memory, is left out, and then nothing is kept: it may do better next time.
     """
     names = [each.__name__ for each in kernels]
-    path = cache_path("attention", _asked(names, device, dtype, pattern, heads, length))
+    path = cache_path("attention", asked(names, device, dtype, pattern, heads, length))
     known = None if path is None else read_cached(path)
     if known is not None and list(known) == names and all(map(_is_time, known.values())):
         return known
-    found = {}
-    for each in kernels:
-        with suppress(torch.OutOfMemoryError, *_triton_errors()):
-            found[each.__name__] = time_attention(each, device, dtype, pattern, heads, length)
+    found: dict[str, float] = {}
+    for _ in range(_ROUNDS):
+        for each in kernels:
+            seconds = _seconds(each, device, dtype, pattern, heads, length)
+            if seconds is not None:
+                found[each.__name__] = min(seconds, found.get(each.__name__, math.inf))
     if path is not None and list(found) == names:
         write_cached(path, found)
     return found
 
 
-def _asked(
+def asked(
     names: list[str], device: torch.device, dtype: torch.dtype, pattern: Pattern, heads: Heads, length: int
 ) -> list[Any]:
     """All that the seconds depend on."""
+    import triton
+
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    versions = [torch.__version__, torch.version.cuda, metadata.version("triton"), _REVISION]
+    versions = [torch.__version__, torch.version.cuda, triton.__version__, _REVISION]
     deterministic = torch.are_deterministic_algorithms_enabled()
     return [name, versions, names, str(dtype), repr(pattern), repr(heads), length, deterministic]
 
@@ -68,11 +70,22 @@ def _is_time(value: object) -> bool:
     return isinstance(value, float) and math.isfinite(value) and value > 0
 
 
-def _triton_errors() -> tuple[type[Exception], ...]:
-    """What a kernel that asks for more than the device has is refused with."""
+def _seconds(
+    attend: Attention, device: torch.device, dtype: torch.dtype, pattern: Pattern, heads: Heads, length: int
+) -> float | None:
+    """None for a kernel that is refused here. What is freed is the device's again: what comes next looks at how much
+    there is."""
     from triton.errors import TritonError
 
-    return (TritonError,)
+    try:
+        return time_attention(attend, device, dtype, pattern, heads, length)
+    except torch.AcceleratorError:  # the device failed, and would at whatever comes next
+        raise
+    except (RuntimeError, TritonError):
+        return None
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def time_attention(
@@ -84,28 +97,18 @@ def time_attention(
     count = max(1, _TIMED // (heads.queries * heads.size) // each)
     shape = PackedShape(num_tokens=count * each, num_slots=count, max_length=each, typical_length=each)
     segments: Segments = map_tensors(make_segments([each] * count, shape), lambda x: x.to(device))
-    with _own_memory(device), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        q, k, v = (
-            torch.randn(count * each, number, heads.size, device=device, dtype=dtype).transpose(0, 1)
-            for number in (heads.queries, heads.keys, heads.keys)
-        )
-        for leaf in (q, k, v):
-            leaf.requires_grad_(True)
+    random = torch.Generator(device).manual_seed(0)
+    q, k, v = (
+        torch.randn(count * each, number, heads.size, device=device, dtype=dtype, generator=random).transpose(0, 1)
+        for number in (heads.queries, heads.keys, heads.keys)
+    )
+    for leaf in (q, k, v):
+        leaf.requires_grad_(True)
 
-        def call() -> None:
-            out = attend(q, k, v, segments, pattern)
-            torch.autograd.grad(out, (q, k, v), out.detach())
+    def call() -> None:
+        out = attend(q, k, v, segments, pattern)
+        torch.autograd.grad(out, (q, k, v), out.detach())
 
-        with torch.enable_grad():
-            return median_seconds(device, call, within_s=_WITHIN_S, replayed=False)
-
-
-@contextmanager
-def _own_memory(device: torch.device) -> Iterator[None]:
-    """What is freed at the end is the device's again, not torch's: what comes next looks at how much there is."""
-    try:
-        yield
-    finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    # Dropout draws from the generator that a run's own draws come from.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        return median_seconds(device, call, within_s=_WITHIN_S, replayed=False)

@@ -1,9 +1,9 @@
 """Attention kernels of a packed run: which ones the layers will get, and whether they want padded rows besides.
 
 For training in half precision on a GPU, those that can do it are timed, forward and backward with the model's heads,
-causality and dropout, on sequences as long as the data's. Ours stays unless another is faster by a margin: layers are
-fused with ours alone. cuDNN's variable-length kernel is no candidate, because its backward graph fails in torch 2.11,
-nor is FlexAttention, whose masks depend on each batch's lengths.
+windows, causality and dropout, on sequences as long as the data's. Ours stays unless another is faster by a margin:
+layers are fused with ours alone. cuDNN's variable-length kernel is no candidate, because its backward graph fails in
+torch 2.11, nor is FlexAttention, whose masks depend on each batch's lengths.
 
 Classification does not measure: answers must be the same bytes wherever a run is resumed.
 """
@@ -112,12 +112,10 @@ def choose_kernels(
 ) -> AttentionKernels:
     """The kernels that layers of this configuration will be given."""
     head_dim = _heads(config).size
-    windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
-    window = next((w for w in windows if isinstance(w, int)), None)
     wanted = None if measured is None else measured.fastest
     chosen = [
         choose_attention(precision.device, precision.dtype, pattern, head_dim, typical_length, wanted)
-        for pattern in (_pattern(config, window=w) for w in dict.fromkeys((None, window)))
+        for pattern in (_pattern(config, window=window) for window in _windows(config))
     ]
     return AttentionKernels(
         functions=tuple(function.__name__ for function in chosen), typical_length=typical_length, measured=measured
@@ -127,19 +125,26 @@ def choose_kernels(
 def measure_attention(model: nn.Module, precision: Precision, typical_length: int) -> Measured | None:
     """Which kernel is the fastest for training this model here; None without a choice, or if none could be timed."""
     config: Any = model.config
-    heads = _heads(config)
-    causal = any(getattr(module, "is_causal", None) is True for module in model.modules())
-    pattern = _pattern(config, causal=causal, dropout=_dropout(config))
-    found = candidates(precision.device, precision.dtype, pattern, heads.size)
-    if precision.dtype.itemsize != 2 or len(found) == 1:
+    heads, device, dtype = _heads(config), precision.device, precision.dtype
+    said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
+    patterns = [
+        _pattern(config, window=window, causal=bool(said) and all(said), dropout=_dropout(config))
+        for window in _windows(config)
+    ]
+    found = candidates(device, dtype, patterns[0], heads.size)
+    if dtype.itemsize != 2 or len(found) == 1:
         return None
-    seconds = attention_seconds(found, precision.device, precision.dtype, pattern, heads, length_class(typical_length))
+    number = length_class(typical_length)
+    timed = [attention_seconds(found, device, dtype, pattern, heads, number) for pattern in patterns]
+    names = [each.__name__ for each in found if all(each.__name__ in times for times in timed)]
+    seconds = {name: sum(times[name] for times in timed) for name in names}
     if not seconds:
         return None
     ours = found[0].__name__
     fastest = min(seconds, key=lambda name: seconds[name] * (1.0 if name == ours else MARGIN))
     times = ", ".join(f"{value * 1e3:.3g} ms by {_SHORT_NAMES.get(name, name)}" for name, value in seconds.items())
-    return Measured(fastest=fastest, said=f"forward and backward, timed here: {times}")
+    what = "a full and a windowed layer's" if len(patterns) > 1 else "a layer's"
+    return Measured(fastest=fastest, said=f"{what} forward and backward, timed here: {times}")
 
 
 def _heads(config: Any) -> Heads:
@@ -147,6 +152,12 @@ def _heads(config: Any) -> Heads:
     given = (getattr(config, name, None) for name in ("head_dim", "attention_head_size"))
     size = next((d for d in given if d), getattr(config, "hidden_size", 64) // queries)
     return Heads(queries=queries, keys=getattr(config, "num_key_value_heads", None) or queries, size=size)
+
+
+def _windows(config: Any) -> list[int | None]:
+    """Of the kinds of layers that there may be: none, and the configuration's if it has one."""
+    named = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
+    return [None, *[window for window in named if isinstance(window, int)][:1]]
 
 
 def _pattern(config: Any, *, window: int | None = None, causal: bool = False, dropout: float = 0.0) -> Pattern:
@@ -161,5 +172,5 @@ def _pattern(config: Any, *, window: int | None = None, causal: bool = False, dr
 
 
 def _dropout(config: Any) -> float:
-    names = ("attention_probs_dropout_prob", "attention_dropout")
+    names = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "attention_dropout_prob")
     return float(next((p for p in (getattr(config, name, None) for name in names) if p is not None), 0.0))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -96,7 +95,9 @@ def _known_timing(device: torch.device, shape: Shape, num_tokens: int, *, cache:
 def timing_path(device: torch.device, shape: Shape, num_tokens: int) -> Path | None:
     """Where the timing of one shape is kept: by device, versions, shape and tokens."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    versions = [torch.__version__, torch.version.cuda, metadata.version("triton"), _REVISION]
+    import triton
+
+    versions = [torch.__version__, torch.version.cuda, triton.__version__, _REVISION]
     return cache_path("float8", [name, versions, list(shape), num_tokens])
 
 
