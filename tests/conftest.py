@@ -1,8 +1,9 @@
-"""Everything offline, quiet, on one thread, and with a cache folder of its own."""
+"""Everything offline, quiet, on one thread, with a cache folder of its own, and to be stopped by Ctrl-C."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import pytest
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells leave it to what they start in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 _cache = tempfile.TemporaryDirectory(prefix="brimful-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
