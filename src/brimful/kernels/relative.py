@@ -26,7 +26,8 @@ from torch import Tensor
 
 from brimful.kernels.dropout import column_keys, kept, kept_factor, row_keys, threshold
 from brimful.kernels.seeds import draw_seed
-from brimful.kernels.varlen import Tiles, supports, varlen_attention_delta
+from brimful.kernels.varlen import Tiles, supports
+from brimful.kernels.varlen_kernels import varlen_attention_delta
 
 __all__ = ["relative_attention_HTD", "supports"]
 

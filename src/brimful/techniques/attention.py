@@ -172,5 +172,5 @@ def _pattern(config: Any, *, window: int | None = None, causal: bool = False, dr
 
 
 def _dropout(config: Any) -> float:
-    names = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "attention_dropout_prob")
+    names = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
     return float(next((p for p in (getattr(config, name, None) for name in names) if p is not None), 0.0))
