@@ -153,7 +153,7 @@ def _demo(words: list[str]) -> int:
 
 @contextmanager
 def _importing() -> Iterator[None]:
-    """Imports without the garbage collector, which would go through a million new objects again and again, a sixth of
+    """Imports without the garbage collector, which would go through a million new objects again and again, a fifth of
     the time. They stay until the process ends, so it leaves them alone until then."""
     gc.disable()
     try:
