@@ -72,7 +72,8 @@ class Work:
 
     tokens: of the sequences. computed_tokens: with the tails of token budgets, or padding.
     product_flops: of forward and backward products of all computed tokens with the model's matrices.
-    attention_flops: of real tokens with one another. useful_flops: of both kinds, for real tokens alone.
+    attention_flops: of real tokens with one another. Of a last layer that leaves out what the head does not read, both
+    count what it computes. useful_flops: of both kinds, for real tokens alone, as the plain model computes them.
     optimizer_bytes: that an update must read and write at least, the gradient's norm included.
     """
 

@@ -95,7 +95,7 @@ def build(
     )
     mode = _mode(options, prepared, packing, kernels, model, precision)
     precision = _with_float8(precision, proof, layout, mode, listener)
-    mode.apply(model, note=listener.warning)
+    mode.apply(execution, fused=kernels.fused, note=listener.warning)
     arguments = (execution, prepared.task, optimizer, precision, schedule)
     settings: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "seed": options.seed, "halves": proof.halves}
     step = (

@@ -9,13 +9,13 @@ _half = False
 
 
 @contextmanager
-def half_residuals() -> Iterator[None]:
-    """Within, sums are kept in the dtype of products, as Hugging Face's models in half precision keep them.
+def half_residuals(half: bool = True) -> Iterator[None]:
+    """Within, sums are kept in the dtype of products, as Hugging Face's models in half precision keep them; or not.
 
     Norms still compute in fp32, with gains in fp32. What it costs the gradient: docs/concepts/exactness.md.
     """
     global _half
-    before, _half = _half, True
+    before, _half = _half, half
     try:
         yield
     finally:

@@ -154,9 +154,13 @@ class PackedForm:
 
 
 class ShortLayer(Protocol):
-    """A last layer that may have been compiled to give the first token of each segment only, (1, N, H)."""
+    """A last layer that may have been compiled to give the first token of each segment only, (1, N, H).
+
+    shared: parameters of matrices that it multiplies all tokens with even so.
+    """
 
     pooled: bool
+    shared: int
 
 
 class PackedExecution(Execution):
@@ -183,6 +187,11 @@ class PackedExecution(Execution):
         self._head._modules[model.base_model_prefix] = self._given
         self._dummy_id = _token_that_is_not_padding(model.config)
         self.last: ShortLayer | None = None
+
+    @property
+    def short_layer(self) -> ShortLayer | None:
+        """The last layer, if in the last pass it left out what the head does not read."""
+        return self.last if self.last is not None and self.last.pooled else None
 
     def __call__(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs, PackedInputs)
@@ -213,7 +222,7 @@ class PackedExecution(Execution):
             yield {"attention_mask": torch.ones_like(inputs.ids_T)[None, None, None]}
 
     def _pool_SH(self, states_TH: Tensor, inputs: PackedInputs) -> Tensor:
-        if self.last is not None and self.last.pooled:  # a row a segment already
+        if self.short_layer is not None:  # a row a segment already
             return states_TH[: inputs.first_S.shape[0]]
         if self.form.pooling == "mean":
             num_slots = inputs.first_S.shape[0]

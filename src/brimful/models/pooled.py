@@ -1,7 +1,7 @@
 """The last layer of a model whose head reads one token a sequence: all but keys and values of that token alone.
 
 The layer's graph, rewritten onto fused kernels, is cut at its attention: what comes after works on each token by
-itself, and so is given the first tokens only. Forward only.
+itself, and so is given the first tokens only. Logits and gradients are those of the whole layer.
 """
 
 from __future__ import annotations
@@ -20,18 +20,26 @@ from brimful.models.fusion import fuse, layer_backend
 class LastLayer:
     """A backend of torch.compile for the last layer.
 
-    pooled: whether what it compiled gives (1, N, H), a row a segment. note: as of `layer_backend`.
+    pooled: whether what the layer last gave is (1, N, H), a row a segment. shared: parameters of matrices that it then
+    multiplied all tokens with, those of keys and values. note: as of `layer_backend`.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
-        self.pooled = False
+        self.pooled, self.shared = False, 0
 
     def __call__(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         fused = fuse(graph_module)
         pooled = None if fused is None else pool_first(fused)
-        self.pooled = pooled is not None
-        return pooled or layer_backend(graph_module, inputs, note=self._note)
+        if pooled is not None:
+            self.shared = _shared_parameters(pooled)
+        compiled = pooled or layer_backend(graph_module, inputs, note=self._note)
+
+        def run(*arguments: Any) -> Any:  # a layer has several forms: for training, for evaluation
+            self.pooled = pooled is not None
+            return compiled(*arguments)
+
+        return run
 
 
 def pool_first(fused: GraphModule) -> GraphModule | None:
@@ -46,13 +54,13 @@ def pool_first(fused: GraphModule) -> GraphModule | None:
     (call,) = calls
     x, weights, biases, offsets, num_heads, settings = call.args
     _, _, scale, causal, window, softcap, dropout = settings
-    if causal is not False or window != 0 or softcap != 0.0 or dropout != 0.0:
+    if causal is not False or window != 0 or softcap != 0.0:
         return None
     if not isinstance(x.meta["example_value"].shape[-2], torch.SymInt):
         return None  # the number of tokens stands in the graph as a constant
     after = _after(call)
     with graph.inserting_before(call):
-        arguments = (x, weights, biases, offsets, num_heads, scale)
+        arguments = (x, weights, biases, offsets, num_heads, scale, dropout)
         replacement = graph.call_function(projected_first_attention, arguments)
         num_rows = graph.call_method("size", (replacement, 1))
     tokens = {node for node in graph.nodes if _is_token_count(node, x)}
@@ -74,6 +82,12 @@ def pool_first(fused: GraphModule) -> GraphModule | None:
     graph.lint()
     fused.recompile()
     return fused
+
+
+def _shared_parameters(pooled: GraphModule) -> int:
+    (call,) = (node for node in pooled.graph.nodes if node.target is projected_first_attention)
+    _, keys, values = (weight.meta["example_value"] for weight in call.args[1])
+    return int(keys.numel() + values.numel())
 
 
 def _after(call: Node) -> dict[Node, None]:

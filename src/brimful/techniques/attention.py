@@ -75,6 +75,11 @@ class AttentionKernels:
         return None if self.measured is None else self.measured.fastest
 
     @property
+    def fused(self) -> bool:
+        """Whether layers can be fused around them: around ours alone."""
+        return set(self.functions) == {"triton_attention"}
+
+    @property
     def needs_groups(self) -> bool:
         """Whether segments must come as padded rows too; their shapes then change with every batch."""
         return grouped_attention.__name__ in self.functions

@@ -71,46 +71,34 @@ class ExecutionMode:
         """Its line in the recipe."""
         return Lever(name="execution", value=self.value, arithmetic="exact", reason=self.reason)
 
-    def apply(self, model: Any, *, note: Callable[[str], None]) -> None:
+    def apply(
+        self, execution: Execution, *, fused: bool, note: Callable[[str], None], forward_only: bool = False
+    ) -> None:
         """Compiles the model's layers in place, if that was chosen. Compilation itself waits for the first step.
 
-        note: hears of layers that turn out not to compile.
+        fused: whether layers can be fused around the attention that they will be given. Then, where the head reads the
+        first token only, the last layer leaves out what it does not read. note: hears of layers that turn out not to
+        compile. forward_only: for a model that is only read.
         """
+        model = execution.model
         layers = layers_of(model)
-        if self.compiled and layers is not None:
-            _compile(model, layers, _layer_backend(note) if _own_parameters(layers) else "inductor")
-
-    def apply_forward(self, execution: Execution, *, note: Callable[[str], None]) -> None:
-        """The same for a model that is only read; its last layer then leaves out what the head does not read."""
-        layers = layers_of(execution.model)
         if not self.compiled or layers is None:
             return
-        backend = _layer_backend(note)
-        _compile(execution.model, layers[:-1], backend)
-        if isinstance(execution, PackedExecution) and execution.form.pooling == "first":
-            from brimful.models.pooled import LastLayer
+        # Imported where it is needed: Triton comes with torch for GPUs, and is missing beside torch for CPUs.
+        from brimful.models.fusion import embedding_backend, layer_backend
+        from brimful.models.pooled import LastLayer
 
-            backend = execution.last = LastLayer(note)
-        layers[-1].compile(dynamic=True, backend=backend)
-
-
-def _layer_backend(note: Callable[[str], None]) -> Any:
-    """Imported where it is needed: Triton comes with torch for GPUs, and is missing beside torch for CPUs."""
-    from brimful.models.fusion import layer_backend
-
-    return partial(layer_backend, note=note)
-
-
-def _compile(model: Any, layers: Iterable[nn.Module], backend: Any) -> None:
-    from brimful.models.fusion import embedding_backend
-
-    # Every model that a process compiles counts against the limit, which is made for one that compiles again and again.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_COMPILED)
-    for layer in layers:
-        layer.compile(dynamic=True, backend=backend)
-    embeddings = embeddings_of(model)
-    if embeddings is not None:
-        embeddings.compile(dynamic=True, backend=embedding_backend)
+        # Every model that a process compiles counts against the limit, which is made for one that compiles often.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_COMPILED)
+        own = forward_only or _own_parameters(layers)
+        backends: list[Any] = [partial(layer_backend, note=note) if own else "inductor"] * len(layers)
+        if own and fused and isinstance(execution, PackedExecution) and execution.form.pooling == "first":
+            backends[-1] = execution.last = LastLayer(note)
+        for layer, backend in zip(layers, backends, strict=True):
+            layer.compile(dynamic=True, backend=backend)
+        embeddings = embeddings_of(model)
+        if embeddings is not None:
+            embeddings.compile(dynamic=True, backend=partial(embedding_backend, before_fused=own and fused))
 
 
 def _own_parameters(layers: Iterable[nn.Module]) -> bool:

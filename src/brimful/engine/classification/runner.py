@@ -137,7 +137,7 @@ def make_runner(
     mode = choose_forward(
         asked, precision.device, model, num_tokens=num_tokens, packed=packing.packed, fixed=kernels.unfixed
     )
-    mode.apply_forward(execution, note=listener.warning)
+    mode.apply(execution, fused=kernels.fused, note=listener.warning, forward_only=True)
     default = cpu_budget(model, checked.max_length) if precision.device.type == "cpu" else _GPU_BUDGET
     budget_tokens = options.token_budget or default
     precision = _with_float8(precision, packing, mode if graphs else None, budget_tokens, listener)

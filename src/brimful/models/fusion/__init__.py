@@ -27,6 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from brimful.core.errors import printable
 from brimful.kernels import blocks, prenorm_blocks
+from brimful.kernels.residuals import half_residuals, residuals_are_half
 from brimful.models.fusion import postnorm, prenorm
 from brimful.models.fusion.nodes import is_parameter
 
@@ -72,10 +73,18 @@ def layer_backend(
     return compiled
 
 
-def embedding_backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The same for embeddings, of which a model has one: not worth a compilation where nothing is fused."""
+def embedding_backend(graph_module: GraphModule, inputs: Sequence[Any], *, before_fused: bool) -> Callable[..., Any]:
+    """The same for embeddings, of which a model has one: not worth a compilation where nothing is fused.
+
+    before_fused: whether layers that read them are on fused kernels. Others sum in fp32, all of them.
+    """
     fused: Callable[..., Any] = fuse(graph_module) or graph_module
-    return fused
+
+    def run(*arguments: Any) -> Any:
+        with half_residuals(before_fused and residuals_are_half()):
+            return fused(*arguments)
+
+    return run
 
 
 def fuse(graph_module: GraphModule) -> GraphModule | None:
