@@ -100,15 +100,14 @@ def test_captured_is_the_eager_step(token_budget: int, compiled: bool) -> None:
     assert found[0] == pytest.approx(expected[0], rel=1e-3)
 
 
-@pytest.mark.parametrize(("typical_length", "graphs"), [(30, 3), (700, 2)], ids=["our attention", "flash attention"])
-def test_layers_are_compiled_once(typical_length: int, graphs: int) -> None:
-    """The embeddings, all layers, and the last one if that is given the first tokens only."""
+@pytest.mark.parametrize("typical_length", [30, 700], ids=["our attention", "flash attention"])
+def test_layers_are_compiled_once(typical_length: int) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     batches = source(8192)
     batches.layout = dataclasses.replace(batches.layout, typical_length=typical_length)  # type: ignore[type-var]
-    losses(make_step(CapturedStep, dropout=0.1, compiled=True, fused=graphs == 3), batches)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    losses(make_step(CapturedStep, dropout=0.1, compiled=True, fused=typical_length == 30), batches)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # a layer, and the embeddings
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "fused"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,7 @@ from brimful.kernels.varlen import attend
 from brimful.models import execution
 from brimful.models.anatomy import layers_of
 from brimful.models.execution import PackedExecution, PackedForm
-from brimful.models.fusion import layer_backend
-from brimful.models.pooled import LastLayer
+from brimful.models.pooled import ShorteningBackend
 from brimful.step.forward import stage, unstage
 from models.test_fusion import LONG, ONE_LAYER, SHORT, gradient, settings_of
 from step.test_step import make_step
@@ -94,12 +92,11 @@ def test_first_tokens_lose_the_weights_that_they_lose_among_all() -> None:
     assert torch.allclose(firsts[full], whole.transpose(0, 1)[places][full], atol=1e-5)
 
 
-def compile_layers(model: Any) -> LastLayer:
+def compile_layers(model: Any) -> ShorteningBackend:
     layers: Any = layers_of(model)
-    for layer in layers[:-1]:
-        layer.compile(dynamic=True, backend=partial(layer_backend, note=pytest.fail))
-    backend = LastLayer(pytest.fail)
-    layers[-1].compile(dynamic=True, backend=backend)
+    backend = ShorteningBackend(layers[-1], pytest.fail)
+    for layer in layers:
+        layer.compile(dynamic=True, backend=backend)
     return backend
 
 

@@ -154,9 +154,9 @@ class PackedForm:
 
 
 class ShortLayer(Protocol):
-    """A last layer that may have been compiled to give the first token of each segment only, (1, N, H).
+    """A last layer that may be compiled to give the first token of each segment only, (1, N, H).
 
-    shared: parameters of matrices that it multiplies all tokens with even so.
+    pooled: whether it did in the last pass. shared: parameters of matrices that it multiplies all tokens with even so.
     """
 
     pooled: bool
@@ -167,7 +167,7 @@ class PackedExecution(Execution):
     """The unmodified base model on one packed row, and the model's own head on one pooled state a sequence.
 
     plain: run with the reference attention instead of the kernel chosen for the device and dtype.
-    last: what the model's last layer was compiled to, if that may leave out what the head does not read.
+    last: the model's last layer, if it may have been compiled to leave out what the head does not read.
     """
 
     packed = True

@@ -10,54 +10,65 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from brimful.kernels import blocks
 from brimful.kernels.first_token import first_rows, projected_first_attention
 from brimful.models.fusion import fuse, layer_backend
+from brimful.models.fusion.nodes import is_parameter
 
 
-class LastLayer:
-    """A backend of torch.compile for the last layer.
+class ShorteningBackend:
+    """A backend of torch.compile for all layers of such a model; one trace serves them, in the last one cut short.
 
-    pooled: whether what the layer last gave is (1, N, H), a row a segment. shared: parameters of matrices that it then
-    multiplied all tokens with, those of keys and values. note: as of `layer_backend`.
+    last: the last layer, known by its parameters. note: as of `layer_backend`.
     """
 
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
+    def __init__(self, last: nn.Module, note: Callable[[str], None]) -> None:
+        self._note, self._last = note, last
+        self._parameters = {id(parameter) for parameter in last.parameters()}
         self.pooled, self.shared = False, 0
 
     def __call__(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        fused = fuse(graph_module)
-        pooled = None if fused is None else pool_first(fused)
-        if pooled is not None:
-            self.shared = _shared_parameters(pooled)
-        compiled = pooled or layer_backend(graph_module, inputs, note=self._note)
+        whole, short = fuse(graph_module), fuse(graph_module)
+        if whole is None or short is None or not pool_first(short):
+            return self._as_it_is(layer_backend(graph_module, inputs, note=self._note))
+        placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+        weight = next(index for index, node in enumerate(placeholders) if is_parameter(node))
+        shared = _shared_parameters(short)
 
-        def run(*arguments: Any) -> Any:  # a layer has several forms: for training, for evaluation
-            self.pooled = pooled is not None
+        def run(*arguments: Any) -> Any:
+            self.pooled = id(arguments[weight]) in self._parameters
+            self.shared = shared
+            return (short if self.pooled else whole)(*arguments)
+
+        return run
+
+    def _as_it_is(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:  # a layer may have several forms, one for training and one for evaluation
+            self.pooled = False
             return compiled(*arguments)
 
         return run
 
 
-def pool_first(fused: GraphModule) -> GraphModule | None:
-    """A fused layer's graph for first tokens, (1, N, H) instead of (1, T, H). The graph given is changed.
+def pool_first(fused: GraphModule) -> bool:
+    """Changes a fused layer's graph to that for first tokens, (1, N, H) instead of (1, T, H).
 
-    None where its attention has no such form.
+    False where its attention has no such form; the graph is then as it was.
     """
     graph = fused.graph
     calls = [node for node in graph.nodes if node.op == "call_function" and node.target is blocks.projected_attention]
     if len(calls) != 1:
-        return None
+        return False
     (call,) = calls
     x, weights, biases, offsets, num_heads, settings = call.args
     _, _, scale, causal, window, softcap, dropout = settings
     if causal is not False or window != 0 or softcap != 0.0:
-        return None
+        return False
     if not isinstance(x.meta["example_value"].shape[-2], torch.SymInt):
-        return None  # the number of tokens stands in the graph as a constant
+        return False  # the number of tokens stands in the graph as a constant
     after = _after(call)
     with graph.inserting_before(call):
         arguments = (x, weights, biases, offsets, num_heads, scale, dropout)
@@ -81,11 +92,12 @@ def pool_first(fused: GraphModule) -> GraphModule | None:
     graph.eliminate_dead_code()
     graph.lint()
     fused.recompile()
-    return fused
+    return True
 
 
-def _shared_parameters(pooled: GraphModule) -> int:
-    (call,) = (node for node in pooled.graph.nodes if node.target is projected_first_attention)
+def _shared_parameters(short: GraphModule) -> int:
+    """Of the matrices that all tokens are multiplied with even so: those of keys and values."""
+    (call,) = (node for node in short.graph.nodes if node.target is projected_first_attention)
     _, keys, values = (weight.meta["example_value"] for weight in call.args[1])
     return int(keys.numel() + values.numel())
 

@@ -86,15 +86,15 @@ class ExecutionMode:
             return
         # Imported where it is needed: Triton comes with torch for GPUs, and is missing beside torch for CPUs.
         from brimful.models.fusion import embedding_backend, layer_backend
-        from brimful.models.pooled import LastLayer
+        from brimful.models.pooled import ShorteningBackend
 
         # Every model that a process compiles counts against the limit, which is made for one that compiles often.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_COMPILED)
         own = forward_only or _own_parameters(layers)
-        backends: list[Any] = [partial(layer_backend, note=note) if own else "inductor"] * len(layers)
+        backend: Any = partial(layer_backend, note=note) if own else "inductor"
         if own and fused and isinstance(execution, PackedExecution) and execution.form.pooling == "first":
-            backends[-1] = execution.last = LastLayer(note)
-        for layer, backend in zip(layers, backends, strict=True):
+            backend = execution.last = ShorteningBackend(layers[-1], note)
+        for layer in layers:
             layer.compile(dynamic=True, backend=backend)
         embeddings = embeddings_of(model)
         if embeddings is not None:
