@@ -32,17 +32,11 @@ from brimful.kernels.blocks import (
 from brimful.kernels.dropout import column_keys, kept, kept_factor, row_keys, threshold
 from brimful.kernels.overlap import beside
 from brimful.kernels.seeds import next_site
+from brimful.kernels.varlen_kernels import head_rows
 
 _LOG2_E = 1.4426950408889634
 #: Keys that a program takes at a time.
 _BLOCK = 64
-
-
-@triton.jit
-def _heads_of(X, start, rows, length, stride_t, stride_h, head, D: tl.constexpr):
-    """Rows of one head in fp32, (BLOCK, D), 0 beyond the segment."""
-    places = X + (start + rows).to(tl.int64)[:, None] * stride_t + head * stride_h + tl.arange(0, D)[None, :]
-    return tl.load(places, mask=(rows < length)[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -67,8 +61,8 @@ def first_token_attention_forward(
     out = tl.zeros([D], tl.float32)
     for place in range(0, length, BLOCK):
         rows = place + tl.arange(0, BLOCK)
-        k = _heads_of(K, start, rows, length, k_t, k_h, head, D)
-        v = _heads_of(V, start, rows, length, v_t, v_h, head, D)
+        k = head_rows(K, start, rows, length, head, k_t, k_h, D).to(tl.float32)
+        v = head_rows(V, start, rows, length, head, v_t, v_h, D).to(tl.float32)
         s = tl.where(rows < length, tl.sum(k * q[None, :], 1), float("-inf"))
         now = tl.maximum(largest, tl.max(s, 0))
         p = tl.exp2(s - now)
@@ -100,8 +94,8 @@ def first_token_attention_backward(
     dq = tl.zeros([D], tl.float32)
     for place in range(0, length, BLOCK):
         rows = place + tl.arange(0, BLOCK)
-        k = _heads_of(K, start, rows, length, k_t, k_h, head, D)
-        v = _heads_of(V, start, rows, length, v_t, v_h, head, D)
+        k = head_rows(K, start, rows, length, head, k_t, k_h, D).to(tl.float32)
+        v = head_rows(V, start, rows, length, head, v_t, v_h, D).to(tl.float32)
         p = tl.exp2(tl.sum(k * q[None, :], 1) * power - lse)
         dp = tl.sum(v * do[None, :], 1)
         dropped = p

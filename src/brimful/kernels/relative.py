@@ -27,24 +27,11 @@ from torch import Tensor
 from brimful.kernels.dropout import column_keys, kept, kept_factor, row_keys, threshold
 from brimful.kernels.seeds import draw_seed
 from brimful.kernels.varlen import Tiles, supports
-from brimful.kernels.varlen_kernels import varlen_attention_delta
+from brimful.kernels.varlen_kernels import head_rows, row_numbers, varlen_attention_delta
 
 __all__ = ["relative_attention_HTD", "supports"]
 
 _LOG2_E = 1.4426950408889634
-
-
-@triton.jit
-def _rows(X, start, rows, length, head, stride_t, stride_h, D: tl.constexpr):
-    """Rows of one head, (BLOCK, D), 0 beyond the segment."""
-    places = (start + rows).to(tl.int64)[:, None] * stride_t + head * stride_h + tl.arange(0, D)[None, :]
-    return tl.load(X + places, mask=(rows < length)[:, None], other=0.0)
-
-
-@triton.jit
-def _of_rows(X, start, rows, length, head, T):
-    """One number a row from (H, T), 0 beyond the segment."""
-    return tl.load(X + head.to(tl.int64) * T + start + rows, mask=rows < length, other=0)
 
 
 @triton.jit
@@ -82,7 +69,7 @@ def relative_attention_forward(
     if first >= length:
         return
     rows = first + tl.arange(0, OWN)
-    q = _rows(Q, start, rows, length, head, q_t, q_h, D)
+    q = head_rows(Q, start, rows, length, head, q_t, q_h, D)
     largest = tl.full([OWN], float("-inf"), tl.float32)
     total = tl.zeros([OWN], tl.float32)
     out = tl.zeros([OWN, D], tl.float32)
@@ -94,8 +81,8 @@ def relative_attention_forward(
     for place in range(0, length, OTHER):
         columns = place + tl.arange(0, OTHER)
         inside = (rows < length)[:, None] & (columns < length)[None, :]
-        k = _rows(K, start, columns, length, head, k_t, k_h, D)
-        v = _rows(V, start, columns, length, head, v_t, v_h, D)
+        k = head_rows(K, start, columns, length, head, k_t, k_h, D)
+        v = head_rows(V, start, columns, length, head, v_t, v_h, D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         s = _scores(
             s, BY_QUERY, BY_KEY, start, rows[:, None], columns[None, :], inside, head, bq_t, bq_h, bk_t, bk_h, reach,
@@ -125,18 +112,18 @@ def _gradient_of_keys(
 ):  # fmt: skip
     """A block as keys, (keys, queries): its gradient, its values' and its columns', from every query."""
     own = first + tl.arange(0, OWN)
-    k = _rows(K, start, own, length, head, k_t, k_h, D)
-    v = _rows(V, start, own, length, head, v_t, v_h, D)
+    k = head_rows(K, start, own, length, head, k_t, k_h, D)
+    v = head_rows(V, start, own, length, head, v_t, v_h, D)
     dk = tl.zeros([OWN, D], tl.float32)
     dv = tl.zeros([OWN, D], tl.float32)
     mask_columns = column_keys(own)
     for place in range(0, length, OTHER):
         rows = place + tl.arange(0, OTHER)
         inside = (own < length)[:, None] & (rows < length)[None, :]
-        q = _rows(Q, start, rows, length, head, q_t, q_h, D)
-        do = _rows(DO, start, rows, length, head, do_t, do_h, D)
-        lse = _of_rows(LSE, start, rows, length, head, T)
-        delta = _of_rows(DELTA, start, rows, length, head, T)
+        q = head_rows(Q, start, rows, length, head, q_t, q_h, D)
+        do = head_rows(DO, start, rows, length, head, do_t, do_h, D)
+        lse = row_numbers(LSE + head.to(tl.int64) * T + start, rows, length)
+        delta = row_numbers(DELTA + head.to(tl.int64) * T + start, rows, length)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * 1.4426950408889634)
         s = _scores(
             s, BY_QUERY, BY_KEY, start, rows[None, :], own[:, None], inside, head, bq_t, bq_h, bk_t, bk_h, reach,
@@ -146,7 +133,7 @@ def _gradient_of_keys(
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         met = p
         if DROPOUT:
-            mask_rows = _of_rows(MASK_ROWS, start, rows, length, head, T).to(tl.uint32, bitcast=True)
+            mask_rows = row_numbers(MASK_ROWS + head.to(tl.int64) * T + start, rows, length).to(tl.uint32, bitcast=True)
             stays = kept(mask_rows[None, :], mask_columns[:, None], drop_below)
             met = tl.where(stays, p, 0.0)
             dp = tl.where(stays, dp * more, 0.0)
@@ -170,19 +157,19 @@ def _gradient_of_queries(
 ):  # fmt: skip
     """A block as queries, (queries, keys): its gradient and its columns', from every key."""
     own = first + tl.arange(0, OWN)
-    q = _rows(Q, start, own, length, head, q_t, q_h, D)
-    do = _rows(DO, start, own, length, head, do_t, do_h, D)
-    lse = _of_rows(LSE, start, own, length, head, T)
-    delta = _of_rows(DELTA, start, own, length, head, T)
+    q = head_rows(Q, start, own, length, head, q_t, q_h, D)
+    do = head_rows(DO, start, own, length, head, do_t, do_h, D)
+    lse = row_numbers(LSE + head.to(tl.int64) * T + start, own, length)
+    delta = row_numbers(DELTA + head.to(tl.int64) * T + start, own, length)
     dq = tl.zeros([OWN, D], tl.float32)
     mask_rows = own
     if DROPOUT:
-        mask_rows = _of_rows(MASK_ROWS, start, own, length, head, T).to(tl.uint32, bitcast=True)
+        mask_rows = row_numbers(MASK_ROWS + head.to(tl.int64) * T + start, own, length).to(tl.uint32, bitcast=True)
     for place in range(0, length, OTHER):
         columns = place + tl.arange(0, OTHER)
         inside = (own < length)[:, None] & (columns < length)[None, :]
-        k = _rows(K, start, columns, length, head, k_t, k_h, D)
-        v = _rows(V, start, columns, length, head, v_t, v_h, D)
+        k = head_rows(K, start, columns, length, head, k_t, k_h, D)
+        v = head_rows(V, start, columns, length, head, v_t, v_h, D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
         s = _scores(
             s, BY_QUERY, BY_KEY, start, own[:, None], columns[None, :], inside, head, bq_t, bq_h, bk_t, bk_h, reach,

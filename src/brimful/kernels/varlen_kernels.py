@@ -61,14 +61,14 @@ def _range(first, last, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOC
 
 
 @triton.jit
-def _block(X, start, rows, length, head, stride_t, stride_h, D: tl.constexpr, MASKED: tl.constexpr = True):
+def head_rows(X, start, rows, length, head, stride_t, stride_h, D: tl.constexpr, MASKED: tl.constexpr = True):
     """Rows of one head, (BLOCK, D), 0 beyond the segment."""
     places = X + start.to(tl.int64) * stride_t + head * stride_h + (rows[:, None] * stride_t + tl.arange(0, D)[None, :])
     return tl.load(places, mask=(rows < length)[:, None], other=0.0) if MASKED else tl.load(places)
 
 
 @triton.jit
-def _row(X, rows, length, MASKED: tl.constexpr = True):
+def row_numbers(X, rows, length, MASKED: tl.constexpr = True):
     """A number for each row of a segment, 0 beyond it. X: where the segment's first is."""
     return tl.load(X + rows, mask=rows < length, other=0) if MASKED else tl.load(X + rows)
 
@@ -86,7 +86,7 @@ def varlen_attention_forward(
     if first >= length:
         return
     rows = first + tl.arange(0, OWN)
-    q = _block(Q, start, rows, length, head, q_t, q_h, D)
+    q = head_rows(Q, start, rows, length, head, q_t, q_h, D)
     largest = tl.full([OWN], float("-inf"), tl.float32)
     total = tl.zeros([OWN], tl.float32)
     out = tl.zeros([OWN, D], tl.float32)
@@ -100,8 +100,8 @@ def varlen_attention_forward(
     for tail in tl.static_range(1 - SPLIT, 2):  # whole blocks, then the last one, which needs masks
         for place in range(whole if SPLIT and tail else low, high if tail else whole, OTHER):
             columns = place + tl.arange(0, OTHER)
-            k = _block(K, start, columns, length, head, k_t, k_h, D, tail)
-            v = _block(V, start, columns, length, head, v_t, v_h, D, tail)
+            k = head_rows(K, start, columns, length, head, k_t, k_h, D, tail)
+            v = head_rows(V, start, columns, length, head, v_t, v_h, D, tail)
             s = _scores(q, k, inner, CAP, PRECISION)
             if tail:
                 seen = (columns < length)[None, :]
@@ -136,8 +136,8 @@ def varlen_attention_forward(
 def varlen_attention_delta(OUT, DO, DELTA, T, o_t, o_h, do_t, do_h, less, D: tl.constexpr, BLOCK: tl.constexpr):
     """Row sums of out times its gradient, times `less`, (H, T)."""
     start, head, rows = tl.program_id(0) * BLOCK, tl.program_id(1), tl.arange(0, BLOCK)
-    o = _block(OUT, start, rows, T - start, head, o_t, o_h, D)
-    do = _block(DO, start, rows, T - start, head, do_t, do_h, D)
+    o = head_rows(OUT, start, rows, T - start, head, o_t, o_h, D)
+    do = head_rows(DO, start, rows, T - start, head, do_t, do_h, D)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) * less
     tl.store(DELTA + head.to(tl.int64) * T + start + rows, delta, mask=rows < T - start)
 
@@ -147,9 +147,9 @@ def _delta(OUT, delta_rows, do, start, rows, length, head, o_t, o_h, less, READY
            MASKED: tl.constexpr = True):  # fmt: skip
     """The row sums of a block, read where they are READY or made from what was read anyway."""
     if READY:
-        delta = _row(delta_rows, rows, length, MASKED)
+        delta = row_numbers(delta_rows, rows, length, MASKED)
     else:
-        o = _block(OUT, start, rows, length, head, o_t, o_h, D, MASKED)
+        o = head_rows(OUT, start, rows, length, head, o_t, o_h, D, MASKED)
         delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) * less
     return delta
 
@@ -169,8 +169,8 @@ def _gradient_of_keys(
 ):  # fmt: skip
     """A block as keys, (keys, queries): their gradient and their values', from every query that sees them."""
     own = first + tl.arange(0, OWN)
-    k = _block(K, start, own, length, head, k_t, k_h, D)
-    v = _block(V, start, own, length, head, v_t, v_h, D)
+    k = head_rows(K, start, own, length, head, k_t, k_h, D)
+    v = head_rows(V, start, own, length, head, v_t, v_h, D)
     dk = tl.zeros([OWN, D], tl.float32)
     dv = tl.zeros([OWN, D], tl.float32)
     mask_columns = column_keys(own)
@@ -180,9 +180,9 @@ def _gradient_of_keys(
     for tail in tl.static_range(1 - SPLIT, 2):
         for place in range(whole if SPLIT and tail else low, high if tail else whole, OTHER):
             rows = place + tl.arange(0, OTHER)
-            q = _block(Q, start, rows, length, head, q_t, q_h, D, tail)
-            do = _block(DO, start, rows, length, head, do_t, do_h, D, tail)
-            lse = _row(LSE + place_of_rows, rows, length, tail)
+            q = head_rows(Q, start, rows, length, head, q_t, q_h, D, tail)
+            do = head_rows(DO, start, rows, length, head, do_t, do_h, D, tail)
+            lse = row_numbers(LSE + place_of_rows, rows, length, tail)
             delta = _delta(OUT, DELTA + place_of_rows, do, start, rows, length, head, o_t, o_h, less, READY, D, tail)
             s = _scores(k, q, inner, CAP, PRECISION)
             exponent = s * power - lse[None, :]
@@ -194,7 +194,7 @@ def _gradient_of_keys(
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
             met = p
             if DROPOUT:
-                mask_rows = _row(KEYS + place_of_rows, rows, length, tail).to(tl.uint32, bitcast=True)
+                mask_rows = row_numbers(KEYS + place_of_rows, rows, length, tail).to(tl.uint32, bitcast=True)
                 met = tl.where(kept(mask_rows[None, :], mask_columns[:, None], drop_below), p, 0.0)
             ds = met * dp - p * delta[None, :]
             if CAP:
@@ -221,23 +221,23 @@ def _gradient_of_queries(
 ):  # fmt: skip
     """A block as queries, (queries, keys): their gradient, from every key that they see."""
     own = first + tl.arange(0, OWN)
-    q = _block(Q, start, own, length, head, q_t, q_h, D)
-    do = _block(DO, start, own, length, head, do_t, do_h, D)
+    q = head_rows(Q, start, own, length, head, q_t, q_h, D)
+    do = head_rows(DO, start, own, length, head, do_t, do_h, D)
     place_of_rows = head.to(tl.int64) * T + start
-    lse = _row(LSE + place_of_rows, own, length)
+    lse = row_numbers(LSE + place_of_rows, own, length)
     delta = _delta(OUT, DELTA + place_of_rows, do, start, own, length, head, o_t, o_h, less, READY, D)
     dq = tl.zeros([OWN, D], tl.float32)
     mask_rows = own
     mask_columns = column_keys(tl.arange(0, OTHER))
     if DROPOUT:
-        mask_rows = _row(KEYS + place_of_rows, own, length).to(tl.uint32, bitcast=True)
+        mask_rows = row_numbers(KEYS + place_of_rows, own, length).to(tl.uint32, bitcast=True)
     low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, True)
     whole = length // OTHER * OTHER
     for tail in tl.static_range(1 - SPLIT, 2):
         for place in range(whole if SPLIT and tail else low, high if tail else whole, OTHER):
             columns = place + tl.arange(0, OTHER)
-            k = _block(K, start, columns, length, head, k_t, k_h, D, tail)
-            v = _block(V, start, columns, length, head, v_t, v_h, D, tail)
+            k = head_rows(K, start, columns, length, head, k_t, k_h, D, tail)
+            v = head_rows(V, start, columns, length, head, v_t, v_h, D, tail)
             s = _scores(q, k, inner, CAP, PRECISION)
             exponent = s * power - lse[:, None]
             if tail:
