@@ -9,6 +9,7 @@ before, as on a fresh machine; warm: the same command again.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -25,6 +26,7 @@ def measure(folder: Path, execution: str, began: float) -> None:
         print(f"MARK {json.dumps([what, time.time() - began])}", flush=True)
 
     now("interpreter")
+    gc.disable()  # as commands import
     import torch
     import transformers
 
@@ -32,8 +34,13 @@ def measure(folder: Path, execution: str, began: float) -> None:
     torch.cuda.init()
     now("torch, transformers, CUDA")
     import brimful
+    import brimful.api
     from brimful.core.listener import Listener, Progress
     from brimful.core.records import Recipe
+
+    gc.enable()
+    gc.freeze()
+    now("brimful")
 
     class Marks(Listener):
         def stage(self, text: str) -> None:
