@@ -131,11 +131,13 @@ def test_training_with_a_last_layer_for_first_tokens(family: str) -> None:
         assert backend.pooled
         assert loss == pytest.approx(expected, rel=1e-5)
         assert difference(found, wanted) < MODEL_FP32
-    with torch.no_grad():
-        for step in (plain, short):
-            step.execution.model.eval()
-        inputs = SHORT.micro_batches[0].inputs
-        assert torch.allclose(packed(inputs)[:3], plain.execution(inputs)[:3], atol=1e-5)
+    for step in (plain, short):
+        step.execution.model.eval()
+    inputs = SHORT.micro_batches[0].inputs
+    for stance in ("default", "force_eager"):  # evaluation while training is eager
+        with torch.no_grad(), torch.compiler.set_stance(stance):
+            assert torch.allclose(packed(inputs)[:3], plain.execution(inputs)[:3], atol=1e-5)
+        assert backend.pooled == (stance == "default")
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")

@@ -195,11 +195,13 @@ class PackedExecution(Execution):
 
     def __call__(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs, PackedInputs)
+        if self.last is not None:
+            self.last.pooled = False  # it says so itself, where what it was compiled to is run
         states_TH = self.hidden_states_TH(inputs)
         return self.head(self._pool_SH(states_TH, inputs))
 
     def hidden_states_TH(self, inputs: PackedInputs) -> Tensor:
-        """The base model's last hidden states, one a token."""
+        """The base model's last hidden states: one a token, or one a segment where the last layer gives no others."""
         types = {"token_type_ids": inputs.types_T[None]} if self._takes_types and inputs.types_T is not None else {}
         with self._told(inputs) as told:
             states: Tensor = self._base(
