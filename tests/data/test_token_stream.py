@@ -231,16 +231,16 @@ def _runs(process_id: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "device", "cores", "expected"),
+    ("num_bytes", "device", "cores", "expected"),
     [
         (None, "cpu", 64, 0),
         (None, "cuda", 16, 14),
         (None, "cuda", 128, 14),
-        (10_000_000, "cuda", 8, 6),
-        (1000, "cuda", 16, 0),
+        (1e9, "cuda", 8, 6),
+        (1e5, "cuda", 16, 0),
         (None, "cuda", 3, 0),
         (None, "cuda", 1, 0),
     ],
 )
-def test_number_of_workers(num_rows: int | None, device: str, cores: int, expected: int) -> None:
-    assert choose_workers(num_rows, device, cores) == expected
+def test_number_of_workers(num_bytes: float | None, device: str, cores: int, expected: int) -> None:
+    assert choose_workers(num_bytes, device, cores) == expected

@@ -41,13 +41,13 @@ _POLL_S = 0.02
 #: How long a process whose output has ended may take to end itself.
 _DEATH_S = 10.0
 
-#: Fewer rows than this are tokenised before workers have started, or not much later.
-_FEWEST_ROWS = 50_000
+#: Less text than this is tokenised before workers have started, or not much later.
+_FEWEST_BYTES = 4 << 20
 _MOST_WORKERS = 14
 
 
-def choose_workers(num_rows: int | None, device_type: str, cores: int) -> int:
-    """How many processes should tokenise, 0 for threads of this one. num_rows: None if it is not known.
+def choose_workers(num_bytes: float | None, device_type: str, cores: int) -> int:
+    """How many processes should tokenise so much text, 0 for threads of this one. num_bytes: None if it is not known.
 
     On a CPU the model needs the cores. Beside a GPU, two cores are left to reading, launching and writing. A worker
     gives some 0.5 M tokens a second where `tokenizers` does the work, 14 of them 7 M; where words can be looked up
@@ -55,7 +55,7 @@ def choose_workers(num_rows: int | None, device_type: str, cores: int) -> int:
     interpreter's lock with the launching of kernels: they are for inputs that are over before processes have paid for
     their start, and for machines without cores to spare.
     """
-    if device_type == "cpu" or (num_rows is not None and num_rows < _FEWEST_ROWS):
+    if device_type == "cpu" or (num_bytes is not None and num_bytes < _FEWEST_BYTES):
         return 0
     workers = min(cores - 2, _MOST_WORKERS)
     return workers if workers >= 2 else 0

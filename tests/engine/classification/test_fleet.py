@@ -37,21 +37,26 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, ClassifyOpti
     return runner, options, windows
 
 
-def test_windows_go_round_and_keep_their_order(made: tuple[Runner, ClassifyOptions, list[Tokens]]) -> None:
+def test_windows_keep_their_order(made: tuple[Runner, ClassifyOptions, list[Tokens]]) -> None:
+    """Those before the other process is ready are computed here; then each takes what the other has no hands for."""
     runner, options, windows = made
     with Fleet(runner, job_of(runner, options, windows[0], 0), [{"OMP_NUM_THREADS": "1"}]) as fleet:
         assert len(fleet) == 2
+        assert np.array_equal(fleet.submit(windows[1]).result(), runner.submit(windows[1]).result())
+        assert fleet._others[0].ready.wait(240)
         results = [fleet.submit(window) for window in windows]
+        assert fleet._under_way == {0: 3, 1: 3}
         for window, result in zip(windows, results, strict=True):
             assert np.allclose(result.result(), runner.submit(window).result(), atol=1e-6)
             assert result.busy_s > 0
+        assert fleet._under_way.total() == 0
 
 
 def test_windows_larger_than_what_a_socket_holds(made: tuple[Runner, ClassifyOptions, list[Tokens]]) -> None:
     runner, options, windows = made
     large = Tokens.join([windows[0]] * 1500)
     with Fleet(runner, job_of(runner, options, windows[0], 0), [{"OMP_NUM_THREADS": "1"}]) as fleet:
-        member: Any = fleet._members[1]
+        member: Any = fleet._others[0]
         results = [member.submit(large) for _ in range(4)]
         for result in results:
             assert result.future.result(timeout=240).logits_NC.shape == (30000, 3)
@@ -60,7 +65,8 @@ def test_windows_larger_than_what_a_socket_holds(made: tuple[Runner, ClassifyOpt
 def test_a_process_that_ended_is_told(made: tuple[Runner, ClassifyOptions, list[Tokens]], tmp_path: Path) -> None:
     runner, options, windows = made
     with Fleet(runner, job_of(runner, options, windows[0], 0), [{"PYTHONPATH": str(tmp_path), "PATH": ""}]) as fleet:
-        fleet._members[1]._process.kill()  # type: ignore[union-attr]
+        fleet._others[0]._process.kill()
+        assert fleet._others[0].ready.wait(60)
         results = [fleet.submit(window) for window in windows[:2]]
         assert results[0].result().shape == (20, 3)
         with pytest.raises(DeviceError, match="ended before its work was done"):

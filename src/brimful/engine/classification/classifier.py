@@ -210,7 +210,7 @@ class ModelClassifier:
         """Processes that should tokenise these texts."""
         if self._options.num_workers is not None:
             return self._options.num_workers
-        return choose_workers(len(window), self._precision.device.type, num_cores() or 1)
+        return choose_workers(window.num_bytes, self._precision.device.type, num_cores() or 1)
 
 
 class _KeptTokens:

@@ -158,7 +158,7 @@ def _question(given: _Given, options: ClassifyOptions, stack: ExitStack, listene
     """What is asked of each row. stack: ends what tokenises."""
     checked, num_workers = given.checked, options.num_workers
     if num_workers is None:
-        num_workers = choose_workers(given.rows.num_rows, given.precision.device.type, num_cores() or 1)
+        num_workers = choose_workers(_text_bytes(given), given.precision.device.type, num_cores() or 1)
     settings: dict[str, Any] = {
         "top_k": options.top_k, "threshold": options.threshold, "logits": options.logits,
     }  # fmt: skip
@@ -170,6 +170,12 @@ def _question(given: _Given, options: ClassifyOptions, stack: ExitStack, listene
     bare = encoder.without_special_tokens()
     tokens = stack.enter_context(TokenStream(bare, num_workers=num_workers, warn=listener.warning))
     return make_zero_shot(zero_shot, encoder, tokens, options.labels, given.sample, listener)
+
+
+def _text_bytes(given: _Given) -> float | None:
+    """Bytes of all texts, about; None if it is not known how many there are."""
+    num_rows, sample = given.rows.num_rows, given.sample
+    return None if num_rows is None else num_rows * sample.num_bytes / max(1, len(sample))
 
 
 def _expected_tokens(given: _Given, sample: Asked) -> int:

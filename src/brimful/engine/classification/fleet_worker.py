@@ -1,4 +1,4 @@
-"""A process of `fleet.Fleet`: makes its runner, then computes windows until its connection ends."""
+"""A process of `fleet.Fleet`: makes its runner, warms it up, then computes windows until its connection ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from brimful.core.errors import DeviceError, printable
 from brimful.core.listener import Listener
 from brimful.data.tokens import Tokens
-from brimful.engine.classification.fleet import Job
+from brimful.engine.classification.fleet import READY, Job
 from brimful.engine.classification.runner import Result, Runner, check_model, make_runner
 from brimful.engine.predict import Done
 from brimful.hardware.probe import choose_device
@@ -22,7 +22,7 @@ from brimful.techniques.precision import choose_forward_precision
 
 
 def main(connection: Connection[Any, Any]) -> None:
-    """Answers each window with its logits, in order; an exception with itself."""
+    """Says READY, then answers each window with its logits, in order; an exception with itself."""
     job: Job = connection.recv()
     precision = choose_forward_precision(job.precision, choose_device(job.options.device))  # type: ignore[arg-type]
     with precision.apply():
@@ -35,6 +35,9 @@ def main(connection: Connection[Any, Any]) -> None:
             packing_wanted=job.packing_wanted,
             listener=Listener(),
         )
+        for _ in range(2):  # layers are compiled, and shapes met again are captured
+            runner.submit(job.sample).result()
+        connection.send(READY)
         _serve(connection, runner)
 
 

@@ -44,6 +44,11 @@ class Texts:
     def __len__(self) -> int:
         return len(self.texts)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of texts and pairs, and of what says where they end."""
+        return int(self.texts.nbytes + (0 if self.pairs is None else self.pairs.nbytes))
+
     def first(self, num_rows: int) -> Texts:
         """The first rows, all if there are no more."""
         return self.slice(0, num_rows)

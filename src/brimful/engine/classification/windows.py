@@ -28,6 +28,9 @@ from brimful.engine.classification.question import Asked, Question, Texts
 #: that one is tokenised while another is computed; on a CPU a few seconds' work.
 _SEQUENCES, _BYTES = {"cuda": 32768, "cpu": 4096}, {"cuda": 4 << 20, "cpu": 1 << 20}
 _FEWEST_ROWS = 256
+#: Of texts in memory the first window is this part of the others, the next one twice as large, and so on: a GPU begins
+#: while most of a short list is not tokenised yet. Files have windows of one size, wherever a run begins.
+_FIRST_PART = {"cuda": 8, "cpu": 1}
 #: Bytes of all columns of a window, by the size of the first rows.
 _MOST_BYTES = 64 << 20
 #: How --labels names a column.
@@ -48,17 +51,21 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSize:
-    """Where windows end: at so many rows, or with the row whose text reaches so many bytes."""
+    """Where windows end: at so many rows, or with the row whose text reaches so many bytes.
+
+    first_part: how many times smaller the first window is of texts that are in memory.
+    """
 
     num_rows: int
     num_bytes: int
+    first_part: int = 1
 
     @classmethod
     def on(cls, device_type: str, *, sequences_per_row: int, row_bytes: float = 0.0) -> WindowSize:
         """For a device: fewer rows where each has several sequences, or is large in its other columns."""
         rows = max(_FEWEST_ROWS, _SEQUENCES[device_type] // max(1, sequences_per_row))
         rows = max(1, min(rows, int(_MOST_BYTES / max(1.0, row_bytes))))
-        return cls(num_rows=rows, num_bytes=_BYTES[device_type])
+        return cls(num_rows=rows, num_bytes=_BYTES[device_type], first_part=_FIRST_PART[device_type])
 
     def first(self, texts: pa.Array) -> int:
         """Rows of the first window of these, 0 if it may go on beyond them."""
@@ -68,11 +75,12 @@ class WindowSize:
 
     def cut(self, texts: Texts) -> Iterator[Texts]:
         """All windows of texts that are in memory."""
-        start = 0
+        start, part = 0, self.first_part
         while start < len(texts):
-            rows = self.first(texts.texts.slice(start)) or len(texts) - start
+            size = replace(self, num_rows=max(1, self.num_rows // part), num_bytes=self.num_bytes // part)
+            rows = size.first(texts.texts.slice(start)) or len(texts) - start
             yield texts.slice(start, rows)
-            start += rows
+            start, part = start + rows, max(1, part // 2)
 
 
 @dataclass(frozen=True, kw_only=True)
