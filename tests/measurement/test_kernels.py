@@ -45,6 +45,8 @@ NAMES = {
         "varlen_attention_delta",
         "relative_attention_forward",
         "relative_attention_backward",
+        "first_token_attention_forward",
+        "first_token_attention_backward",
         "triton_tem_fused_flex_attention_0",
         "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*, float const*, int)",
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 pytest.importorskip("triton")
 
 from brimful.data.packing import cut_window
 from brimful.data.tokens import Tokens
+from brimful.engine import profile
 from brimful.kernels.attention import triton_attention
 from brimful.kernels.dropout import kept_mask_PRC
-from brimful.kernels.first_token import Dropout, attend_first, attend_first_backward
+from brimful.kernels.first_token import Dropout, attend_first, attend_first_backward, projected_first_attention
+from brimful.kernels.seeds import next_site, one_seed
 from brimful.kernels.varlen import attend
 from brimful.models import execution
 from brimful.models.anatomy import layers_of
 from brimful.models.execution import PackedExecution, PackedForm
 from brimful.models.pooled import ShorteningBackend
 from brimful.step.forward import stage, unstage
-from models.test_fusion import LONG, ONE_LAYER, SHORT, gradient, settings_of
+from brimful.techniques.execution import ExecutionMode
+from models.test_fusion import LONG, ONE_LAYER, SHORT, WIDE, gradient, settings_of
 from step.test_step import make_step
 from tiny import FAMILIES
 from tolerances import MODEL_FP32, difference
@@ -45,7 +53,7 @@ def tokens_of(lengths: list[int]) -> Tokens:
 LENGTHS = [3, 70, 1, 0, 130, 64]
 
 
-def heads_of(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def heads_of(dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Queries (N, H, D), keys and values (T, H, D), and offsets."""
     torch.manual_seed(0)
     sizes = len(LENGTHS), sum(LENGTHS), sum(LENGTHS)
@@ -90,6 +98,45 @@ def test_first_tokens_lose_the_weights_that_they_lose_among_all() -> None:
     firsts, _ = attend_first(queries[places], k.transpose(0, 1), v.transpose(0, 1), offsets, 0.3, Dropout(0.4, seed, 7))
     full = torch.tensor(LENGTHS) > 0
     assert torch.allclose(firsts[full], whole.transpose(0, 1)[places][full], atol=1e-5)
+
+
+def first_attention(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], num_heads: int, scale: float, stays: Tensor, p: float
+) -> Tensor:
+    """The plain twin, (H, N, D). stays: (H, T, C), what dropout leaves of the weights of each query."""
+    q, k, v = (
+        F.linear(x[0], w, b).view(x.shape[1], num_heads, -1) for w, b in zip(weights, biases, strict=True)
+    )  # fmt: skip
+    found, start = [], 0
+    for length in LENGTHS:
+        scores = torch.einsum("hd,khd->hk", q[min(start, len(q) - 1)], k[start : start + length]) * scale
+        kept = torch.softmax(scores, -1) * stays[:, min(start, len(q) - 1), :length] / (1 - p)
+        found.append(torch.einsum("hk,khd->hd", kept, v[start : start + length]))
+        start += length
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_projected_attention_of_first_tokens(p: float, bias: bool) -> None:
+    """With the gradients of all that it reads; the second site of dropout in its pass."""
+    torch.manual_seed(0)
+    offsets = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
+    x = torch.randn(1, sum(LENGTHS), 32, requires_grad=True)
+    weights = [torch.nn.Parameter(torch.randn(32, 32) * 0.2) for _ in range(3)]
+    biases = [torch.nn.Parameter(torch.randn(32) * 0.1) if bias else None for _ in range(3)]
+    with one_seed():
+        if p:
+            next_site(x.device, p)
+        found = projected_first_attention(x, weights, biases, offsets, 2, 0.25, p)
+        seed, _ = next_site(x.device, p)
+    stays = kept_mask_PRC(seed, 2, sum(LENGTHS), max(LENGTHS), p, site=1)
+    expected = first_attention(x, weights, biases, 2, 0.25, stays, p)
+    assert torch.allclose(found, expected, atol=2e-6)
+    gradient, leaves = torch.randn_like(found), [x, *weights, *(each for each in biases if each is not None)]
+    gradient[:, LENGTHS.index(0)] = 0.0  # no logit is made of an empty segment
+    for one, other in zip(*(torch.autograd.grad(out, leaves, gradient) for out in (found, expected)), strict=True):
+        assert torch.allclose(one, other, atol=2e-5)
 
 
 def compile_layers(model: Any) -> ShorteningBackend:
@@ -146,5 +193,55 @@ def test_dropout_of_a_last_layer_for_first_tokens_is_that_of_its_seed() -> None:
     short, other = make_step(model), make_step(model, seed=1)
     short.execution.last = other.execution.last = compile_layers(model)  # type: ignore[attr-defined]
     (loss, found), (again, same), (another, _) = gradient(short, SHORT), gradient(short, SHORT), gradient(other, SHORT)
+    assert short.execution.last.pooled  # type: ignore[attr-defined]
     assert loss == again != another
     assert torch.allclose(found, same, atol=1e-7)  # the embeddings' is added atomically
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize(
+    ("case", "short"), [("first", True), ("mean", False), ("other attention", False), ("shared", False)]
+)
+def test_which_models_are_compiled_so(case: str, short: bool) -> None:
+    model: Any = FAMILIES["bert"].model(**settings_of("bert"))
+    layers: Any = layers_of(model)
+    if case == "shared":
+        layers[0].output.dense.weight = layers[-1].output.dense.weight
+    packed = PackedExecution(model, PackedForm(pooling="mean" if case == "mean" else "first", first_position=0))
+    whole = PackedExecution(copy.deepcopy(model), packed.form)
+    mode = ExecutionMode(value="compiled", reason="a test")
+    mode.apply(packed, fused=case != "other attention", note=pytest.fail, forward_only=True)
+    inputs = SHORT.micro_batches[0].inputs
+    with torch.inference_mode():
+        assert torch.allclose(packed(inputs)[:3], whole(inputs)[:3], atol=1e-5)
+    assert (packed.short_layer is not None) == short
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_model_is_freed() -> None:
+    """Dynamo keeps what layers were compiled to, and so what that holds."""
+    model: Any = FAMILIES["bert"].model(**ONE_LAYER)
+    step = make_step(model)
+    step.execution.last = compile_layers(model)  # type: ignore[attr-defined]
+    gradient(step, SHORT)
+    kept = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, step
+    gc.collect()
+    assert not any(each() is not None for each in kept)
+
+
+def test_the_work_of_a_step_with_a_short_layer() -> None:
+    """Keys and values of all tokens; queries, what follows attention and the layer above it of one token a sample."""
+    model: Any = FAMILIES["bert"].model(num_hidden_layers=4, **WIDE)
+    step = make_step(model)
+    built: Any = SimpleNamespace(model=model, step=step)
+    facts = [profile._Facts(lengths=(5, 17, 2), computed=(32,))]
+    whole = profile._work(built, facts, 0)
+    backend = step.execution.last = compile_layers(model)  # type: ignore[attr-defined]
+    backend.pooled, backend.shared = True, 2 * 32 * 32
+    short = profile._work(built, facts, 0)
+    assert whole.product_flops is not None
+    assert whole.attention_flops is not None
+    assert short.product_flops == whole.product_flops - 6 * (2 * 32 * 32 + 2 * 32 * 48) * (32 - 3)
+    assert short.attention_flops == pytest.approx(whole.attention_flops * 3 / 4)
+    assert short.useful_flops == whole.useful_flops

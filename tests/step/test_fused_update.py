@@ -7,6 +7,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from brimful.step.fused_update import FusedUpdate
 from brimful.step.step import Step
 from brimful.techniques.optimizer import Optimizer
 from step import test_step, test_unused_parameters
-from step.test_step import FAMILIES, ROWS, make_step
+from step.test_step import FAMILIES, ROWS, Rows, make_step
 
 
 @pytest.fixture
@@ -75,6 +76,33 @@ def test_half_copies_are_what_autocast_makes(monkeypatch: pytest.MonkeyPatch) ->
     assert difference(fused, plain) < 2e-3
     master = fused.state_tensors()["weights"]["bert.encoder.layer.0.output.dense.weight"]
     assert torch.allclose(layer.output.dense.weight.float(), master, rtol=2**-7)  # the interpreter does not round
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_words_that_no_batch_has_had_are_left_alone(monkeypatch: pytest.MonkeyPatch, weight_decay: float) -> None:
+    """But for weight decay; once a batch has them, they learn as all others do. Blocks are of 64 rows of 16 numbers."""
+    model = FAMILIES["bert"].model(vocab_size=1000)
+    optimizer = Optimizer(value="adamw_torch", weight_decay=weight_decay)
+    plain = make_step(copy.deepcopy(model), optimizer=optimizer)
+    monkeypatch.setattr(step_module, "can_fuse", lambda *_: True)
+    fused = make_step(model, optimizer=optimizer)
+    update: Any = fused.update
+    words = next(i for i, name in enumerate(update.named) if name.endswith("word_embeddings.weight"))
+    blocks_of_words = update._places.blocks_B3[:, 0] == words
+    assert int(blocks_of_words.sum()) == 16
+    rows = Rows()
+    for number, first in enumerate((5, 5, 900)):
+        monkeypatch.setattr(Rows, "ids", lambda *_, first=first: [np.arange(first, first + 7, dtype=np.int32)] * 6)
+        batch = rows.batch(number)
+        expected, found = plain.run(batch).read(), fused.run(batch).read()
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+        assert difference(fused, plain) < 1e-5
+        touched = update._touched[blocks_of_words].nonzero().flatten().tolist()
+        assert touched == ([0] if first == 5 else [0, 14])
+    assert torch.equal(update._have_moments()[blocks_of_words], update._touched[blocks_of_words])
+    again = make_step(copy.deepcopy(model), optimizer=optimizer)
+    again.load_state_tensors(fused.state_tensors())
+    assert torch.equal(again.update._touched[blocks_of_words], update._touched[blocks_of_words])  # type: ignore[attr-defined]
 
 
 def test_sibling_layers_lie_side_by_side(fused: None) -> None:

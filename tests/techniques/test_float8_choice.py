@@ -70,6 +70,7 @@ def test_the_plan_has_what_is_faster_and_says_what_is_not() -> None:
     assert found.plan.products(64, (48, 32)) == Products(True, True, False)
     assert found.plan.products(64, (32, 48)) == Products(True, False, True)
     assert found.plan.products(64, (64, 64)) == Products()
+    assert found.plan.products(4, (48, 32)) == Products()  # far fewer tokens than were timed
     assert found.lever().reason == (
         "asked for; 4 of 6 products of layers are faster in it here at 64 tokens; bf16 stays in "
         "48x32 weight gradient 0.8x; 32x48 input gradient 1x"

@@ -188,8 +188,8 @@ def _work(built: Built, facts: Sequence[_Facts], optimizer_bytes: int) -> Work:
 
 
 def _skipped(built: Built) -> tuple[int, float]:
-    """Parameters of matrices that tokens are not multiplied with, but for one a sample, where the last layer leaves out
-    what the head does not read; and the share of layers whose attention is whole."""
+    """Parameters of matrices that tokens are not multiplied with, but for about one a sample, where the last layer
+    leaves out what the head does not read; and the share of layers whose attention is whole."""
     execution, layers = built.step.execution, layers_of(built.model)
     short = execution.short_layer if isinstance(execution, PackedExecution) else None
     if short is None or layers is None:

@@ -4,8 +4,10 @@ The parameters' fp32 masters and both moments lie in one arena each. Gradients l
 in fp32 or in half precision, and are found through a table of addresses, so a captured graph needs no copies of them.
 The update writes half-precision copies of the weights while it has the masters at hand: 28 bytes a parameter and step.
 
-A block is `BLOCK` numbers of one parameter. Arithmetic is that of torch's fused AdamW; `torch.optim.AdamW` and
-`torch.nn.utils.get_total_norm` are the plain twin. Nothing is added atomically: equal inputs give equal bits.
+A block is up to `BLOCK` numbers of one parameter, of a table of embeddings whole rows. A block that never had a
+gradient has no moments, and is left alone but for weight decay: words that no text has had yet cost their gradient's
+zeros alone. Arithmetic is that of torch's fused AdamW; `torch.optim.AdamW` and `torch.nn.utils.get_total_norm` are the
+plain twin. Nothing is added atomically: equal inputs give equal bits.
 
 Source: Loshchilov and Hutter 2019, arXiv 1711.05101.
 """
@@ -27,7 +29,7 @@ ALIGNMENT = 16
 
 
 @triton.jit
-def _gradient(ADDRESSES, HALVES, parameter, offsets, numel, is_full, HALF: tl.constexpr, SIZE: tl.constexpr):
+def _gradient(ADDRESSES, HALVES, parameter, offsets, end, is_full, HALF: tl.constexpr, SIZE: tl.constexpr):
     """Gradients at `offsets` of one parameter, in fp32; zeros for a parameter that has none.
 
     Full blocks are loaded without a mask, and so in the widest words: torch aligns what it allocates.
@@ -40,35 +42,39 @@ def _gradient(ADDRESSES, HALVES, parameter, offsets, numel, is_full, HALF: tl.co
             if is_full:
                 g = tl.load(halves + offsets).to(tl.float32)
             else:
-                g = tl.load(halves + offsets, mask=offsets < numel, other=0.0).to(tl.float32)
+                g = tl.load(halves + offsets, mask=offsets < end, other=0.0).to(tl.float32)
         else:
             floats = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
-            g = tl.load(floats + offsets) if is_full else tl.load(floats + offsets, mask=offsets < numel, other=0.0)
+            g = tl.load(floats + offsets) if is_full else tl.load(floats + offsets, mask=offsets < end, other=0.0)
     return g
 
 
 @triton.jit
-def _place(BLOCKS, NUMELS, block, SIZE: tl.constexpr):
-    """Of a block: its parameter, its places in it, how many numbers that has, and whether the block is full."""
-    parameter, place = tl.load(BLOCKS + 2 * block), tl.load(BLOCKS + 2 * block + 1)
-    numel = tl.load(NUMELS + parameter)
-    return parameter, place * SIZE + tl.arange(0, SIZE), numel, (place + 1) * SIZE <= numel
+def _place(BLOCKS, block, SIZE: tl.constexpr):
+    """Of a block: its parameter, its places in it, where it ends, and whether it is as large as a block can be."""
+    parameter, start, end = (
+        tl.load(BLOCKS + 3 * block),
+        tl.load(BLOCKS + 3 * block + 1),
+        tl.load(BLOCKS + 3 * block + 2),
+    )
+    start = tl.multiple_of(start, 16)
+    return parameter, start + tl.arange(0, SIZE), end, start + SIZE <= end
 
 
 @triton.jit
-def _own(STARTS, parameter, offsets, numel):
+def _own(STARTS, parameter, offsets, end):
     """The block's places in the arenas, and which are its own; arenas are padded to multiples of `ALIGNMENT`."""
-    mask = offsets < tl.multiple_of((numel + 15) // 16 * 16, 16)
+    mask = offsets < tl.multiple_of((end + 15) // 16 * 16, 16)
     return tl.multiple_of(tl.load(STARTS + parameter), 16) + offsets, mask
 
 
 @triton.jit
-def adamw_norm(BLOCKS, NUMELS, HALVES, ADDRESSES, PARTS, num_blocks, HALF: tl.constexpr, SIZE: tl.constexpr):
+def adamw_norm(BLOCKS, HALVES, ADDRESSES, PARTS, num_blocks, HALF: tl.constexpr, SIZE: tl.constexpr):
     """Partial sums of squares of all gradients, one a program."""
     total = tl.zeros([SIZE], tl.float32)
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
-        parameter, offsets, numel, is_full = _place(BLOCKS, NUMELS, block, SIZE)
-        g = _gradient(ADDRESSES, HALVES, parameter, offsets, numel, is_full, HALF, SIZE)
+        parameter, offsets, end, is_full = _place(BLOCKS, block, SIZE)
+        g = _gradient(ADDRESSES, HALVES, parameter, offsets, end, is_full, HALF, SIZE)
         total += g * g
     tl.store(PARTS + tl.program_id(0), tl.sum(total, 0))
 
@@ -119,39 +125,50 @@ def adamw_decide(PARTS, ADDRESSES, IN_USE, STEPS, CORRECTIONS, LOSS, SCALE, APPL
 
 
 @triton.jit
-def adamw_update(BLOCKS, STARTS, NUMELS, DECAYS, COPIED, HALVES, ADDRESSES, IN_USE, CORRECTIONS, CONTROL, MASTER,
+def adamw_update(BLOCKS, TOUCHED, STARTS, DECAYS, COPIED, HALVES, ADDRESSES, IN_USE, CORRECTIONS, CONTROL, MASTER,
                  MOMENT1, MOMENT2, COPY, beta1, beta2, epsilon, HALF: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
-    """One block of masters and moments, and of the half-precision copy if its parameter has one."""
+    """One block of masters and moments, and of the half-precision copy if its parameter has one.
+
+    TOUCHED: of each block, whether it ever had a gradient that was not all zeros.
+    """
     if tl.load(CONTROL) != 0.0:
         return
-    parameter, offsets, numel, is_full = _place(BLOCKS, NUMELS, tl.program_id(0), SIZE)
+    block = tl.program_id(0)
+    touched = tl.load(TOUCHED + block)
+    parameter, offsets, end, is_full = _place(BLOCKS, block, SIZE)
     if tl.load(IN_USE + parameter) == 0:
         return
     factor, rate = tl.load(CONTROL + 1), tl.load(CONTROL + 2)
-    g = _gradient(ADDRESSES, HALVES, parameter, offsets, numel, is_full, HALF, SIZE) * factor
-    own, mask = _own(STARTS, parameter, offsets, numel)
-    p = tl.load(MASTER + own, mask=mask, other=0.0)
-    m = tl.load(MOMENT1 + own, mask=mask, other=0.0)
-    v = tl.load(MOMENT2 + own, mask=mask, other=0.0)
-    p -= rate * tl.load(DECAYS + parameter) * p
-    m += (1.0 - beta1) * (g - m)
-    v = beta2 * v + (1.0 - beta2) * g * g
-    bias1, bias2 = tl.load(CORRECTIONS + 2 * parameter), tl.load(CORRECTIONS + 2 * parameter + 1)
-    p -= rate / bias1 * (m / (tl.sqrt(v) / bias2 + epsilon))
-    tl.store(MASTER + own, p, mask=mask)
-    tl.store(MOMENT1 + own, m, mask=mask)
-    tl.store(MOMENT2 + own, v, mask=mask)
-    if tl.load(COPIED + parameter) != 0:
-        tl.store(COPY + own, p.to(HALF), mask=mask)
+    g = _gradient(ADDRESSES, HALVES, parameter, offsets, end, is_full, HALF, SIZE) * factor
+    if touched == 0:
+        touched = tl.where(tl.max(tl.abs(g), 0) > 0.0, 1, 0)
+        tl.store(TOUCHED + block, touched)
+    decay = rate * tl.load(DECAYS + parameter)
+    if (touched != 0) | (decay != 0.0):
+        own, mask = _own(STARTS, parameter, offsets, end)
+        p = tl.load(MASTER + own, mask=mask, other=0.0)
+        p -= decay * p
+        if touched != 0:
+            m = tl.load(MOMENT1 + own, mask=mask, other=0.0)
+            v = tl.load(MOMENT2 + own, mask=mask, other=0.0)
+            m += (1.0 - beta1) * (g - m)
+            v = beta2 * v + (1.0 - beta2) * g * g
+            bias1, bias2 = tl.load(CORRECTIONS + 2 * parameter), tl.load(CORRECTIONS + 2 * parameter + 1)
+            p -= rate / bias1 * (m / (tl.sqrt(v) / bias2 + epsilon))
+            tl.store(MOMENT1 + own, m, mask=mask)
+            tl.store(MOMENT2 + own, v, mask=mask)
+        tl.store(MASTER + own, p, mask=mask)
+        if tl.load(COPIED + parameter) != 0:
+            tl.store(COPY + own, p.to(HALF), mask=mask)
 
 
 @triton.jit
-def gather_gradients(BLOCKS, STARTS, NUMELS, HALVES, ADDRESSES, IN_USE, GATHERED, SUM, HALF: tl.constexpr,
+def gather_gradients(BLOCKS, STARTS, HALVES, ADDRESSES, IN_USE, GATHERED, SUM, HALF: tl.constexpr,
                      SIZE: tl.constexpr):  # fmt: skip
     """Adds the gradients of one micro-batch to `SUM`, fp32, or begins it with them if none was gathered yet."""
-    parameter, offsets, numel, is_full = _place(BLOCKS, NUMELS, tl.program_id(0), SIZE)
-    g = _gradient(ADDRESSES, HALVES, parameter, offsets, numel, is_full, HALF, SIZE)
-    own, mask = _own(STARTS, parameter, offsets, numel)
+    parameter, offsets, end, is_full = _place(BLOCKS, tl.program_id(0), SIZE)
+    g = _gradient(ADDRESSES, HALVES, parameter, offsets, end, is_full, HALF, SIZE)
+    own, mask = _own(STARTS, parameter, offsets, end)
     if tl.load(GATHERED) != 0:
         g += tl.load(SUM + own, mask=mask, other=0.0)
     tl.store(SUM + own, g, mask=mask)

@@ -146,15 +146,16 @@ class Products(NamedTuple):
 class Plan:
     """Which products are taken in fp8 by the shape of their weight, (N, K).
 
-    choices: None for all. met: weights of which shapes were asked for while it was active.
+    choices: None for all. fewest: with fewer tokens all products stay as they are: choices were made for many more.
+    met: weights of which shapes were asked for while it was active.
 
     fp8 copies of weights are kept from one use to the next: whoever changes weights behind torch's back, as fused
     updates do, calls `renew` after each change. Copies first made within a capture are not kept: their memory is the
     graph's, which writes something else to it before it is done.
     """
 
-    def __init__(self, choices: Mapping[Shape, Products] | None = None) -> None:
-        self._choices = choices
+    def __init__(self, choices: Mapping[Shape, Products] | None = None, *, fewest: int = 1) -> None:
+        self._choices, self._fewest = choices, fewest
         self._copies: dict[tuple[int, Shape], _Copies] = {}
         self.met: dict[Shape, None] = {}
 
@@ -171,7 +172,7 @@ class Plan:
     def products(self, num_tokens: int, shape: Shape) -> Products:
         """Of a weight (N, K) with so many tokens."""
         self.met[shape] = None
-        if num_tokens == 0 or not fits(shape):
+        if num_tokens < self._fewest or not fits(shape):
             return Products()
         found = Products(True, True, True) if self._choices is None else self._choices.get(shape, Products())
         return found if num_tokens % ALIGNMENT == 0 else found._replace(weight_gradient=False)

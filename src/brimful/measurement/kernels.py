@@ -29,7 +29,7 @@ _RULES: tuple[tuple[PartName, str], ...] = (
     ("copies", r"^triton_poi_fused(_(_to_copy|_unsafe_view|clone|copy|permute|slice|t|transpose|view))+(_\d+)?$"),
     ("element-wise", r"^triton_(poi|red|per|spl|for)_"),
     # Kernels of our own: brimful's.
-    ("attention", r"^(varlen|relative)_attention_"),
+    ("attention", r"^(varlen|relative|first_token)_attention_"),
     ("embedding", r"^embedding_norm_(for|back)ward$"),
     ("normalisation", r"^norm_(for|back)ward$"),
     ("element-wise", r"^(gelu_(for|back)ward|strips_(make|sum))$"),

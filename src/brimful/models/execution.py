@@ -167,7 +167,8 @@ class PackedExecution(Execution):
     """The unmodified base model on one packed row, and the model's own head on one pooled state a sequence.
 
     plain: run with the reference attention instead of the kernel chosen for the device and dtype.
-    last: the model's last layer, if it may have been compiled to leave out what the head does not read.
+    last: the backend that layers were compiled by, if that may leave out in the last one what the head does not read.
+    The model is then this execution's alone: another one would take what is left for all.
     """
 
     packed = True

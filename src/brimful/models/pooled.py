@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from brimful.kernels import blocks
 from brimful.kernels.first_token import first_rows, projected_first_attention
@@ -22,12 +23,13 @@ from brimful.models.fusion.nodes import is_parameter
 class ShorteningBackend:
     """A backend of torch.compile for all layers of such a model; one trace serves them, in the last one cut short.
 
-    last: the last layer, known by its parameters. note: as of `layer_backend`.
+    last: the last layer, known by its parameters, which no other layer may share. It is not kept alive: dynamo keeps
+    backends as long as the process lives. note: as of `layer_backend`.
     """
 
     def __init__(self, last: nn.Module, note: Callable[[str], None]) -> None:
-        self._note, self._last = note, last
-        self._parameters = {id(parameter) for parameter in last.parameters()}
+        self._note = note
+        self._parameters: Any = WeakTensorKeyDictionary((parameter, None) for parameter in last.parameters())
         self.pooled, self.shared = False, 0
 
     def __call__(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -39,7 +41,7 @@ class ShorteningBackend:
         shared = _shared_parameters(short)
 
         def run(*arguments: Any) -> Any:
-            self.pooled = id(arguments[weight]) in self._parameters
+            self.pooled = arguments[weight] in self._parameters
             self.shared = shared
             return (short if self.pooled else whole)(*arguments)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.models.anatomy import linear_parameters
@@ -46,13 +47,12 @@ def can_fuse(model: nn.Module, optimizer: Optimizer) -> bool:
 class _Places:
     """Where each of P parameters lies in the arenas, as tables on the device.
 
-    blocks_B2: parameter and number within it of each block. starts_P: first place. copied_P: whether it has a
-    half-precision copy; those that do come first, so that the copies' arena ends with them.
+    blocks_B3: parameter of each block, where in it the block begins, and where it ends. starts_P: first place.
+    copied_P: whether it has a half-precision copy; those that do come first, so that the copies' arena ends with them.
     """
 
-    blocks_B2: Tensor
+    blocks_B3: Tensor
     starts_P: Tensor
-    numels_P: Tensor
     decays_P: Tensor
     copied_P: Tensor
 
@@ -72,8 +72,11 @@ class FusedUpdate(Update):
             end += -(-self.parameters[index].numel() // adamw.ALIGNMENT) * adamw.ALIGNMENT
             if id(self.parameters[index]) in copied:
                 end_of_copies = end
+        tables = {id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)}
+        self._block_sizes = [_whole_rows(p) if id(p) in tables else adamw.BLOCK for p in self.parameters]
         self._places = self._tables(starts, copied, optimizer.weight_decay)
         device, count = self.device, len(order)
+        self._touched = torch.zeros(len(self._places.blocks_B3), dtype=torch.int32, device=device)
         self._master, self._moment1, self._moment2 = (torch.zeros(end, device=device) for _ in range(3))
         self._copy = torch.zeros(max(end_of_copies, 1), dtype=self._half, device=device)
         self._sum: Tensor | None = None  # fp32 gradients of several micro-batches, made when first needed
@@ -108,14 +111,13 @@ class FusedUpdate(Update):
             return torch.tensor(values, dtype=dtype, device=self.device)
 
         blocks = [
-            (index, block)
-            for index, parameter in enumerate(self.parameters)
-            for block in range(-(-parameter.numel() // adamw.BLOCK))
+            (index, start, min(start + size, parameter.numel()))
+            for index, (parameter, size) in enumerate(zip(self.parameters, self._block_sizes, strict=True))
+            for start in range(0, parameter.numel(), size)
         ]
         return _Places(
-            blocks_B2=table(blocks, torch.int32),
+            blocks_B3=table(blocks, torch.int32),
             starts_P=table(starts, torch.int64),
-            numels_P=table([p.numel() for p in self.parameters], torch.int64),
             decays_P=table([weight_decay if decays(p) else 0.0 for p in self.parameters], torch.float32),
             copied_P=table([id(p) in copied for p in self.parameters], torch.int32),
         )
@@ -140,23 +142,21 @@ class FusedUpdate(Update):
         """Adds the gradients of one micro-batch to the batch's, in fp32."""
         self.prepare_gathering()
         assert self._sum is not None
-        places, grid = self._places, (len(self._places.blocks_B2),)
+        places, grid = self._places, (len(self._places.blocks_B3),)
         adamw.gather_gradients[grid](
-            places.blocks_B2, places.starts_P, places.numels_P, places.copied_P, self._addresses(), self._used,
+            places.blocks_B3, places.starts_P, places.copied_P, self._addresses(), self._used,
             self._gathered, self._sum, HALF=_triton_type(self._half), SIZE=adamw.BLOCK,
         )  # fmt: skip
         self._gathered.fill_(1)
 
     def apply(self, *, gathered: bool) -> Tensor:
         """As `Update.apply`, in three launches."""
-        places, blocks = self._places, len(self._places.blocks_B2)
+        places, blocks = self._places, len(self._places.blocks_B3)
         addresses, halves = (self._sums(), self._no_halves) if gathered else (self._addresses(), places.copied_P)
         constants: Any = {"HALF": _triton_type(self._half), "SIZE": adamw.BLOCK}
         readings = torch.empty(5, dtype=torch.float64, device=self.device)
         programs = min(adamw.PARTIALS, blocks)
-        adamw.adamw_norm[(programs,)](
-            places.blocks_B2, places.numels_P, halves, addresses, self._parts, blocks, **constants
-        )
+        adamw.adamw_norm[(programs,)](places.blocks_B3, halves, addresses, self._parts, blocks, **constants)
         adamw.adamw_decide[(1,)](
             self._parts, self._nowhere if gathered else addresses, self._used, self._steps, self._corrections,
             self.loss, self.scale, self.applied, self.schedule, self._control, readings, self._gathered,
@@ -164,7 +164,7 @@ class FusedUpdate(Update):
             LOG_BETA1=math.log(self._betas[0]), LOG_BETA2=math.log(self._betas[1]), SIZE=adamw.PARTIALS,
         )  # fmt: skip
         adamw.adamw_update[(blocks,)](
-            places.blocks_B2, places.starts_P, places.numels_P, places.decays_P, places.copied_P, halves, addresses,
+            places.blocks_B3, self._touched, places.starts_P, places.decays_P, places.copied_P, halves, addresses,
             self._used, self._corrections, self._control, self._master, self._moment1, self._moment2, self._copy,
             *self._betas, self._epsilon, **constants,
         )  # fmt: skip
@@ -234,16 +234,36 @@ class FusedUpdate(Update):
             for key, value in state.items()
         }
 
+    def _have_moments(self) -> Tensor:
+        """(B,) int32: the blocks that have a moment which is not zero."""
+        found = []
+        for start, parameter, size in zip(
+            self._places.starts_P.tolist(), self.parameters, self._block_sizes, strict=True
+        ):
+            moments = (each.narrow(0, start, parameter.numel()) != 0 for each in (self._moment1, self._moment2))
+            some = torch.logical_or(*moments)
+            found.append(F.pad(some, (0, -len(some) % size)).view(-1, size).any(1))
+        return torch.cat(found).int()
+
     def _load_optimizer_states(self, by_name: dict[str, dict[str, Tensor]], in_use: Tensor) -> None:
         self._used.copy_(in_use)
         for name, state in self._state_views().items():
             for key, target in state.items():
                 target.copy_(by_name[name][key]) if name in by_name else target.zero_()
+        self._touched.copy_(self._have_moments())
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self._views, strict=True):
                 if parameter.dtype != master.dtype:
                     parameter.copy_(master)
         self._gathered.zero_()
+
+
+def _whole_rows(table: Tensor) -> int:
+    """Numbers of a block of a table of embeddings: as many rows as it holds, if they lie as blocks must."""
+    width = table.shape[1]
+    return (
+        max(adamw.BLOCK // width, 1) * width if width <= adamw.BLOCK and width % adamw.ALIGNMENT == 0 else adamw.BLOCK
+    )
 
 
 def _triton_type(dtype: torch.dtype) -> Any:

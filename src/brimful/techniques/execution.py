@@ -90,15 +90,16 @@ class ExecutionMode:
 
         # Every model that a process compiles counts against the limit, which is made for one that compiles often.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_COMPILED)
-        own = forward_only or _own_parameters(layers)
-        backend: Any = partial(layer_backend, note=note) if own else "inductor"
+        own = _own_parameters(layers)
+        fusible = own or forward_only
+        backend: Any = partial(layer_backend, note=note) if fusible else "inductor"
         if own and fused and isinstance(execution, PackedExecution) and execution.form.pooling == "first":
             backend = execution.last = ShorteningBackend(layers[-1], note)
         for layer in layers:
             layer.compile(dynamic=True, backend=backend)
         embeddings = embeddings_of(model)
         if embeddings is not None:
-            embeddings.compile(dynamic=True, backend=partial(embedding_backend, before_fused=own and fused))
+            embeddings.compile(dynamic=True, backend=partial(embedding_backend, before_fused=fusible and fused))
 
 
 def _own_parameters(layers: Iterable[nn.Module]) -> bool:

@@ -26,6 +26,8 @@ SOURCE = "Micikevicius et al. 2022, arXiv 2209.05433; rowwise scales as in torch
 
 #: fp8 must be faster by this factor: the same buffers again and again lie in caches as those of a step do not.
 MARGIN = 1.05
+#: With so many times fewer tokens than products are timed with, none is in fp8: of the first tokens alone, for one.
+_FEWER = 8
 #: Seconds that timing one product may take.
 _WITHIN_S = 0.02
 #: Raised when the kernels change, so that old timings are not believed.
@@ -54,7 +56,8 @@ def choose_float8(
     chosen = {shape: faster_products(timing) for shape, timing in timings.items()}
     if not any(any(products) for products in chosen.values()):
         return precision.in_bf16(f"no product is faster in it here: {_factors(timings)} at {num_tokens:,} tokens")
-    return replace(precision, plan=Plan(chosen), reason=_reason(timings, chosen, num_tokens), source=SOURCE)
+    plan = Plan(chosen, fewest=num_tokens // _FEWER)
+    return replace(precision, plan=plan, reason=_reason(timings, chosen, num_tokens), source=SOURCE)
 
 
 def _refusal(proof: Proof, fused: bool) -> str | None:

@@ -76,7 +76,7 @@ def layer_backend(
 def embedding_backend(graph_module: GraphModule, inputs: Sequence[Any], *, before_fused: bool) -> Callable[..., Any]:
     """The same for embeddings, of which a model has one: not worth a compilation where nothing is fused.
 
-    before_fused: whether layers that read them are on fused kernels. Others sum in fp32, all of them.
+    before_fused: whether layers that read them may be fused, by their attention. Others sum in fp32, all of them.
     """
     fused: Callable[..., Any] = fuse(graph_module) or graph_module
 
