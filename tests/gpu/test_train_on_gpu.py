@@ -46,7 +46,7 @@ def weights_hash(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
-@pytest.mark.parametrize("execution", ["eager", "captured"])
+@pytest.mark.parametrize("execution", ["eager", "captured", "compiled"])
 def test_learns(inputs: tuple[Path, Path], tmp_path: Path, precision: str, execution: str) -> None:
     run = train(inputs, tmp_path / "run", precision=precision, execution=execution)
     assert run.packed, run.packed_reason
