@@ -29,36 +29,39 @@ ALIGNMENT = 16
 
 
 @triton.jit
-def _gradient(ADDRESSES, HALVES, parameter, offsets, end, is_full, HALF: tl.constexpr, SIZE: tl.constexpr):
-    """Gradients at `offsets` of one parameter, in fp32; zeros for a parameter that has none.
+def _gradient(ADDRESSES, HALVES, parameter, offsets, end, HALF: tl.constexpr, SIZE: tl.constexpr):
+    """Gradients at `offsets` of one parameter up to `end`, in fp32; zeros for a parameter that has none.
 
-    Full blocks are loaded without a mask, and so in the widest words: torch aligns what it allocates.
+    A block whose end is a multiple of 16 is loaded in the widest words: torch aligns what it allocates.
     """
     g = tl.zeros([SIZE], tl.float32)
     address = tl.load(ADDRESSES + parameter)
     if address != 0:
+        wide = offsets < tl.multiple_of(end // 16 * 16, 16)
         if tl.load(HALVES + parameter) != 0:
             halves = tl.multiple_of(address.to(tl.pointer_type(HALF)), 16)
-            if is_full:
-                g = tl.load(halves + offsets).to(tl.float32)
+            if end % 16 == 0:
+                g = tl.load(halves + offsets, mask=wide, other=0.0).to(tl.float32)
             else:
                 g = tl.load(halves + offsets, mask=offsets < end, other=0.0).to(tl.float32)
         else:
             floats = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
-            g = tl.load(floats + offsets) if is_full else tl.load(floats + offsets, mask=offsets < end, other=0.0)
+            if end % 16 == 0:
+                g = tl.load(floats + offsets, mask=wide, other=0.0)
+            else:
+                g = tl.load(floats + offsets, mask=offsets < end, other=0.0)
     return g
 
 
 @triton.jit
 def _place(BLOCKS, block, SIZE: tl.constexpr):
-    """Of a block: its parameter, its places in it, where it ends, and whether it is as large as a block can be."""
+    """Of a block: its parameter, its places in it, and where it ends."""
     parameter, start, end = (
         tl.load(BLOCKS + 3 * block),
         tl.load(BLOCKS + 3 * block + 1),
         tl.load(BLOCKS + 3 * block + 2),
     )
-    start = tl.multiple_of(start, 16)
-    return parameter, start + tl.arange(0, SIZE), end, start + SIZE <= end
+    return parameter, tl.multiple_of(start, 16) + tl.arange(0, SIZE), end
 
 
 @triton.jit
@@ -73,8 +76,8 @@ def adamw_norm(BLOCKS, HALVES, ADDRESSES, PARTS, num_blocks, HALF: tl.constexpr,
     """Partial sums of squares of all gradients, one a program."""
     total = tl.zeros([SIZE], tl.float32)
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
-        parameter, offsets, end, is_full = _place(BLOCKS, block, SIZE)
-        g = _gradient(ADDRESSES, HALVES, parameter, offsets, end, is_full, HALF, SIZE)
+        parameter, offsets, end = _place(BLOCKS, block, SIZE)
+        g = _gradient(ADDRESSES, HALVES, parameter, offsets, end, HALF, SIZE)
         total += g * g
     tl.store(PARTS + tl.program_id(0), tl.sum(total, 0))
 
@@ -135,11 +138,11 @@ def adamw_update(BLOCKS, TOUCHED, STARTS, DECAYS, COPIED, HALVES, ADDRESSES, IN_
         return
     block = tl.program_id(0)
     touched = tl.load(TOUCHED + block)
-    parameter, offsets, end, is_full = _place(BLOCKS, block, SIZE)
+    parameter, offsets, end = _place(BLOCKS, block, SIZE)
     if tl.load(IN_USE + parameter) == 0:
         return
     factor, rate = tl.load(CONTROL + 1), tl.load(CONTROL + 2)
-    g = _gradient(ADDRESSES, HALVES, parameter, offsets, end, is_full, HALF, SIZE) * factor
+    g = _gradient(ADDRESSES, HALVES, parameter, offsets, end, HALF, SIZE) * factor
     if touched == 0:
         touched = tl.where(tl.max(tl.abs(g), 0) > 0.0, 1, 0)
         tl.store(TOUCHED + block, touched)
@@ -166,8 +169,8 @@ def adamw_update(BLOCKS, TOUCHED, STARTS, DECAYS, COPIED, HALVES, ADDRESSES, IN_
 def gather_gradients(BLOCKS, STARTS, HALVES, ADDRESSES, IN_USE, GATHERED, SUM, HALF: tl.constexpr,
                      SIZE: tl.constexpr):  # fmt: skip
     """Adds the gradients of one micro-batch to `SUM`, fp32, or begins it with them if none was gathered yet."""
-    parameter, offsets, end, is_full = _place(BLOCKS, tl.program_id(0), SIZE)
-    g = _gradient(ADDRESSES, HALVES, parameter, offsets, end, is_full, HALF, SIZE)
+    parameter, offsets, end = _place(BLOCKS, tl.program_id(0), SIZE)
+    g = _gradient(ADDRESSES, HALVES, parameter, offsets, end, HALF, SIZE)
     own, mask = _own(STARTS, parameter, offsets, end)
     if tl.load(GATHERED) != 0:
         g += tl.load(SUM + own, mask=mask, other=0.0)
