@@ -366,6 +366,9 @@ def _gradients(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, .
 
 attend.register_autograd(_gradients, setup_context=_setup)
 
+#: What it is in the graphs of dynamo.
+OPERATOR = torch.ops.brimful.relative_attention.default
+
 
 def relative_attention_HTD(
     q_HTD: Tensor,

@@ -77,7 +77,7 @@ class AttentionKernels:
     @property
     def fused(self) -> bool:
         """Whether layers can be fused around them: around ours alone."""
-        return set(self.functions) == {"triton_attention"}
+        return set(self.functions) <= {"triton_attention", "relative_attention"}
 
     @property
     def needs_groups(self) -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from brimful.core.errors import printable
-from brimful.kernels import blocks, prenorm_blocks
+from brimful.kernels import blocks, prenorm_blocks, relative
 from brimful.kernels.residuals import half_residuals, residuals_are_half
 from brimful.models.fusion import postnorm, prenorm
 from brimful.models.fusion.nodes import is_parameter
@@ -37,8 +37,9 @@ _FREE_METHODS = {
     "view", "reshape", "transpose", "contiguous", "size", "item", "to", "flatten", "unflatten", "permute", "unsqueeze",
 }  # fmt: skip
 
+#: What computes on hidden states. Attention with a bias by distance stands beside its projections.
 _OURS: set[Any] = {
-    blocks.linear, blocks.linear_gelu, blocks.linear_dropout_add_norm, blocks.projected_attention,
+    relative.OPERATOR, blocks.linear, blocks.linear_gelu, blocks.linear_dropout_add_norm, blocks.projected_attention,
     blocks.embeddings_norm, prenorm_blocks.norm, prenorm_blocks.linear_add_norm, prenorm_blocks.linear_add,
     prenorm_blocks.linear_gated, prenorm_blocks.rotary_attention,
 }  # fmt: skip
@@ -96,13 +97,31 @@ def fuse(graph_module: GraphModule) -> GraphModule | None:
         for node in list(found.graph.nodes):
             pattern(found.graph, node)
         found.graph.eliminate_dead_code()
-    weights = [node for node in found.graph.nodes if node.op == "placeholder" and is_parameter(node)]
-    if any(len(node.users) > 1 for node in weights):  # its gradients would meet before the update
+    tokens = _of_tokens(found.graph)
+    if not all(_is_ours_or_free(node) for node in found.graph.nodes if node in tokens):
         return None
-    if not all(_is_ours_or_free(node) for node in found.graph.nodes):
-        return None
+    for node in found.graph.find_nodes(op="placeholder"):
+        if is_parameter(node) and len(node.users) > 1:
+            _share(node)
     found.recompile()
     return found
+
+
+def _of_tokens(graph: Graph) -> set[Node]:
+    """Everything that is made of hidden states, (1, T, H), or of ids, (1, T). What is made of tables of positions alone
+    is small, and runs as it is."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if _is_given_by_token(node) or any(each in found for each in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_given_by_token(node: Node) -> bool:
+    made = node.meta.get("example_value")
+    if node.op != "placeholder" or not isinstance(made, torch.Tensor):
+        return False
+    return made.ndim == (3 if made.is_floating_point() else 2)
 
 
 def _is_ours_or_free(node: Node) -> bool:
@@ -112,3 +131,13 @@ def _is_ours_or_free(node: Node) -> bool:
     if node.op == "call_function":
         return node.target in _FREE_FUNCTIONS or node.target in _OURS
     return node.op != "call_method" or node.target in _FREE_METHODS
+
+
+def _share(weight: Node) -> None:
+    """Gives each reader of a parameter a view of its own: gradients then meet where autograd adds them, and so are not
+    computed beside the backward pass."""
+    for user in list(weight.users):
+        with weight.graph.inserting_before(user):
+            view = weight.graph.call_function(torch.ops.aten.alias.default, (weight,))
+        view.meta = dict(weight.meta)
+        user.replace_input_with(weight, view)
