@@ -70,6 +70,19 @@ def test_sequences_come_back_from_a_packed_row(case: tuple[list[int], PackedShap
     assert int(row.positions_T.max()) < shape.max_length
 
 
+def test_full_rows_that_stand_in_a_row_are_not_gathered() -> None:
+    shape = PackedShape(num_tokens=32, num_slots=3, max_length=8)
+    even = with_groups(make_segments([8, 8, 8], shape))  # and a tail of 8
+    assert [(tuple(group.index_RL.shape), group.start) for group in even.groups] == [((4, 8), 0)]
+    assert even.place_T is None
+    uneven = with_groups(make_segments([8, 5, 8], PackedShape(num_tokens=32, num_slots=3, max_length=16)))
+    assert [group.start for group in uneven.groups] == [None]  # the tail is one of 11
+    assert uneven.place_T is not None
+    ends = with_groups(make_segments([64, 64, 2, 2], PackedShape(num_tokens=132, num_slots=4, max_length=64)))
+    assert [group.start for group in ends.groups] == [0, 128]
+    assert ends.place_T is None
+
+
 @given(lengths_and_shapes)
 def test_groups_hold_each_token_once(case: tuple[list[int], PackedShape]) -> None:
     lengths, shape = case
@@ -77,9 +90,9 @@ def test_groups_hold_each_token_once(case: tuple[list[int], PackedShape]) -> Non
     flat = torch.cat([group.index_RL.flatten() for group in segments.groups])
     valid = torch.cat([group.valid_RL.flatten() for group in segments.groups])
     assert flat[valid].sort().values.tolist() == list(range(shape.num_tokens))
-    assert segments.place_T is not None
-    assert flat[segments.place_T].tolist() == list(range(shape.num_tokens))
-    assert valid[segments.place_T].all()
+    place_T = torch.arange(len(flat)) if segments.place_T is None else segments.place_T
+    assert flat[place_T].tolist() == list(range(shape.num_tokens))
+    assert valid[place_T].all()
     for group in segments.groups:
         row_lengths = group.valid_RL.sum(1)
         assert float(row_lengths.max()) <= 1.25 * float(row_lengths.min()) + 8

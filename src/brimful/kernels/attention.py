@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from brimful.kernels.layout import Segments
+from brimful.kernels.layout import Group, Segments
 
 try:
     from brimful.kernels import relative, varlen
@@ -69,30 +69,36 @@ def grouped_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Seg
 
     For devices and dtypes without a variable-length kernel, and for patterns that kernels do not have (soft caps).
     """
-    if segments.place_T is None:
+    if not segments.groups:
         raise ValueError("grouped_attention needs segments made by with_groups")
     k_HTD, v_HTD = _repeat_heads(q_HTD, k_KTD, v_KTD)
     outputs = []
     for group in segments.groups:
         width = group.index_RL.shape[1]
-        q, k, v = (_rows_RHLD(x, group.index_RL) for x in (q_HTD, k_HTD, v_HTD))
+        q, k, v = (_rows_RHLD(x, group) for x in (q_HTD, k_HTD, v_HTD))
         seen: Tensor | None = group.valid_RL[:, None, None, :]
         if pattern.causal or pattern.window is not None:
             near = _visible(torch.arange(width, device=q_HTD.device), pattern)
             seen = group.valid_RL[:, None, None, :] & near | torch.eye(
                 width, dtype=torch.bool, device=q_HTD.device
             )  # padding sees itself: no empty row
-        elif _full(group.valid_RL):
+        elif group.start is not None or _full(group.valid_RL):
             seen = None
         bias = None if pattern.relative is None else _bias_RHLL(q, k, pattern.relative)
         outputs.append(_masked_attention(q, k, v, seen, pattern, bias).transpose(1, 2).flatten(0, 1))
     # Whole tokens are gathered, (H * D) at once: their gradient is then a sum of rows, which is fast everywhere.
-    out_TX = torch.cat(outputs).flatten(1).index_select(0, segments.place_T)
+    out_TX = torch.cat(outputs).flatten(1) if len(outputs) > 1 else outputs[0].flatten(1)
+    if segments.place_T is not None:
+        out_TX = out_TX.index_select(0, segments.place_T)
     out_THD: Tensor = out_TX.unflatten(1, (q_HTD.shape[0], -1))
     return out_THD.transpose(0, 1)
 
 
-def _rows_RHLD(x_HTD: Tensor, index_RL: Tensor) -> Tensor:
+def _rows_RHLD(x_HTD: Tensor, group: Group) -> Tensor:
+    index_RL = group.index_RL
+    if group.start is not None:
+        found: Tensor = x_HTD.narrow(1, group.start, index_RL.numel()).unflatten(1, index_RL.shape)
+        return found.transpose(0, 1)
     rows_RLX = x_HTD.transpose(0, 1).flatten(1).index_select(0, index_RL.flatten()).unflatten(0, index_RL.shape)
     rows_RLHD: Tensor = rows_RLX.unflatten(2, (x_HTD.shape[0], -1))
     return rows_RLHD.transpose(1, 2)

@@ -21,11 +21,13 @@ class Group:
 
     index_RL: place in the packed row of each token; where the row is padding, of its own first token: what is masked is
     still multiplied by zero, and a sequence that is not finite must not reach another one that way.
-    valid_RL: True at tokens.
+    valid_RL: True at tokens. start: where its first token is, if all rows are full and stand one after another in the
+    packed row, so that nothing must be gathered; else None.
     """
 
     index_RL: Tensor
     valid_RL: Tensor
+    start: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,8 @@ class Segments:
     typical_length: mean length of the sequences to come, by which a kernel is chosen; None if it is not known.
     attention: name of the kernel measured to be the fastest for them, None if none was.
     groups: the same segments as padded rows, where the chosen kernel wants them; empty otherwise.
-    place_T: (T,) int64, the place of each token among all rows of all groups, flattened; None without groups.
+    place_T: (T,) int64, the place of each token among all rows of all groups, flattened; None without groups, and where
+    tokens stand there as they do in the packed row.
     """
 
     offsets_N: Tensor
@@ -227,19 +230,26 @@ def with_groups(segments: Segments, ratio: float = 1.25, slack: int = 8) -> Segm
     lengths_N = segments.offsets_N.diff().long()
     order = torch.argsort(lengths_N, stable=True)
     order = order[lengths_N[order] > 0]
-    groups, place_T, filled = [], torch.zeros_like(segments.segment_T), 0
-    sizes = lengths_N[order].tolist()
+    groups, sizes = [], lengths_N[order].tolist()
     start = 0
     while start < len(sizes):
         end = start
         while end < len(sizes) and sizes[end] <= ratio * sizes[start] + slack:
             end += 1
-        members, width = order[start:end], sizes[end - 1]
-        column_L = torch.arange(width)
-        valid_RL = column_L < lengths_N[members, None]
-        index_RL = segments.offsets_N[members].long()[:, None] + torch.where(valid_RL, column_L, 0)
-        place_T[index_RL[valid_RL]] = filled + torch.nonzero(valid_RL.flatten())[:, 0]
-        groups.append(Group(index_RL=index_RL, valid_RL=valid_RL))
-        filled += valid_RL.numel()
+        groups.append(_group(segments.offsets_N[order[start:end]].long(), lengths_N[order[start:end]]))
         start = end
-    return replace(segments, groups=tuple(groups), place_T=place_T)
+    groups.sort(key=lambda group: int(group.index_RL[0, 0]))
+    flat = torch.cat([group.index_RL.where(group.valid_RL, -1).flatten() for group in groups])
+    place_T = torch.zeros_like(segments.segment_T)
+    place_T[flat[flat >= 0]] = torch.nonzero(flat >= 0)[:, 0]
+    as_they_are = torch.equal(place_T, torch.arange(len(place_T)))
+    return replace(segments, groups=tuple(groups), place_T=None if as_they_are else place_T)
+
+
+def _group(starts_R: Tensor, lengths_R: Tensor) -> Group:
+    column_L = torch.arange(int(lengths_R.max()))
+    valid_RL = column_L < lengths_R[:, None]
+    index_RL = starts_R[:, None] + torch.where(valid_RL, column_L, 0)
+    first = int(index_RL[0, 0])
+    in_a_row = torch.equal(index_RL.flatten(), torch.arange(first, first + index_RL.numel()))
+    return Group(index_RL=index_RL, valid_RL=valid_RL, start=first if in_a_row else None)
