@@ -10,6 +10,8 @@ import torch
 import transformers
 from transformers import AutoModelForSequenceClassification
 
+from brimful.models.execution import PackedForm
+
 VOCABULARY = 99
 #: Longest sequence that every family here takes: more than any of their windows.
 LONGEST = 64
@@ -37,6 +39,7 @@ class Family:
     """A family, its tiny configuration, and how it is expected to run packed.
 
     partly_fp32: it computes rotary angles or norms in fp32 whatever the dtype of the model is.
+    short: the end of its last layer can be given pooled tokens alone.
     """
 
     config: str
@@ -44,6 +47,12 @@ class Family:
     pooling: str = "first"
     first_position: int = 0
     partly_fp32: bool = False
+    short: bool = False
+
+    @property
+    def form(self) -> PackedForm:
+        """How it runs packed."""
+        return PackedForm(pooling=self.pooling, first_position=self.first_position, short=self.short)  # type: ignore[arg-type]
 
     def model(self, num_labels: int = 3, *, seed: int = 0, dropout: float = 0.0, **settings: Any) -> Any:
         """A fresh model in fp32, with every dropout at `dropout`."""
@@ -57,9 +66,9 @@ class Family:
 
 
 FAMILIES = {
-    "bert": Family(config="BertConfig", settings=_ENCODER),
-    "roberta": Family(config="RobertaConfig", settings=_ROBERTA, first_position=2),
-    "xlm-roberta": Family(config="XLMRobertaConfig", settings=_ROBERTA, first_position=2),
+    "bert": Family(config="BertConfig", settings=_ENCODER, short=True),
+    "roberta": Family(config="RobertaConfig", settings=_ROBERTA, first_position=2, short=True),
+    "xlm-roberta": Family(config="XLMRobertaConfig", settings=_ROBERTA, first_position=2, short=True),
     "distilbert": Family(
         config="DistilBertConfig",
         settings={
@@ -72,22 +81,24 @@ FAMILIES = {
             "initializer_range": 0.2,
         },
     ),
-    "electra": Family(config="ElectraConfig", settings=_ENCODER | {"embedding_size": 8}),
+    "electra": Family(config="ElectraConfig", settings=_ENCODER | {"embedding_size": 8}, short=True),
     "albert": Family(config="AlbertConfig", settings=_ENCODER | {"embedding_size": 8}),
     "modernbert": Family(config="ModernBertConfig", settings=_MODERN, partly_fp32=True),
     "modernbert-mean": Family(
         config="ModernBertConfig", settings=_MODERN | {"classifier_pooling": "mean"}, pooling="mean", partly_fp32=True
     ),
     "deberta": Family(
-        config="DebertaConfig", settings=_DEBERTA | {"max_relative_positions": 24}, partly_fp32=True
+        config="DebertaConfig", settings=_DEBERTA | {"max_relative_positions": 24}, partly_fp32=True, short=True
     ),  # distances beyond 24 are one
     "deberta-v2": Family(
         config="DebertaV2Config",
         settings=_DEBERTA | {"share_att_key": True, "position_buckets": 16, "norm_rel_ebd": "layer_norm"},
+        short=True,
     ),  # as DeBERTa-v3: buckets that grow with the distance
     "deberta-v2-convolution": Family(
         config="DebertaV2Config",
         settings=_DEBERTA | {"position_biased_input": True, "conv_kernel_size": 3, "conv_act": "gelu"},
+        short=True,
     ),
     "mpnet": Family(config="MPNetConfig", settings=_ENCODER | {"pad_token_id": 1}, first_position=2),
     "llama": Family(config="LlamaConfig", settings=_ROPE, pooling="last", partly_fp32=True),

@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification
 from brimful.kernels.attention import Attention, Pattern
 from brimful.kernels.layout import PackedShape, Segments, packed_inputs, padded_inputs
 from brimful.models import execution, proof
-from brimful.models.execution import PackedExecution, PackedForm, PaddedExecution
+from brimful.models.execution import PackedExecution, PaddedExecution
 from brimful.models.proof import Proof, one_layer_of_each_kind, prove
 from plain import gradient, padded
 from tiny import FAMILIES, LONGEST, VOCABULARY, Family, pair_types, sequences
@@ -36,8 +36,11 @@ def prove_here(model: Any, *, max_length: int = LONGEST, precision: str = "fp32"
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.3], ids=["as initialised", "as trained"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_packed_is_plain(name: str, spread: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [(name, False) for name in FAMILIES] + [(name, True) for name, family in FAMILIES.items() if family.short],
+)
+def test_packed_is_plain(name: str, short: bool, spread: float) -> None:
     """Logits, and the gradient of all parameters, of a row longer than the model has positions."""
     family = FAMILIES[name]
     plain = family.model(initializer_range=spread)
@@ -48,9 +51,10 @@ def test_packed_is_plain(name: str, spread: float) -> None:
     types = pair_types(ids) if execution.has_token_types(plain.config) else None
     shape = PackedShape(num_tokens=sum(LENGTHS) + LONGEST + 9, num_slots=len(ids) + 2, max_length=LONGEST)
     row = packed_inputs(ids, shape, padding_id=padding_id, types=types, groups=True)
-    form = PackedForm(pooling=family.pooling, first_position=family.first_position)  # type: ignore[arg-type]
+    run = PackedExecution(model, dataclasses.replace(family.form, short=short))
     expected_BC = plain(**padded(ids, types, padding_id)).logits
-    found_SC = PackedExecution(model, form)(row)
+    found_SC = run(row)
+    assert (run.left_out.parameters > 0) == short
     assert found_SC.shape == (len(ids) + 2, 3)
     assert torch.isfinite(found_SC).all()
     assert difference(found_SC[: len(ids)], expected_BC) < MODEL_FP32
@@ -67,8 +71,7 @@ def test_the_proof_admits(name: str, precision: str) -> None:
     found = prove_here(family.model(initializer_range=0.02), precision=precision)
     assert found.packed, found.reason
     assert found.independent
-    assert (found.pooling, found.first_position) == (family.pooling, family.first_position)
-    assert found.form is not None
+    assert found.form == family.form
     assert found.kernel_error is not None
 
 
@@ -78,8 +81,7 @@ def test_both_ways_obey_train_and_eval(name: str) -> None:
     model = family.model(dropout=0.3)
     ids = sequences([9, 4])
     shape = PackedShape(num_tokens=20, num_slots=2, max_length=LONGEST)
-    form = PackedForm(pooling=family.pooling, first_position=family.first_position)  # type: ignore[arg-type]
-    run = PackedExecution(model, form)
+    run = PackedExecution(model, family.form)
     row = packed_inputs(ids, shape, padding_id=0, groups=True)
     model.eval()
     assert torch.equal(run(row), run(row))

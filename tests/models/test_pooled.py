@@ -214,7 +214,7 @@ def test_which_models_are_compiled_so(case: str, short: bool) -> None:
     inputs = SHORT.micro_batches[0].inputs
     with torch.inference_mode():
         assert torch.allclose(packed(inputs)[:3], whole(inputs)[:3], atol=1e-5)
-    assert (packed.short_layer is not None) == short
+    assert packed.left_out.attention == short
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")

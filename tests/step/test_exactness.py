@@ -149,7 +149,7 @@ def check(family: str, case: Case, batch: Batch, tolerance: float) -> None:
     expected = plain_loss(case.task, plain_logits_BC(family, plain, ids, types), case.targets)
     expected.backward()
     known = FAMILIES[family]
-    form = PackedForm(pooling=known.pooling, first_position=known.first_position)  # type: ignore[arg-type]
+    form = known.form
     packed = hasattr(batch.micro_batches[0].inputs, "segments")
     execution: Execution = PackedExecution(model, form) if packed else PaddedExecution(model)
     loss, found = accumulated(execution, case, batch)

@@ -36,8 +36,8 @@ from brimful.measurement.kernels import Anatomy, anatomy, with_callers
 from brimful.measurement.limits import measure_limits
 from brimful.measurement.reading import reading_of
 from brimful.measurement.trace import Trace, record
-from brimful.models.anatomy import attention_flops, layers_of, matmul_parameters, token_matrices
-from brimful.models.execution import PackedExecution
+from brimful.models.anatomy import attention_flops, layers_of, token_matrices
+from brimful.models.execution import LeftOut, PackedExecution
 from brimful.techniques.precision import Precision, choose_precision
 
 #: Passes over the batches to time them, the median taken batch by batch.
@@ -174,27 +174,20 @@ def _work(built: Built, facts: Sequence[_Facts], optimizer_bytes: int) -> Work:
     among = attention_flops(built.model, (length for each in facts for length in each.lengths))
     among = None if among is None else among / steps
     samples = sum(len(each.lengths) for each in facts) / steps
-    skipped, full_layers = _skipped(built)
+    execution, layers = built.step.execution, layers_of(built.model)
+    skipped = execution.left_out if isinstance(execution, PackedExecution) else LeftOut()
+    whole_layers = 1.0 - 1.0 / len(layers) if skipped.attention and layers is not None else 1.0
+    rows = skipped.parameters * (computed - samples)  # of the last layer, about: slots may be empty
     return Work(
         samples=samples,
         tokens=tokens,
         computed_tokens=computed,
         micro_batches=sum(len(each.computed) for each in facts) / steps,
-        product_flops=None if per_token is None else per_token * computed - 6 * skipped * (computed - samples),
-        attention_flops=None if among is None else among * full_layers,
+        product_flops=None if per_token is None else per_token * computed - 6 * rows,
+        attention_flops=None if among is None else among * whole_layers,
         useful_flops=None if per_token is None or among is None else per_token * tokens + among,
         optimizer_bytes=optimizer_bytes,
     )
-
-
-def _skipped(built: Built) -> tuple[int, float]:
-    """Parameters of matrices that tokens are not multiplied with, but for about one a sample, where the last layer
-    leaves out what the head does not read; and the share of layers whose attention is whole."""
-    execution, layers = built.step.execution, layers_of(built.model)
-    short = execution.short_layer if isinstance(execution, PackedExecution) else None
-    if short is None or layers is None:
-        return 0, 1.0
-    return matmul_parameters(layers[-1]) - short.shared, 1.0 - 1.0 / len(layers)
 
 
 def _rates(found: _Found, work: Work) -> Rates:

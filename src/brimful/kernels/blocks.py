@@ -101,6 +101,11 @@ def _input_gradient(g_TN: Tensor, weight: Tensor, scales: Tensor | None) -> Tens
     return float8.product(float8.cast(g_TN), float8.Scaled(weight, scales), g_TN.dtype)
 
 
+def _are_leaves(*parameters: Tensor | None) -> bool:
+    """Whether nothing reads the gradients of these before the end of the backward pass."""
+    return all(each is None or each.is_leaf for each in parameters)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -108,7 +113,7 @@ class _Linear(torch.autograd.Function):
         made = _multiply(ctx, x_TK, w_NK, weight, None if bias is None else bias.to(x.dtype))
         ctx.save_for_backward(x_TK, *made.saved)
         ctx.dtypes, ctx.shape = (weight.dtype, None if bias is None else bias.dtype), x.shape
-        ctx.leaf, ctx.in_fp8 = weight.is_leaf, made.in_fp8
+        ctx.leaf, ctx.in_fp8 = _are_leaves(weight, bias), made.in_fp8
         return made.out_TN.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -134,7 +139,7 @@ class _LinearGelu(torch.autograd.Function):
         x_TK, w_FK = x.flatten(0, -2), weight.to(x.dtype)
         h_TF, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_FK, weight)
         ctx.save_for_backward(x_TK, bias, h_TF, *saved)
-        ctx.dtypes, ctx.shape, ctx.leaf = (weight.dtype, None), x.shape, weight.is_leaf
+        ctx.dtypes, ctx.shape, ctx.leaf = (weight.dtype, None), x.shape, _are_leaves(weight, bias)
         return gelu.fused_forward(h_TF, bias).view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -175,7 +180,8 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
         )
         ctx.save_for_backward(x_TK, bias, residual_TH, gain, h_TH, statistics, seed, *saved)
         ctx.set_materialize_grads(False)
-        ctx.p, ctx.dtypes, ctx.shapes, ctx.leaf = p, (weight.dtype, None), (x.shape, residual.shape), weight.is_leaf
+        ctx.p, ctx.dtypes, ctx.shapes = p, (weight.dtype, None), (x.shape, residual.shape)
+        ctx.leaf = _are_leaves(weight, bias, gain, shift)
         return _shaped(y_TH, residual.shape), _shaped(y_TH if half_TH is None else half_TH, residual.shape)
 
     @staticmethod
@@ -222,7 +228,7 @@ class _ProjectedAttention(torch.autograd.Function):
         ctx.save_for_backward(x_TK, qkv_TN, out_HTD, lse, keys, offsets, *saved)
         ctx.num_heads, ctx.settings, ctx.shape = num_heads, settings, x.shape
         ctx.dtypes = [None if p is None else p.dtype for p in (parameters[0], parameters[3])]
-        ctx.leaf = all(p is None or p.is_leaf for p in parameters)
+        ctx.leaf = _are_leaves(*parameters)
         return out_HTD
 
     @staticmethod

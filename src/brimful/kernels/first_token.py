@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from brimful.kernels.blocks import (
     Gradients,
+    _are_leaves,
     _input_gradient,
     _multiply,
     _weight_gradients,
@@ -204,7 +205,7 @@ class _ProjectedFirstAttention(torch.autograd.Function):
         out_NHD, lse_NH = attend_first(*_heads(q_NH, kv_TN, num_heads), offsets, scale, _drawn(ctx, seed))
         ctx.save_for_backward(x_TK, first_NK, w_HK, q_NH, kv_TN, out_NHD, lse_NH, offsets, seed, *saved)
         ctx.dtypes = weights[0].dtype, None if q_bias is None else q_bias.dtype
-        ctx.leaf = all(each is None or each.is_leaf for each in parameters)
+        ctx.leaf = _are_leaves(*parameters)
         return out_NHD.transpose(0, 1)
 
     @staticmethod

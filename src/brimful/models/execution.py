@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 
 from brimful.kernels.attention import Attention, Pattern, choose_attention, reference_attention
 from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments
+from brimful.models.anatomy import layers_of, matmul_parameters
 from brimful.models.relative import RelativeForm, has_form
 
 Pooling = Literal["first", "last", "mean"]
@@ -147,10 +148,24 @@ class PaddedExecution(Execution):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedForm:
-    """How a model runs packed: what its head reads, and the number its positions start at."""
+    """How a model runs packed: what its head reads, and the number its positions start at.
+
+    short: whether what follows attention in the last layer is given the tokens that the head reads, and no others.
+    """
 
     pooling: Pooling
     first_position: int
+    short: bool = False
+
+
+class LeftOut(NamedTuple):
+    """What a pass does not compute in the last layer for tokens that the head does not read.
+
+    parameters: of the matrices that they are not multiplied with. attention: whether their queries too.
+    """
+
+    parameters: int = 0
+    attention: bool = False
 
 
 class ShortLayer(Protocol):
@@ -188,10 +203,27 @@ class PackedExecution(Execution):
         self._head._modules[model.base_model_prefix] = self._given
         self._dummy_id = _token_that_is_not_padding(model.config)
         self.last: ShortLayer | None = None
+        self._follows = what_follows_attention(model) if form.short else None
 
     @property
-    def short_layer(self) -> ShortLayer | None:
-        """The last layer, if in the last pass it left out what the head does not read."""
+    def left_out(self) -> LeftOut:
+        """What the last pass left out."""
+        layers = layers_of(self.model)
+        if layers is None:
+            return LeftOut()
+        if self._short_layer is not None:
+            return LeftOut(matmul_parameters(layers[-1]) - self._short_layer.shared, attention=True)
+        if self._follows is None:
+            return LeftOut()
+        before = matmul_parameters(cast(nn.Module, layers[-1].attention)) - matmul_parameters(self._follows)
+        return LeftOut(matmul_parameters(layers[-1]) - before)
+
+    def run_whole(self) -> None:
+        """From now on the last layer is run as it is, but for what a backend that it was compiled by leaves out."""
+        self._follows = None
+
+    @property
+    def _short_layer(self) -> ShortLayer | None:
         return self.last if self.last is not None and self.last.pooled else None
 
     def __call__(self, inputs: Inputs) -> Tensor:
@@ -202,9 +234,9 @@ class PackedExecution(Execution):
         return self.head(self._pool_SH(states_TH, inputs))
 
     def hidden_states_TH(self, inputs: PackedInputs) -> Tensor:
-        """The base model's last hidden states: one a token, or one a segment where the last layer gives no others."""
+        """The base model's last hidden states: one a token, or one a slot or segment if there are no others."""
         types = {"token_type_ids": inputs.types_T[None]} if self._takes_types and inputs.types_T is not None else {}
-        with self._told(inputs) as told:
+        with self._told(inputs) as told, self._shortened(inputs):
             states: Tensor = self._base(
                 input_ids=inputs.ids_T[None],
                 position_ids=inputs.positions_T[None] + self.form.first_position,
@@ -224,8 +256,28 @@ class PackedExecution(Execution):
             # A mask without padding: else the model makes one, or looks for padding with a host that waits.
             yield {"attention_mask": torch.ones_like(inputs.ids_T)[None, None, None]}
 
+    @contextmanager
+    def _shortened(self, inputs: PackedInputs) -> Iterator[None]:
+        """Within, what follows attention in the last layer is given pooled tokens only."""
+        if self._follows is None:
+            yield
+            return
+        chosen_S = self._chosen_S(inputs)
+
+        def choose(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(x_1TH.index_select(1, chosen_S) for x_1TH in given)
+
+        hook = self._follows.register_forward_pre_hook(choose)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _chosen_S(self, inputs: PackedInputs) -> Tensor:
+        return inputs.first_S if self.form.pooling == "first" else inputs.last_S
+
     def _pool_SH(self, states_TH: Tensor, inputs: PackedInputs) -> Tensor:
-        if self.short_layer is not None:  # a row a segment already
+        if self._follows is not None or self._short_layer is not None:  # a row a slot already, or a row a segment
             return states_TH[: inputs.first_S.shape[0]]
         if self.form.pooling == "mean":
             num_slots = inputs.first_S.shape[0]
@@ -234,7 +286,7 @@ class PackedExecution(Execution):
             sums_NH = sums_NH.index_add(0, inputs.segments.segment_T, states_TH)[:num_slots]
             counts_S = inputs.segments.offsets_N.diff()[:num_slots].clamp(min=1)
             return sums_NH / counts_S[:, None].to(sums_NH.dtype)
-        return states_TH.index_select(0, inputs.first_S if self.form.pooling == "first" else inputs.last_S)
+        return states_TH.index_select(0, self._chosen_S(inputs))
 
     def head(self, states_SH: Tensor) -> Tensor:
         """Logits (S, C) of the model's own classification code on pooled states."""
@@ -246,6 +298,14 @@ class PackedExecution(Execution):
         finally:
             self._given.states_S1H = None
         return logits
+
+
+def what_follows_attention(model: Any) -> nn.Module | None:
+    """The module of the last layer that takes what attention made, and the residual beside it, where there is one: then
+    the rest of the layer works on as many tokens as it is given (BERT and its kin)."""
+    layers = layers_of(model)
+    found = None if layers is None else getattr(getattr(layers[-1], "attention", None), "output", None)
+    return found if isinstance(found, nn.Module) else None
 
 
 def has_token_types(config: Any) -> bool:

@@ -3,7 +3,8 @@
 On a copy with one layer of each kind, one more to read them, and the model's own weights, in eval mode:
 
     1  plain, alone = plain, in company            else rows influence one another: batches are never split
-    2  packed with reference attention = plain     forward in fp32; finds the pooling and the first position
+    2  packed with reference attention = plain     forward in fp32; finds the pooling and the first position, and
+                                                   whether the end of the last layer works on pooled tokens alone
     3  the same, each sequence alone in its row
     4  gradient of all parameters together         norm of the difference over the norm
     5  the chosen kernel = the reference           in the run's precision, forward and gradient
@@ -18,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -37,7 +38,14 @@ from brimful.kernels.attention import length_class
 from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
 from brimful.kernels.residuals import half_residuals
 from brimful.models.anatomy import layers_of, linear_parameters
-from brimful.models.execution import PackedExecution, PackedForm, PaddedExecution, Pooling, padding_id_of
+from brimful.models.execution import (
+    PackedExecution,
+    PackedForm,
+    PaddedExecution,
+    Pooling,
+    padding_id_of,
+    what_follows_attention,
+)
 from brimful.models.relative import farthest_bucket, has_form
 
 #: Largest relative difference (norm of the difference over the norm) that counts as equal, by dtype of the products.
@@ -48,7 +56,7 @@ GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "
 _SHORT_TABLE = 1026
 
 #: Raised when packed execution or this proof changes, so that what was proved of older code is not believed.
-_REVISION = 11
+_REVISION = 12
 
 #: What the attention kernel is chosen by: the typical length, and its name, where each is known.
 Kernel = tuple[int | None, str | None]
@@ -70,6 +78,7 @@ class Proof:
     reason: str
     pooling: Pooling | None = None
     first_position: int | None = None
+    short: bool = False
     forward_error: float | None = None
     gradient_error: float | None = None
     kernel_error: float | None = None
@@ -82,7 +91,7 @@ class Proof:
         """How the model runs packed, None where it does not."""
         if self.pooling is None or self.first_position is None:
             return None
-        return PackedForm(pooling=self.pooling, first_position=self.first_position)
+        return PackedForm(pooling=self.pooling, first_position=self.first_position, short=self.short)
 
 
 def prove(
@@ -159,6 +168,7 @@ def _prove(model: Any, max_length: int, device: torch.device, precision: str, ke
         else f"the attention kernel in {precision} is {kernel_error:.1f} times over its tolerance",
         pooling=form.pooling,
         first_position=form.first_position,
+        short=form.short,
         forward_error=error,
         gradient_error=gradient_error,
         kernel_error=kernel_error,
@@ -181,22 +191,46 @@ def _find_form(
     for first_position, pooling in product(offsets, poolings):
         form = PackedForm(pooling=pooling, first_position=first_position)
         try:
-            with torch.no_grad():
-                run = PackedExecution(small, form, plain=True)
-                together = run(_packed(sequences, small.config, max_length))[: len(sequences)]
-                error = relative_error(together, plain)
-                if error <= FORWARD_TOLERANCE["fp32"]:
-                    apart = [run(_packed([s], small.config, max_length))[:1] for s in sequences]
-                    error = _worse(error, relative_error(torch.cat(apart), plain))
-        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError) as refusal:
+            error = _form_error(small, form, sequences, plain, max_length)
+        except _REFUSALS as refusal:
             failure = f"{small.config.model_type} does not run on one row: {str(refusal).splitlines()[0][:100]}"
             continue
         best = min(best, error)
         if error <= FORWARD_TOLERANCE["fp32"]:
-            return form, error, ""
+            return _shortened(small, form, sequences, plain, max_length), error, ""
     if best < float("inf"):
         failure = f"its packed logits differ from the plain ones by {best:.1e}"
     return None, best if best < float("inf") else None, failure
+
+
+#: What a model raises that does not run in a form.
+_REFUSALS = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
+
+
+def _form_error(small: Any, form: PackedForm, sequences: Sequence[np.ndarray], plain: Tensor, max_length: int) -> float:
+    """Difference of packed logits from the plain ones, of all sequences in one row and of each alone in its own."""
+    with torch.no_grad():
+        run = PackedExecution(small, form, plain=True)
+        together = run(_packed(sequences, small.config, max_length))[: len(sequences)]
+        error = relative_error(together, plain)
+        if error <= FORWARD_TOLERANCE["fp32"]:
+            apart = [run(_packed([s], small.config, max_length))[:1] for s in sequences]
+            error = _worse(error, relative_error(torch.cat(apart), plain))
+    return error
+
+
+def _shortened(
+    small: Any, form: PackedForm, sequences: Sequence[np.ndarray], plain: Tensor, max_length: int
+) -> PackedForm:
+    """The form with a short last layer, where that gives the plain logits too."""
+    short = replace(form, short=True)
+    if form.pooling == "mean" or what_follows_attention(small) is None:
+        return form
+    try:
+        error = _form_error(small, short, sequences, plain, max_length)
+    except _REFUSALS:
+        return form
+    return short if error <= FORWARD_TOLERANCE["fp32"] else form
 
 
 def _kernel_error(small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str) -> float:

@@ -84,6 +84,8 @@ class ExecutionMode:
         layers = layers_of(model)
         if not self.compiled or layers is None:
             return
+        if isinstance(execution, PackedExecution):
+            execution.run_whole()  # one trace for all layers
         # Imported where it is needed: Triton comes with torch for GPUs, and is missing beside torch for CPUs.
         from brimful.models.fusion import embedding_backend, layer_backend
         from brimful.models.pooled import ShorteningBackend

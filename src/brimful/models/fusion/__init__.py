@@ -98,7 +98,7 @@ def fuse(graph_module: GraphModule) -> GraphModule | None:
             pattern(found.graph, node)
         found.graph.eliminate_dead_code()
     tokens = _of_tokens(found.graph)
-    if not all(_is_ours_or_free(node) for node in found.graph.nodes if node in tokens):
+    if not tokens or not all(_is_ours_or_free(node) for node in found.graph.nodes if node in tokens):
         return None
     for node in found.graph.find_nodes(op="placeholder"):
         if is_parameter(node) and len(node.users) > 1:
