@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import AutoModelForSequenceClassification, BertConfig, DebertaV2Config, MPNetConfig
 
 from brimful.core.records import LabelSpace
 from brimful.data.batches import Batch, Order, PackedLayout
@@ -51,11 +52,33 @@ def source(token_budget: int, batch_size: int = 16) -> Source:
     return Source(tokens, random.integers(0, 3, size=300), SingleLabel(space), layout, order)
 
 
+#: Configuration and first position of families: attention of its own, with a bias by distance, with position tables.
+CONFIGS: dict[str, tuple[Any, int]] = {
+    "bert": (BertConfig, 0),
+    "mpnet": (partial(MPNetConfig, pad_token_id=0), 1),
+    "deberta-v2": (
+        partial(
+            DebertaV2Config, relative_attention=True, position_buckets=32, share_att_key=True,
+            pos_att_type=["c2p", "p2c"], norm_rel_ebd="layer_norm", type_vocab_size=0, position_biased_input=False,
+        ),
+        0,
+    ),
+}  # fmt: skip
+
+
 def make_step(
-    kind: type[Step], *, dropout: float, compiled: bool = False, precision: str = "bf16", fused: bool = True
+    kind: type[Step],
+    *,
+    dropout: float,
+    compiled: bool = False,
+    precision: str = "bf16",
+    fused: bool = True,
+    family: str = "bert",
+    short: bool = False,
 ) -> Step:
     torch.manual_seed(0)
-    config = BertConfig(
+    make_config, first_position = CONFIGS[family]
+    config = make_config(
         vocab_size=1000,
         hidden_size=128,
         num_hidden_layers=2,
@@ -65,8 +88,8 @@ def make_step(
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
-    model = BertForSequenceClassification(config).cuda().train()
-    execution = PackedExecution(model, PackedForm(pooling="first", first_position=0))
+    model = AutoModelForSequenceClassification.from_config(config).cuda().train()
+    execution = PackedExecution(model, PackedForm(pooling="first", first_position=first_position, short=short))
     if compiled:
         ExecutionMode(value="compiled", reason="a test").apply(execution, fused=fused, note=pytest.fail)
     options: dict[str, Any] = {"max_grad_norm": 1.0, "seed": 3}
@@ -98,6 +121,18 @@ def test_captured_is_the_eager_step(token_budget: int, compiled: bool) -> None:
     assert step.num_graphs >= 2
     assert found[:20] == pytest.approx(expected[:20], rel=2e-2)
     assert found[0] == pytest.approx(expected[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "compiled"),
+    [("bert", False), ("mpnet", False), ("mpnet", True), ("deberta-v2", False), ("deberta-v2", True)],
+)
+def test_captured_families_with_short_layers(family: str, compiled: bool) -> None:
+    """Whole layers run eagerly, against short and fused ones that are captured."""
+    expected = losses(make_step(Step, dropout=0.0, family=family), source(8192))
+    step: Any = make_step(CapturedStep, dropout=0.0, family=family, compiled=compiled, short=family != "mpnet")
+    assert losses(step, source(8192))[:20] == pytest.approx(expected[:20], rel=2e-2)
+    assert step.num_graphs >= 2
 
 
 @pytest.mark.parametrize("typical_length", [30, 700], ids=["our attention", "flash attention"])

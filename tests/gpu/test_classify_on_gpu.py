@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 
 import brimful
 from brimful.core.listener import Listener
+from brimful.engine.classification.fleet import Fleet
 from brimful.step.forward import PackedForward
 from tiny_files import BAD, GOOD, OTHER, save_tokenizer
 
@@ -114,9 +115,22 @@ def test_nothing_waits_for_the_device(model: Path, monkeypatch: pytest.MonkeyPat
     assert seen.count(2000) >= 6
 
 
-def test_several_gpus_write_what_one_writes(model: Path, tmp_path: Path) -> None:
+def test_several_gpus_write_what_one_writes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU here")
+    used: list[int] = []
+
+    def all_ready(fleet: Fleet) -> Fleet:
+        assert all(other.ready.wait(240) for other in fleet._others)
+        return fleet
+
+    def leave(fleet: Fleet, *given: object) -> None:
+        used.append(fleet.num_used)
+        exit_fleet(fleet, *given)
+
+    exit_fleet = Fleet.__exit__
+    monkeypatch.setattr(Fleet, "__enter__", all_ready)
+    monkeypatch.setattr(Fleet, "__exit__", leave)
     long = [f"{text} {'and so on ' * 1600}" for text in texts(3000)]
     pq.write_table(pa.table({"text": long}), tmp_path / "rows.parquet")
     options: dict[str, Any] = {"max_length": 64, "shard_rows": 500, "execution": "compiled"}
@@ -124,3 +138,4 @@ def test_several_gpus_write_what_one_writes(model: Path, tmp_path: Path) -> None
         brimful.classify(model, tmp_path / "rows.parquet", tmp_path / f"by{number}", num_gpus=number, **options)
     one, two = ({p.name: p.read_bytes() for p in (tmp_path / f"by{n}").glob("*.parquet")} for n in (1, 2))
     assert one == two
+    assert used == [1, 2]

@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 from brimful.step import step as step_module
 from brimful.step.fused_update import FusedUpdate
 from brimful.step.step import Step
-from brimful.techniques.optimizer import Optimizer
+from brimful.techniques.optimizer import Optimizer, parameter_groups
+from brimful.techniques.precision import Precision
 from step import test_step, test_unused_parameters
 from step.test_step import FAMILIES, ROWS, Rows, make_step
 
@@ -99,10 +100,47 @@ def test_words_that_no_batch_has_had_are_left_alone(monkeypatch: pytest.MonkeyPa
         assert difference(fused, plain) < 1e-5
         touched = update._touched[blocks_of_words].nonzero().flatten().tolist()
         assert touched == ([0] if first == 5 else [0, 14])
+    # Words: blocks 1 to 13, and the last one, of 40 rows. Positions: rows 64 to 79.
+    assert update.num_idle() == 16 * (13 * 64 + 40 + 16)
     assert torch.equal(update._have_moments()[blocks_of_words], update._touched[blocks_of_words])
     again = make_step(copy.deepcopy(model), optimizer=optimizer)
     again.load_state_tensors(fused.state_tensors())
     assert torch.equal(again.update._touched[blocks_of_words], update._touched[blocks_of_words])  # type: ignore[attr-defined]
+
+
+class Tables(torch.nn.Module):
+    """Tables whose rows fill blocks, leave some of one empty, lie as no block may begin, and are longer than one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"words": (9, 768), "narrow": (130, 16), "odd": (50, 50), "wide": (5, 1040), "even": (3, 1024)}
+        self.tables = torch.nn.ModuleDict({name: torch.nn.Embedding(*size) for name, size in sizes.items()})
+        self.gain = torch.nn.Parameter(torch.randn(37))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_blocks_of_whole_rows(weight_decay: float) -> None:
+    torch.manual_seed(0)
+    model = Tables()
+    plain = copy.deepcopy(model)
+    optimizer = Optimizer(value="adamw_torch", weight_decay=weight_decay)
+    schedule = torch.full((9,), 1e-2)
+    precision = Precision(value="fp32", device=torch.device("cpu"), reason="a test")
+    update = FusedUpdate(model, optimizer, precision, schedule, max_grad_norm=0.0)
+    sizes = dict(zip(update.named, update._block_sizes, strict=True))
+    assert [sizes[f"tables.{name}.weight"] for name in ("words", "narrow", "odd", "wide")] == [768, 1024, 1024, 1024]
+    theirs = torch.optim.AdamW(parameter_groups(plain.named_parameters(), weight_decay), lr=1e-2)
+    for number in range(4):
+        update.before()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            one.grad = torch.zeros_like(one)
+            one.grad[number :: 3 if one.ndim == 1 else 40] = torch.randn(one.shape[1:])  # few rows of tables
+            other.grad = one.grad.clone()
+        update.apply(gathered=False)
+        theirs.step()
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(found, expected, atol=1e-6), name
+    assert 0 < update.num_idle() < sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_sibling_layers_lie_side_by_side(fused: None) -> None:

@@ -63,7 +63,7 @@ def profile(options: ProfileOptions, listener: Listener) -> Profile:
         with closing(built.source):
             found = _measure(built, options.steps, listener)
         parameters = sum(parameter.numel() for parameter in built.step.update.parameters)
-        work = _work(built, found.facts, optimizer.moved_bytes(parameters))
+        work = _work(built, found.facts, optimizer.moved_bytes(parameters, built.step.update.num_idle()))
     if trace is not None:
         _write(trace, found.trace.document)
         listener.note(f"trace of {options.steps} steps: {trace}")

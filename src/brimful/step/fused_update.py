@@ -195,6 +195,11 @@ class FusedUpdate(Update):
             return self._waiting[-1][0]
         return torch.tensor(addresses).pin_memory().to(self.device, non_blocking=True)
 
+    def num_idle(self) -> int:
+        """As `Update`'s, by blocks."""
+        _, starts_B, ends_B = self._places.blocks_B3.unbind(1)
+        return int(((ends_B - starts_B) * (self._touched == 0)).sum())
+
     def captured(self) -> Any:
         """Writes the addresses that the graph found its gradients at; it reads them at every replay."""
         for table, addresses in self._waiting:

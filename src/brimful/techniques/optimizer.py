@@ -43,10 +43,14 @@ class Optimizer:
         """Two fp32 states a parameter for AdamW, none for plain SGD."""
         return Cost(resident_bytes=0 if self.value == "sgd" else 8 * num_parameters)
 
-    def moved_bytes(self, num_parameters: int) -> int:
+    def moved_bytes(self, num_parameters: int, num_idle: int = 0) -> int:
         """Bytes that one update must read and write at least, all fp32: AdamW reads weight, gradient and two states and
-        writes all but the gradient, plain SGD has no states; the gradient is read once more for its norm."""
-        return (3 + 1 if self.value == "sgd" else 7 + 1) * 4 * num_parameters
+        writes all but the gradient, plain SGD has no states; the gradient is read once more for its norm.
+
+        num_idle: of the parameters, how many never had a gradient, and are left alone once that was read.
+        """
+        each = 3 + 1 if self.value == "sgd" else 7 + 1
+        return 4 * (each * (num_parameters - num_idle) + 2 * num_idle)
 
     def lever(self) -> Lever:
         """Its line in the recipe."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,12 @@ def test_windows_keep_their_order(made: tuple[Runner, ClassifyOptions, list[Toke
     runner, options, windows = made
     with Fleet(runner, job_of(runner, options, windows[0], 0), [{"OMP_NUM_THREADS": "1"}]) as fleet:
         assert len(fleet) == 2
+        assert fleet.num_ready == 1
         assert np.array_equal(fleet.submit(windows[1]).result(), runner.submit(windows[1]).result())
         assert fleet._others[0].ready.wait(240)
         results = [fleet.submit(window) for window in windows]
         assert fleet._under_way == {0: 3, 1: 3}
+        assert (fleet.num_ready, fleet.num_used) == (2, 2)
         for window, result in zip(windows, results, strict=True):
             assert np.allclose(result.result(), runner.submit(window).result(), atol=1e-6)
             assert result.busy_s > 0
@@ -70,6 +73,19 @@ def test_a_process_that_ended_is_told(made: tuple[Runner, ClassifyOptions, list[
         results = [fleet.submit(window) for window in windows[:2]]
         assert results[0].result().shape == (20, 3)
         with pytest.raises(DeviceError, match="ended before its work was done"):
+            results[1].result()
+
+
+def test_why_a_process_did_not_start_is_told(
+    made: tuple[Runner, ClassifyOptions, list[Tokens]], tmp_path: Path
+) -> None:
+    runner, options, windows = made
+    job = job_of(runner, dataclasses.replace(options, model=str(tmp_path / "nowhere")), windows[0], 0)
+    with Fleet(runner, job, [{"OMP_NUM_THREADS": "1"}]) as fleet:
+        assert fleet._others[0].ready.wait(240)
+        results = [fleet.submit(window) for window in windows[:2]]
+        assert results[0].result().shape == (20, 3)
+        with pytest.raises(DeviceError, match="there is no folder"):
             results[1].result()
 
 

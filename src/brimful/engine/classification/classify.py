@@ -173,18 +173,24 @@ def _question(given: _Given, options: ClassifyOptions, stack: ExitStack, listene
 
 
 def _text_bytes(given: _Given) -> float | None:
-    """Bytes of all texts, about; None if it is not known how many there are."""
-    num_rows, sample = given.rows.num_rows, given.sample
-    return None if num_rows is None else num_rows * sample.num_bytes / max(1, len(sample))
+    """Bytes of all texts, about; None where nothing is known of the input's length."""
+    num_rows, sample = _expected_rows(given), given.sample
+    return num_rows * sample.num_bytes / max(1, len(sample)) if num_rows else None
+
+
+def _expected_rows(given: _Given) -> float:
+    """Rows of the whole input, about; 0 where nothing is known of its length."""
+    rows = given.rows
+    if rows.num_rows is not None:
+        return rows.num_rows
+    sizes = {Path(file): Path(file).stat().st_size for file in rows.files if Path(file).is_file()}
+    size_bytes = sum(size * (_PACKED if file.suffix in COMPRESSION else 1) for file, size in sizes.items())
+    return size_bytes / given.row_bytes
 
 
 def _expected_tokens(given: _Given, sample: Asked) -> int:
     """Tokens of the whole input, about; 0 where nothing is known of its length."""
-    rows = given.rows
-    sizes = {Path(file): Path(file).stat().st_size for file in rows.files if Path(file).is_file()}
-    size_bytes = sum(size * (_PACKED if file.suffix in COMPRESSION else 1) for file, size in sizes.items())
-    num_rows = rows.num_rows if rows.num_rows is not None else size_bytes / given.row_bytes
-    return int(num_rows * float(sample.num_tokens_N.mean())) if len(sample.num_tokens_N) else 0
+    return int(_expected_rows(given) * float(sample.num_tokens_N.mean())) if len(sample.num_tokens_N) else 0
 
 
 def _check_num_gpus(options: ClassifyOptions, precision: Precision) -> None:
@@ -285,7 +291,8 @@ class _Pass:
                 write=self._write,
                 stages=self._stages,
                 stop=lambda: stop.received is not None,
-                devices=len(fleet),
+                devices=lambda: fleet.num_ready,
+                most_devices=len(fleet),
             )
         self._wall_s = time.perf_counter() - began
         for note in self._rows.notes:
@@ -340,7 +347,7 @@ class _Pass:
             wall_s=self._wall_s,
             texts_per_s=tally.num_rows / wall_s,
             tokens_per_s=tally.num_tokens / wall_s,
-            mfu=self._operations / wall_s / peak / len(self._fleet) if peak and self._operations else None,
+            mfu=self._operations / wall_s / peak / max(1, self._fleet.num_used) if peak and self._operations else None,
             stages=self._stages.record(),
             limit=self._stages.limit(),
             peak_bytes=self._memory.peak(),

@@ -68,10 +68,22 @@ class Fleet:
     def __len__(self) -> int:
         return 1 + len(self._others)
 
+    @property
+    def num_ready(self) -> int:
+        """Members that windows go to by now."""
+        return len(self._ready())
+
+    def _ready(self) -> list[int]:
+        return [0, *(number for number, other in enumerate(self._others, 1) if other.ready.is_set())]
+
+    @property
+    def num_used(self) -> int:
+        """Members that have had a window."""
+        return len(self._under_way)
+
     def submit(self, tokens: Tokens) -> Result:
         """Starts on a window."""
-        ready = [0, *(number for number, other in enumerate(self._others, 1) if other.ready.is_set())]
-        number = min(ready, key=lambda each: self._under_way[each])
+        number = min(self._ready(), key=lambda each: self._under_way[each])
         self._count(number, 1)
         result = self._others[number - 1].submit(tokens) if number else self._first.submit(tokens)
         return _Counted(result, lambda: self._count(number, -1))

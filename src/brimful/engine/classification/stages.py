@@ -87,14 +87,16 @@ def run_stages(
     write: Callable[[Item, Any, Any], None],
     stages: Stages,
     stop: Callable[[], bool],
-    devices: int = 1,
+    devices: Callable[[], int] = lambda: 1,
+    most_devices: int = 1,
 ) -> None:
     """Takes every window through all stages, and writes them in order.
 
     tokenise(window) begins to and returns what waits for it; compute(asked) launches, and its `Result` says how long
     that took; write(window, asked, logits) ends it. stages.tokenise is for `tokenise` to keep.
-    stop: asked before each window, and while none comes; what is under way then is still written. devices: that compute
-    at once. Whatever a stage raises is raised here, with the windows before it written, and none behind it.
+    stop: asked before each window, and while none comes; what is under way then is still written. devices: how many
+    compute at once by now, of `most_devices`. Whatever a stage raises is raised here, with the windows before it
+    written, and none behind it.
     """
     writing: deque[Future[None]] = deque()
     failed = threading.Event()
@@ -108,18 +110,18 @@ def run_stages(
             return
         try:
             logits = pending.result()
-            stages.compute.add(pending.busy_s / devices)
+            stages.compute.add(pending.busy_s / devices())
             with stages.write.working():
                 write(window, asked, logits)
         except BaseException:
             failed.set()
             raise
 
-    with closing(Ahead(submitted(), _AHEAD * devices)) as ahead, ThreadPoolExecutor(1, "brimful-write") as writer:
+    with closing(Ahead(submitted(), _AHEAD * most_devices)) as ahead, ThreadPoolExecutor(1, "brimful-write") as writer:
         for window, waiting in ahead.until(lambda: stop() or failed.is_set()):
             asked = waiting()
             writing.append(writer.submit(finish, window, asked, compute(asked)))
-            while len(writing) > _AHEAD * devices:
+            while len(writing) > _AHEAD * devices():
                 writing.popleft().result()
         for future in writing:
             future.result()
