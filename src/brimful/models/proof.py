@@ -260,7 +260,7 @@ def _float8_error(
     around: the precision of all else.
     """
     rounded, fused = copy.deepcopy(small), copy.deepcopy(small)
-    layers = layers_of(fused)
+    layers, form = layers_of(fused), replace(form, short=False)  # compiled layers run whole
     if layers is None:
         return None, ()
     for module in layers_of(rounded).modules():  # type: ignore[union-attr]
