@@ -20,6 +20,9 @@ from tolerances import MODEL_FP32, difference
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: The hardest texts that are compared. A CPU computes in fp16 ten times as slowly.
 NUM_TEXTS = {"bf16": 600, "fp16": 30}
+#: Labels that may be wrong besides as many as the plain model's: near-ties, which rounding decides like a coin. Of five
+#: models with other seeds 7 of 3,000 labels were wrong in bf16, and 8 of the plain model's.
+CHANCE = 2
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +85,10 @@ def test_labels_agree_with_fp32_no_less_than_those_of_the_plain_model(
     assert len(np.unique(labels_N)) == 5
     assert margins_N[5] < TOLERANCE["fp16"], "few texts are hard"
 
-    ours_N = our_logits(model, texts, precision).argmax(axis=1)
-    theirs_N = plain_logits(model, texts, HALVES[precision]).argmax(axis=1)
+    ours_NC = our_logits(model, texts, precision)
+    theirs_NC = plain_logits(model, texts, HALVES[precision])
+    wrong_N, theirs_wrong_N = (found.argmax(axis=1) != labels_N for found in (ours_NC, theirs_NC))
 
-    assert np.mean(ours_N == labels_N) >= np.mean(theirs_N == labels_N)
-    assert (margins_N[ours_N != labels_N] < TOLERANCE[precision]).all()
+    assert difference(ours_NC, exact_NC[hardest]) <= difference(theirs_NC, exact_NC[hardest])
+    assert wrong_N.sum() <= theirs_wrong_N.sum() + CHANCE
+    assert (margins_N[wrong_N] < TOLERANCE[precision]).all()
