@@ -18,17 +18,16 @@ from brimful.tasks.parity import TOLERANCE
 from tolerances import MODEL_FP32, difference
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-#: The hardest texts that are compared. A CPU computes in fp16 ten times as slowly.
-NUM_TEXTS = {"bf16": 600, "fp16": 30}
-#: Labels that may be wrong besides as many as the plain model's: near-ties, which rounding decides like a coin. Of five
-#: models with other seeds 7 of 3,000 labels were wrong in bf16, and 8 of the plain model's.
-CHANCE = 2
+#: The hardest texts that are compared, and of how many: near-ties fall to either side by chance, and only many of them
+#: show who is the more often right. A CPU computes in fp16 ten times as slowly.
+NUM_TEXTS = {"bf16": (600, 7600), "fp16": (30, 600)}
 
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     """Five words each, of articles that the model was not trained on: too few to be sure of many."""
-    return [" ".join(row["text"].split()[8:13]) for row in _articles()[256:856]]
+    words = [row["text"].split() for row in _articles()[256:]]
+    return [" ".join(each[start : start + 5]) for start in (8, 0, 16, 24) for each in words]
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +70,16 @@ def exact_NC(model: Path, texts: list[str]) -> np.ndarray:
 
 
 def test_fp32_is_the_plain_model(model: Path, texts: list[str], exact_NC: np.ndarray) -> None:
-    assert difference(our_logits(model, texts, "fp32"), exact_NC) < MODEL_FP32
+    assert difference(our_logits(model, texts[:600], "fp32"), exact_NC[:600]) < MODEL_FP32
 
 
 @pytest.mark.parametrize("precision", HALVES)
 def test_labels_agree_with_fp32_no_less_than_those_of_the_plain_model(
     precision: str, model: Path, texts: list[str], exact_NC: np.ndarray
 ) -> None:
-    second_N, best_N = np.sort(softmax(exact_NC), axis=1)[:, -2:].T
-    hardest = np.argsort(best_N - second_N)[: NUM_TEXTS[precision]]
+    hard, of = NUM_TEXTS[precision]
+    second_N, best_N = np.sort(softmax(exact_NC[:of]), axis=1)[:, -2:].T
+    hardest = np.argsort(best_N - second_N)[:hard]
     texts = [texts[place] for place in hardest]
     labels_N, margins_N = exact_NC[hardest].argmax(axis=1), (best_N - second_N)[hardest]
     assert len(np.unique(labels_N)) == 5
@@ -87,8 +87,8 @@ def test_labels_agree_with_fp32_no_less_than_those_of_the_plain_model(
 
     ours_NC = our_logits(model, texts, precision)
     theirs_NC = plain_logits(model, texts, HALVES[precision])
-    wrong_N, theirs_wrong_N = (found.argmax(axis=1) != labels_N for found in (ours_NC, theirs_NC))
+    ours_N, theirs_N = ours_NC.argmax(axis=1), theirs_NC.argmax(axis=1)
 
     assert difference(ours_NC, exact_NC[hardest]) <= difference(theirs_NC, exact_NC[hardest])
-    assert wrong_N.sum() <= theirs_wrong_N.sum() + CHANCE
-    assert (margins_N[wrong_N] < TOLERANCE[precision]).all()
+    assert np.mean(ours_N == labels_N) >= np.mean(theirs_N == labels_N)
+    assert (margins_N[ours_N != labels_N] < TOLERANCE[precision]).all()

@@ -81,7 +81,7 @@ def test_attention_of_first_tokens(dtype: torch.dtype, p: float) -> None:
     k_HTD, v_HTD = k.transpose(0, 1), v.transpose(0, 1)
     out, lse = attend_first(q, k_HTD, v_HTD, offsets, 0.3, drawn)
     dq, dkv = attend_first_backward(gradient, q, k_HTD, v_HTD, out, lse, offsets, 0.3, drawn)
-    allowed = 2e-6 if dtype == torch.float32 else 3e-2
+    allowed = 2e-6 if dtype == torch.float32 else 2e-2
     assert torch.allclose(out.double(), torch.stack(expected), atol=allowed)
     for found, x in zip((dq, *dkv.unbind(1)), wide, strict=True):
         assert x.grad is not None
