@@ -179,7 +179,7 @@ def test_nothing_waits_in_the_steady_state(compiled: bool) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert all(p.read().applied for p in pending)
     assert step.num_graphs == graphs
-    assert torch.cuda.memory_reserved() <= reserved  # less where graphs of an earlier test are freed
+    assert torch.cuda.memory_reserved() == reserved
 
 
 def test_a_non_finite_step_is_not_applied() -> None:
