@@ -45,10 +45,13 @@ def batch(number: int) -> Batch:
     x_S4 = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
     inputs: Any = (x_S4, USES[number])
     micro = MicroBatch(
-        inputs=inputs, targets_S=torch.tensor([0, 1, 1]), valid_S=torch.ones(3, dtype=torch.bool), samples=np.arange(3)
+        inputs=inputs,
+        targets_S=torch.tensor([0, 1, 1]),
+        valid_S=torch.ones(3, dtype=torch.bool),
+        denominator=torch.tensor(3.0, dtype=torch.float64),
+        samples=np.arange(3),
     )
-    count = torch.tensor(3.0, dtype=torch.float64)
-    return Batch(number=number, micro_batches=(micro,), denominator=count, num_samples=3, num_tokens=3, num_computed=3)
+    return Batch(number=number, micro_batches=(micro,), num_samples=3, num_tokens=3, num_computed=3)
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])

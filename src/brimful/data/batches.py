@@ -5,8 +5,8 @@ Legend: S slots of a micro-batch, N samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -18,19 +18,38 @@ from brimful.data.packing import Budgets, pack
 from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
 from brimful.tasks.task import Task
 
+#: Bytes that the tensors of one memory begin at multiples of: the widest words that kernels read.
+_ALIGNMENT = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """What one forward and backward runs on.
 
     targets_S: the task's targets, any valid value in empty slots. valid_S: (S,) bool, True where there is a sample.
-    samples: dataset index of each sample, on the host, in slot order.
+    denominator: () fp64, what the whole effective batch's loss is over. samples: dataset index of each sample, on the
+    host, in slot order. memory: (B,) uint8 that all its tensors are views of, None where each has its own: what is in
+    one memory is copied at once.
     """
 
     inputs: Inputs
     targets_S: Tensor
     valid_S: Tensor
+    denominator: Tensor
     samples: np.ndarray
+    memory: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor, always in the same order."""
+        found: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self.map(keep)
+        return tuple(found)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """A copy with `change` applied to every tensor."""
@@ -38,35 +57,65 @@ class MicroBatch:
             inputs=map_tensors(self.inputs, change),
             targets_S=change(self.targets_S),
             valid_S=change(self.valid_S),
+            denominator=change(self.denominator),
             samples=self.samples,
         )
+
+    def in_one_memory(self, *, pinned: bool = False) -> MicroBatch:
+        """A copy in one memory, on the device that it is on."""
+        dense = self.map(Tensor.contiguous)
+        tensors = dense.tensors
+        size = sum(map(_room, tensors))
+        copy = dense.over(torch.empty(size, dtype=torch.uint8, device=tensors[0].device, pin_memory=pinned))
+        for view, tensor in zip(copy.tensors, tensors, strict=True):
+            view.copy_(tensor)
+        return copy
+
+    def over(self, memory: Tensor) -> MicroBatch:
+        """The same layout on another memory, which has what this one's has. All tensors are contiguous."""
+        views = _views(memory, self.tensors)
+        return replace(self.map(lambda _: next(views)), memory=memory)
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _views(memory: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Contiguous tensors of these shapes and dtypes, one after the other in a memory."""
+    whole = {dtype: memory.view(dtype) for dtype in {tensor.dtype for tensor in like}}
+    start = 0
+    for tensor in like:
+        yield whole[tensor.dtype].as_strided(tensor.shape, tensor.stride(), start // tensor.itemsize)
+        start += _room(tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One effective batch: what one optimizer step consumes.
 
-    number: batches consumed before it since training began. denominator: () fp64, the plain loss of the batch has it.
-    num_tokens: tokens of its sequences. num_computed: tokens of its micro-batches, padding and tails counted.
+    number: batches consumed before it since training began. num_tokens: tokens of its sequences. num_computed: tokens
+    of its micro-batches, padding and tails counted.
     """
 
     number: int
     micro_batches: tuple[MicroBatch, ...]
-    denominator: Tensor
     num_samples: int
     num_tokens: int
     num_computed: int
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """A copy with `change` applied to every tensor."""
-        return Batch(
-            number=self.number,
-            micro_batches=tuple(micro.map(change) for micro in self.micro_batches),
-            denominator=change(self.denominator),
-            num_samples=self.num_samples,
-            num_tokens=self.num_tokens,
-            num_computed=self.num_computed,
-        )
+        return self.with_each(lambda micro: micro.map(change))
+
+    def with_each(self, change: Callable[[MicroBatch], MicroBatch]) -> Batch:
+        """A copy with `change` applied to every micro-batch."""
+        return replace(self, micro_batches=tuple(change(micro) for micro in self.micro_batches))
+
+    @property
+    def denominator(self) -> Tensor:
+        """() fp64: what the plain loss of the batch is over, the same in all its micro-batches."""
+        return self.micro_batches[0].denominator
 
     @property
     def samples(self) -> np.ndarray:
@@ -184,6 +233,7 @@ def make_batch(
 ) -> Batch:
     """The effective batch of these samples: their ids, token types and targets, laid out in micro-batches."""
     micro_batches, num_computed = [], 0
+    denominator = torch.tensor(task.denominator(targets_N), dtype=torch.float64)
     for inputs, members, num_slots in layout.arrange(ids, types):
         targets_S = task.empty_targets(num_slots)
         targets_S[: len(members)] = targets_N[members]
@@ -192,6 +242,7 @@ def make_batch(
                 inputs=inputs,
                 targets_S=torch.from_numpy(targets_S),
                 valid_S=torch.arange(num_slots) < len(members),
+                denominator=denominator,
                 samples=samples[members],
             )
         )
@@ -199,7 +250,6 @@ def make_batch(
     return Batch(
         number=number,
         micro_batches=tuple(micro_batches),
-        denominator=torch.tensor(task.denominator(targets_N), dtype=torch.float64),
         num_samples=len(samples),
         num_tokens=sum(len(sequence) for sequence in ids),
         num_computed=num_computed,

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from brimful.data.augment import Augmenter, Encoded, worker_errors
-from brimful.data.batches import Batch, Layout, Order, make_batch
+from brimful.data.batches import Batch, Layout, MicroBatch, Order, make_batch
 from brimful.data.tokens import Tokens
 from brimful.tasks.task import Task
 
@@ -77,11 +76,10 @@ class Source:
     def _batch(self, number: int, encoded: Encoded | None) -> Batch:
         samples = self.order.samples(number)
         if encoded is None:
-            ids = [self.tokens.sequence(i) for i in samples]
-            kinds = [self.tokens.sequence_types(i) for i in samples]
+            ids, types = self.tokens.sequences(samples)
         else:
             ids, kinds = [e[0] for e in encoded], [e[1] for e in encoded]
-        types = [kind for kind in kinds if kind is not None] if self.tokens.types is not None else None
+            types = [kind for kind in kinds if kind is not None] if self.tokens.types is not None else None
         return make_batch(number, samples, ids, types, self.targets_N[samples], self.task, self.layout)
 
 
@@ -131,7 +129,8 @@ class Feed:
             batch, event = item
             if event is not None:
                 torch.cuda.current_stream(self._device).wait_event(event)
-                batch.map(_used_here)
+                for micro in batch.micro_batches:
+                    _used_here(micro)
             yield batch
 
     def _stage(self) -> None:
@@ -155,15 +154,19 @@ class Feed:
     def _to_device(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
         if self._stream is None:
             return batch, None
-        pinned = batch.map(lambda tensor: tensor.pin_memory())
+        pinned = batch.with_each(lambda micro: micro.in_one_memory(pinned=True))
         with torch.cuda.stream(self._stream):
-            moved = pinned.map(lambda tensor: tensor.to(self._device, non_blocking=True))
+            moved = pinned.with_each(self._moved)
             event = torch.cuda.Event()
             event.record(self._stream)
         return moved, event
 
+    def _moved(self, micro: MicroBatch) -> MicroBatch:
+        assert micro.memory is not None
+        return micro.over(micro.memory.to(self._device, non_blocking=True))
 
-def _used_here(tensor: Tensor) -> Tensor:
-    """Keeps the memory of a tensor made on another stream until what is queued on this one is done with it."""
-    tensor.record_stream(torch.cuda.current_stream(tensor.device))
-    return tensor
+
+def _used_here(micro: MicroBatch) -> None:
+    """Keeps memory that was filled on another stream until what is queued on this one is done with it."""
+    assert micro.memory is not None
+    micro.memory.record_stream(torch.cuda.current_stream(micro.memory.device))

@@ -68,6 +68,12 @@ class Tokens:
         """Token types of one sequence, None if the model has none."""
         return None if self.types is None else self.types[self.offsets[index] : self.offsets[index + 1]]
 
+    def sequences(self, indices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        """Token ids of several sequences, and their token types."""
+        places = list(zip(self.offsets[indices].tolist(), self.offsets[indices + 1].tolist(), strict=True))
+        ids = [self.ids[start:stop] for start, stop in places]
+        return ids, None if self.types is None else [self.types[start:stop] for start, stop in places]
+
     def same_sequence(self, index: int, other: Tokens) -> bool:
         """Whether one sequence is the same in both: ids, types, and whether it was cut."""
         types, other_types = self.sequence_types(index), other.sequence_types(index)

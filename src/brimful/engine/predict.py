@@ -41,10 +41,7 @@ def predict_logits(
         # Layers compiled for training run as they are: compiling them for evaluation too would cost more than it saves.
         with torch.inference_mode(), precision.autocast(), torch.compiler.set_stance("force_eager"):
             for rows in chunks(tokens.lengths, batch_tokens, most_rows):
-                ids = [tokens.sequence(row) for row in rows]
-                kinds = [tokens.sequence_types(row) for row in rows]
-                types = [kind for kind in kinds if kind is not None] if tokens.types is not None else None
-                for inputs, members, _ in layout.arrange(ids, types):
+                for inputs, members, _ in layout.arrange(*tokens.sequences(rows)):
                     logits_SC = execution(_to(inputs, device))[: len(members)]
                     found.append(logits_SC.float())
                     places.append(rows[members])

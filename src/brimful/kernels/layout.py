@@ -176,7 +176,9 @@ def packed_inputs(
         types_T[:used] = np.concatenate(types)
     first_S, last_S = np.zeros((2, shape.num_slots), dtype=np.int64)
     first_S[: len(ids)] = offsets_N[: len(ids)]
-    last_S[: len(ids)] = offsets_N[: len(ids)] + [_last_read(sequence, padding_id) for sequence in ids]
+    last_S[: len(ids)] = offsets_N[1 : len(ids) + 1] - 1
+    for slot in np.flatnonzero(ids_T[last_S[: len(ids)]] == padding_id).tolist():
+        last_S[slot] = offsets_N[slot] + _last_read(ids[slot], padding_id)
     return PackedInputs(
         ids_T=torch.from_numpy(ids_T),
         positions_T=torch.from_numpy(np.arange(shape.num_tokens) - offsets_N[segment_T]),
@@ -189,8 +191,6 @@ def packed_inputs(
 
 def _last_read(sequence: np.ndarray, padding_id: int) -> int:
     """Place of the last token that is not padding, 0 if all are: texts may end in it where it is also the end token."""
-    if sequence[-1] != padding_id:
-        return len(sequence) - 1
     return int(np.flatnonzero(sequence != padding_id).max(initial=0))
 
 

@@ -30,17 +30,21 @@ Shape = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class _Graph:
-    """A captured computation on static inputs, and where it leaves what the host reads. kept: what it reads besides."""
+    """A captured computation, and where it leaves what the host reads.
+
+    memory: that of the micro-batch it works on, if it does on one. kept: what it reads besides.
+    """
 
     graph: torch.cuda.CUDAGraph
-    inputs: tuple[Tensor, ...]
+    memory: Tensor | None
     rows_S: Tensor | None
     readings: Tensor | None
     kept: Any
 
-    def replay(self, inputs: tuple[Tensor, ...]) -> None:
-        if inputs:
-            torch._foreach_copy_(self.inputs, inputs)
+    def replay(self, micro: MicroBatch | None) -> None:
+        if micro is not None and self.memory is not None:
+            given = micro if micro.memory is not None else micro.in_one_memory()
+            self.memory.copy_(given.memory)  # type: ignore[arg-type]
         self.graph.replay()
 
 
@@ -86,18 +90,17 @@ class CapturedStep(Step):
 
     def _whole(self, batch: Batch, shape: Shape) -> Pending:
         micro = batch.micro_batches[0]
-        inputs = (*_tensors(micro), batch.denominator)
         graph = self._graphs.get(("whole", shape))
         if graph is None:
 
-            def compute(static: MicroBatch, denominator: Tensor) -> tuple[Tensor, Tensor]:
-                rows_S = self.backward(static, denominator)
+            def compute(static: MicroBatch) -> tuple[Tensor, Tensor]:
+                rows_S = self.backward(static)
                 self.reduce()
                 return rows_S, self.update.apply(gathered=False)
 
-            graph = self._capture(("whole", shape), micro, batch.denominator, compute)
+            graph = self._capture(("whole", shape), micro, compute)
         self.draw_seed(batch, 0)
-        graph.replay(inputs)
+        graph.replay(micro)
         assert graph.rows_S is not None
         assert graph.readings is not None
         return Pending(batch, graph.readings, [graph.rows_S.clone()], self.precision.scaled)
@@ -106,24 +109,24 @@ class CapturedStep(Step):
         self.update.prepare_gathering()
         for micro, shape in zip(batch.micro_batches, shapes, strict=True):
             if ("accumulate", shape) not in self._graphs:
-                self._capture(("accumulate", shape), micro, batch.denominator, self._accumulate)
+                self._capture(("accumulate", shape), micro, self._accumulate)
         if ("update",) not in self._graphs:
-            self._capture(("update",), None, None, lambda *_: (None, self.update.apply(gathered=True)))
+            self._capture(("update",), None, lambda _: (None, self.update.apply(gathered=True)))
         rows = []
         for index, (micro, shape) in enumerate(zip(batch.micro_batches, shapes, strict=True)):
             graph = self._graphs["accumulate", shape]
             self.draw_seed(batch, index)
-            graph.replay((*_tensors(micro), batch.denominator))
+            graph.replay(micro)
             assert graph.rows_S is not None
             rows.append(graph.rows_S.clone())
         self.reduce()
         update = self._graphs[("update",)]
-        update.replay(())
+        update.replay(None)
         assert update.readings is not None
         return Pending(batch, update.readings, rows, self.precision.scaled)
 
-    def _accumulate(self, micro: MicroBatch, denominator: Tensor) -> tuple[Tensor, None]:
-        rows_S = self.backward(micro, denominator)
+    def _accumulate(self, micro: MicroBatch) -> tuple[Tensor, None]:
+        rows_S = self.backward(micro)
         self.update.gather()
         return rows_S, None
 
@@ -131,28 +134,26 @@ class CapturedStep(Step):
         self,
         name: Shape,
         micro: MicroBatch | None,
-        denominator: Tensor | None,
-        compute: Callable[[Any, Any], tuple[Tensor | None, Tensor | None]],
+        compute: Callable[[Any], tuple[Tensor | None, Tensor | None]],
     ) -> _Graph:
-        """Records `compute` on copies of its inputs. Nothing is computed: the first replay does that."""
+        """Records `compute` on a copy of its micro-batch. Nothing is computed: the first replay does that."""
         if len(self._graphs) >= _MOST_GRAPHS:
             raise _CannotCapture(f"there are more than {_MOST_GRAPHS} shapes")
-        static = None if micro is None else micro.map(torch.clone)
-        over = None if denominator is None else denominator.clone()
+        static = None if micro is None else micro.in_one_memory()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # what eager steps kept cannot be used by the graphs' pool: give it back first
         try:
             # thread_local: the feed's thread goes on allocating and copying meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                rows_S, readings = compute(static, over)
+                rows_S, readings = compute(static)
         except (RuntimeError, torch.AcceleratorError) as refusal:
             torch.cuda.synchronize(self.device)
             _leave_capture(self.device)
             raise _CannotCapture(str(refusal).splitlines()[0][:200]) from refusal
         kept = self.update.captured()
-        inputs = () if static is None or over is None else (*_tensors(static), over)
-        self._graphs[name] = _Graph(graph=graph, inputs=inputs, rows_S=rows_S, readings=readings, kept=kept)
+        memory = None if static is None else static.memory
+        self._graphs[name] = _Graph(graph=graph, memory=memory, rows_S=rows_S, readings=readings, kept=kept)
         return self._graphs[name]
 
 
@@ -166,16 +167,5 @@ def _leave_capture(device: torch.device) -> None:
     generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
 
 
-def _tensors(micro: MicroBatch) -> tuple[Tensor, ...]:
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    micro.map(keep)
-    return tuple(found)
-
-
 def _shape(micro: MicroBatch) -> Shape:
-    return (type(micro.inputs).__name__, *(tuple(tensor.shape) for tensor in _tensors(micro)))
+    return (type(micro.inputs).__name__, *(tuple(tensor.shape) for tensor in micro.tensors))
