@@ -24,7 +24,7 @@ _POLL_S = 0.05
 
 
 class Nvml:
-    """The first GPU as the driver sees it, read from this process, so that what is measured is not disturbed."""
+    """The first GPU that may be used, as the driver sees it, read from this process: what is measured is not disturbed."""
 
     def __init__(self, *, wanted: bool = True) -> None:
         self._handle: Any = None
@@ -36,7 +36,8 @@ class Nvml:
             import pynvml
 
             pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+            self._handle = pynvml.nvmlDeviceGetHandleByIndex(int(first))
             self.driver = str(pynvml.nvmlSystemGetDriverVersion())
             self.gpu = str(pynvml.nvmlDeviceGetName(self._handle))
 

@@ -102,7 +102,7 @@ def main() -> None:
             marks = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("MARK ")]
             if not marks:
                 print(done.stderr[-2000:], file=sys.stderr)
-            print(f"{state}, {execution}: " + "; ".join(f"{what} {seconds:.1f}" for what, seconds in marks[:14]))
+            print(f"{state}, {execution}: " + "; ".join(f"{what} {seconds:.1f}" for what, seconds in marks[:17]))
 
 
 if __name__ == "__main__":

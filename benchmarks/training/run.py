@@ -43,6 +43,8 @@ HF_COMPILED = {"torch_compile": True}
 #: A setting counts as faster from this ratio on: less is noise.
 _FASTER = 1.01
 _COMPILE_TIMEOUT_S = 150
+#: Steps that a compiled Trainer is given to meet shapes that it compiles anew for.
+_COMPILED_WARM_UP = 120
 #: Seconds that a measurement is expected to take, before the raw log knows better.
 _EXPECTED_S = {"limits": 45.0, "sweep": 60.0, "compile": float(_COMPILE_TIMEOUT_S), "hf": 25.0, "brimful": 30.0}
 _EXPECTED_MORE_S = {"large": 15.0, "modernbert": 15.0}
@@ -161,6 +163,8 @@ def row(session: Session, work: Work) -> bool:
 def measure(session: Session, work: Work, side: str, asked: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """One side of a row into the raw log. asked: the settings that it stands for, if others had to be taken."""
     plan = steps_of(session, work, side) | {"work": work.name, "side": side, "settings": [settings]}
+    if settings.get("torch_compile") and not session.arguments.smoke:
+        plan["warm_up"] = _COMPILED_WARM_UP
     result = session.child(plan, session.arguments.timeout_s)
     found = result.pop("found")
     record = {"settings": settings} | (found[0] if found else {})

@@ -163,14 +163,14 @@ def test_a_micro_batch_in_one_memory_is_the_same_and_moves_with_it(layout: Layou
     ids = sequences([3, 20, 30, 30])
     batch = make_batch(0, np.arange(4), ids, pair_types(ids), np.zeros(4, dtype=np.int64), SINGLE, layout)
     for micro in batch.micro_batches:
-        packed = micro.in_one_memory()
-        assert packed.memory is not None
-        other = packed.over(packed.memory.clone())
-        packed.memory.zero_()
-        assert not any(tensor.any() for tensor in packed.tensors)
-        for copied, tensor in zip(other.tensors, micro.tensors, strict=True):
+        memory = micro.in_one_memory(pinned=False)
+        copy = micro.over(memory)
+        for copied, tensor in zip(copy.tensors, micro.tensors, strict=True):
             assert torch.equal(copied, tensor)
             assert copied.dtype == tensor.dtype
             assert copied.data_ptr() % 16 == 0
-        assert other.samples is micro.samples
-        assert micro.map(torch.clone).memory is None
+        assert copy.shape == micro.shape
+        assert copy.samples is micro.samples
+        memory.zero_()
+        assert not any(tensor.any() for tensor in copy.tensors)
+        assert micro.denominator == 4

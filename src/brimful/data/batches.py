@@ -5,10 +5,10 @@ Legend: S slots of a micro-batch, N samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Protocol
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from brimful.tasks.task import Task
 #: Bytes that the tensors of one memory begin at multiples of: the widest words that kernels read.
 _ALIGNMENT = 16
 
+Shape = tuple[Any, ...]
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
@@ -28,8 +30,7 @@ class MicroBatch:
 
     targets_S: the task's targets, any valid value in empty slots. valid_S: (S,) bool, True where there is a sample.
     denominator: () fp64, what the whole effective batch's loss is over. samples: dataset index of each sample, on the
-    host, in slot order. memory: (B,) uint8 that all its tensors are views of, None where each has its own: what is in
-    one memory is copied at once.
+    host, in slot order.
     """
 
     inputs: Inputs
@@ -37,9 +38,8 @@ class MicroBatch:
     valid_S: Tensor
     denominator: Tensor
     samples: np.ndarray
-    memory: Tensor | None = None
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor, always in the same order."""
         found: list[Tensor] = []
@@ -51,6 +51,11 @@ class MicroBatch:
         self.map(keep)
         return tuple(found)
 
+    @cached_property
+    def shape(self) -> Shape:
+        """The same for micro-batches that one graph can run on."""
+        return (type(self.inputs).__name__, *(tuple(tensor.shape) for tensor in self.tensors))
+
     def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """A copy with `change` applied to every tensor."""
         return MicroBatch(
@@ -61,33 +66,31 @@ class MicroBatch:
             samples=self.samples,
         )
 
-    def in_one_memory(self, *, pinned: bool = False) -> MicroBatch:
-        """A copy in one memory, on the device that it is on."""
-        dense = self.map(Tensor.contiguous)
-        tensors = dense.tensors
-        size = sum(map(_room, tensors))
-        copy = dense.over(torch.empty(size, dtype=torch.uint8, device=tensors[0].device, pin_memory=pinned))
-        for view, tensor in zip(copy.tensors, tensors, strict=True):
-            view.copy_(tensor)
-        return copy
+    def in_one_memory(self, *, pinned: bool) -> Tensor:
+        """(B,) uint8: a copy of all tensors, one after the other. They are on the host."""
+        memory = torch.empty(sum(map(_room, self.tensors)), dtype=torch.uint8, pin_memory=pinned)
+        room, start = memory.numpy(), 0
+        for tensor in self.tensors:
+            room[start : start + tensor.nbytes] = tensor.numpy().reshape(-1).view(np.uint8)
+            start += _room(tensor)
+        return memory
 
     def over(self, memory: Tensor) -> MicroBatch:
-        """The same layout on another memory, which has what this one's has. All tensors are contiguous."""
-        views = _views(memory, self.tensors)
-        return replace(self.map(lambda _: next(views)), memory=memory)
+        """The same layout with tensors that are views of a memory such as `in_one_memory` makes, anywhere."""
+        whole = {dtype: memory.view(dtype) for dtype in {tensor.dtype for tensor in self.tensors}}
+        start = 0
+
+        def view(tensor: Tensor) -> Tensor:
+            nonlocal start
+            place, start = start // tensor.itemsize, start + _room(tensor)
+            return whole[tensor.dtype][place : place + tensor.numel()].view(tensor.shape)
+
+        return self.map(view)
 
 
 def _room(tensor: Tensor) -> int:
+    """Bytes of a tensor in one memory with others."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _views(memory: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Contiguous tensors of these shapes and dtypes, one after the other in a memory."""
-    whole = {dtype: memory.view(dtype) for dtype in {tensor.dtype for tensor in like}}
-    start = 0
-    for tensor in like:
-        yield whole[tensor.dtype].as_strided(tensor.shape, tensor.stride(), start // tensor.itemsize)
-        start += _room(tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +98,8 @@ class Batch:
     """One effective batch: what one optimizer step consumes.
 
     number: batches consumed before it since training began. num_tokens: tokens of its sequences. num_computed: tokens
-    of its micro-batches, padding and tails counted.
+    of its micro-batches, padding and tails counted. memories: of each micro-batch its tensors in one memory of the
+    device, so that they are copied at once; none where they are where the step runs anyway.
     """
 
     number: int
@@ -103,14 +107,16 @@ class Batch:
     num_samples: int
     num_tokens: int
     num_computed: int
+    memories: tuple[Tensor, ...] = ()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """A copy with `change` applied to every tensor."""
-        return self.with_each(lambda micro: micro.map(change))
+        return replace(self, micro_batches=tuple(micro.map(change) for micro in self.micro_batches), memories=())
 
-    def with_each(self, change: Callable[[MicroBatch], MicroBatch]) -> Batch:
-        """A copy with `change` applied to every micro-batch."""
-        return replace(self, micro_batches=tuple(change(micro) for micro in self.micro_batches))
+    def arrived(self, index: int) -> MicroBatch:
+        """One micro-batch with its tensors where the step runs."""
+        micro = self.micro_batches[index]
+        return micro.over(self.memories[index]) if self.memories else micro
 
     @property
     def denominator(self) -> Tensor:

@@ -10,14 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from brimful.data.augment import Augmenter, Encoded, worker_errors
-from brimful.data.batches import Batch, Layout, MicroBatch, Order, make_batch
+from brimful.data.batches import Batch, Layout, Order, make_batch
 from brimful.data.tokens import Tokens
 from brimful.tasks.task import Task
 
@@ -129,8 +131,8 @@ class Feed:
             batch, event = item
             if event is not None:
                 torch.cuda.current_stream(self._device).wait_event(event)
-                for micro in batch.micro_batches:
-                    _used_here(micro)
+                for memory in batch.memories:
+                    _used_here(memory)
             yield batch
 
     def _stage(self) -> None:
@@ -154,19 +156,14 @@ class Feed:
     def _to_device(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
         if self._stream is None:
             return batch, None
-        pinned = batch.with_each(lambda micro: micro.in_one_memory(pinned=True))
+        pinned = [micro.in_one_memory(pinned=True) for micro in batch.micro_batches]
         with torch.cuda.stream(self._stream):
-            moved = pinned.with_each(self._moved)
+            memories = tuple(memory.to(self._device, non_blocking=True) for memory in pinned)
             event = torch.cuda.Event()
             event.record(self._stream)
-        return moved, event
-
-    def _moved(self, micro: MicroBatch) -> MicroBatch:
-        assert micro.memory is not None
-        return micro.over(micro.memory.to(self._device, non_blocking=True))
+        return replace(batch, memories=memories), event
 
 
-def _used_here(micro: MicroBatch) -> None:
+def _used_here(memory: Tensor) -> None:
     """Keeps memory that was filled on another stream until what is queued on this one is done with it."""
-    assert micro.memory is not None
-    micro.memory.record_stream(torch.cuda.current_stream(micro.memory.device))
+    memory.record_stream(torch.cuda.current_stream(memory.device))

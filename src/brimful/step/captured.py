@@ -18,33 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brimful.data.batches import Batch, MicroBatch
+from brimful.data.batches import Batch, MicroBatch, Shape
 from brimful.step.fused_update import MOST_GRAPHS
 from brimful.step.step import Pending, Step
 
 #: Graphs at most. A packed run has at most a dozen shapes.
 _MOST_GRAPHS = MOST_GRAPHS // 2
 
-Shape = tuple[Any, ...]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Graph:
-    """A captured computation, and where it leaves what the host reads.
-
-    memory: that of the micro-batch it works on, if it does on one. kept: what it reads besides.
-    """
+    """A captured computation on static inputs, and where it leaves what the host reads. kept: what it reads besides."""
 
     graph: torch.cuda.CUDAGraph
-    memory: Tensor | None
+    inputs: tuple[Tensor, ...]
     rows_S: Tensor | None
     readings: Tensor | None
     kept: Any
 
-    def replay(self, micro: MicroBatch | None) -> None:
-        if micro is not None and self.memory is not None:
-            given = micro if micro.memory is not None else micro.in_one_memory()
-            self.memory.copy_(given.memory)  # type: ignore[arg-type]
+    def replay(self, inputs: tuple[Tensor, ...]) -> None:
+        if inputs:
+            torch._foreach_copy_(self.inputs, inputs)
         self.graph.replay()
 
 
@@ -69,7 +63,7 @@ class CapturedStep(Step):
 
     def run(self, batch: Batch) -> Pending:
         """One step, replayed where its shapes have been met before."""
-        shapes = [_shape(micro) for micro in batch.micro_batches]
+        shapes = [(bool(batch.memories), *micro.shape) for micro in batch.micro_batches]
         new = [shape for shape in dict.fromkeys(shapes) if shape not in self._met]
         self._met.update(new)
         if new or not self._possible:
@@ -89,7 +83,6 @@ class CapturedStep(Step):
         super().load_state_tensors(tensors)
 
     def _whole(self, batch: Batch, shape: Shape) -> Pending:
-        micro = batch.micro_batches[0]
         graph = self._graphs.get(("whole", shape))
         if graph is None:
 
@@ -98,30 +91,30 @@ class CapturedStep(Step):
                 self.reduce()
                 return rows_S, self.update.apply(gathered=False)
 
-            graph = self._capture(("whole", shape), micro, compute)
+            graph = self._capture(("whole", shape), compute, batch, 0)
         self.draw_seed(batch, 0)
-        graph.replay(micro)
+        graph.replay(_inputs(batch, 0))
         assert graph.rows_S is not None
         assert graph.readings is not None
         return Pending(batch, graph.readings, [graph.rows_S.clone()], self.precision.scaled)
 
     def _pieces(self, batch: Batch, shapes: list[Shape]) -> Pending:
         self.update.prepare_gathering()
-        for micro, shape in zip(batch.micro_batches, shapes, strict=True):
+        for index, shape in enumerate(shapes):
             if ("accumulate", shape) not in self._graphs:
-                self._capture(("accumulate", shape), micro, self._accumulate)
+                self._capture(("accumulate", shape), self._accumulate, batch, index)
         if ("update",) not in self._graphs:
-            self._capture(("update",), None, lambda _: (None, self.update.apply(gathered=True)))
+            self._capture(("update",), lambda _: (None, self.update.apply(gathered=True)))
         rows = []
-        for index, (micro, shape) in enumerate(zip(batch.micro_batches, shapes, strict=True)):
+        for index, shape in enumerate(shapes):
             graph = self._graphs["accumulate", shape]
             self.draw_seed(batch, index)
-            graph.replay(micro)
+            graph.replay(_inputs(batch, index))
             assert graph.rows_S is not None
             rows.append(graph.rows_S.clone())
         self.reduce()
         update = self._graphs[("update",)]
-        update.replay(None)
+        update.replay(())
         assert update.readings is not None
         return Pending(batch, update.readings, rows, self.precision.scaled)
 
@@ -133,13 +126,19 @@ class CapturedStep(Step):
     def _capture(
         self,
         name: Shape,
-        micro: MicroBatch | None,
         compute: Callable[[Any], tuple[Tensor | None, Tensor | None]],
+        batch: Batch | None = None,
+        index: int = 0,
     ) -> _Graph:
-        """Records `compute` on a copy of its micro-batch. Nothing is computed: the first replay does that."""
+        """Records `compute` on a copy of a micro-batch, if it is given one. Nothing is computed: the first replay does
+        that."""
         if len(self._graphs) >= _MOST_GRAPHS:
             raise _CannotCapture(f"there are more than {_MOST_GRAPHS} shapes")
-        static = None if micro is None else micro.in_one_memory()
+        inputs: tuple[Tensor, ...] = ()
+        static = None
+        if batch is not None:
+            inputs = tuple(tensor.clone() for tensor in _inputs(batch, index))
+            static = _on(inputs, batch, index)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # what eager steps kept cannot be used by the graphs' pool: give it back first
@@ -152,8 +151,7 @@ class CapturedStep(Step):
             _leave_capture(self.device)
             raise _CannotCapture(str(refusal).splitlines()[0][:200]) from refusal
         kept = self.update.captured()
-        memory = None if static is None else static.memory
-        self._graphs[name] = _Graph(graph=graph, memory=memory, rows_S=rows_S, readings=readings, kept=kept)
+        self._graphs[name] = _Graph(graph=graph, inputs=inputs, rows_S=rows_S, readings=readings, kept=kept)
         return self._graphs[name]
 
 
@@ -167,5 +165,12 @@ def _leave_capture(device: torch.device) -> None:
     generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
 
 
-def _shape(micro: MicroBatch) -> Shape:
-    return (type(micro.inputs).__name__, *(tuple(tensor.shape) for tensor in micro.tensors))
+def _inputs(batch: Batch, index: int) -> tuple[Tensor, ...]:
+    """What a micro-batch is copied from: its memory, or each of its tensors."""
+    return (batch.memories[index],) if batch.memories else batch.micro_batches[index].tensors
+
+
+def _on(inputs: tuple[Tensor, ...], batch: Batch, index: int) -> MicroBatch:
+    """A micro-batch on copies of its `_inputs`."""
+    micro, each = batch.micro_batches[index], iter(inputs)
+    return micro.over(*inputs) if batch.memories else micro.map(lambda _: next(each))

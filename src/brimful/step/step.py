@@ -131,7 +131,7 @@ class Step:
     def accumulate(self, batch: Batch, index: int) -> Tensor:
         """Computes the gradient of one micro-batch, with those before it; its rows' losses, (S,), detached."""
         self.draw_seed(batch, index)
-        return self.backward(batch.micro_batches[index])
+        return self.backward(batch.arrived(index))
 
     def draw_seed(self, batch: Batch, index: int) -> None:
         """Seeds dropout of one micro-batch by (seed, batch, micro-batch)."""
