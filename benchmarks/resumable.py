@@ -24,7 +24,7 @@ _POLL_S = 0.05
 
 
 class Nvml:
-    """The first GPU that may be used, as the driver sees it, read from this process: what is measured is not disturbed."""
+    """The first GPU that may be used, as the driver sees it, read from here to disturb nothing that is measured."""
 
     def __init__(self, *, wanted: bool = True) -> None:
         self._handle: Any = None
