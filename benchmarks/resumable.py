@@ -37,7 +37,8 @@ class Nvml:
 
             pynvml.nvmlInit()
             first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-            self._handle = pynvml.nvmlDeviceGetHandleByIndex(int(first))
+            by = pynvml.nvmlDeviceGetHandleByIndex if first.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+            self._handle = by(int(first) if first.isdigit() else first)
             self.driver = str(pynvml.nvmlSystemGetDriverVersion())
             self.gpu = str(pynvml.nvmlDeviceGetName(self._handle))
 

@@ -4,7 +4,7 @@
 
 Random weights in a folder on the disk, bf16, batch 32. Cold: no compiled kernel, no proof, no traced layer is kept from
 before, as on a fresh machine; warm: the same command again. Python's bytecode is there in both, as pip leaves it and as
-Python keeps it from the second start on, unless PYTHONDONTWRITEBYTECODE forbids that, as in many container images.
+Python keeps it from the second start on; with --no-bytecode there is none, as in containers that forbid it.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def prepare(folder: Path, tokenizer: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokenizer", required=True, help="folder of a BERT tokenizer")
+    parser.add_argument("--no-bytecode", action="store_true", help="Python compiles every module anew")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -88,7 +89,7 @@ def main() -> None:
         folder = Path(name)
         prepare(folder, arguments.tokenizer)
         caches = {
-            "PYTHONDONTWRITEBYTECODE": "",
+            "PYTHONDONTWRITEBYTECODE": "1" if arguments.no_bytecode else "",
             "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
             "XDG_CACHE_HOME": str(folder / "cache"),
             "TRITON_CACHE_DIR": str(folder / "triton"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from brimful.kernels.layout import PackedInputs, PaddedInputs
 from brimful.tasks.task import MultiLabel, SingleLabel
 from tiny import pair_types, sequences
 
+CPU = torch.device("cpu")
 SINGLE = SingleLabel(LabelSpace(task="single_label", names=("a", "b", "c")))
 PACKED = PackedLayout(
     budgets=Budgets(tokens=(32, 64, 96), fill=1.0), num_slots=20, max_length=30, padding_id=0, groups=False
@@ -124,9 +126,9 @@ def test_a_batch_carries_targets_and_samples_together(layout: Layout, lengths: l
     label = dict(zip(samples.tolist(), targets.tolist(), strict=True))
     assert (batch.number, batch.num_samples, batch.num_tokens) == (7, len(lengths), sum(lengths))
     assert sorted(batch.samples.tolist()) == sorted(samples.tolist())
-    assert float(batch.denominator) == len(lengths)
     assert batch.num_computed == sum(micro.inputs.num_tokens for micro in batch.micro_batches)
     for micro in batch.micro_batches:
+        assert float(micro.denominator) == len(lengths)
         valid = micro.valid_S.numpy()
         assert valid.tolist() == sorted(valid.tolist(), reverse=True)
         assert micro.targets_S[micro.valid_S].tolist() == [label[s] for s in micro.samples.tolist()]
@@ -141,36 +143,60 @@ def test_the_denominator_is_the_whole_batchs() -> None:
     targets = np.array([0, 1, 2, 1, 1, 0, 2, 2, 1])
     batch = make_batch(0, np.arange(9), ids, None, targets, single, PACKED)
     assert len(batch.micro_batches) > 1
-    assert batch.denominator.dtype == torch.float64
-    assert float(batch.denominator) == 2 * 0.5 + 4 * 3 + 3 * 1
-    assert float(make_batch(0, np.arange(9), ids, None, np.eye(9, 3, dtype=np.float32), many, PADDED).denominator) == 27
+    for micro in batch.micro_batches:
+        assert micro.denominator.dtype == torch.float64
+        assert float(micro.denominator) == 2 * 0.5 + 4 * 3 + 3 * 1
+    batch = make_batch(0, np.arange(9), ids, None, np.eye(9, 3, dtype=np.float32), many, PADDED)
+    assert all(float(micro.denominator) == 27 for micro in batch.micro_batches)
 
 
 def test_map_reaches_every_tensor() -> None:
     ids = sequences([3, 20, 30, 30])
     batch = make_batch(0, np.arange(4), ids, pair_types(ids), np.zeros(4, dtype=np.int64), SINGLE, PACKED)
-    copy = batch.map(lambda t: t + 1)
-    assert float(copy.denominator) == float(batch.denominator) + 1
-    for micro, moved in zip(batch.micro_batches, copy.micro_batches, strict=True):
+    for micro in batch.micro_batches:
+        moved = micro.map(lambda t: t + 1)
+        assert float(moved.denominator) == float(micro.denominator) + 1
         assert torch.equal(moved.inputs.ids_T, micro.inputs.ids_T + 1)
         assert torch.equal(moved.targets_S, micro.targets_S + 1)
         assert torch.equal(moved.valid_S, micro.valid_S + 1)
         assert moved.samples is micro.samples
 
 
-@pytest.mark.parametrize("layout", [PACKED, PADDED], ids=["packed", "padded"])
-def test_a_micro_batch_in_one_memory_is_the_same_and_moves_with_it(layout: Layout) -> None:
-    ids = sequences([3, 20, 30, 30])
-    batch = make_batch(0, np.arange(4), ids, pair_types(ids), np.zeros(4, dtype=np.int64), SINGLE, layout)
-    for micro in batch.micro_batches:
-        memory = micro.in_one_memory(pinned=False)
-        copy = micro.over(memory)
-        for copied, tensor in zip(copy.tensors, micro.tensors, strict=True):
+GROUPED = dataclasses.replace(PACKED, groups=True)
+
+
+@pytest.mark.parametrize("layout", [PACKED, GROUPED, PADDED, UNSPLIT], ids=["packed", "grouped", "padded", "unsplit"])
+@given(lengths=lengths_of_a_batch, paired=st.booleans())
+def test_what_was_sent_arrives(layout: Layout, lengths: list[int], paired: bool) -> None:
+    ids = sequences(lengths)
+    targets = np.random.default_rng(1).random((len(ids), 3), dtype=np.float32)
+    many = MultiLabel(LabelSpace(task="multi_label", names=("a", "b", "c")))
+    batch = make_batch(0, np.arange(len(ids)), ids, pair_types(ids) if paired else None, targets, many, layout)
+    sent = batch.sent(CPU)
+    for index, micro in enumerate(batch.micro_batches):
+        assert batch.arrived(index) is micro
+        arrived = sent.arrived(index)
+        assert arrived.shape == micro.shape
+        assert arrived.samples is micro.samples
+        for copied, tensor in zip(arrived.tensors, micro.tensors, strict=True):
             assert torch.equal(copied, tensor)
             assert copied.dtype == tensor.dtype
             assert copied.data_ptr() % 16 == 0
-        assert copy.shape == micro.shape
-        assert copy.samples is micro.samples
-        memory.zero_()
-        assert not any(tensor.any() for tensor in copy.tensors)
-        assert micro.denominator == 4
+            assert copied.is_contiguous()
+        sent.memories[index].zero_()
+        assert not any(tensor.any() for tensor in arrived.tensors)
+
+
+def test_a_model_may_write_into_one_input() -> None:
+    ids = sequences([3, 5])
+    micro = (
+        make_batch(0, np.arange(2), ids, None, np.zeros(2, dtype=np.int64), SINGLE, PADDED)
+        .sent(torch.device("cpu"))
+        .arrived(0)
+    )
+    assert isinstance(micro.inputs, PaddedInputs)
+    table = torch.randn(int(micro.inputs.ids_RL.max()) + 1, 2, requires_grad=True)
+    found = torch.nn.functional.embedding(micro.inputs.ids_RL, table)
+    micro.inputs.mask_RL[:, 0] = 0
+    found.sum().backward()
+    assert table.grad is not None

@@ -26,6 +26,7 @@ from brimful.techniques.precision import choose_precision
 
 pytestmark = pytest.mark.gpu
 
+GPU = torch.device("cuda")
 STEPS = 40
 
 
@@ -100,14 +101,14 @@ def make_step(
         execution,
         SingleLabel(space),
         Optimizer(value="adamw_torch_fused"),
-        choose_precision(precision, torch.device("cuda")),  # type: ignore[arg-type]
+        choose_precision(precision, GPU),  # type: ignore[arg-type]
         make_schedule("linear", 1e-3, STEPS, 4),
         **options,
     )
 
 
 def losses(step: Step, batches: Source, number: int = STEPS) -> list[float]:
-    with Feed(batches, torch.device("cuda"), stop=number) as feed:
+    with Feed(batches, GPU, stop=number) as feed:
         return [step.run(batch).read().loss for batch in feed]
 
 
@@ -155,7 +156,7 @@ def test_dropout_repeats_and_differs(compiled: bool) -> None:
     assert first == pytest.approx(again, rel=2e-2)
     assert first == pytest.approx(eager, rel=5e-2)  # the same masks: seeds reach the graphs
     step = make_step(CapturedStep, dropout=0.5)
-    batch = next(iter(source(8192).batches(0, 1))).map(lambda t: t.cuda())
+    batch = next(iter(source(8192).batches(0, 1))).sent(GPU)
     other = Batch(**{**vars(batch), "number": 7})
     with torch.no_grad():
         step.update.schedule.zero_()
@@ -169,7 +170,7 @@ def test_nothing_waits_in_the_steady_state(compiled: bool) -> None:
     for _ in range(2):  # a shape is captured when it is met again
         losses(step, source(8192), 100)
     reserved, graphs, pending = torch.cuda.memory_reserved(), step.num_graphs, []
-    with Feed(source(8192), torch.device("cuda"), stop=100) as feed:
+    with Feed(source(8192), GPU, stop=100) as feed:
         for number, batch in enumerate(feed):
             if number == 0:  # the feed has begun
                 torch.cuda.set_sync_debug_mode("error")
@@ -186,9 +187,9 @@ def test_a_non_finite_step_is_not_applied() -> None:
     step = make_step(CapturedStep, dropout=0.0)
     batches = list(source(8192).batches(0, 30))
     for batch in batches:
-        step.run(batch.map(lambda t: t.cuda())).read()
+        step.run(batch.sent(GPU)).read()
     before = [p.detach().clone() for p in step.update.parameters]
-    bad = batches[5].map(lambda t: t.cuda())
+    bad = batches[5].sent(GPU)
     slot = int(bad.micro_batches[0].inputs.first_S[3])  # type: ignore[union-attr]
     token = int(bad.micro_batches[0].inputs.ids_T[slot])  # type: ignore[union-attr]
     embedding = step.execution.model.base_model.embeddings.word_embeddings.weight
@@ -202,7 +203,7 @@ def test_a_non_finite_step_is_not_applied() -> None:
     with torch.no_grad():
         embedding[token] = saved
     assert all(torch.equal(a, b) for a, b in zip(before, step.update.parameters, strict=True))
-    assert step.run(batches[6].map(lambda t: t.cuda())).read().applied
+    assert step.run(batches[6].sent(GPU)).read().applied
 
 
 def test_a_model_that_looks_at_the_device_runs_eagerly() -> None:

@@ -123,7 +123,7 @@ def accumulated(execution: Execution, case: Case, batch: Batch) -> tuple[float, 
     """Loss and gradient of one batch, accumulated micro-batch by micro-batch."""
     step = Step(execution, case.task, Optimizer(value="sgd"), FP32, torch.zeros(1), max_grad_norm=1.0, seed=0)
     rows = [step.accumulate(batch, index) for index in range(len(batch.micro_batches))]
-    loss = sum(float(r.sum()) for r in rows) / float(batch.denominator)
+    loss = sum(float(r.sum()) for r in rows) / float(batch.micro_batches[0].denominator)
     for micro, rows_S in zip(batch.micro_batches, rows, strict=True):
         assert not rows_S[~micro.valid_S].any()
     return loss, gradient(execution.model)

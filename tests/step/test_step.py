@@ -107,6 +107,16 @@ def same(one: dict[str, dict[str, Tensor]], other: dict[str, dict[str, Tensor]],
     )
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_a_batch_that_was_sent_is_the_same_step(packed: bool) -> None:
+    here, there = (make_step(FAMILIES["bert"].model(3).train(), packed=packed) for _ in range(2))
+    for number in range(STEPS):
+        batch = ROWS.batch(number, packed=packed)
+        one, other = here.run(batch).read(), there.run(batch.sent(CPU)).read()
+        assert one == other
+    assert same(snapshot(here), snapshot(there))
+
+
 # --- against a plain loop -------------------------------------------------------------------------------------------
 
 

@@ -67,7 +67,7 @@ class MicroBatch:
         )
 
     def in_one_memory(self, *, pinned: bool) -> Tensor:
-        """(B,) uint8: a copy of all tensors, one after the other. They are on the host."""
+        """(B,) uint8: a copy of all tensors, one after the other. They must be on the host."""
         memory = torch.empty(sum(map(_room, self.tensors)), dtype=torch.uint8, pin_memory=pinned)
         room, start = memory.numpy(), 0
         for tensor in self.tensors:
@@ -76,16 +76,20 @@ class MicroBatch:
         return memory
 
     def over(self, memory: Tensor) -> MicroBatch:
-        """The same layout with tensors that are views of a memory such as `in_one_memory` makes, anywhere."""
-        whole = {dtype: memory.view(dtype) for dtype in {tensor.dtype for tensor in self.tensors}}
-        start = 0
+        """The same layout on what is in a memory such as `in_one_memory` makes, anywhere.
 
-        def view(tensor: Tensor) -> Tensor:
+        Its tensors are no views of one: a model that writes into one of its inputs has not changed the others.
+        """
+        storage, start = memory.untyped_storage(), 0
+
+        def place(tensor: Tensor) -> Tensor:
             nonlocal start
-            place, start = start // tensor.itemsize, start + _room(tensor)
-            return whole[tensor.dtype][place : place + tensor.numel()].view(tensor.shape)
+            offset, start = start // tensor.itemsize, start + _room(tensor)
+            made = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+            made.set_(storage, offset, tensor.shape)  # type: ignore[call-overload]
+            return made
 
-        return self.map(view)
+        return self.map(place)
 
 
 def _room(tensor: Tensor) -> int:
@@ -98,8 +102,8 @@ class Batch:
     """One effective batch: what one optimizer step consumes.
 
     number: batches consumed before it since training began. num_tokens: tokens of its sequences. num_computed: tokens
-    of its micro-batches, padding and tails counted. memories: of each micro-batch its tensors in one memory of the
-    device, so that they are copied at once; none where they are where the step runs anyway.
+    of its micro-batches, padding and tails counted. memories: once it was sent to a device, of each micro-batch its
+    tensors there, in one memory.
     """
 
     number: int
@@ -109,19 +113,17 @@ class Batch:
     num_computed: int
     memories: tuple[Tensor, ...] = ()
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """A copy with `change` applied to every tensor."""
-        return replace(self, micro_batches=tuple(micro.map(change) for micro in self.micro_batches), memories=())
+    def sent(self, device: torch.device) -> Batch:
+        """The batch and a copy of its tensors that is on its way to a device, on the current stream: one copy a
+        micro-batch."""
+        pinned = device.type == "cuda"
+        staged = [micro.in_one_memory(pinned=pinned) for micro in self.micro_batches]
+        return replace(self, memories=tuple(memory.to(device, non_blocking=True) for memory in staged))
 
     def arrived(self, index: int) -> MicroBatch:
-        """One micro-batch with its tensors where the step runs."""
+        """One micro-batch with its tensors where it was sent, or on the host if it was not."""
         micro = self.micro_batches[index]
         return micro.over(self.memories[index]) if self.memories else micro
-
-    @property
-    def denominator(self) -> Tensor:
-        """() fp64: what the plain loss of the batch is over, the same in all its micro-batches."""
-        return self.micro_batches[0].denominator
 
     @property
     def samples(self) -> np.ndarray:

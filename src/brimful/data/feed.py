@@ -10,13 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from brimful.data.augment import Augmenter, Encoded, worker_errors
 from brimful.data.batches import Batch, Layout, Order, make_batch
@@ -131,8 +129,9 @@ class Feed:
             batch, event = item
             if event is not None:
                 torch.cuda.current_stream(self._device).wait_event(event)
+                # What was filled on another stream stays until what is queued on this one is done with it.
                 for memory in batch.memories:
-                    _used_here(memory)
+                    memory.record_stream(torch.cuda.current_stream(self._device))
             yield batch
 
     def _stage(self) -> None:
@@ -156,14 +155,7 @@ class Feed:
     def _to_device(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
         if self._stream is None:
             return batch, None
-        pinned = [micro.in_one_memory(pinned=True) for micro in batch.micro_batches]
         with torch.cuda.stream(self._stream):
-            memories = tuple(memory.to(self._device, non_blocking=True) for memory in pinned)
-            event = torch.cuda.Event()
+            sent, event = batch.sent(self._device), torch.cuda.Event()
             event.record(self._stream)
-        return replace(batch, memories=memories), event
-
-
-def _used_here(memory: Tensor) -> None:
-    """Keeps memory that was filled on another stream until what is queued on this one is done with it."""
-    memory.record_stream(torch.cuda.current_stream(memory.device))
+        return sent, event

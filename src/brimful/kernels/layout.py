@@ -161,9 +161,11 @@ def packed_inputs(
 
     padding_id: the model's own, by which its head knows padding. types: token types of each sequence. groups: also as
     padded rows, for `grouped_attention`.
-    Raises: ValueError if the sequences do not fit the shape.
+    Raises: ValueError if the sequences do not fit the shape, or if one is empty.
     """
     lengths = [len(sequence) for sequence in ids]
+    if not all(lengths):
+        raise ValueError(f"of {len(ids)} sequences one is empty")
     segments = make_segments(lengths, shape)
     offsets_N = segments.offsets_N.numpy().astype(np.int64)
     segment_T = segments.segment_T.numpy()

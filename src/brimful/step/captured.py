@@ -20,7 +20,7 @@ from torch import Tensor
 
 from brimful.data.batches import Batch, MicroBatch, Shape
 from brimful.step.fused_update import MOST_GRAPHS
-from brimful.step.step import Pending, Step
+from brimful.step.step import Pending, Step, generator_of
 
 #: Graphs at most. A packed run has at most a dozen shapes.
 _MOST_GRAPHS = MOST_GRAPHS // 2
@@ -28,22 +28,25 @@ _MOST_GRAPHS = MOST_GRAPHS // 2
 
 @dataclass(frozen=True, kw_only=True)
 class _Graph:
-    """A captured computation on static inputs, and where it leaves what the host reads. kept: what it reads besides."""
+    """A captured computation, and where it leaves what the host reads.
+
+    memory: that of the micro-batch it works on, if it does on one. kept: what it reads besides.
+    """
 
     graph: torch.cuda.CUDAGraph
-    inputs: tuple[Tensor, ...]
+    memory: Tensor | None
     rows_S: Tensor | None
     readings: Tensor | None
     kept: Any
 
-    def replay(self, inputs: tuple[Tensor, ...]) -> None:
-        if inputs:
-            torch._foreach_copy_(self.inputs, inputs)
+    def replay(self, memory: Tensor | None = None) -> None:
+        if self.memory is not None and memory is not None:
+            self.memory.copy_(memory)
         self.graph.replay()
 
 
 class CapturedStep(Step):
-    """`Step` with the same results, launched as graphs.
+    """`Step` with the same results, launched as graphs, for batches that were sent to its device.
 
     note: called once with the reason if capture turns out to be impossible; the step then goes on eagerly.
     """
@@ -63,7 +66,7 @@ class CapturedStep(Step):
 
     def run(self, batch: Batch) -> Pending:
         """One step, replayed where its shapes have been met before."""
-        shapes = [(bool(batch.memories), *micro.shape) for micro in batch.micro_batches]
+        shapes = [micro.shape for micro in batch.micro_batches]
         new = [shape for shape in dict.fromkeys(shapes) if shape not in self._met]
         self._met.update(new)
         if new or not self._possible:
@@ -93,7 +96,7 @@ class CapturedStep(Step):
 
             graph = self._capture(("whole", shape), compute, batch, 0)
         self.draw_seed(batch, 0)
-        graph.replay(_inputs(batch, 0))
+        graph.replay(batch.memories[0])
         assert graph.rows_S is not None
         assert graph.readings is not None
         return Pending(batch, graph.readings, [graph.rows_S.clone()], self.precision.scaled)
@@ -109,12 +112,12 @@ class CapturedStep(Step):
         for index, shape in enumerate(shapes):
             graph = self._graphs["accumulate", shape]
             self.draw_seed(batch, index)
-            graph.replay(_inputs(batch, index))
+            graph.replay(batch.memories[index])
             assert graph.rows_S is not None
             rows.append(graph.rows_S.clone())
         self.reduce()
         update = self._graphs[("update",)]
-        update.replay(())
+        update.replay()
         assert update.readings is not None
         return Pending(batch, update.readings, rows, self.precision.scaled)
 
@@ -130,15 +133,14 @@ class CapturedStep(Step):
         batch: Batch | None = None,
         index: int = 0,
     ) -> _Graph:
-        """Records `compute` on a copy of a micro-batch, if it is given one. Nothing is computed: the first replay does
-        that."""
+        """Records `compute`, if there is a batch on one of its micro-batches, in a memory of its own.
+
+        Nothing is computed: the first replay does that.
+        """
         if len(self._graphs) >= _MOST_GRAPHS:
             raise _CannotCapture(f"there are more than {_MOST_GRAPHS} shapes")
-        inputs: tuple[Tensor, ...] = ()
-        static = None
-        if batch is not None:
-            inputs = tuple(tensor.clone() for tensor in _inputs(batch, index))
-            static = _on(inputs, batch, index)
+        memory = None if batch is None else batch.memories[index].clone()
+        static = None if batch is None or memory is None else batch.micro_batches[index].over(memory)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # what eager steps kept cannot be used by the graphs' pool: give it back first
@@ -151,7 +153,7 @@ class CapturedStep(Step):
             _leave_capture(self.device)
             raise _CannotCapture(str(refusal).splitlines()[0][:200]) from refusal
         kept = self.update.captured()
-        self._graphs[name] = _Graph(graph=graph, inputs=inputs, rows_S=rows_S, readings=readings, kept=kept)
+        self._graphs[name] = _Graph(graph=graph, memory=memory, rows_S=rows_S, readings=readings, kept=kept)
         return self._graphs[name]
 
 
@@ -161,16 +163,4 @@ class _CannotCapture(Exception):  # noqa: N818  (caught where it is raised)
 
 def _leave_capture(device: torch.device) -> None:
     """Gives the generator a state that does not believe, after a capture that failed, to be in it still."""
-    generator = torch.cuda.default_generators[device.index or 0]
-    generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
-
-
-def _inputs(batch: Batch, index: int) -> tuple[Tensor, ...]:
-    """What a micro-batch is copied from: its memory, or each of its tensors."""
-    return (batch.memories[index],) if batch.memories else batch.micro_batches[index].tensors
-
-
-def _on(inputs: tuple[Tensor, ...], batch: Batch, index: int) -> MicroBatch:
-    """A micro-batch on copies of its `_inputs`."""
-    micro, each = batch.micro_batches[index], iter(inputs)
-    return micro.over(*inputs) if batch.memories else micro.map(lambda _: next(each))
+    generator_of(device).graphsafe_set_state(torch.Generator(device).graphsafe_get_state())

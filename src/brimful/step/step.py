@@ -114,7 +114,8 @@ class Step:
         kind = FusedUpdate if can_fuse(execution.model, optimizer) else Update
         self.update = kind(execution.model, optimizer, precision, schedule, max_grad_norm=max_grad_norm, halves=halves)
         self.device = self.update.device
-        self._generators = _generators(self.device)
+        # `torch.manual_seed` looks at every device there is, for as long as a tenth of a small model's step.
+        self._generators = {torch.default_generator, generator_of(self.device)}
 
     def run(self, batch: Batch) -> Pending:
         """One step on one effective batch. Returns at once; the outcome is read later."""
@@ -170,12 +171,9 @@ class Step:
         self.update.load_state_tensors(tensors)
 
 
-def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
-    """Those that draws on the host and on a device come from. `torch.manual_seed` seeds them too, but looks at every
-    device there is, which takes as long as a tenth of a small model's step."""
-    if device.type != "cuda":
-        return (torch.default_generator,)
-    return torch.default_generator, torch.cuda.default_generators[device.index or 0]
+def generator_of(device: torch.device) -> torch.Generator:
+    """The one that draws on a device come from."""
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def _mix(seed: int, number: int, index: int) -> int:
