@@ -22,7 +22,10 @@ TABLE = (
     *("bbc/modernbert", "pairs/minilm"),
 )
 #: What is measured on a CPU unless told.
-CPU_TABLE = ("tweets/minilm", "bbc/minilm")
+CPU_TABLE = (
+    *("tweets/minilm", "bbc/minilm", "parquet/tweets/minilm", "zeroshot/minilm", "pairs/minilm", "tweets/base"),
+    "tweets/modernbert",
+)
 CANDIDATES = (
     *("sports", "politics", "business", "technology", "health"),
     *("music", "food", "travel", "the weather", "family and friends"),
