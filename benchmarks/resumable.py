@@ -102,7 +102,8 @@ class Session:
         return record
 
     def child(self, plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Runs one plan in a process of its own: its `found` rows, `wall_s`, `nvml_bytes`, `ok`, `error` if not."""
+        """Runs one plan in a process of its own: its `found` rows, `wall_s`, `nvml_bytes`, `ok`; `error` if not, and
+        whether it was `timed_out`."""
         arguments = self.arguments
         if self.deadline is not None:
             timeout_s = min(timeout_s, self.deadline - time.monotonic())
@@ -110,7 +111,7 @@ class Session:
         command += ["--inputs", str(arguments.inputs)]
         command += ["--tokenizer", arguments.tokenizer] if arguments.tokenizer else []
         before = peak = self.nvml.used_bytes()
-        began, error = time.monotonic(), None
+        began, error, timed_out = time.monotonic(), None, False
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             process = subprocess.Popen(command, stdout=out, stderr=err, env=self._environment, start_new_session=True)
             try:
@@ -119,7 +120,7 @@ class Session:
                     if peak is not None:
                         peak = max(peak, self.nvml.used_bytes() or 0)
                     if time.monotonic() - began > timeout_s:
-                        error = f"not done after {timeout_s:.0f} s"
+                        error, timed_out = f"not done after {timeout_s:.0f} s", True
                         break
             finally:  # its own group: loader workers and compilers end with it
                 with contextlib.suppress(ProcessLookupError):
@@ -134,6 +135,7 @@ class Session:
             "found": found,
             "ok": error is None,
             "error": error,
+            "timed_out": timed_out,
             "wall_s": round(time.monotonic() - began, 1),
             "nvml_bytes": None if peak is None or before is None else peak - before,
         }

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForSequenceClassification
 
-from brimful.models.execution import PackedForm
+from brimful.models.execution import PackedForm, Pooling
 
 VOCABULARY = 99
 #: Longest sequence that every family here takes: more than any of their windows.
@@ -44,7 +44,7 @@ class Family:
 
     config: str
     settings: dict[str, Any] = field(default_factory=dict)
-    pooling: str = "first"
+    pooling: Pooling = "first"
     first_position: int = 0
     partly_fp32: bool = False
     short: bool = False
@@ -52,7 +52,7 @@ class Family:
     @property
     def form(self) -> PackedForm:
         """How it runs packed."""
-        return PackedForm(pooling=self.pooling, first_position=self.first_position, short=self.short)  # type: ignore[arg-type]
+        return PackedForm(pooling=self.pooling, first_position=self.first_position, short=self.short)
 
     def model(self, num_labels: int = 3, *, seed: int = 0, dropout: float = 0.0, **settings: Any) -> Any:
         """A fresh model in fp32, with every dropout at `dropout`."""

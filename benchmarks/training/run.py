@@ -156,7 +156,8 @@ def row(session: Session, work: Work) -> bool:
         result = measure(session, work, side, settings, settings)
         if not result["ok"] and not session.fits(0):
             return False  # cut by the budget, which says nothing of the setting
-        if side == "hf" and settings["torch_compile"] and not result["ok"]:  # what won on one row may fail on another
+        # What won on one row may fail on another; what was only slow to compile is not measured as if it had failed.
+        if side == "hf" and settings["torch_compile"] and not result["ok"] and not result["timed_out"]:
             say(f"{work.name}: again without torch_compile")
             measure(session, work, side, settings, settings | {"torch_compile": False})
     return True

@@ -65,7 +65,7 @@ ROWS = Rows()
 
 def execution_of(model: Any, family: str = "bert", *, packed: bool = True) -> Execution:
     known = FAMILIES[family]
-    form = PackedForm(pooling=known.pooling, first_position=known.first_position)  # type: ignore[arg-type]
+    form = PackedForm(pooling=known.pooling, first_position=known.first_position)
     return PackedExecution(model, form) if packed else PaddedExecution(model)
 
 

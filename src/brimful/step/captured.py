@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,13 +89,14 @@ class CapturedStep(Step):
     def _whole(self, batch: Batch, shape: Shape) -> Pending:
         graph = self._graphs.get(("whole", shape))
         if graph is None:
+            memory, static = _copy(batch, 0)
 
-            def compute(static: MicroBatch) -> tuple[Tensor, Tensor]:
+            def compute() -> tuple[Tensor, Tensor]:
                 rows_S = self.backward(static)
                 self.reduce()
                 return rows_S, self.update.apply(gathered=False)
 
-            graph = self._capture(("whole", shape), compute, batch, 0)
+            graph = self._capture(("whole", shape), compute, memory)
         self.draw_seed(batch, 0)
         graph.replay(batch.memories[0])
         assert graph.rows_S is not None
@@ -105,9 +107,10 @@ class CapturedStep(Step):
         self.update.prepare_gathering()
         for index, shape in enumerate(shapes):
             if ("accumulate", shape) not in self._graphs:
-                self._capture(("accumulate", shape), self._accumulate, batch, index)
+                memory, static = _copy(batch, index)
+                self._capture(("accumulate", shape), partial(self._accumulate, static), memory)
         if ("update",) not in self._graphs:
-            self._capture(("update",), lambda _: (None, self.update.apply(gathered=True)))
+            self._capture(("update",), lambda: (None, self.update.apply(gathered=True)))
         rows = []
         for index, shape in enumerate(shapes):
             graph = self._graphs["accumulate", shape]
@@ -129,25 +132,19 @@ class CapturedStep(Step):
     def _capture(
         self,
         name: Shape,
-        compute: Callable[[Any], tuple[Tensor | None, Tensor | None]],
-        batch: Batch | None = None,
-        index: int = 0,
+        compute: Callable[[], tuple[Tensor | None, Tensor | None]],
+        memory: Tensor | None = None,
     ) -> _Graph:
-        """Records `compute`, if there is a batch on one of its micro-batches, in a memory of its own.
-
-        Nothing is computed: the first replay does that.
-        """
+        """Records `compute`, which works on what is in `memory`. Nothing is computed: the first replay does that."""
         if len(self._graphs) >= _MOST_GRAPHS:
             raise _CannotCapture(f"there are more than {_MOST_GRAPHS} shapes")
-        memory = None if batch is None else batch.memories[index].clone()
-        static = None if batch is None or memory is None else batch.micro_batches[index].over(memory)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # what eager steps kept cannot be used by the graphs' pool: give it back first
         try:
             # thread_local: the feed's thread goes on allocating and copying meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                rows_S, readings = compute(static)
+                rows_S, readings = compute()
         except (RuntimeError, torch.AcceleratorError) as refusal:
             torch.cuda.synchronize(self.device)
             _leave_capture(self.device)
@@ -164,3 +161,9 @@ class _CannotCapture(Exception):  # noqa: N818  (caught where it is raised)
 def _leave_capture(device: torch.device) -> None:
     """Gives the generator a state that does not believe, after a capture that failed, to be in it still."""
     generator_of(device).graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
+
+
+def _copy(batch: Batch, index: int) -> tuple[Tensor, MicroBatch]:
+    """A memory for a graph to read a micro-batch from, and that micro-batch."""
+    memory = batch.memories[index].clone()
+    return memory, batch.micro_batches[index].over(memory)
