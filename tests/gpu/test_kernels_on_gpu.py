@@ -26,9 +26,10 @@ LENGTHS = [5, 130, 1, 64, 17]
 
 
 def outputs_and_gradients(
-    attend: Attention, dtype: torch.dtype, pattern: Pattern, heads: tuple[int, int]
+    attend: Attention, dtype: torch.dtype, pattern: Pattern, heads: tuple[int, int], typical_length: int = 30
 ) -> torch.Tensor:
-    segments = with_groups(make_segments(LENGTHS, PackedShape(num_tokens=512, num_slots=8, max_length=160)))
+    shape = PackedShape(num_tokens=512, num_slots=8, max_length=160, typical_length=typical_length)
+    segments = with_groups(make_segments(LENGTHS, shape))
     segments = map_tensors(segments, lambda t: t.cuda())
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(heads[0], 512, 64), (heads[1], 512, 64), (heads[1], 512, 64), (heads[0], 512, 64)]
@@ -64,6 +65,17 @@ def test_equal_to_reference(
     expected = outputs_and_gradients(reference_attention, torch.float64, pattern, heads)
     found = outputs_and_gradients(attend, dtype, pattern, heads)
     assert float((found - expected).norm() / expected.norm()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_long_segments(dtype: torch.dtype) -> None:
+    """With the tiles of long segments too, and the same bits again."""
+    pattern = Pattern(scale=0.125)
+    expected = outputs_and_gradients(reference_attention, torch.float64, pattern, (4, 4))
+    found = outputs_and_gradients(triton_attention, dtype, pattern, (4, 4), 200)
+    again = outputs_and_gradients(triton_attention, dtype, pattern, (4, 4), 200)
+    assert float((found - expected).norm() / expected.norm()) < TOLERANCE[dtype]
+    assert torch.equal(found, again)
 
 
 @pytest.mark.parametrize("typical_length", [33, 400, 3000])

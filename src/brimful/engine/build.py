@@ -99,7 +99,9 @@ def build(
     arguments = (execution, prepared.task, optimizer, precision, schedule)
     settings: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "seed": options.seed, "halves": proof.halves}
     step = (
-        CapturedStep(*arguments, note=listener.warning, **settings) if mode.captured else Step(*arguments, **settings)
+        CapturedStep(*arguments, fused=mode.compiled, note=listener.warning, **settings)
+        if mode.captured
+        else Step(*arguments, **settings)
     )
     levers = (
         packing.lever(),

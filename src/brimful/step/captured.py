@@ -5,6 +5,9 @@ One graph per shape runs a whole step where the batch is a single micro-batch. O
 is first met, which also warms up what capture must not (compilation, library handles, optimizer states), and is
 captured when it comes again. Graphs share one memory pool.
 
+Layers on fused kernels have these compiled together before the first step, of which the gradient is computed once for
+nothing.
+
 Dropout: torch fills a graph's seed from the generator at each replay, so masks are drawn by (seed, batch, micro-batch)
 as in the eager step.
 """
@@ -49,12 +52,13 @@ class _Graph:
 class CapturedStep(Step):
     """`Step` with the same results, launched as graphs, for batches that were sent to its device.
 
-    note: called once with the reason if capture turns out to be impossible; the step then goes on eagerly.
+    fused: whether layers are on fused kernels. note: called once with the reason if capture turns out to be impossible;
+    the step then goes on eagerly.
     """
 
-    def __init__(self, *arguments: Any, note: Callable[[str], None], **options: Any) -> None:
+    def __init__(self, *arguments: Any, fused: bool, note: Callable[[str], None], **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._note = note
+        self._fused, self._note = fused, note
         self._pool = torch.cuda.graph_pool_handle()
         self._met: set[Shape] = set()
         self._graphs: dict[Shape, _Graph] = {}
@@ -69,6 +73,8 @@ class CapturedStep(Step):
         """One step, replayed where its shapes have been met before."""
         shapes = [micro.shape for micro in batch.micro_batches]
         new = [shape for shape in dict.fromkeys(shapes) if shape not in self._met]
+        if self._fused and not self._met:
+            self.compile_kernels(batch)
         self._met.update(new)
         if new or not self._possible:
             return super().run(batch)

@@ -21,6 +21,7 @@ from torch import Tensor
 from brimful.data.packing import Piece, cut_window
 from brimful.data.tokens import Tokens
 from brimful.kernels.layout import PackedInputs, PackedShape, Segments
+from brimful.kernels.together import compiled_together
 from brimful.models.execution import Execution
 from brimful.techniques.precision import Precision
 
@@ -66,8 +67,9 @@ class PackedForward:
     """Logits of windows by a packed execution on a GPU.
 
     budget: most tokens of a piece. longest: longest sequence in tokens. typical_length: mean length to come, by which
-    kernels are chosen. captured: False to launch one kernel after another. note: called once with the reason if capture
-    turns out to be impossible.
+    kernels are chosen. captured: False to launch one kernel after another. fused: whether layers are on fused kernels,
+    which are then compiled together before the first pass. note: called once with the reason if capture turns out to be
+    impossible.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class PackedForward:
         padding_id: int,
         typical_length: int | None,
         captured: bool,
+        fused: bool,
         note: Callable[[str], None],
     ) -> None:
         self.execution, self.precision = execution, precision
@@ -89,7 +92,7 @@ class PackedForward:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Shape, _Graph] = {}
         self._met: set[Shape] = set()
-        self._possible = captured
+        self._possible, self._fused = captured, fused
 
     @torch.inference_mode()
     def submit(self, tokens: Tokens) -> Pending:
@@ -110,8 +113,13 @@ class PackedForward:
         if graph is None and shape in self._met and self._possible and len(self._graphs) < _MOST_GRAPHS:
             graph = self._capture(shape, tokens.types is not None, len(staged))
         if graph is None:
+            arrived, with_types = staged.to(device, non_blocking=True), tokens.types is not None
+            if self._fused and not self._met:
+                with compiled_together():
+                    self._compute(arrived, shape, with_types)
+                self.precision.after_update()  # copies of the weights that were made within
             self._met.add(shape)
-            logits_SC = self._compute(staged.to(device, non_blocking=True), shape, tokens.types is not None)
+            logits_SC = self._compute(arrived, shape, with_types)
             return logits_SC[: len(piece.rows)]
         graph.staged.copy_(staged, non_blocking=True)
         graph.graph.replay()

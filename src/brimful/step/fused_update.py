@@ -11,9 +11,10 @@ added up in fp32.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,21 @@ class _Places:
     starts_P: Tensor
     decays_P: Tensor
     copied_P: Tensor
+
+
+class _Launch(NamedTuple):
+    """A kernel, how many programs of it, and what they are told."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.arguments, **self.constants)
+
+    def compile(self) -> None:
+        self.kernel.warmup(*self.arguments, grid=self.grid, **self.constants)
 
 
 class FusedUpdate(Update):
@@ -140,37 +156,58 @@ class FusedUpdate(Update):
 
     def gather(self) -> None:
         """Adds the gradients of one micro-batch to the batch's, in fp32."""
-        self.prepare_gathering()
-        assert self._sum is not None
-        places, grid = self._places, (len(self._places.blocks_B3),)
-        adamw.gather_gradients[grid](
-            places.blocks_B3, places.starts_P, places.copied_P, self._addresses(), self._used,
-            self._gathered, self._sum, HALF=_triton_type(self._half), SIZE=adamw.BLOCK,
-        )  # fmt: skip
+        self._gathering().run()
         self._gathered.fill_(1)
 
     def apply(self, *, gathered: bool) -> Tensor:
         """As `Update.apply`, in three launches."""
-        places, blocks = self._places, len(self._places.blocks_B3)
-        addresses, halves = (self._sums(), self._no_halves) if gathered else (self._addresses(), places.copied_P)
-        constants: Any = {"HALF": _triton_type(self._half), "SIZE": adamw.BLOCK}
-        readings = torch.empty(5, dtype=torch.float64, device=self.device)
-        programs = min(adamw.PARTIALS, blocks)
-        adamw.adamw_norm[(programs,)](places.blocks_B3, halves, addresses, self._parts, blocks, **constants)
-        adamw.adamw_decide[(1,)](
-            self._parts, self._nowhere if gathered else addresses, self._used, self._steps, self._corrections,
-            self.loss, self.scale, self.applied, self.schedule, self._control, readings, self._gathered,
-            len(self.parameters), programs, len(self.schedule), self.max_grad_norm or 0.0,
-            LOG_BETA1=math.log(self._betas[0]), LOG_BETA2=math.log(self._betas[1]), SIZE=adamw.PARTIALS,
-        )  # fmt: skip
-        adamw.adamw_update[(blocks,)](
-            places.blocks_B3, self._touched, places.starts_P, places.decays_P, places.copied_P, halves, addresses,
-            self._used, self._corrections, self._control, self._master, self._moment1, self._moment2, self._copy,
-            *self._betas, self._epsilon, **constants,
-        )  # fmt: skip
+        readings = self._readings()
+        for launch in self._updating(readings, gathered=gathered):
+            launch.run()
         self.precision.after_update()
         self._rescale(self._control[0])
         return readings
+
+    def compile_kernels(self, *, gathered: bool) -> None:
+        """As `Update` does."""
+        gathering = [self._gathering()] if gathered else []
+        for launch in (*gathering, *self._updating(self._readings(), gathered=gathered)):
+            launch.compile()
+
+    def _readings(self) -> Tensor:
+        return torch.empty(5, dtype=torch.float64, device=self.device)
+
+    def _gathering(self) -> _Launch:
+        self.prepare_gathering()
+        places = self._places
+        gathered = (
+            places.blocks_B3, places.starts_P, places.copied_P, self._addresses(), self._used, self._gathered,
+            self._sum,
+        )  # fmt: skip
+        constants = {"HALF": _triton_type(self._half), "SIZE": adamw.BLOCK}
+        return _Launch(adamw.gather_gradients, (len(places.blocks_B3),), gathered, constants)
+
+    def _updating(self, readings: Tensor, *, gathered: bool) -> Iterator[_Launch]:
+        places, blocks = self._places, len(self._places.blocks_B3)
+        addresses, halves = (self._sums(), self._no_halves) if gathered else (self._addresses(), places.copied_P)
+        constants: Any = {"HALF": _triton_type(self._half), "SIZE": adamw.BLOCK}
+        programs = min(adamw.PARTIALS, blocks)
+        yield _Launch(
+            adamw.adamw_norm, (programs,), (places.blocks_B3, halves, addresses, self._parts, blocks), constants
+        )
+        decided = (
+            self._parts, self._nowhere if gathered else addresses, self._used, self._steps, self._corrections,
+            self.loss, self.scale, self.applied, self.schedule, self._control, readings, self._gathered,
+            len(self.parameters), programs, len(self.schedule), self.max_grad_norm or 0.0,
+        )  # fmt: skip
+        logs = {"LOG_BETA1": math.log(self._betas[0]), "LOG_BETA2": math.log(self._betas[1])}
+        yield _Launch(adamw.adamw_decide, (1,), decided, logs | {"SIZE": adamw.PARTIALS})
+        updated = (
+            places.blocks_B3, self._touched, places.starts_P, places.decays_P, places.copied_P, halves, addresses,
+            self._used, self._corrections, self._control, self._master, self._moment1, self._moment2, self._copy,
+            *self._betas, self._epsilon,
+        )  # fmt: skip
+        yield _Launch(adamw.adamw_update, (blocks,), updated, constants)
 
     def _addresses(self) -> Tensor:
         """(P,) int64: where each parameter's gradient is, 0 where there is none."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from brimful.data.batches import Batch, MicroBatch
 from brimful.kernels.seeds import one_seed
+from brimful.kernels.together import compiled_together
 from brimful.models.execution import Execution
 from brimful.step.fused_update import FusedUpdate, can_fuse
 from brimful.step.update import States, Update
@@ -158,6 +159,22 @@ class Step:
             logits_SC = logits_SC.float()
         rows_S = self.task.loss_rows_S(logits_SC, micro.targets_S)
         return torch.where(micro.valid_S, rows_S, 0.0)
+
+    def compile_kernels(self, batch: Batch) -> None:
+        """Compiles together the kernels of this batch's step that were not yet. Nothing else comes of it."""
+        parameters, buffers = self.update.parameters, list(self.execution.model.buffers())
+        gradients, values = [each.grad for each in parameters], [each.clone() for each in buffers]
+        for parameter in parameters:
+            parameter.grad = None
+        with compiled_together():
+            self.draw_seed(batch, 0)
+            self.loss_rows_S(batch.arrived(0)).sum().backward()  # type: ignore[no-untyped-call]
+            self.update.compile_kernels(gathered=len(batch.micro_batches) > 1)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+        self.precision.after_update()  # copies of the weights that were made within
 
     def reduce(self) -> None:
         """Where gradients of several processes meet; with one there is nothing to do."""

@@ -69,6 +69,9 @@ class Update:
     def gather(self) -> None:
         """After each backward pass of a batch of several micro-batches."""
 
+    def compile_kernels(self, *, gathered: bool) -> None:
+        """Compiles what `apply` launches, which parameters have gradients for, if it is anything of ours."""
+
     def apply(self, *, gathered: bool) -> Tensor:
         """Updates the weights. Returns readings, (5,) fp64: loss, gradient norm, learning rate, scale, skipped.
 

@@ -230,6 +230,7 @@ def _graphs(
         padding_id=padding_id_of(loaded.execution.model.config),
         typical_length=loaded.kernels.typical_length,
         captured=mode.captured,
+        fused=mode.compiled,
         note=listener.warning,
     )
     reason = "tokens of a micro-batch; texts are put in order of length within a window, so that few are missing"

@@ -1,0 +1,90 @@
+"""A first step of fused layers whose kernels are compiled for an H200 and launched on nothing: any machine can do it.
+
+Prints JSON: kernels launched while they were compiled together, those compiled in the step after, and those launched.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from brimful.kernels.attention import triton_attention
+from brimful.models import execution
+from brimful.models.execution import PackedExecution, PackedForm
+from brimful.step import step as step_module
+from brimful.step.step import Step, make_schedule
+from brimful.techniques.execution import ExecutionMode
+from brimful.techniques.optimizer import Optimizer
+from brimful.techniques.precision import Precision
+from step.test_step import ROWS, TASK
+from tiny import VOCABULARY
+
+launched: list[str] = []
+
+
+class Utils:
+    def load_binary(self, *_: Any) -> tuple[int, ...]:
+        return 0, 0, 0, 0, 1024
+
+    def get_device_properties(self, _: int) -> dict[str, int]:
+        return {"max_shared_mem": 232_448}
+
+
+class Driver:
+    """What Triton asks of an H200."""
+
+    utils = Utils()
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def launcher_cls(self, _: Any, metadata: Any) -> Any:
+        return lambda *_: launched.append(metadata.name)
+
+
+def main() -> None:
+    driver.set_active(Driver())
+    patch = pytest.MonkeyPatch()
+    patch.setattr(execution, "choose_attention", lambda *_: triton_attention)
+    patch.setattr(step_module, "can_fuse", lambda *_: True)
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        num_labels=3,
+    )  # fmt: skip
+    packed = PackedExecution(
+        BertForSequenceClassification(config).train(), PackedForm(pooling="first", first_position=0)
+    )
+    ExecutionMode(value="compiled", reason="a test").apply(packed, fused=True, note=pytest.fail)
+    step = Step(
+        packed,
+        TASK,
+        Optimizer(value="adamw_torch_fused"),
+        Precision(value="bf16", device=torch.device("cpu"), reason="a test"),
+        make_schedule("linear", 1e-3, 10, 0),
+        max_grad_norm=1.0,
+        seed=0,
+    )
+    batch = ROWS.batch(0)
+    step.compile_kernels(batch)
+    before = list(launched)
+    compiled: list[str] = []
+    knobs.runtime.jit_post_compile_hook = lambda **told: compiled.append(told["fn"].name)
+    step.run(batch)
+    print(json.dumps({"before": before, "compiled": compiled, "launched": sorted(set(launched))}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Kernels of a first step, compiled together: all that it launches, and nothing else comes of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from brimful.step import step as step_module
+from step.test_step import FAMILIES, ROWS, make_step, same, snapshot
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_a_first_step_compiles_nothing_more(tmp_path: Path) -> None:
+    """In a process whose kernels are compiled, not interpreted, for a GPU that it does not have."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(TESTS), "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(
+        [sys.executable, "-m", "step.first_step"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert (found["before"], found["compiled"]) == ([], [])
+    assert {"varlen_attention_backward", "norm_backward", "adamw_update", "gather_gradients"} <= set(found["launched"])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_is_the_same_with_and_without(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_module, "can_fuse", lambda *_: fused)
+    model = FAMILIES["bert"].model(3, hidden_dropout_prob=0.1).train()
+    first, second = make_step(copy.deepcopy(model)), make_step(model)
+    second.compile_kernels(ROWS.batch(0))
+    for number in range(3):
+        assert first.run(ROWS.batch(number)).read() == second.run(ROWS.batch(number)).read()
+        if number == 1:
+            second.compile_kernels(ROWS.batch(number))
+    assert same(snapshot(first), snapshot(second))
