@@ -234,6 +234,8 @@ def test_control_characters_reach_stdout_escaped(brimful: Brimful, tmp_path: Pat
         (["{classifier}", "{reviews}", "--threshold", "1.5"], "--threshold is 1.5", "0.5"),
         (["{classifier}", "{reviews}", "--max-length", "1000"], "positions for 80 tokens", "at most 80"),
         (["{classifier}", "{reviews}", "--device", "cuda"], "--device cuda", "--device cpu"),
+        (["{classifier}", "{reviews}", "--num-gpus", "2"], "--num-gpus is 2, and there is no GPU to run on", "leave"),
+        (["{classifier}", "{reviews}", "--num-gpus", "2", "--device", "cpu"], "and --device is cpu", "leave it out"),
         (["{classifier}", "{reviews}", "--outptu", "a.csv"], "no option --outptu", "--output"),
         (["{classifier}", "{reviews}", "--labels", ",", "-o", "{tmp}/out.csv"], "no candidate labels", "sports"),
         (["{classifier}", "{reviews}", "--labels", "a", "--pair-column", "label"], "are both given", "one text a row"),
@@ -254,7 +256,7 @@ def test_control_characters_reach_stdout_escaped(brimful: Brimful, tmp_path: Pat
     ],
 )
 def test_mistakes(words: list[str], said: str, hint: str, brimful: Brimful, files: Files, tmp_path: Path) -> None:
-    if "cuda" in words and torch.cuda.is_available():
+    if {"cuda", "--num-gpus"} & {*words} and "cpu" not in words and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     places = {"base": files.base, "classifier": files.classifier, "reviews": files.reviews, "tmp": tmp_path}
     found = brimful("classify", *(word.format(**places) for word in words))

@@ -351,6 +351,48 @@ def test_zero_shot_with_labels_of_each_row(listed: bool, nli: Path, brimful: Bri
                 assert (row["label"], row["score"], row["error"]) == (None, None, None)
 
 
+@pytest.mark.parametrize(("flags", "task"), [([], "single_label"), (["--multi-label"], "multi_label")])
+def test_labels_of_zero_shot_on_record(
+    flags: list[str], task: str, nli: Path, brimful: Brimful, tmp_path: Path
+) -> None:
+    output, page = tmp_path / "out.csv", tmp_path / "page.html"
+    rest = [*FP32, *flags, "--output", output, "--report", page]
+    said = brimful("classify", nli, write_rows(tmp_path, "jsonl"), "--labels", "good,film,z", *rest)
+    assert said.code == 0, said.err
+    record = manifest(output)["record"]
+    assert record["labels"] == {"task": task, "names": ["good", "film", "z"], "values": {}}
+    absent = [name for name in ("good", "film", "z") if name not in record["tally"]["labels"]]
+    never = f"Never given: {', '.join(absent)}."
+    assert (never in said.err) == (never in page.read_text("utf-8")) == bool(absent)
+    assert not any(name in said.err for name in NLI)
+
+
+def test_rows_without_candidate_labels_and_with_one_twice(nli: Path, brimful: Brimful, tmp_path: Path) -> None:
+    own = ["good,bad", "", None, "a, b,a", "dull", " , ", "film,good", "x"]
+    rows = [{"text": row["text"], "choices": labels} for row, labels in zip(ROWS, own, strict=False)]
+    rows += [{"text": "", "choices": "good"}, {"text": None, "choices": None}]
+    (tmp_path / "d.jsonl").write_bytes(jsonl(rows))
+    output, page = tmp_path / "out.jsonl", tmp_path / "page.html"
+    command = ["classify", nli, tmp_path / "d.jsonl", *FP32, "--labels", "column:choices", "--output", output]
+    said = brimful(*command, "--report", page)
+    assert said.code == 0, said.err
+    twice = "the candidate label 'a' is there twice"
+    assert [row["error"] for row in lines(output.read_bytes())] == [None] * 3 + [twice] + [None] * 6
+    answered = [row["label"] is not None for row in lines(output.read_bytes())]
+    assert answered == [True, False, False, False, True, False, True, True, False, False]
+    record = manifest(output)["record"]
+    counts = {name: record["tally"][f"num_{name}"] for name in ("rows", "empty", "unlabelled", "errors")}
+    assert counts == {"rows": 10, "empty": 2, "unlabelled": 3, "errors": 1}
+    assert record["labels"]["names"] == sorted(record["tally"]["labels"])
+    shown = page.read_text("utf-8")
+    for text in (said.err, shown):
+        assert "of 10 rows had no candidate labels, and have no answer" in text
+        assert "of 10 rows had no text, and have no answer" in text
+        assert "Never given" not in text
+    again = brimful(*command, "--resume")
+    assert "is finished: there is nothing to do" in again.err
+
+
 def test_a_column_of_labels_that_is_not_there(nli: Path, brimful: Brimful, tmp_path: Path) -> None:
     said = brimful("classify", nli, write_rows(tmp_path, "jsonl"), "--labels", "column:labels")
     assert said.code == 2
@@ -396,6 +438,38 @@ def test_the_report_the_document_and_the_manifest_say_the_same(brimful: Brimful,
     assert "16 of your own rows were also given to the plain Hugging Face model in fp32" in html
     assert "has the same label in 16 of 16 rows" in said.err
     assert f"report: {page}" in said.err
+
+
+def test_rows_with_errors_are_named(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    """The first five, by file and row; a run that goes on has them of the one before it."""
+    folder, output = tmp_path / "rows", tmp_path / "out"
+    folder.mkdir()
+    (folder / "a.csv").write_text("text\ngood film\none,too many\nfine\n", "utf-8")
+    (folder / "b.csv").write_text("text\n" + "one,too many\n" * 6, "utf-8")
+    options = ("classify", files.classifier, folder, *FP32, "-o", output, "--shard-rows", 2)
+    said = brimful(*options)
+    found = manifest(output)["record"]["tally"]["first_errors"]
+    expected = [("a.csv", 2), *[("b.csv", row) for row in range(1, 5)]]
+    assert [(Path(each["file"]).name, each["row"]) for each in found] == expected
+    assert "b.csv, row 4: 2 columns, the header has 1: 'one,too many'" in said.err
+    assert "b.csv, row 5" not in said.err
+    again = brimful(*options, "--resume")
+    assert again.code == 0, again.err
+    assert manifest(output)["record"]["tally"]["first_errors"] == found
+
+
+def test_texts_to_compare_are_looked_for_across_files(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    blank = {"id": 0, "text": " "}
+    for name, rows in (("a", [blank] * 30), ("b", [*ROWS[:2], blank]), ("c", ROWS)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    said = brimful("classify", files.classifier, folder, *FP32, "-o", tmp_path / "o.jsonl", "--verify", 8)
+    assert "same label in 8 of 8 rows" in said.err
+    nothing = tmp_path / "blank.jsonl"
+    nothing.write_text((json.dumps(blank) + "\n") * 30, "utf-8")
+    said = brimful("classify", files.classifier, nothing, *FP32, "-o", tmp_path / "n.jsonl", "--verify", 8)
+    assert "nothing was compared with the plain model: none of the first 30 rows has a text" in said.err
 
 
 def test_without_verify_nothing_is_compared_and_that_is_said(brimful: Brimful, files: Files, tmp_path: Path) -> None:

@@ -67,6 +67,19 @@ def test_write_chunks_tells_what_it_wrote(tmp_path: Path) -> None:
     assert written == durable.Written(num_bytes=10, sha256=hashlib.sha256(content).hexdigest())
 
 
+def test_a_file_holds_what_was_written_and_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    assert not durable.holds(path, durable.Written(num_bytes=0, sha256=""))
+    written = durable.write_chunks(path, [b"a", b"bc"])
+    assert durable.holds(path, written)
+    assert durable.begins_with(path, written)
+    path.write_bytes(b"abcd")
+    assert not durable.holds(path, written)
+    assert durable.begins_with(path, written)
+    path.write_bytes(b"ab!")
+    assert not durable.holds(path, written)
+
+
 def test_views_of_wider_items_and_of_none(tmp_path: Path) -> None:
     wide = memoryview(bytes(range(16))).cast("I")
     assert durable.write_chunks(tmp_path / "a", [wide, memoryview(b"")]).num_bytes == 16

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -207,6 +208,17 @@ def test_a_finished_run_is_finished(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / f"{name}.parts").exists()
 
 
+def test_a_manifest_without_a_count_that_came_later(tmp_path: Path) -> None:
+    interrupt(tmp_path / "results", windows(SIZES))
+    place = tmp_path / "results" / "_manifest.json"
+    kept = place.read_text("utf-8")
+    before = re.sub(r'\n +"num_unlabelled": 0,', "", kept)
+    assert before != kept
+    place.write_text(before, "utf-8")
+    with opened(tmp_path / "results", resume=True) as output:
+        assert (output.rows_done, output.tally.num_unlabelled) == (ROWS, 0)
+
+
 @pytest.mark.parametrize("name", ["results.parquet", "results"])
 def test_resuming_nothing_begins(name: str, tmp_path: Path) -> None:
     assert run(tmp_path / "a" / name, windows(SIZES), resume=True) == run(tmp_path / "b" / name, windows(SIZES))
@@ -269,6 +281,9 @@ def test_what_differs_is_named(name: str, tmp_path: Path) -> None:
 def test_identities_are_compared_as_json() -> None:
     assert changes(plain_identity({"a": (1, 2), "b": {"c": None}}), {"a": [1, 2], "b": {"c": None}}) == []
     assert changes({"a": 1}, {"b": "x\x1b"}) == ["b was not given, is x\\x1b", "a was 1, is not given"]
+    assert changes({"the model's files": "a" * 64}, {"the model's files": "b" * 64}) == [
+        "the model's files have changed"
+    ]
 
 
 def test_another_size_of_shards_is_another_folder(tmp_path: Path) -> None:
@@ -303,6 +318,11 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x\n")
+
+
 @pytest.mark.parametrize("damage", [flip, Path.unlink, lambda path: os.truncate(path, 99)])
 @pytest.mark.parametrize(
     ("file", "first"),
@@ -320,9 +340,10 @@ def test_damaged_shards_are_made_again(file: str, first: int, damage: Callable[[
     assert contents(tmp_path / "run" / "results") == run(tmp_path / "alone" / "results", windows(sizes))
 
 
-def test_a_finished_folder_with_damage_is_mended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [flip, append])
+def test_a_finished_folder_with_damage_is_mended(damage: Callable[[Path], object], tmp_path: Path) -> None:
     before = run(tmp_path / "results", windows(SIZES))
-    flip(tmp_path / "results" / "part-00001.parquet")
+    damage(tmp_path / "results" / "part-00001.parquet")
     with opened(tmp_path / "results", resume=True) as output:
         assert (output.finished, output.rows_done) == (None, 80)
         write_all(output, windows(SIZES))
@@ -330,15 +351,33 @@ def test_a_finished_folder_with_damage_is_mended(tmp_path: Path) -> None:
     assert contents(tmp_path / "results") == before
 
 
-def test_a_finished_file_that_was_changed_or_removed(tmp_path: Path) -> None:
-    path = tmp_path / "results.csv"
+def test_only_journals_may_have_more_behind_what_the_manifest_names(tmp_path: Path) -> None:
+    interrupt(tmp_path / "run" / "results", windows(SIZES)[:3])
+    append(tmp_path / "run" / "results" / ".journal-000000000080.arrow")
+    with opened(tmp_path / "run" / "results", resume=True) as output:
+        assert (output.lost, output.rows_done) == (None, 120)
+        write_all(output, windows(SIZES))
+        output.finish(RECORD)
+    assert contents(tmp_path / "run" / "results") == run(tmp_path / "alone" / "results", windows(SIZES))
+    interrupt(tmp_path / "torn" / "results", windows(SIZES)[:3])
+    append(tmp_path / "torn" / "results" / "part-00000.parquet")
+    with opened(tmp_path / "torn" / "results", resume=True) as output:
+        assert output.lost == "part-00000.parquet is missing or damaged: row 1 and those after it are done again"
+
+
+@pytest.mark.parametrize("damage", [flip, append])
+@pytest.mark.parametrize("name", ["results.csv", "results.parquet"])
+def test_a_finished_file_that_was_changed_or_removed(
+    name: str, damage: Callable[[Path], object], tmp_path: Path
+) -> None:
+    path = tmp_path / name
     before = run(path, windows(SIZES))
-    flip(path)
+    damage(path)
     with pytest.raises(OutputError, match="is finished, and has been changed since"), opened(path, resume=True):
         pass
     path.unlink()
     with opened(path, resume=True) as output:
-        assert output.lost == "results.csv is missing: all rows are done again"
+        assert output.lost == f"{name} is missing: all rows are done again"
         write_all(output, windows(SIZES))
         output.finish(RECORD)
     assert contents(path) == before

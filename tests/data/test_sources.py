@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
@@ -191,6 +192,18 @@ def test_parquet_types_are_kept_or_made_plain(tmp_path: Path) -> None:
     got = read_rows(str(tmp_path / "rows.parquet")).table
     assert got.to_pydict() == {"text": ["a", None], "label": [1, 2], "tags": [["x"], None], "score": [0.5, None]}
     assert [str(kind) for kind in got.schema.types][0::2] == ["large_string", "large_list<item: large_string>"]
+
+
+def test_decimals_are_floats_as_labels_are_compared(tmp_path: Path) -> None:
+    kind = pa.decimal128(25, 2)
+    table = pa.table({
+        "label": pa.array([Decimal("1.00"), None], kind),
+        "targets": pa.array([[Decimal("0.50")], []], pa.list_(kind)),
+    })  # fmt: skip
+    pq.write_table(table, tmp_path / "rows.parquet")
+    got = read_rows(str(tmp_path / "rows.parquet")).table
+    assert got.to_pydict() == {"label": [1.0, None], "targets": [[0.5], []]}
+    assert [str(kind) for kind in got.schema.types] == ["double", "large_list<item: double>"]
 
 
 # Folders and globs

@@ -109,10 +109,8 @@ def shown(value: Any, *, lines: bool) -> Any:
     """A value as it stands in JSON lines, or in a field of a CSV."""
     if isinstance(value, bytes):
         value = base64.b64encode(value).decode()
-    if isinstance(value, Decimal):
-        value = str(value)
     if lines:
-        return finite(value)
+        return float(value) if isinstance(value, Decimal) else finite(value)
     if value is None:
         return ""
     if isinstance(value, list | dict):
@@ -140,6 +138,33 @@ def test_what_is_written_can_be_classified(name: str, tmp_path: Path) -> None:
     texts = [text for text in TEXTS if text and "\x00" not in text]
     write_table(pa.table({"text": texts, "id": range(len(texts))}), tmp_path / name)
     assert read_rows(str(tmp_path / name)).table["text"].to_pylist() == texts
+
+
+LONG = [Decimal("12345678901234567.89"), Decimal("-0.10"), None]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decimals_keep_all_digits(name: str, tmp_path: Path) -> None:
+    kind = pa.decimal128(25, 2)
+    table = pa.table({
+        "price": pa.array(LONG, kind),
+        "prices": pa.array([LONG, [], None], pa.large_list(kind)),
+        "wide": pa.array([Decimal("9" * 70 + ".000001"), None, Decimal(0)], pa.decimal256(76, 6)),
+    })  # fmt: skip
+    write_table(table, tmp_path / name)
+    if name.endswith("parquet"):
+        assert pq.read_table(tmp_path / name).equals(table)
+        return
+    text = unpacked(tmp_path / name)
+    if "json" in name:
+        found = [json.loads(line, parse_float=Decimal) for line in text.splitlines()]
+        assert found == table.to_pylist()
+        assert text.splitlines()[0].startswith('{"price": 12345678901234567.89, "prices": [12345678901234567.89, -0.10')
+        return
+    rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if "tsv" in name else ","))
+    assert [row["price"] for row in rows] == ["12345678901234567.89", "-0.10", ""]
+    assert [row["prices"] for row in rows] == ["[12345678901234567.89, -0.10, null]", "[]", ""]
+    assert [row["wide"] for row in rows] == ["9" * 70 + ".000001", "", "0.000000"]
 
 
 def test_nothing_that_a_terminal_obeys_stands_in_lines() -> None:

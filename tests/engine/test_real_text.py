@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,20 +48,20 @@ def _articles() -> list[dict[str, str]]:
     return rows
 
 
-def plain_logits(model: Path, texts: list[str], dtype: torch.dtype) -> np.ndarray:
+def plain_logits(model: Path, texts: list[str], dtype: torch.dtype, device: str = "cpu") -> np.ndarray:
     """(N, C) of Hugging Face's own model in `dtype`, on padded batches."""
-    plain = AutoModelForSequenceClassification.from_pretrained(model, dtype=dtype).eval()
+    plain = AutoModelForSequenceClassification.from_pretrained(model, dtype=dtype).eval().to(device)
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = []
     with torch.inference_mode():
         for start in range(0, len(texts), 32):
             batch = tokenizer(texts[start : start + 32], padding=True, return_tensors="pt")
-            found.append(plain(**batch).logits.float().numpy())
+            found.append(plain(**batch.to(device)).logits.float().cpu().numpy())
     return np.concatenate(found)
 
 
-def our_logits(model: Path, texts: list[str], precision: str) -> np.ndarray:
-    with package.Classifier(model, precision=precision) as classifier:
+def our_logits(model: Path, texts: list[str], precision: str, **options: Any) -> np.ndarray:
+    with package.Classifier(model, precision=precision, **options) as classifier:
         return classifier.logits(texts)
 
 

@@ -95,7 +95,7 @@ def make_step(
         ExecutionMode(value="compiled", reason="a test").apply(execution, fused=fused, note=pytest.fail)
     options: dict[str, Any] = {"max_grad_norm": 1.0, "seed": 3}
     if kind is CapturedStep:
-        options["note"] = pytest.fail
+        options |= {"fused": compiled and fused, "note": pytest.fail}
     space = LabelSpace(task="single_label", names=("a", "b", "c"), values={"a": 0, "b": 1, "c": 2})
     return kind(
         execution,

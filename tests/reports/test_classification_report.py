@@ -68,6 +68,11 @@ def test_what_went_wrong_stands_before_the_figures() -> None:
     assert "Parity  NOT passed" in text
 
 
+def test_rows_without_candidate_labels() -> None:
+    both_say(changed(tally={"num_unlabelled": 2}), "2 (< 0.1 %) of 1,000,000 rows had no candidate labels, and have no")
+    both_say(changed(tally={"num_unlabelled": 1}), "rows had no candidate labels, and has no answer")
+
+
 def test_a_clean_pass_has_no_warning() -> None:
     text, found = shown(changed(tally={"num_empty": 0, "num_truncated": 0}))
     assert "warning" not in text

@@ -1,6 +1,7 @@
 """A first step of fused layers whose kernels are compiled for an H200 and launched on nothing: any machine can do it.
 
-Prints JSON: kernels launched while they were compiled together, those compiled in the step after, and those launched.
+Prints JSON: kernels launched while they were compiled together, those compiled in the step after, those launched, and
+graphs that dynamo traced by then and after the step.
 """
 
 from __future__ import annotations
@@ -79,11 +80,17 @@ def main() -> None:
     )
     batch = ROWS.batch(0)
     step.compile_kernels(batch)
-    before = list(launched)
+    before, traced = list(launched), [_traced()]
     compiled: list[str] = []
     knobs.runtime.jit_post_compile_hook = lambda **told: compiled.append(told["fn"].name)
     step.run(batch)
-    print(json.dumps({"before": before, "compiled": compiled, "launched": sorted(set(launched))}))
+    traced.append(_traced())
+    found = {"before": before, "compiled": compiled, "launched": sorted(set(launched)), "traced": traced}
+    print(json.dumps(found))
+
+
+def _traced() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 if __name__ == "__main__":

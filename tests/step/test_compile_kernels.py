@@ -22,13 +22,20 @@ TESTS = Path(__file__).parents[1]
 def test_a_first_step_compiles_nothing_more(tmp_path: Path) -> None:
     """In a process whose kernels are compiled, not interpreted, for a GPU that it does not have."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(TESTS), "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
-        [sys.executable, "-m", "step.first_step"], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "step.first_step"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     found = json.loads(ran.stdout.splitlines()[-1])
     assert (found["before"], found["compiled"]) == ([], [])
+    assert found["traced"][0] == found["traced"][1] > 0
     assert {"varlen_attention_backward", "norm_backward", "adamw_update", "gather_gradients"} <= set(found["launched"])
 
 

@@ -157,6 +157,15 @@ def test_a_column_of_labels(column: Any, expected: list[list[str]]) -> None:
     assert len(set(candidates.names.to_pylist())) == len(candidates.names)
 
 
+def test_rows_whose_labels_have_one_twice() -> None:
+    column = pa.array([["b", "a"], ["a", "b", "a"], None, [], ["b", "b\x1b", "b\x1b"], ["a", None, None]])
+    said = ["the candidate label 'a' is there twice", "the candidate label 'b\\x1b' is there twice"]
+    assert Candidates.from_column(column).faults().to_pylist() == [None, said[0], None, None, said[1], None]
+    assert Candidates.from_column(pa.array(["a, b", "a,b , a"])).faults().to_pylist() == [None, said[0]]
+    assert Candidates.from_column(pa.nulls(2)).faults().to_pylist() == [None, None]
+    assert Candidates.from_column(pa.array([], pa.string())).faults().to_pylist() == []
+
+
 @pytest.mark.parametrize("column", [pa.array([1, 2]), pa.array([[1.5]]), pa.array([{"a": 1}])])
 def test_a_column_that_holds_no_labels(column: pa.Array) -> None:
     with pytest.raises(DataError, match="the column of candidate labels holds"):

@@ -11,6 +11,8 @@ from brimful.core.records import LabelSpace, Machine, PeakMemory, Recipe
 
 StageName = Literal["read", "tokenise", "compute", "write"]
 
+#: Rows with an error that are named; all of them have theirs in the output.
+FEW_ERRORS = 5
 #: Upper ends of the classes of token lengths that a tally counts, the last one open.
 LENGTH_ENDS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 #: Classes of confidence: as many of equal width from 0 to 1.
@@ -18,10 +20,21 @@ CONFIDENCE_BINS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowError:
+    """What is wrong with a row, and where it is: the file, and the row's number in it, from 1, without a header."""
+
+    file: str
+    row: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tally:
     """Counts of rows that were answered. Tallies of parts add up to that of the whole.
 
-    num_empty: rows without text, or without a token that the model knows. num_errors: rows with an error beside.
+    num_empty: rows without text, or without a token that the model knows. num_unlabelled: of zero-shot, rows with text
+    and without candidate labels. num_errors: rows with an error beside.
+    first_errors: the first of these rows, FEW_ERRORS at the most.
     num_not_by_words: rows whose words were not looked up any more, as `tokenizers` had given other ids.
     labels: how often each label was given. lengths: texts by number of tokens, a class per end in LENGTH_ENDS and one
     beyond. confidences: texts by their highest probability, in CONFIDENCE_BINS; empty for a regression.
@@ -31,14 +44,17 @@ class Tally:
     num_tokens: int = 0
     num_truncated: int = 0
     num_empty: int = 0
+    num_unlabelled: int = 0
     num_errors: int = 0
     num_not_by_words: int = 0
     labels: Mapping[str, int] = field(default_factory=dict)
     lengths: tuple[int, ...] = (0,) * (len(LENGTH_ENDS) + 1)
     confidences: tuple[int, ...] = ()
+    first_errors: tuple[RowError, ...] = ()
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
+            first_errors=(self.first_errors + other.first_errors)[:FEW_ERRORS],
             labels=dict(Counter(self.labels) + Counter(other.labels)),
             lengths=_added(self.lengths, other.lengths),
             confidences=_added(self.confidences, other.confidences),
@@ -82,6 +98,7 @@ class Stage:
 class Classification:
     """One pass of a classifier over a file: everything needed to repeat and to explain it.
 
+    labels: what answers can be; of zero-shot the candidate labels, where each row has its own those that were given.
     wall_s: seconds from the first row read to the last one written. start_s: seconds before it: loading and proving.
     limit: the stage that the others waited for. mfu: of the tokens' own operations, by the datasheet's peak.
     parity: None with --verify 0. fallback: why a slower path runs than was planned, None if none does.

@@ -151,6 +151,19 @@ def begins_with(path: Path, written: Written) -> bool:
     return left == 0 and digest.hexdigest() == written.sha256
 
 
+def holds(path: Path, written: Written) -> bool:
+    """Whether `path` is what was written, with nothing behind it; False too if it is not there.
+
+    Raises: OutputError if it cannot be read.
+    """
+    with file_errors(path):
+        try:
+            num_bytes = path.stat().st_size
+        except FileNotFoundError:
+            return False
+    return num_bytes == written.num_bytes and begins_with(path, written)
+
+
 def write_all(descriptor: int, data: Data) -> int:
     """Write all of `data` to an open file and return its bytes. Nothing is synced.
 

@@ -112,7 +112,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _change(name: str, was: Any, now: Any) -> str:
     if any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (was, now)):
-        return f"{name} has changed"
+        return f"{name} {'have' if name.endswith(' files') else 'has'} changed"
     return f"{name} was {_shown(was)}, is {_shown(now)}"
 
 

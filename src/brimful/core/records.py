@@ -19,7 +19,7 @@ class LabelSpace:
     """What the outputs of a classifier mean.
 
     names: output i is called names[i]. For regression, the name of the label column(s).
-    values: label as it stands in the data, as text -> output index. Empty for regression.
+    values: label as it stands in the data, as text -> output index. Empty for regression and zero-shot.
     """
 
     task: TaskName

@@ -85,10 +85,10 @@ def damage(file: str) -> Iterator[None]:
         ) from error
 
 
-def tidy(table: pa.Table, file: str | None) -> pa.Table:
+def tidy(table: pa.Table, file: str | None, *, decimals: bool = False) -> pa.Table:
     """`table` with few types: large_string, large_list, int, float and bool; what is none of these is left as it is.
 
-    file: for messages; without it they name no row either.
+    file: for messages; without it they name no row either. decimals: see `plain_type`.
     """
     names = table.column_names
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -97,7 +97,7 @@ def tidy(table: pa.Table, file: str | None) -> pa.Table:
     columns = {}
     for name, column, kind in zip(names, table.columns, _class_names(table.schema), strict=True):
         _check_values(column, file)
-        plain = plain_type(column.type)
+        plain = plain_type(column.type, decimals=decimals)
         column = column if column.type == plain else column.cast(plain)
         columns[name] = _named(column, kind, file) if kind else column
     return pa.table(columns)
@@ -120,16 +120,19 @@ def _read_arrow(file: str) -> pa.Table:
         return reader.read_all()
 
 
-def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type that `tidy` gives to values of the type `kind`, where no names belong to them."""
+def plain_type(kind: pa.DataType, *, decimals: bool = False) -> pa.DataType:
+    """The type that `tidy` gives to values of the type `kind`, where no names belong to them.
+
+    decimals: whether they stay what they are, as in rows that are written again. Labels are compared as floats.
+    """
     if pa.types.is_dictionary(kind):
-        return plain_type(kind.value_type)
+        return plain_type(kind.value_type, decimals=decimals)
     if pa.types.is_string(kind) or pa.types.is_string_view(kind):
         return pa.large_string()
-    if pa.types.is_float16(kind) or pa.types.is_decimal(kind):
+    if pa.types.is_float16(kind) or (pa.types.is_decimal(kind) and not decimals):
         return pa.float64()
     if any(is_kind(kind) for is_kind in (pa.types.is_list, pa.types.is_fixed_size_list, pa.types.is_large_list)):
-        return pa.large_list(plain_type(kind.value_type))
+        return pa.large_list(plain_type(kind.value_type, decimals=decimals))
     return kind
 
 

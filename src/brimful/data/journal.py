@@ -78,5 +78,14 @@ def journal_batches(path: Path, shard: Shard) -> Iterator[pa.RecordBatch]:
 
 
 def is_whole(path: Path, shard: Shard) -> bool:
-    """Whether `path` begins with what the manifest says that it holds."""
-    return durable.begins_with(path, Written(num_bytes=shard.num_bytes, sha256=shard.sha256))
+    """Whether a file of results is what the manifest says that it holds, and nothing more."""
+    return durable.holds(path, _written(shard))
+
+
+def is_kept(path: Path, shard: Shard) -> bool:
+    """Whether a journal begins with what the manifest says that it holds; more may have been appended since."""
+    return durable.begins_with(path, _written(shard))
+
+
+def _written(shard: Shard) -> Written:
+    return Written(num_bytes=shard.num_bytes, sha256=shard.sha256)

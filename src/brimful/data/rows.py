@@ -17,6 +17,8 @@ from brimful.core.errors import DataError, printable
 
 _PIECE_ROWS = 1 << 16
 _MANY_TABLES = 1000
+#: Most digits of an integer of 64 bits, and of Arrow's decimals.
+_INTEGER_DIGITS, _DECIMAL128_DIGITS, _DECIMAL256_DIGITS = 20, 38, 76
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,13 +106,27 @@ def stack(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def common_type(types: set[pa.DataType]) -> pa.DataType:
-    """The type that holds values of all `types`: the wider number, or text; null says nothing."""
+    """The type that holds values of all `types`: the wider number, or text; null says nothing.
+
+    Decimals and floats together are text: neither holds all digits of the other.
+    """
     types = {each for each in types if not pa.types.is_null(each)}
     if len(types) <= 1:
         return next(iter(types), pa.null())
     if all(pa.types.is_integer(each) or pa.types.is_floating(each) for each in types):
         return pa.int64() if all(pa.types.is_signed_integer(each) for each in types) else pa.float64()
+    if all(pa.types.is_integer(each) or pa.types.is_decimal(each) for each in types):
+        return _common_decimal(types)
     return pa.large_string()
+
+
+def _common_decimal(types: set[pa.DataType]) -> pa.DataType:
+    """The decimal that holds all digits of these decimals and whole numbers; text where there is none so wide."""
+    scale = max(0, *(each.scale for each in types if pa.types.is_decimal(each)))
+    whole = max(each.precision - each.scale if pa.types.is_decimal(each) else _INTEGER_DIGITS for each in types)
+    if whole + scale <= _DECIMAL128_DIGITS:
+        return pa.decimal128(whole + scale, scale)
+    return pa.decimal256(whole + scale, scale) if whole + scale <= _DECIMAL256_DIGITS else pa.large_string()
 
 
 def converted(column: pa.ChunkedArray, to: pa.DataType) -> pa.ChunkedArray:
@@ -118,7 +134,10 @@ def converted(column: pa.ChunkedArray, to: pa.DataType) -> pa.ChunkedArray:
     if column.type == to:
         return column
     if pa.types.is_nested(column.type) and pa.types.is_large_string(to):
-        texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in column.to_pylist()]
+        texts = [
+            None if value is None else json.dumps(value, ensure_ascii=False, default=str)
+            for value in column.to_pylist()
+        ]
         return pa.chunked_array([pa.array(texts, pa.large_string())])
     return pc.cast(column, to)
 

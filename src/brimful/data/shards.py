@@ -20,6 +20,7 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -32,7 +33,7 @@ from brimful.core.durable import path_text
 from brimful.core.errors import BrimfulError, OutputError, printable
 from brimful.core.manifest import Column, Manifest, Shard, changes, plain_identity, read_manifest
 from brimful.core.records import to_json
-from brimful.data.journal import Journal, is_whole, journal_batches
+from brimful.data.journal import Journal, is_kept, is_whole, journal_batches
 from brimful.data.place import MANIFEST, place_of
 from brimful.data.writing import TableFile, json_lines
 
@@ -238,10 +239,10 @@ class ShardedOutput:
 
     def _whole(self, found: Manifest) -> Manifest:
         """`found` up to the first file that is missing or damaged."""
-        for shard in found.files:
-            if not is_whole(self._folder / shard.file, shard):
-                break
-        else:
+        whole = (is_whole(self._folder / shard.file, shard) for shard in found.shards)
+        kept = (is_kept(self._folder / shard.file, shard) for shard in found.journal)
+        shard = next((shard for shard, there in zip(found.files, chain(whole, kept), strict=True) if not there), None)
+        if shard is None:
             return found
         self.lost = f"{shard.file} is missing or damaged: row {shard.first_row + 1:,} and those after it are done again"
         return dataclasses.replace(

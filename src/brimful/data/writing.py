@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import decimal
 import gzip
 import io
 import math
+import re
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +29,9 @@ _LINES = 1024
 #: Rows, and bytes of them, that end a row group of Parquet. A group costs its file some 5 kB of index, kept in memory
 #: until the file is closed: few rows of 20 million in each would come to 30 MB.
 _GROUP_ROWS, _GROUP_BYTES = 1 << 15, 8 << 20
+#: What a string of JSON begins with that is to be a number. No text can have it by intent: each process has its own.
+_MARK = uuid.uuid4().hex
+_MARKED = re.compile(f'"{_MARK}([-0-9.]+)"')
 FORMS = ".csv, .tsv, .jsonl (each also .gz or .zst) or .parquet"
 
 
@@ -56,7 +62,7 @@ class TableFile:
     """A file of rows that grows a table at a time. Its bytes depend on the tables only, and on pyarrow's version.
 
     In Parquet, tables are put together into row groups of `_GROUP_ROWS` rows, or a few more. In CSV and TSV lists and
-    other nested values are JSON text, bytes are base64. In JSON, NaN and infinities are null.
+    other nested values are JSON text, bytes are base64. In JSON, NaN and infinities are null. Decimals keep all digits.
 
     Raises: OutputError for a column whose type has no place in this form; OSError as the system gave it.
     """
@@ -197,7 +203,8 @@ class _LineWriter:
 def json_lines(table: pa.Table) -> Iterator[str]:
     """Each row as one JSON object, a slice of the table at a time.
 
-    A number that JSON does not have (NaN, infinities) is null, bytes are base64. The lines are safe to look at.
+    A number that JSON does not have (NaN, infinities) is null, bytes are base64, decimals are numbers with all their
+    digits. The lines are safe to look at.
     """
     for index, field in enumerate(table.schema):
         if _in_nanoseconds(field.type):  # Python's own times are coarser
@@ -213,9 +220,15 @@ def _in_nanoseconds(kind: pa.DataType) -> bool:
 
 def _json(value: Any) -> str:
     try:
-        return json_text(value, default=_plain)
+        text = json_text(value, default=_in_json)
     except ValueError:
-        return json_text(_finite(value), default=_plain)
+        text = json_text(_finite(value), default=_in_json)
+    return _MARKED.sub(r"\1", text) if _MARK in text else text
+
+
+def _in_json(value: object) -> str:
+    """A decimal as a marked string: what is made a number by `json` has the digits of a float."""
+    return f"{_MARK}{value:f}" if isinstance(value, decimal.Decimal) else _plain(value)
 
 
 def _plain(value: object) -> str:

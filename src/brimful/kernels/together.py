@@ -1,13 +1,14 @@
-"""Triton kernels compiled together, before they are needed.
+"""Our Triton kernels compiled together, before they are needed.
 
-A kernel is compiled when it is first launched, and the host waits for it: a first training step does so for a dozen
-kernels, one after another. A pass in which none of those is launched finds out which ones they are, and threads compile
-them at once; most of a compilation is outside of Python's lock.
+A kernel is compiled when it is first launched, and the host waits for it: a first training step does so for two dozen,
+one after another. A pass in which none of those is launched finds out which ones they are, and threads compile them at
+once: Triton's passes, its assembler and the C compiler of what launches a kernel do not hold Python's lock.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,13 +21,23 @@ try:
 except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
     knobs = None
 
+#: One thread at a time looks for kernels: Triton has one place for a hook.
+_looking = threading.RLock()
+
+
+class _NotOursError(Exception):
+    """A kernel of someone else's: it may choose by its own results, or write numbers that rows are looked up by."""
+
 
 @contextmanager
 def compiled_together() -> Iterator[None]:
-    """Within, a kernel that this process has not compiled yet is not launched; at the end all of these are compiled.
+    """Within, a kernel of ours that this process has not compiled yet is not launched; at the end all of these are
+    compiled.
 
-    What they were to write is whatever was in that memory. So what runs within must change nothing that lasts, and
-    its results are of no use. A kernel that cannot be compiled says so where it is launched.
+    What they were to write is whatever was in that memory. So what runs within must change nothing that lasts, its
+    results are of no use, and neither are its errors, which are not raised: a kernel that cannot be compiled says so
+    where it is launched. It ends where a kernel that is not ours would be compiled. Backward passes run in the
+    calling thread; launches of other threads are theirs.
 
     Source: Triton's `jit_cache_hook`, and `JITFunction.preload`, which compiles what the hook was told of.
     """
@@ -34,21 +45,36 @@ def compiled_together() -> Iterator[None]:
         yield
         return
     met: dict[tuple[str, str, str], tuple[Any, str]] = {}
+    thread = threading.get_ident()
 
-    def instead_of_launching(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+    def instead_of_launching(*, key: str, fn: Any, compile: dict[str, Any], **told: Any) -> bool | None:
+        if threading.get_ident() != thread:
+            return before(key=key, fn=fn, compile=compile, **told) if before is not None else None
+        if not fn.module.startswith("brimful."):
+            raise _NotOursError(fn.name)
         met[fn.module, fn.name, key] = (fn.jit_function, compile["specialization_data"])
         return True
 
-    before = knobs.runtime.jit_cache_hook
-    knobs.runtime.jit_cache_hook = instead_of_launching
-    try:
-        yield
-    finally:
-        knobs.runtime.jit_cache_hook = before
-    if met:
-        threads = min(len(met), os.cpu_count() or 1)
-        with ThreadPoolExecutor(threads, initializer=_use, initargs=_device()) as pool:
-            list(pool.map(_compile, met.values()))
+    with _looking:
+        before = knobs.runtime.jit_cache_hook
+        knobs.runtime.jit_cache_hook = instead_of_launching
+        try:
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                torch.autograd.set_detect_anomaly(False),
+                suppress(Exception),
+            ):
+                yield
+        finally:
+            knobs.runtime.jit_cache_hook = before
+        if met:
+            with ThreadPoolExecutor(min(len(met), _num_cores()), initializer=_use, initargs=_device()) as pool:
+                list(pool.map(_compile, met.values()))
+
+
+def _num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _device() -> tuple[int, ...]:

@@ -50,11 +50,11 @@ def attention_seconds(
         return known
     found: dict[str, float] = {}
     with compiled_together():  # those without dropout too: evaluation's, and the proof's
-        for each, drawn in itertools.product(kernels, (pattern, replace(pattern, dropout=0.0))):
+        for each, drawn in itertools.product(kernels, {pattern, replace(pattern, dropout=0.0)}):
             _unless_refused(device, partial(_call_once, each, device, dtype, drawn, heads, length))
     for _ in range(_ROUNDS):
         for each in kernels:
-            seconds = _unless_refused(device, partial(time_attention, each, device, dtype, pattern, heads, length))
+            seconds = _unless_refused(device, partial(_time, each, device, dtype, pattern, heads, length))
             if seconds is not None:
                 found[each.__name__] = min(seconds, found.get(each.__name__, math.inf))
     if path is not None and list(found) == names:
@@ -79,8 +79,10 @@ def _is_time(value: object) -> bool:
 
 
 def _unless_refused(device: torch.device, work: Callable[[], T]) -> T | None:
-    """What `work` gives; None if its kernel is refused here. What is freed is the device's again: what comes next looks
-    at how much there is."""
+    """What `work` gives, with gradients and without a trace in the generators; None if its kernel is refused here.
+
+    What is freed is the device's again: what comes next looks at how much there is.
+    """
     from triton.errors import TritonError
 
     try:
@@ -95,7 +97,7 @@ def _unless_refused(device: torch.device, work: Callable[[], T]) -> T | None:
             torch.cuda.empty_cache()
 
 
-def time_attention(
+def _time(
     attend: Attention, device: torch.device, dtype: torch.dtype, pattern: Pattern, heads: Heads, length: int
 ) -> float:
     """Seconds of a forward and a backward pass over sequences of one length in the middle of the class."""

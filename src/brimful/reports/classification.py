@@ -85,14 +85,17 @@ def concerns(record: Classification) -> list[str]:
         said.append(f"a slower path ran than was planned: {record.fallback}")
     if parity is not None and not parity.passed:
         said.append(f"the comparison with the plain model was not passed: {parity_findings(record, parity)}")
-    for count, what in (
-        (tally.num_errors, "could not be classified: the column `error` says why"),
-        (tally.num_empty, "had no text, and have no answer"),
-        (tally.num_truncated, "were longer than the longest sequence, and were cut (--max-length)"),
-    ):
+    counts = (
+        (tally.num_errors, "could not be classified: the column `error` says why", tally.first_errors),
+        (tally.num_empty, "had no text, and have no answer", ()),
+        (tally.num_unlabelled, "had no candidate labels, and have no answer", ()),
+        (tally.num_truncated, "were longer than the longest sequence, and were cut (--max-length)", ()),
+    )
+    for count, what, first in counts:
         if count:
             singular = what.replace("were", "was").replace("have", "has") if count == 1 else what
             said.append(f"{part_text(count, tally.num_rows)} of {tally.num_rows:,} rows {singular}")
+            said += [f"{printable(each.file)}, row {each.row:,}: {each.error}" for each in first]
     return said
 
 
@@ -200,7 +203,7 @@ def rest_text(rest: Sequence[tuple[str, int]]) -> str:
 
 
 def absent_text(record: Classification) -> str | None:
-    """Which labels of the model no text was given, None if there are none or nothing was given at all."""
+    """Which labels no text was given, None if there are none or nothing was given at all."""
     given = {name for name, count in record.tally.labels.items() if count}
     absent = [name for name in record.labels.names if name not in given]
     if record.labels.task == "regression" or not given or not absent:

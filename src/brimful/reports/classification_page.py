@@ -236,7 +236,8 @@ def _short(tokens: int) -> str:
 def _trust(record: Classification) -> tuple[Markup, ...]:
     parity = record.parity
     if parity is None:
-        return (note(prose("Nothing was compared with the plain model: it was not asked for (--verify).")),)
+        why = "it was not asked for (--verify), or none of the first rows had a text"
+        return (note(prose(f"Nothing was compared with the plain model: {why}.")),)
     if not parity.num_rows:
         return (note("There was no row to compare with the plain model."),)
     regression = record.labels.task == "regression"

@@ -5,8 +5,7 @@ One graph per shape runs a whole step where the batch is a single micro-batch. O
 is first met, which also warms up what capture must not (compilation, library handles, optimizer states), and is
 captured when it comes again. Graphs share one memory pool.
 
-Layers on fused kernels have these compiled together before the first step, of which the gradient is computed once for
-nothing.
+Kernels of fused layers are compiled together before the first step, whose gradient is computed once for nothing.
 
 Dropout: torch fills a graph's seed from the generator at each replay, so masks are drawn by (seed, batch, micro-batch)
 as in the eager step.
@@ -52,8 +51,8 @@ class _Graph:
 class CapturedStep(Step):
     """`Step` with the same results, launched as graphs, for batches that were sent to its device.
 
-    fused: whether layers are on fused kernels. note: called once with the reason if capture turns out to be impossible;
-    the step then goes on eagerly.
+    fused: whether layers are compiled, around our attention. note: called once with the reason if capture turns out to
+    be impossible; the step then goes on eagerly.
     """
 
     def __init__(self, *arguments: Any, fused: bool, note: Callable[[str], None], **options: Any) -> None:

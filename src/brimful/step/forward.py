@@ -67,9 +67,9 @@ class PackedForward:
     """Logits of windows by a packed execution on a GPU.
 
     budget: most tokens of a piece. longest: longest sequence in tokens. typical_length: mean length to come, by which
-    kernels are chosen. captured: False to launch one kernel after another. fused: whether layers are on fused kernels,
-    which are then compiled together before the first pass. note: called once with the reason if capture turns out to be
-    impossible.
+    kernels are chosen. captured: False to launch one kernel after another. fused: whether layers are compiled, around
+    our attention: their kernels are compiled together before the first pass. note: called once with the reason if
+    capture turns out to be impossible.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ would have had.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -161,19 +162,27 @@ class Step:
         return torch.where(micro.valid_S, rows_S, 0.0)
 
     def compile_kernels(self, batch: Batch) -> None:
-        """Compiles together the kernels of this batch's step that were not yet. Nothing else comes of it."""
-        parameters, buffers = self.update.parameters, list(self.execution.model.buffers())
-        gradients, values = [each.grad for each in parameters], [each.clone() for each in buffers]
-        for parameter in parameters:
-            parameter.grad = None
+        """Compiles together the kernels of ours that a step of such batches launches, and that were not compiled yet.
+
+        The generators are seeded as the step itself will seed them. Weights, gradients, buffers and the batch are as
+        they were.
+        """
+        parameters, model = self.update.parameters, self.execution.model
+        gradients = [parameter.grad for parameter in parameters]
+        buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
+        first_of = {micro.shape: index for index, micro in reversed(list(enumerate(batch.micro_batches)))}
         with compiled_together():
-            self.draw_seed(batch, 0)
-            self.loss_rows_S(batch.arrived(0)).sum().backward()  # type: ignore[no-untyped-call]
+            for index in first_of.values():
+                for parameter in parameters:
+                    parameter.grad = None
+                self.draw_seed(batch, index)
+                self.loss_rows_S(copy.deepcopy(batch.arrived(index))).sum().backward()  # type: ignore[no-untyped-call]
             self.update.compile_kernels(gathered=len(batch.micro_batches) > 1)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        for buffer, value in zip(buffers, values, strict=True):
-            buffer.copy_(value)
+        for buffer, version, value in buffers:
+            if buffer._version != version:
+                buffer.copy_(value)
         self.precision.after_update()  # copies of the weights that were made within
 
     def reduce(self) -> None:

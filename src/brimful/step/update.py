@@ -70,7 +70,10 @@ class Update:
         """After each backward pass of a batch of several micro-batches."""
 
     def compile_kernels(self, *, gathered: bool) -> None:
-        """Compiles what `apply` launches, which parameters have gradients for, if it is anything of ours."""
+        """Compiles the kernels of ours that `apply` and `gather` launch, on the gradients that there are.
+
+        gathered: as `apply` has it.
+        """
 
     def apply(self, *, gathered: bool) -> Tensor:
         """Updates the weights. Returns readings, (5,) fp64: loss, gradient norm, learning rate, scale, skipped.

@@ -80,6 +80,15 @@ class Candidates:
             offsets_N1=offsets_within(kept_P, offsets_of(lengths_N)),
         )
 
+    def faults(self) -> pa.Array:
+        """(N,) large_string: what is wrong with a row whose labels have one twice, null elsewhere."""
+        rows_P = np.repeat(np.arange(len(self.offsets_N1) - 1), np.diff(self.offsets_N1))
+        found, times = np.unique(rows_P * max(1, len(self.names)) + self.indices_P, return_counts=True)
+        wrong: list[str | None] = [None] * (len(self.offsets_N1) - 1)
+        for row, index in np.stack(np.divmod(found[times > 1], max(1, len(self.names))), axis=1).tolist():
+            wrong[row] = wrong[row] or _twice(self.names[index].as_py())
+        return pa.array(wrong, pa.large_string())
+
     def blocks(self) -> Iterator[Integers]:
         """(G, M) pairs at a time: those of all rows with M labels, for each M from 1 on."""
         lengths_N = np.diff(self.offsets_N1)
@@ -100,8 +109,12 @@ def parse_labels(labels: str | Sequence[str]) -> tuple[str, ...]:
         raise OptionError(said, hint="name them, separated by commas (sports,politics), or as a list of texts")
     twice = next((label for place, label in enumerate(labels) if label in labels[:place]), None)
     if twice is not None:
-        raise OptionError(f"the candidate label '{printable(twice)}' is there twice", hint="name each once")
+        raise OptionError(_twice(twice), hint="name each once")
     return tuple(labels)
+
+
+def _twice(label: str) -> str:
+    return f"the candidate label '{printable(label)}' is there twice"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +349,28 @@ def test_a_quotation_mark_that_never_closes_does_not_swallow_the_rest(
 # Several files
 
 
+def test_the_beginning_goes_on_through_files(tmp_path: Path) -> None:
+    """As far as it is asked for, and not beyond what is damaged; the rows are all there afterwards."""
+    for number in range(3):
+        put(tmp_path / f"{number}.jsonl", "".join(f'{{"text": "{number} {row}"}}\n' for row in range(2 + number)))
+    stream = open_stream(str(tmp_path))
+    beginning = stream.beginning()
+    assert [len(next(beginning)) for _ in range(2)] == [2, 3]
+    assert [len(table) for table in stream.beginning()] == [2, 3, 4]
+    assert len(joined(list(stream.chunks()))) == 9
+
+    put(tmp_path / "1.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9999)[:-9])
+    (tmp_path / "1.jsonl").unlink()
+    damaged = open_stream(str(tmp_path))
+    assert sum(map(len, damaged.beginning())) < 2 + 9999
+    with pytest.raises(DataError):
+        list(damaged.chunks())
+
+    pipe = open_stream("-", io.BytesIO(b'{"text": "x"}\n' * 3))
+    assert [len(table) for table in pipe.beginning()] == [3]
+    assert len(joined(list(pipe.chunks()))) == 3
+
+
 def test_types_of_several_files(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a"], "n": [1], "id": [1]}), tmp_path / "1.parquet")
     pq.write_table(pa.table({"text": ["b"], "n": [0.5], "id": ["x"]}), tmp_path / "2.parquet")
@@ -559,3 +582,54 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         assert num_rows == 45_000
         assert size > 70e6
         assert grown < 45e6, line
+
+
+# Decimals
+
+
+PRICES = [Decimal("12345678901234567.89"), None, Decimal("-0.10")]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "feather", "arrow"])
+def test_decimals_keep_their_type_and_digits(kind: str, tmp_path: Path) -> None:
+    rows = [{"text": "a", "price": price, "prices": [price]} for price in PRICES]
+    stream = open_stream(put(tmp_path / f"rows.{kind}", encoded(rows, kind)))
+    found = pa.concat_tables([chunk.table for chunk in stream.chunks()])
+    assert found.to_pylist() == rows
+    assert [str(each) for each in found.schema.types[1:]] == [
+        "decimal128(19, 2)",
+        "large_list<item: decimal128(19, 2)>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (pa.decimal128(25, 2), pa.decimal128(30, 5), pa.decimal128(30, 5)),
+        (pa.decimal128(38, 2), pa.decimal128(30, 10), pa.decimal256(46, 10)),
+        (pa.decimal128(25, 2), pa.int64(), pa.decimal128(25, 2)),
+        (pa.decimal32(5, 2), pa.uint64(), pa.decimal128(22, 2)),
+        (pa.decimal256(76, 0), pa.decimal256(76, 76), pa.large_string()),
+        (pa.decimal128(25, 2), pa.float64(), pa.large_string()),
+        (pa.list_(pa.decimal128(25, 2)), pa.list_(pa.int64()), pa.large_string()),
+    ],
+)
+def test_decimals_of_several_files_keep_their_digits(
+    first: pa.DataType, second: pa.DataType, expected: pa.DataType, tmp_path: Path
+) -> None:
+    for name, kind in (("a", first), ("b", second)):
+        number: Any = Decimal(1) if pa.types.is_decimal(kind) else 1
+        number = [1] if pa.types.is_list(kind) else None if kind == pa.decimal256(76, 76) else number
+        put(tmp_path / f"{name}.arrow", arrow_of(pa.table({"text": ["t"], "n": pa.array([number], kind)})))
+    stream = open_stream(str(tmp_path))
+    found = pa.concat_tables([chunk.table for chunk in stream.chunks()])
+    assert found.schema.field("n").type == expected
+    if pa.types.is_decimal(expected):
+        assert found["n"].to_pylist() == [1, 1]
+
+
+def arrow_of(table: pa.Table) -> bytes:
+    out = io.BytesIO()
+    with pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table)
+    return out.getvalue()

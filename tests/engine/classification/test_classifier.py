@@ -188,6 +188,20 @@ def test_zero_shot_is_that_of_the_pipeline(family: str, packing: str, tmp_path: 
         same_objects(classifier(TEXTS[0], labels=GOOD, **given), expected)
 
 
+def test_zero_shot_with_labels_of_each_text(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path, NLI)
+    plain = pipeline(model, "zero-shot-classification")
+    labels = [GOOD, ["a"], [], ["b", *GOOD]]
+    with fp32(model) as classifier:
+        found = classifier(TEXTS[:4], labels=labels)
+        expected = [plain(text, candidate_labels=own) for text, own in zip(TEXTS, labels, strict=False) if own]
+        same_objects([found[0], found[1], found[3]], expected)
+        assert (found[2]["labels"], found[2]["scores"]) == ([], [])
+        for wrong in (labels[:3], [["a", "a"]] * 4, [["a"], "b", ["c"], ["d"]], [[""]] * 4):
+            with pytest.raises(OptionError):
+                classifier(TEXTS[:4], labels=wrong)
+
+
 def test_zero_shot_and_texts_take_turns(tmp_path: Path) -> None:
     model = save_classifier(tmp_path, NLI)
     texts, zero_shot = pipeline(model), pipeline(model, "zero-shot-classification")

@@ -46,3 +46,15 @@ def test_answers_are_the_same_by_any_budget(tmp_path: Path) -> None:
             assert ours.recipe is not None
     for logits in found[1:]:
         np.testing.assert_allclose(logits, found[0], atol=1e-5)
+
+
+def test_a_first_call_with_one_text_does_not_make_batches_small(tmp_path: Path) -> None:
+    """As a first file of three rows, or the first lines of a pipe, must not."""
+    model = save_classifier(tmp_path / "model", ["bad", "good"])
+    with brimful.Classifier(model, device="cpu", max_length=60, token_budget=512) as classifier:
+        classifier(["good film"])
+        assert classifier.recipe is not None
+        (budgets,) = (lever.value for lever in classifier.recipe.levers if lever.name == "token_budget")
+    sizes = [int(size) for size in budgets.split(", ")]
+    assert min(sizes) <= 60
+    assert max(sizes) >= 450

@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from brimful.core.errors import DataError
-from brimful.data.formats import damage, tidy
+from brimful.data.formats import damage
 from brimful.data.opening import reading, split_suffix
-from brimful.data.streams.parts import Part, Piece, batch_rows, refit
+from brimful.data.streams.parts import Part, Piece, batch_rows, refit, tidy_rows
 
 _ARROW_FILE = b"ARROW1"
 _BUFFER_BYTES = 1 << 20
@@ -31,7 +31,7 @@ class ParquetPart(Part):
         self.files, self.size_bytes = (file,), Path(file).stat().st_size
         with damage(file), _unpacked(file) as plain, pq.ParquetFile(plain) as parquet:
             self.num_rows = parquet.metadata.num_rows
-            self.schema = tidy(parquet.schema_arrow.empty_table(), file).schema
+            self.schema = tidy_rows(parquet.schema_arrow.empty_table(), file).schema
 
     def pieces(self, start: int) -> Iterator[Piece]:
         file, end = self.files[0], 0
@@ -57,7 +57,7 @@ class ArrowPart(Part):
             self._is_file = _is_arrow_file(plain)
             with pa.OSFile(plain) as raw, (pa.ipc.open_file if self._is_file else pa.ipc.open_stream)(raw) as reader:
                 self._metadata = reader.schema.metadata
-                self.schema = tidy(reader.schema.empty_table(), file).schema
+                self.schema = tidy_rows(reader.schema.empty_table(), file).schema
             if self._is_file:
                 import pyarrow.dataset  # it imports pandas, which takes a third of a second
 
@@ -94,7 +94,7 @@ def _mapped_batches(file: str) -> Iterator[pa.RecordBatch]:
 
 def _piece(first_row: int, batch: pa.RecordBatch, metadata: dict[bytes, bytes] | None) -> Piece:
     table = pa.Table.from_batches([batch]).replace_schema_metadata(metadata)
-    return Piece(first_row, *refit(table, lambda rows: tidy(rows, None), DataError))
+    return Piece(first_row, *refit(table, tidy_rows, DataError))
 
 
 def _is_arrow_file(file: str) -> bool:

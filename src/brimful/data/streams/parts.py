@@ -122,6 +122,11 @@ def _refit_row(row: pa.Table, fit: Callable[[pa.Table], pa.Table], refusal: type
     return pa.table(columns), faults[0]
 
 
+def tidy_rows(table: pa.Table, file: str | None = None) -> pa.Table:
+    """`tidy` for rows of a stream, which are written again: decimals keep their digits."""
+    return tidy(table, file, decimals=True)
+
+
 def unread_row(schema: pa.Schema) -> pa.Table:
     """One row of nulls."""
     return pa.table([pa.nulls(1, kind) for kind in schema.types], schema=schema)
@@ -138,12 +143,12 @@ class TablePart(Part):
     def __init__(self, name: str, table: pa.Table) -> None:
         self.files, self.size_bytes, self.num_rows = (name,), table.nbytes, table.num_rows
         self._table = table
-        self.schema = tidy(table.schema.empty_table(), name).schema
+        self.schema = tidy_rows(table.schema.empty_table(), name).schema
 
     def pieces(self, start: int) -> Iterator[Piece]:
         step = batch_rows(self._table.nbytes, self._table.num_rows)
         for row in range(start, self._table.num_rows, step):
-            yield Piece(row, *refit(self._table.slice(row, step), lambda rows: tidy(rows, None), DataError))
+            yield Piece(row, *refit(self._table.slice(row, step), tidy_rows, DataError))
 
 
 class TextFilesPart(Part):

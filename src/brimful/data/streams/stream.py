@@ -15,6 +15,7 @@ import itertools
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -89,6 +90,16 @@ class RowStream:
                 files = tuple(part.files[: table.num_rows])
                 return Rows(table=table, name=self.name, files=files, starts=tuple(range(len(files))))
         raise no_rows(self.name, self.schema.names)
+
+    def beginning(self) -> Iterator[pa.Table]:
+        """The first rows again, table by table in the types of `schema`, for as long as they are asked for; of a pipe
+        what was read first, and of a file that is damaged what comes before.
+        """
+        with suppress(DataError), refusals(self.name):  # `chunks` says so when it is there
+            for part in self._parts:
+                is_pipe = part.size_bytes is None
+                for piece in filter(None, [part.peek()]) if is_pipe else part.pieces(0):
+                    yield self._fitted(piece)[0]
 
     def chunks(self, start: int = 0) -> Iterator[Chunk]:
         """The rows from `start` on, in order; Parquet and Arrow files pass over those before without reading them.

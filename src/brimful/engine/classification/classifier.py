@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ from brimful.engine.classification.trust import plain_answers
 from brimful.engine.classification.windows import WindowSize
 from brimful.hardware.probe import choose_device, num_cores
 from brimful.tasks.answers import answer_form, check_objects, objects
-from brimful.tasks.zero_shot import DEFAULT_TEMPLATE, zero_shot_form
+from brimful.tasks.zero_shot import DEFAULT_TEMPLATE, parse_labels, zero_shot_form
 from brimful.techniques.precision import choose_forward_precision
 
 #: First texts of the first call, by whose lengths kernels are chosen.
@@ -45,6 +46,8 @@ Text = str | None
 Given = Text | Mapping[str, Text] | Sequence[Text] | Sequence[Mapping[str, Text]]
 Logits = npt.NDArray[np.float32]
 _Shape = Literal["list", "text", "pair"]
+#: Candidate labels of all texts, also as text in which commas part them; or those of each text.
+Labels = Sequence[str] | str | Sequence[Sequence[str]]
 
 
 class ModelClassifier:
@@ -91,7 +94,7 @@ class ModelClassifier:
         texts: Given,
         pairs: Sequence[Text] | Text = None,
         *,
-        labels: Sequence[str] | str | None = None,
+        labels: Labels | None = None,
         multi_label: bool = False,
         hypothesis_template: str = DEFAULT_TEMPLATE,
         top_k: int | Literal[""] | None = "",
@@ -101,7 +104,8 @@ class ModelClassifier:
 
         texts: one, or a list of them; pairs as {"text": ..., "text_pair": ...}, or with their second texts as `pairs`.
         A text that is None, or that cannot be encoded, has no label: {"label": None, "score": None}.
-        labels: candidates for zero-shot; with `multi_label` each is true or not by itself. top_k: labels of each text,
+        labels: candidates for zero-shot, or a list of them for each text, which may be empty: such a text has no
+        answer. With `multi_label` each label is true or not by itself. top_k: labels of each text,
         None for all. function_to_apply: sigmoid, softmax or none instead of the task's own.
         Raises: OptionError for what is no text.
         """
@@ -151,15 +155,16 @@ class ModelClassifier:
         return TextQuestion(answer_form(self._checked.facts.config), self._tokens.stream(self._num_workers(window)))
 
     def _zero_shot(
-        self, window: Texts, given: _Shape, originals: list[Text], labels: Sequence[str] | str, multi_label: bool,
-        template: str,
+        self, window: Texts, given: _Shape, originals: list[Text], labels: Labels, multi_label: bool, template: str,
     ) -> list[Any] | dict[str, Any]:  # fmt: skip
         if window.pairs is not None:
             raise OptionError("zero-shot reads one text at a time, and pairs were given", hint="give texts or labels")
         form = zero_shot_form(self._checked.facts.config, multi_label=multi_label, template=template)
         tokens = self._zero_shot_tokens.stream(self._num_workers(window))
-        sample = window.first(_SAMPLE)
-        question = make_zero_shot(form, self._pair_encoder, tokens, labels, sample, self._listener)
+        if own := _labels_of_each(labels, len(window)):
+            window = replace(window, labels=pa.array(own, pa.large_list(pa.large_string())))
+        of_all, sample = cast(Sequence[str] | str, labels), window.first(_SAMPLE)
+        question = make_zero_shot(form, self._pair_encoder, tokens, of_all, sample, self._listener)
         found: list[Any] = []
 
         def answer(asked: Asked, logits_PC: Logits) -> None:
@@ -240,7 +245,7 @@ class _KeptTokens:
 
 
 def _check_call(
-    labels: Sequence[str] | str | None, multi_label: bool, template: str, top_k: int | Literal[""] | None,
+    labels: Labels | None, multi_label: bool, template: str, top_k: int | Literal[""] | None,
     function_to_apply: str | None,
 ) -> None:  # fmt: skip
     """What belongs to zero-shot, and what does not. Raises: OptionError."""
@@ -253,6 +258,17 @@ def _check_call(
     if template != DEFAULT_TEMPLATE:
         raise OptionError("hypothesis_template is for zero-shot", hint="give labels, or leave it out")
     check_objects(top_k=top_k, function_to_apply=function_to_apply)
+
+
+def _labels_of_each(labels: Labels, num_texts: int) -> list[list[str]] | None:
+    """Each text's own candidate labels, None where all have the same. Raises: OptionError."""
+    if isinstance(labels, str) or not labels or any(isinstance(each, str) or each is None for each in labels):
+        return None
+    if not all(isinstance(each, Sequence) for each in labels):
+        return None
+    if len(labels) != num_texts:
+        raise OptionError(f"{num_texts:,} texts have {len(labels):,} lists of labels", hint="give one to each text")
+    return [list(parse_labels(each)) if each else [] for each in labels]
 
 
 def _window(texts: Any, pairs: Any, listener: Listener) -> tuple[Texts, _Shape, list[Text]]:

@@ -11,7 +11,7 @@ import hashlib
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from brimful.core.classification import Classification, Tally
+from brimful.core.classification import FEW_ERRORS, Classification, RowError, Tally
 from brimful.core.errors import DataError, Interrupted, OptionError, printable
 from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions, flag
@@ -57,8 +57,11 @@ from brimful.techniques.precision import Precision, choose_forward_precision
 _LONG_S, _REACHED = 60.0, 300e12
 #: How many times larger a compressed file is in memory, about.
 _PACKED = 4
-#: First rows, by whose lengths kernels are chosen and of which some are compared with the plain model.
-_SAMPLE_ROWS = 2048
+#: First texts, by whose lengths kernels are chosen and of which some are compared with the plain model; and the most
+#: rows, and bytes of them, that are looked through for so many.
+_SAMPLE_TEXTS, _SAMPLE_ROWS, _SAMPLE_BYTES = 2048, 1 << 14, 8 << 20
+#: Rows that are looked at at a time.
+_STEP = 256
 #: Options that do not change an answer.
 _NOT_OF_AN_ANSWER = frozenset(
     {"data", "output", "resume", "max_errors", "shard_rows", "report", "json", "num_workers", "num_gpus"}
@@ -114,19 +117,17 @@ def classify_file(
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """What was asked for, found and checked; nothing is loaded yet. first, sample: the first rows, and their texts."""
+    """What was asked for, found and checked; nothing is loaded yet.
+
+    sample: texts of the first rows. row_bytes: bytes of such a row in memory.
+    """
 
     precision: Precision
     checked: Checked
     rows: RowStream
     reading: Reading
-    first: pa.Table
     sample: Texts
-
-    @property
-    def row_bytes(self) -> float:
-        """Bytes of a row in memory, of the first ones."""
-        return max(1.0, int(self.first.nbytes) / max(1, int(self.first.num_rows)))
+    row_bytes: float
 
 
 def _look(options: ClassifyOptions, listener: Listener) -> _Given:
@@ -141,9 +142,29 @@ def _look(options: ClassifyOptions, listener: Listener) -> _Given:
         check_output(Path(options.output), options.data, map(Path, rows.files))
     reading = Reading.of(rows.sample(), options)
     tell_columns(reading.columns, listener)
-    first = rows.sample().table.slice(0, _SAMPLE_ROWS)
-    sample = reading.texts(first, pa.nulls(first.num_rows, pa.large_string()))
-    return _Given(precision=precision, checked=checked, rows=rows, reading=reading, first=first, sample=sample)
+    sample, row_bytes = _first_texts(rows, reading, max(_SAMPLE_TEXTS, options.verify))
+    return _Given(precision=precision, checked=checked, rows=rows, reading=reading, sample=sample, row_bytes=row_bytes)
+
+
+def _first_texts(rows: RowStream, reading: Reading, wanted: int) -> tuple[Texts, float]:
+    """Texts of an input's first rows, up to the one with the `wanted`th text, and bytes of such a row in memory."""
+    tables, found, num_rows, num_bytes = list[pa.Table](), 0, 0, 0
+    steps = (table.slice(row, _STEP) for table in rows.beginning() for row in range(0, table.num_rows, _STEP))
+    for table in steps:
+        there = reading.texts(table, _no_errors(table)).texts.is_valid().to_numpy(zero_copy_only=False)
+        places = np.flatnonzero(there)[: wanted - found]
+        is_last = found + len(places) >= wanted
+        tables.append(reading.only(table.slice(0, places[-1] + 1) if is_last else table))
+        found, num_rows, num_bytes = found + len(places), num_rows + table.num_rows, num_bytes + table.nbytes
+        if is_last or num_rows >= _SAMPLE_ROWS or num_bytes >= _SAMPLE_BYTES:
+            break
+    first = pa.concat_tables(tables)
+    first = first.take(np.arange(first.num_rows))  # a copy: all else that was read is let go
+    return reading.texts(first, _no_errors(first)), max(1.0, num_bytes / max(1, num_rows))
+
+
+def _no_errors(table: pa.Table) -> pa.Array:
+    return pa.nulls(table.num_rows, pa.large_string())
 
 
 def _output(options: ClassifyOptions, given: _Given, lines: LineOutput | None) -> ShardedOutput | LineOutput:
@@ -195,11 +216,15 @@ def _expected_tokens(given: _Given, sample: Asked) -> int:
 
 def _check_num_gpus(options: ClassifyOptions, precision: Precision) -> None:
     there = num_gpus_of(precision.device)
-    if options.num_gpus is not None and options.num_gpus > there:
-        raise OptionError(
-            f"--num-gpus is {options.num_gpus}, and there {'is' if there == 1 else 'are'} {there} to run on",
-            hint=f"use at most {there}",
-        )
+    if options.num_gpus is None or options.num_gpus <= there:
+        return
+    if precision.device.type == "cpu":
+        why = "--device is cpu" if options.device == "cpu" else "there is no GPU to run on"
+        raise OptionError(f"--num-gpus is {options.num_gpus}, and {why}", hint="leave it out")
+    raise OptionError(
+        f"--num-gpus is {options.num_gpus}, and there {'is 1 GPU' if there == 1 else f'are {there} GPUs'} to run on",
+        hint=f"use at most {there}",
+    )
 
 
 def _fleet(options: ClassifyOptions, runner: Runner, sample: Tokens, num_tokens: int, listener: Listener) -> Fleet:
@@ -256,7 +281,7 @@ class _Pass:
         self, options: ClassifyOptions, given: _Given, question: Question, runner: Runner, fleet: Fleet,
         output: ShardedOutput | LineOutput, listener: Listener,
     ) -> None:  # fmt: skip
-        self._options, self._question, self._space = options, question, given.checked.space
+        self._options, self._question = options, question
         self._rows, self._reading, self._row_bytes = given.rows, given.reading, given.row_bytes
         self._runner, self._fleet, self._output, self._listener = runner, fleet, output, listener
         self._stages, self._tally, self._operations, self._wall_s = Stages(), Tally(), 0.0, 0.0
@@ -304,6 +329,8 @@ class _Pass:
 
     def _write(self, window: Window, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> None:
         table, tally = answered(window, self._question, asked, logits_PC)
+        if tally.num_errors:
+            tally = replace(tally, first_errors=self._first_errors(table))
         self._output.write(table, tally)
         self._tally += tally
         self._operations += self._runner.operations(asked.sequences.lengths) or 0.0
@@ -311,19 +338,21 @@ class _Pass:
         self._listener.count(self._done + self._tally.num_rows, self._rows.num_rows, self._rows.progress)
         most, found = self._options.max_errors, self._earlier.num_errors + self._tally.num_errors
         if most is not None and found > most:
-            self._too_many_errors(table, found, most)
+            one = tally.first_errors[0]
+            raise DataError(
+                f"{found:,} rows could not be classified, more than --max-errors {most:,}; one of them: {one.error}",
+                file=one.file,
+                row=one.row,
+                hint="mend the rows, or raise --max-errors",
+            )
 
-    def _too_many_errors(self, table: pa.Table, found: int, most: int) -> None:
-        errors = table.column(table.num_columns - 1).to_pylist()
-        row = next((i for i, error in enumerate(errors) if error is not None), 0)
-        file, number = self._rows.place(self._done + self._tally.num_rows - table.num_rows + row)
-        raise DataError(
-            f"{found:,} rows could not be classified, more than --max-errors {most:,};"
-            f" one of them: {printable(errors[row], 200)}",
-            file=file,
-            row=number,
-            hint="mend the rows, or raise --max-errors",
-        )
+    def _first_errors(self, table: pa.Table) -> tuple[RowError, ...]:
+        """Of the rows that come next."""
+        errors = table.column(table.num_columns - 1)
+        rows = np.flatnonzero(errors.is_valid().to_numpy())[:FEW_ERRORS]
+        places = [self._rows.place(self._done + self._tally.num_rows + int(row)) for row in rows]
+        texts = [printable(error, 200) for error in errors.take(rows).to_pylist()]
+        return tuple(RowError(file=file, row=row, error=text) for (file, row), text in zip(places, texts, strict=True))
 
     def record(self, command: str, trusted: Trusted, start_s: float) -> Classification:
         """What there is to say at the end."""
@@ -337,7 +366,7 @@ class _Pass:
             output=options.output,
             command=command,
             options={k: v for k, v in vars(options).items() if k not in ("model", "data", "output")},
-            labels=self._space,
+            labels=self._question.labels(everything),
             recipe=recipe,
             machine=probe(),
             tally=everything,

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from brimful.core.classification import Tally
 from brimful.core.listener import Listener
+from brimful.core.records import LabelSpace
 from brimful.data.pairs import PairTemplate, assemble, assembly_is_exact, encode_pairs, find_template
 from brimful.data.token_stream import TokenStream
 from brimful.data.tokens import Encoder, Tokens
@@ -84,6 +85,13 @@ class Asked:
     candidates: Candidates | None = None
     by_words: bool = True
 
+    @property
+    def unlabelled_N(self) -> npt.NDArray[np.bool_]:
+        """(N,) rows of zero-shot that nothing was asked about, as they have no candidate labels."""
+        if self.candidates is None:
+            return np.zeros(len(self.num_tokens_N), dtype=bool)
+        return np.asarray(np.diff(self.candidates.offsets_N1) == 0)
+
 
 class Question(Protocol):
     """One kind of question."""
@@ -96,6 +104,10 @@ class Question(Protocol):
     @property
     def sequences_per_row(self) -> int:
         """How many the model reads of each row; about, where rows differ."""
+        ...
+
+    def labels(self, tally: Tally) -> LabelSpace:
+        """What answers can be, for the record. tally: of all rows."""
         ...
 
     def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
@@ -126,6 +138,10 @@ class TextQuestion:
 
     def __init__(self, form: AnswerForm, tokens: TokenStream) -> None:
         self.form, self._tokens = form, tokens
+
+    def labels(self, tally: Tally) -> LabelSpace:
+        """See `Question`."""
+        return self.form.space
 
     def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
         """See `Question`."""
@@ -173,6 +189,11 @@ class ZeroShotQuestion:
     def sequences_per_row(self) -> int:
         """See `Question`."""
         return _TYPICAL_LABELS if self._labels is None else len(self._labels)
+
+    def labels(self, tally: Tally) -> LabelSpace:
+        """See `Question`. Where each row has its own labels, those that were given, in the order of the alphabet."""
+        names = sorted(tally.labels) if self._labels is None else self._labels
+        return LabelSpace(task="multi_label" if self.form.multi_label else "single_label", names=tuple(names))
 
     def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
         """See `Question`."""

@@ -35,6 +35,8 @@ from brimful.techniques.float8 import choose_float8
 from brimful.techniques.packing import Packing
 from brimful.techniques.precision import Precision
 
+#: Batches, filled to the budget, of texts like the first ones, by which budgets are chosen where those are few.
+_FULL_BATCHES = 4
 #: Texts laid out in one micro-batch at the most, where shapes need not repeat.
 _MOST_TEXTS = 512
 #: Most tokens of a micro-batch on a GPU unless --token-budget says otherwise.
@@ -230,17 +232,25 @@ def _graphs(
         padding_id=padding_id_of(loaded.execution.model.config),
         typical_length=loaded.kernels.typical_length,
         captured=mode.captured,
-        fused=mode.compiled,
+        fused=mode.compiled and loaded.kernels.fused,
         note=listener.warning,
     )
     reason = "tokens of a micro-batch; texts are put in order of length within a window, so that few are missing"
     return forward, Lever(name="token_budget", value=str(budget), arithmetic="exact", reason=reason)
 
 
+def _few_and_many(lengths_N: np.ndarray, budget: int) -> list[np.ndarray]:
+    """A window of these texts alone, and one of as many like them as fill some batches: a first file, or what has come
+    of a pipe, may be three rows, and a hundred thousand follow."""
+    times = -(-_FULL_BATCHES * budget // max(1, int(lengths_N.sum())))
+    return [lengths_N, np.tile(lengths_N, times)] if times > 1 and len(lengths_N) else [lengths_N]
+
+
 def _layout(checked: Checked, loaded: _Loaded, budget: int) -> tuple[Forward, Lever]:
     # Where rows influence one another, a text's answer must not depend on its neighbours: each is a batch.
     most_rows = _MOST_TEXTS if loaded.packing.proof.independent else 1
-    batches = [loaded.lengths_N[rows] for rows in chunks(loaded.lengths_N, budget, most_rows)]
+    windows = _few_and_many(loaded.lengths_N, budget)
+    batches = [lengths_N[rows] for lengths_N in windows for rows in chunks(lengths_N, budget, most_rows)]
     layout, lever = make_layout(
         loaded.packing,
         loaded.kernels,

@@ -46,6 +46,10 @@ def trusted_runner(
     sample: the first rows of the input, asked: the same tokenised. num_tokens: of all of the input, about.
     """
     compared = _some(question, sample, options.verify)
+    if compared is None and options.verify:
+        listener.warning(
+            f"nothing was compared with the plain model: none of the first {len(sample):,} rows has a text"
+        )
     plain = None if compared is None else plain_answers(checked, options, precision, question, compared, listener)
     fallback: str | None = None
     for attempt, packing_wanted in _attempts(options, precision):

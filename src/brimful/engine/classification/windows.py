@@ -23,6 +23,7 @@ from brimful.data.examples import has_text
 from brimful.data.rows import Rows
 from brimful.data.streams.stream import Chunk
 from brimful.engine.classification.question import Asked, Question, Texts
+from brimful.tasks.zero_shot import Candidates
 
 #: Sequences and bytes of text of a window: on a GPU enough to fill many micro-batches of every length, and few enough
 #: that one is tokenised while another is computed; on a CPU a few seconds' work.
@@ -111,8 +112,22 @@ class Reading:
             )
         return cls(columns=columns, labels=columns.labels[0] if labels is not None else None)
 
+    def only(self, table: pa.Table) -> pa.Table:
+        """The columns that are read."""
+        named = (self.columns.text, self.columns.pair, self.labels)
+        return table.select(list(dict.fromkeys(name for name in named if name is not None)))
+
     def texts(self, table: pa.Table, faults: pa.Array) -> Texts:
-        """What is read of these rows; null where there is no text, of pairs either, or a fault."""
+        """What is read of these rows; null where there is no text, of pairs either, or a fault, of their labels too."""
+        return self._texts(table, self._faults(table, faults))
+
+    def _faults(self, table: pa.Table, faults: pa.Array) -> pa.Array:
+        """(N,) large_string: `faults`, and what is wrong with the candidate labels of the other rows."""
+        if self.labels is None:
+            return faults
+        return pc.coalesce(faults, Candidates.from_column(_one_chunk(table[self.labels])).faults())
+
+    def _texts(self, table: pa.Table, faults: pa.Array) -> Texts:
         text, pair = _text(table, self.columns.text), None
         there = pc.and_(has_text(text), pc.is_null(faults))
         if self.columns.pair is not None:
@@ -140,7 +155,8 @@ class Reading:
     def _window(self, table: pa.Table) -> Window:
         faults = _one_chunk(table[_FAULTS])
         table = table.drop_columns([_FAULTS])
-        return Window(table=table, faults=faults, texts=self.texts(table, faults))
+        faults = self._faults(table, faults)
+        return Window(table=table, faults=faults, texts=self._texts(table, faults))
 
 
 def answered(
@@ -153,6 +169,8 @@ def answered(
     """
     answers = question.columns(asked, logits_PC)
     read_N = asked.num_tokens_N > 0
+    unread_N = ~read_N & window.faults.is_null().to_numpy(zero_copy_only=False)
+    unlabelled_N = unread_N & window.texts.texts.is_valid().to_numpy(zero_copy_only=False) & asked.unlabelled_N
     answer = next(iter(answers.values()))
     lost_N = read_N & answers["score"].is_null().to_numpy(zero_copy_only=False)
     errors = pc.if_else(pa.array(lost_N), _NO_NUMBER, window.faults)
@@ -169,7 +187,8 @@ def answered(
         num_rows=table.num_rows,
         num_tokens=int(asked.num_tokens_N.sum()),
         num_truncated=int(asked.truncated_N.sum()),
-        num_empty=int((~read_N & window.faults.is_null().to_numpy(zero_copy_only=False)).sum()),
+        num_empty=int((unread_N & ~unlabelled_N).sum()),
+        num_unlabelled=int(unlabelled_N.sum()),
         num_errors=len(errors) - errors.null_count,
         num_not_by_words=0 if asked.by_words else table.num_rows,
         lengths=_length_counts(asked.num_tokens_N[read_N]),
