@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -50,3 +51,15 @@ def test_training_is_the_same_with_and_without(fused: bool, monkeypatch: pytest.
         if number == 1:
             second.compile_kernels(ROWS.batch(number))
     assert same(snapshot(first), snapshot(second))
+
+
+def test_statistics_of_batches_are_as_they_were() -> None:
+    """They change in place, and their version does not say so."""
+    model = FAMILIES["bert"].model(3).train()
+    model.classifier = torch.nn.Sequential(torch.nn.BatchNorm1d(model.config.hidden_size), model.classifier)
+    step, statistics = make_step(model), model.classifier[0]
+    step.compile_kernels(ROWS.batch(0))
+    assert torch.equal(statistics.running_mean, torch.zeros(model.config.hidden_size))
+    assert int(statistics.num_batches_tracked) == 0
+    step.run(ROWS.batch(0))
+    assert int(statistics.num_batches_tracked) > 0

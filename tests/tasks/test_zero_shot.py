@@ -145,6 +145,7 @@ def labels_of(candidates: Candidates) -> list[list[str]]:
         (pa.array([["a", "b"], [], None, [None, "c", "c"]]), [["a", "b"], [], [], ["c", "c"]]),
         (pa.array([["z"], ["a, b"], None, ["c"]]).slice(1), [["a, b"], [], ["c"]]),
         (pa.array([["a"]], pa.large_list(pa.large_string())), [["a"]]),
+        (pa.array([["", "a", " ", " b"], [""]]), [["a", " b"], []]),
         (pa.array([None, None]), [[], []]),
         (pa.array([[], None]), [[], []]),
         (pa.chunked_array([["a"], ["b,a"]]), [["a"], ["b", "a"]]),

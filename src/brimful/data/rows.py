@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from brimful.core.errors import DataError, printable
+from brimful.data.writing import value_as_json
 
 _PIECE_ROWS = 1 << 16
 _MANY_TABLES = 1000
@@ -134,10 +134,7 @@ def converted(column: pa.ChunkedArray, to: pa.DataType) -> pa.ChunkedArray:
     if column.type == to:
         return column
     if pa.types.is_nested(column.type) and pa.types.is_large_string(to):
-        texts = [
-            None if value is None else json.dumps(value, ensure_ascii=False, default=str)
-            for value in column.to_pylist()
-        ]
+        texts = [None if value is None else value_as_json(value) for value in column.to_pylist()]
         return pa.chunked_array([pa.array(texts, pa.large_string())])
     return pc.cast(column, to)
 

@@ -211,14 +211,15 @@ def json_lines(table: pa.Table) -> Iterator[str]:
             table = table.set_column(index, field.name, table.column(index).cast(pa.large_string()))
     for batch in table.to_batches(max_chunksize=_LINES):
         for row in batch.to_pylist():
-            yield _json(row)
+            yield value_as_json(row)
 
 
 def _in_nanoseconds(kind: pa.DataType) -> bool:
     return bool((pa.types.is_timestamp(kind) or pa.types.is_time64(kind)) and kind.unit == "ns")
 
 
-def _json(value: Any) -> str:
+def value_as_json(value: Any) -> str:
+    """One line of JSON: bytes in base64, decimals with all digits, what is not finite as null."""
     try:
         text = json_text(value, default=_in_json)
     except ValueError:
@@ -252,7 +253,7 @@ def _flat(table: pa.Table) -> pa.Table:
         if _is_plain(kind):
             flat = column
         elif pa.types.is_nested(kind):
-            flat = _texts(column, _json)
+            flat = _texts(column, value_as_json)
         else:
             flat = _texts(column, _plain)
         table = table.set_column(index, table.column_names[index], flat)

@@ -95,7 +95,7 @@ def concerns(record: Classification) -> list[str]:
         if count:
             singular = what.replace("were", "was").replace("have", "has") if count == 1 else what
             said.append(f"{part_text(count, tally.num_rows)} of {tally.num_rows:,} rows {singular}")
-            said += [f"{printable(each.file)}, row {each.row:,}: {each.error}" for each in first]
+            said += [f"row {each.row:,} of {printable(each.file)}: {each.error}" for each in first]
     return said
 
 

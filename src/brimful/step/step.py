@@ -169,7 +169,7 @@ class Step:
         """
         parameters, model = self.update.parameters, self.execution.model
         gradients = [parameter.grad for parameter in parameters]
-        buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
         first_of = {micro.shape: index for index, micro in reversed(list(enumerate(batch.micro_batches)))}
         with compiled_together():
             for index in first_of.values():
@@ -180,9 +180,8 @@ class Step:
             self.update.compile_kernels(gathered=len(batch.micro_batches) > 1)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        for buffer, version, value in buffers:
-            if buffer._version != version:
-                buffer.copy_(value)
+        for buffer, value in buffers:  # a changed one need not say so: statistics of batches do not
+            buffer.copy_(value)
         self.precision.after_update()  # copies of the weights that were made within
 
     def reduce(self) -> None:

@@ -255,9 +255,10 @@ def _lists_of_text(column: pa.Array) -> pa.Array:
     """Lists of large_string. Raises: DataError."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if _is_text(kind):
-        return _without_blanks(pc.split_pattern(column.cast(pa.large_string()), ","))
+        parts = pc.split_pattern(column.cast(pa.large_string()), ",")
+        return _without_blanks(_lists(parts, pc.utf8_trim_whitespace(parts.flatten())))
     if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_text(kind.value_type):
-        return column.cast(pa.large_list(pa.large_string()))
+        return _without_blanks(column.cast(pa.large_list(pa.large_string())))
     raise DataError(
         f"the column of candidate labels holds {column.type}",
         hint="it must be text in which commas part the labels, or lists of text",
@@ -269,11 +270,14 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _without_blanks(lists: pa.Array) -> pa.Array:
-    """The labels trimmed, blank ones null."""
-    trimmed_P = pc.utf8_trim_whitespace(lists.flatten())
-    blank_P = pc.equal(trimmed_P, "")
+    """Blank labels null."""
+    values_P = lists.flatten()
+    return _lists(lists, pc.if_else(pc.equal(pc.utf8_trim_whitespace(values_P), ""), None, values_P))
+
+
+def _lists(lists: pa.Array, values_P: pa.Array) -> pa.Array:
+    """Lists as long as `lists`, of other values; empty where those are null."""
     lengths_N = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-    values_P = pc.if_else(blank_P, None, trimmed_P)
     return pa.LargeListArray.from_arrays(pa.array(offsets_of(lengths_N)), values_P)
 
 

@@ -197,6 +197,8 @@ def test_zero_shot_with_labels_of_each_text(tmp_path: Path) -> None:
         expected = [plain(text, candidate_labels=own) for text, own in zip(TEXTS, labels, strict=False) if own]
         same_objects([found[0], found[1], found[3]], expected)
         assert (found[2]["labels"], found[2]["scores"]) == ([], [])
+        assert classifier([], labels=[]) == []
+        same_objects(classifier(TEXTS[:2], labels=np.array(["a", "b"])), classifier(TEXTS[:2], labels=["a", "b"]))
         for wrong in (labels[:3], [["a", "a"]] * 4, [["a"], "b", ["c"], ["d"]], [[""]] * 4):
             with pytest.raises(OptionError):
                 classifier(TEXTS[:4], labels=wrong)

@@ -161,7 +161,8 @@ class ModelClassifier:
             raise OptionError("zero-shot reads one text at a time, and pairs were given", hint="give texts or labels")
         form = zero_shot_form(self._checked.facts.config, multi_label=multi_label, template=template)
         tokens = self._zero_shot_tokens.stream(self._num_workers(window))
-        if own := _labels_of_each(labels, len(window)):
+        own = _labels_of_each(labels, len(window))
+        if own is not None:
             window = replace(window, labels=pa.array(own, pa.large_list(pa.large_string())))
         of_all, sample = cast(Sequence[str] | str, labels), window.first(_SAMPLE)
         question = make_zero_shot(form, self._pair_encoder, tokens, of_all, sample, self._listener)
@@ -262,13 +263,14 @@ def _check_call(
 
 def _labels_of_each(labels: Labels, num_texts: int) -> list[list[str]] | None:
     """Each text's own candidate labels, None where all have the same. Raises: OptionError."""
-    if isinstance(labels, str) or not labels or any(isinstance(each, str) or each is None for each in labels):
+    found = [] if isinstance(labels, str) else list(labels)
+    if any(isinstance(each, str) or not isinstance(each, Sequence | np.ndarray) for each in found):
         return None
-    if not all(isinstance(each, Sequence) for each in labels):
+    if not found and (isinstance(labels, str) or num_texts):
         return None
-    if len(labels) != num_texts:
-        raise OptionError(f"{num_texts:,} texts have {len(labels):,} lists of labels", hint="give one to each text")
-    return [list(parse_labels(each)) if each else [] for each in labels]
+    if len(found) != num_texts:
+        raise OptionError(f"{num_texts:,} texts have {len(found):,} lists of labels", hint="give one to each text")
+    return [list(parse_labels(list(each))) if len(each) else [] for each in found]
 
 
 def _window(texts: Any, pairs: Any, listener: Listener) -> tuple[Texts, _Shape, list[Text]]:

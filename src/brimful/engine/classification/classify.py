@@ -151,14 +151,13 @@ def _first_texts(rows: RowStream, reading: Reading, wanted: int) -> tuple[Texts,
     tables, found, num_rows, num_bytes = list[pa.Table](), 0, 0, 0
     steps = (table.slice(row, _STEP) for table in rows.beginning() for row in range(0, table.num_rows, _STEP))
     for table in steps:
-        there = reading.texts(table, _no_errors(table)).texts.is_valid().to_numpy(zero_copy_only=False)
-        places = np.flatnonzero(there)[: wanted - found]
+        places = np.flatnonzero(reading.texts(table, _no_errors(table)).asked_N())[: wanted - found]
         is_last = found + len(places) >= wanted
         tables.append(reading.only(table.slice(0, places[-1] + 1) if is_last else table))
         found, num_rows, num_bytes = found + len(places), num_rows + table.num_rows, num_bytes + table.nbytes
         if is_last or num_rows >= _SAMPLE_ROWS or num_bytes >= _SAMPLE_BYTES:
             break
-    first = pa.concat_tables(tables)
+    first = pa.concat_tables(tables or [reading.only(rows.sample().table)])
     first = first.take(np.arange(first.num_rows))  # a copy: all else that was read is let go
     return reading.texts(first, _no_errors(first)), max(1.0, num_bytes / max(1, num_rows))
 

@@ -50,6 +50,13 @@ class Texts:
         """Of texts and pairs, and of what says where they end."""
         return int(self.texts.nbytes + (0 if self.pairs is None else self.pairs.nbytes))
 
+    def asked_N(self) -> npt.NDArray[np.bool_]:
+        """(N,) the rows that are asked about: those with a text, and with a label where each has its own."""
+        there_N: npt.NDArray[np.bool_] = self.texts.is_valid().to_numpy(zero_copy_only=False)
+        if self.labels is None:
+            return there_N
+        return there_N & (np.diff(Candidates.from_column(self.labels).offsets_N1) > 0)
+
     def first(self, num_rows: int) -> Texts:
         """The first rows, all if there are no more."""
         return self.slice(0, num_rows)

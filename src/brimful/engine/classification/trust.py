@@ -48,7 +48,7 @@ def trusted_runner(
     compared = _some(question, sample, options.verify)
     if compared is None and options.verify:
         listener.warning(
-            f"nothing was compared with the plain model: none of the first {len(sample):,} rows has a text"
+            f"nothing was compared with the plain model: none of the first {len(sample):,} rows can be asked about"
         )
     plain = None if compared is None else plain_answers(checked, options, precision, question, compared, listener)
     fallback: str | None = None
@@ -120,7 +120,7 @@ def _attempts(options: ClassifyOptions, precision: Precision) -> Iterator[tuple[
 
 def _some(question: Question, sample: Texts, num_rows: int) -> Asked | None:
     """At most `num_rows` of the sample's rows, evenly spread, tokenised; None where there are none."""
-    there = np.flatnonzero(sample.texts.is_valid().to_numpy(zero_copy_only=False))
+    there = np.flatnonzero(sample.asked_N())
     if not num_rows or not len(there):
         return None
     places = np.unique(np.linspace(0, len(there) - 1, min(num_rows, len(there))).astype(np.int64))
