@@ -59,7 +59,7 @@ _LONG_S, _REACHED = 60.0, 300e12
 _PACKED = 4
 #: First texts, by whose lengths kernels are chosen and of which some are compared with the plain model; and the most
 #: rows, and bytes of them, that are looked through for so many.
-_SAMPLE_TEXTS, _SAMPLE_ROWS, _SAMPLE_BYTES = 2048, 1 << 14, 8 << 20
+_SAMPLE_TEXTS, _SAMPLE_ROWS, _SAMPLE_BYTES = 2048, 1 << 14, 4 << 20
 #: Rows that are looked at at a time.
 _STEP = 256
 #: Options that do not change an answer.
@@ -159,6 +159,8 @@ def _first_texts(rows: RowStream, reading: Reading, wanted: int) -> tuple[Texts,
             break
     first = pa.concat_tables(tables or [reading.only(rows.sample().table)])
     first = first.take(np.arange(first.num_rows))  # a copy: all else that was read is let go
+    del tables, steps
+    pa.default_memory_pool().release_unused()
     return reading.texts(first, _no_errors(first)), max(1.0, num_bytes / max(1, num_rows))
 
 
