@@ -159,6 +159,7 @@ class _ParquetWriter:
     def _end_group(self) -> None:
         self._writer.write_table(pa.concat_tables(self._held), row_group_size=max(1, self._num_rows))
         self._held, self._num_rows, self._num_bytes = [], 0, 0
+        pa.default_memory_pool().release_unused()  # as much again as the group, which it would keep for the next one
 
 
 def _plain_bytes(batch: pa.RecordBatch) -> int:

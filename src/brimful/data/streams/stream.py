@@ -92,14 +92,15 @@ class RowStream:
         raise no_rows(self.name, self.schema.names)
 
     def beginning(self) -> Iterator[pa.Table]:
-        """The first rows again, table by table in the types of `schema`, for as long as they are asked for; of a pipe
-        what was read first, and of a file that is damaged what comes before.
+        """The sample and the rows behind it, table by table in the types of `schema`, read for as long as they are asked
+        for; of a pipe the sample alone, and of a file that is damaged what comes before.
         """
+        yield self._sample.table
         with suppress(DataError), refusals(self.name):  # `chunks` says so when it is there
-            for part in self._parts:
-                is_pipe = part.size_bytes is None
-                for piece in filter(None, [part.peek()]) if is_pipe else part.pieces(0):
-                    yield self._fitted(piece)[0]
+            files = (part for part in self._parts if part.size_bytes is not None)
+            pieces = (piece for part in files for piece in part.pieces(0) if piece.table.num_rows)
+            for piece in itertools.islice(pieces, 1, None):  # the first is the sample
+                yield self._fitted(piece)[0]
 
     def chunks(self, start: int = 0) -> Iterator[Chunk]:
         """The rows from `start` on, in order; Parquet and Arrow files pass over those before without reading them.

@@ -157,7 +157,7 @@ def _first_texts(rows: RowStream, reading: Reading, wanted: int) -> tuple[Texts,
         found, num_rows, num_bytes = found + len(places), num_rows + table.num_rows, num_bytes + table.nbytes
         if is_last or num_rows >= _SAMPLE_ROWS or num_bytes >= _SAMPLE_BYTES:
             break
-    first = pa.concat_tables(tables or [reading.only(rows.sample().table)])
+    first = pa.concat_tables(tables)
     first = first.take(np.arange(first.num_rows))  # a copy: all else that was read is let go
     del tables, steps
     pa.default_memory_pool().release_unused()

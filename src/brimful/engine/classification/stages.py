@@ -20,7 +20,7 @@ from brimful.core.classification import Stage, StageName
 
 Item = TypeVar("Item")
 
-#: Windows that wait between two stages.
+#: Windows of a device that wait before it is their turn, and as many behind it to be written.
 _AHEAD = 2
 #: How soon a signal to stop is heard while there is nothing to do, and how long the reading thread may take to end.
 _POLL_S, _END_S = 0.1, 1.0
@@ -117,7 +117,11 @@ def run_stages(
             failed.set()
             raise
 
-    with closing(Ahead(submitted(), _AHEAD * most_devices)) as ahead, ThreadPoolExecutor(1, "brimful-write") as writer:
+    # The thread that reads ahead holds one more window than there is room for.
+    with (
+        closing(Ahead(submitted(), _AHEAD * most_devices - 1)) as ahead,
+        ThreadPoolExecutor(1, "brimful-write") as writer,
+    ):
         for window, waiting in ahead.until(lambda: stop() or failed.is_set()):
             asked = waiting()
             writing.append(writer.submit(finish, window, asked, compute(asked)))
@@ -139,7 +143,7 @@ def timed(items: Iterable[Item], busy: Busy) -> Iterator[Item]:
 
 
 class Ahead(Generic[Item]):
-    """What another thread makes, at most `depth` items ahead. Closing it ends the thread."""
+    """What another thread makes: `depth` items that are ready, and one more. Closing it ends the thread."""
 
     def __init__(self, items: Iterator[Item], depth: int) -> None:
         self._items = items
