@@ -92,8 +92,8 @@ class RowStream:
         raise no_rows(self.name, self.schema.names)
 
     def beginning(self) -> Iterator[pa.Table]:
-        """The sample and the rows behind it, table by table in the types of `schema`, read for as long as they are asked
-        for; of a pipe the sample alone, and of a file that is damaged what comes before.
+        """The sample and the rows behind it, table by table in the types of `schema`, read for as long as they are
+        asked for; of a pipe the sample alone, and of a file that is damaged what comes before.
         """
         yield self._sample.table
         with suppress(DataError), refusals(self.name):  # `chunks` says so when it is there
