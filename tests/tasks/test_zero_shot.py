@@ -185,6 +185,7 @@ def test_labels_of_a_call() -> None:
         *((blank, "'' is no candidate label") for blank in ("a,,b", "a, ,b", "a,b,", ["a", ""])),
         (["a", " "], "' ' is no candidate label"),
         (["a", 3], "3 is no candidate label"),
+        *((half, r"'b\\ud800' is no candidate label") for half in ("a,b\ud800", ["a", "b\ud800"])),
         *((twice, "'a' is there twice") for twice in ("a,a", "b, a,c,a ", ["a", "a"])),
     ],
 )

@@ -27,6 +27,15 @@ import unicodedata
 EXIT_OK = 0
 
 
+def encodes(text: str) -> bool:
+    """Whether `text` can be written as UTF-8: half a surrogate pair cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def printable(text: object, limit: int = 120) -> str:
     """`text` on one line, control characters and line breaks escaped, cut to `limit` characters: safe in a terminal."""
     escaped = "".join(

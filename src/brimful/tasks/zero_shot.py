@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from brimful.core.classification import Tally
-from brimful.core.errors import DataError, ModelError, OptionError, printable
+from brimful.core.errors import DataError, ModelError, OptionError, encodes, printable
 from brimful.core.options import ClassifyOptions
 from brimful.tasks.answers import LOGITS, Form, softmax
 from brimful.tasks.ranking import (
@@ -99,11 +99,11 @@ class Candidates:
 def parse_labels(labels: str | Sequence[str]) -> tuple[str, ...]:
     """Candidate labels from text in which commas part them, or as they are.
 
-    Raises: OptionError if there are none, and for one that is blank, no text, or there twice.
+    Raises: OptionError if there are none, and for one that is blank, no text or cannot be encoded, or is there twice.
     """
     if isinstance(labels, str):
         labels = list(map(str.strip, labels.split(",")))
-    wrong = next((label for label in labels if not isinstance(label, str) or not label.strip()), None)
+    wrong = next((label for label in labels if not _can_be_asked(label)), None)
     if not any(labels) or wrong is not None:
         said = f"{printable(repr(wrong))} is no candidate label" if any(labels) else "there are no candidate labels"
         raise OptionError(said, hint="name them, separated by commas (sports,politics), or as a list of texts")
@@ -111,6 +111,10 @@ def parse_labels(labels: str | Sequence[str]) -> tuple[str, ...]:
     if twice is not None:
         raise OptionError(_twice(twice), hint="name each once")
     return tuple(labels)
+
+
+def _can_be_asked(label: Any) -> bool:
+    return isinstance(label, str) and bool(label.strip()) and encodes(label)
 
 
 def _twice(label: str) -> str:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from brimful.core.classification import Parity
-from brimful.core.errors import OptionError, printable
+from brimful.core.errors import OptionError, encodes, printable
 from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions
 from brimful.core.records import LabelSpace, Recipe
@@ -331,7 +331,7 @@ def _column(name: str, texts: list[Text], listener: Listener) -> pa.Array:
     try:
         return pa.array(texts, pa.large_string())
     except UnicodeEncodeError:
-        kept = [text if text is None or _encodes(text) else None for text in texts]
+        kept = [text if text is None or encodes(text) else None for text in texts]
         lost = sum(text is None for text in kept) - sum(text is None for text in texts)
         listener.warning(f"{lost:,} of {len(texts):,} {name} cannot be encoded (half a surrogate pair): no answer")
         return pa.array(kept, pa.large_string())
@@ -339,11 +339,3 @@ def _column(name: str, texts: list[Text], listener: Listener) -> pa.Array:
         wrong = next((i for i, text in enumerate(texts) if not isinstance(text, str | None)), None)
         said = f"{name} must be a list of texts" if wrong is None else f"{name}[{wrong}] is no text"
         raise OptionError(f"{said}: {printable(error)}", hint="each is a str, or None for no text") from error
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
