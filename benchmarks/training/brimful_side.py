@@ -63,6 +63,8 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
         with precision.apply():
             built = build(options, prepared, precision, Optimizer(value=options.optim), listener)
             warm_up, steps, rounds = plan["warm_up"], plan["steps"], plan["rounds"]
+            if options.batch_size > 32:
+                warm_up, steps = warm_up // 2, steps // 2
             began = time.perf_counter()
             marks, graphs, computed, wait_s = _run(built, warm_up, steps, rounds)
         lengths = prepared.training.tokens.lengths

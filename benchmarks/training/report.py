@@ -55,7 +55,9 @@ def _result(record: Record, limits: Record, others: list[Record]) -> Record:
     by_round = rates(record)
     mfu = statistics.median(rates(record, "operations")) / limits["matmul_flops_per_s"]
     floor = limits["floors"][work.name]
-    floor_samples_per_s = work.batch_size / (floor["matmul_s"] + floor["attention_s"] + floor["optimizer_s"])
+    batch = record["settings"]["batch_size"]
+    layers_s = (floor["matmul_s"] + floor["attention_s"]) * batch / work.batch_size
+    floor_samples_per_s = batch / (layers_s + floor["optimizer_s"])
     return {
         "work": record["work"],
         "side": record["side"],

@@ -128,9 +128,9 @@ def settings_of(session: Session, work: Work, side: str) -> list[dict[str, Any]]
         arguments = session.arguments
         precision = "fp8" if work.fp8 else "auto" if arguments.smoke else "bf16"
         execution = "auto" if arguments.smoke else arguments.execution
-        return [{"batch_size": work.batch_size, "precision": precision, "execution": execution}]
+        return [{"batch_size": batch, "precision": precision, "execution": execution} for batch in work.batches]
     found = hf_settings(session, work)
-    return None if found is None else [found | {"batch_size": batch} for batch in work.hf_batches]
+    return None if found is None else [found | {"batch_size": batch} for batch in work.batches]
 
 
 def complete(session: Session, work: Work) -> bool:
@@ -224,8 +224,7 @@ def dry_run(session: Session, works: list[Work]) -> None:
                 print(f"{seconds:5.0f} s  {name}: HF Trainer's settings ({kind})")
     for work in works:
         for side in work.sides:
-            number = len(work.hf_batches) if side == "hf" else 1
-            seconds = number * expected_s(session, "row", work, side)
+            seconds = len(work.batches) * expected_s(session, "row", work, side)
             total += seconds
             print(f"{seconds:5.0f} s  {work.name}: {side}")
     print(f"{total:5.0f} s  in all")

@@ -78,8 +78,8 @@ class Work:
         return ("hf",) if self.corpus == "tweets512" else ("hf", "brimful")
 
     @property
-    def hf_batches(self) -> tuple[int, ...]:
-        """Batch sizes that HF Trainer is tried with, the fastest counted: more than one where any batch will do."""
+    def batches(self) -> tuple[int, ...]:
+        """Batch sizes that each side is tried with, its fastest counted: more than one where any batch will do."""
         return (32, 128) if self.corpus == "dense512" else (self.batch_size,)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from brimful.step.step import Step
 from brimful.techniques.float8 import choose_float8, time_shapes
 from brimful.techniques.precision import Precision, choose_precision
 from gpu.test_captured_on_gpu import make_step, source
+from gpu.waits import no_waiting
 from kernels.test_float8 import attention, layer, run, together
 from tolerances import FLOAT8_LAYER, difference
 
@@ -38,16 +37,6 @@ def _has_fp8() -> None:
         choose_precision("fp8", GPU)
     except BrimfulError as refusal:
         pytest.skip(str(refusal))
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Within, whatever makes the host wait for the GPU fails."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def rows(*shape: int, seed: int = 0) -> Tensor:
