@@ -24,10 +24,12 @@ from resumable import Session, default_inputs, parser_of, print_rows, say, versi
 from works import CPU_TABLE, TABLE, Work, make_inputs
 
 _SIDES = ("pipeline", "crossencoder", "brimful")
+#: On a GPU far beyond where their rates were still rising; on a CPU, where batches gain little, fewer.
 _BATCHES: dict[str, dict[str, tuple[int, ...]]] = {
-    "pipeline": {"cuda": (1, 32, 128, 256, 512), "cpu": (1, 8, 32)},
-    "crossencoder": {"cuda": (32, 64, 128, 256, 512, 1024), "cpu": (8, 32)},
+    "pipeline": {"cuda": (1, 32, 128, 256, 512, 1024, 2048), "cpu": (1, 8, 32, 128)},
+    "crossencoder": {"cuda": (32, 64, 128, 256, 512, 1024, 2048, 4096), "cpu": (8, 32, 128)},
 }
+_DTYPES = {"cuda": ("fp16",), "cpu": ("fp32", "bf16")}
 _PRECISIONS = {"cuda": ["bf16", "fp16"], "cpu": ["auto", "fp32"]}
 #: Seconds that a measurement is expected to take, before the raw log knows better.
 _EXPECTED_S = {
@@ -49,14 +51,14 @@ def settings_of(session: Session, work: Work, side: str) -> list[dict[str, Any]]
     device, smoke = arguments.device, arguments.smoke
     if side == "brimful":
         return _own_settings(session, work)
-    batches = _BATCHES[side][device]
-    dtype = "fp16" if device == "cuda" else "fp32"
+    batches, dtypes = _BATCHES[side][device], _DTYPES[device]
     if smoke:
-        batches = batches[1:2]
+        batches, dtypes = batches[1:2], dtypes[:1]
     if side == "crossencoder":
-        return [{"batch_size": batch, "dtype": dtype} for batch in batches]
+        return [{"batch_size": batch, "dtype": dtype} for dtype in dtypes for batch in batches]
     return [
         {"batch_size": batch, "sorted": by_length, "dtype": dtype}
+        for dtype in dtypes
         for batch in batches
         for by_length in ((False,) if batch == 1 else (False, True))
     ]

@@ -12,7 +12,7 @@ from typing import Any, TextIO, cast
 
 from brimful.core import durable
 from brimful.core.classification import Classification
-from brimful.core.errors import OptionError, printable
+from brimful.core.errors import OptionError, OutputError, printable
 from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flag, flags_of
 from brimful.core.profile import Profile
@@ -97,7 +97,7 @@ def classify(
         options["labels"] = _joined(options["labels"])
     if "report" in options:
         options["report"] = _path(options["report"])
-    if output is None:
+    if output is None or output == "-":
         raise OptionError("classify needs an output", hint="for texts in memory there is Classifier")
     asked = ClassifyOptions(model=_path(model), data=_path(data), output=_path(output), **options)
     return run_classification(asked, listener or Listener())
@@ -125,7 +125,12 @@ def run_classification(options: ClassifyOptions, listener: Listener, stdout: Tex
     lines = None if stdout is None or options.output is not None else LineOutput(stdout)
     record = classify_file(options, command=command_of("classify", options), listener=listener, output=lines)
     if options.report is not None:
-        durable.write_bytes(Path(options.report), classification_page(record).encode())
+        page = classification_page(record).encode()
+        try:
+            durable.write_bytes(Path(options.report), page)
+        except OutputError as error:
+            hint = "the results are whole; with --resume and another --report only the report is made"
+            raise OutputError(str(error), hint=hint) from error
         listener.note(f"report: {options.report}")
     return record
 

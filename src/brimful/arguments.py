@@ -104,7 +104,7 @@ def train_options(words: Sequence[str]) -> TrainOptions:
 def classify_options(words: Sequence[str]) -> ClassifyOptions:
     """Options of `brimful classify`; otherwise as `train_options`."""
     options: ClassifyOptions = _parse(_CLASSIFY, words)
-    return options
+    return dataclasses.replace(options, output=None) if options.output == "-" else options
 
 
 def profile_options(words: Sequence[str]) -> ProfileOptions:

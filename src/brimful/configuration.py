@@ -23,9 +23,10 @@ def read_configuration(file: str, known: Sequence[str]) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
+            one = next((each for each in known if "_" in each), known[0])
             raise OptionError(
                 f"{shown} has an unknown key '{printable(key)}'",
-                hint=f"did you mean {near[0]}?" if near else "the keys are the names of the flags, as in batch_size",
+                hint=f"did you mean {near[0]}?" if near else f"the keys are the names of the flags, as in {one}",
             )
         if name in found:
             raise OptionError(f"{shown} has the key {name} twice, with - and with _", hint="leave one of them out")

@@ -19,7 +19,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import brimful as package
-from brimful.core.errors import DataError, ModelError, OptionError
+from brimful.core import durable
+from brimful.core.errors import DataError, ModelError, OptionError, OutputError
 from commands import Brimful, Files
 from same import SCORE
 from tiny_files import review, save_base, save_classifier, save_tokenizer, write_csv
@@ -70,6 +71,38 @@ def test_lines_of_json_on_stdout_keep_columns_and_order(brimful: Brimful, files:
     assert [row["num_tokens"] for row in found] == [len(row["text"].split()) + 2 for row in rows]
     assert "Classified  40 texts in" in said.err
     assert "Parity  passed: fp32 against plain fp32 has the same label in 40 of 40 rows" in said.err
+
+
+def test_a_dash_is_stdout(brimful: Brimful, files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("classify", files.classifier, files.reviews, "--precision", "fp32")
+    assert brimful(*words, "-o", "-").out == brimful(*words).out != ""
+    assert list(tmp_path.iterdir()) == []
+    refused = brimful(*words, "-o", "-", "--resume")
+    assert (refused.code, refused.out) == (2, "")
+    assert "--resume needs an output" in refused.err
+
+
+def test_a_report_that_cannot_be_written_leaves_the_results(
+    brimful: Brimful, files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    output, page = tmp_path / "out.csv", tmp_path / "page.html"
+    words = ("classify", files.classifier, files.reviews, "--precision", "fp32", "-o", output, "--report", page)
+    write = durable.write_bytes
+
+    def refuse_pages(path: Path, data: Any) -> None:
+        if path.suffix == ".html":
+            raise OutputError(f"cannot write {path}: no space left", hint="make room")
+        write(path, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(durable, "write_bytes", refuse_pages)
+        said = brimful(*words)
+    assert said.code == OutputError.exit_code
+    assert "the results are whole" in said.err
+    assert len(read_back(output)) == len(read_back(files.reviews))
+    assert brimful(*words, "--resume").code == 0
+    assert page.exists()
 
 
 def test_answers_on_answers_overwrite_nothing(brimful: Brimful, files: Files, tmp_path: Path) -> None:
@@ -228,6 +261,7 @@ def test_control_characters_reach_stdout_escaped(brimful: Brimful, tmp_path: Pat
         (["{classifier}", "{reviews}", "--text-column", "txt"], "no such column: 'txt'", "did you mean 'text'"),
         (["{classifier}", "{reviews}", "--output", "{tmp}/out.xlsx"], "suffix '.xlsx'", ".csv, .tsv, .jsonl"),
         (["{classifier}", "{reviews}", "--output", "{reviews}"], "is the file that is read", "another name"),
+        (["{classifier}", "{reviews}", "--output", ""], "--output is empty", "leave it out"),
         (["{classifier}", "{reviews}", "--report", "{reviews}"], "is no name of a page", "end in .html"),
         (["{classifier}", "{reviews}", "--report", "{tmp}/no/page.html"], "is no folder that", "another folder"),
         (["{classifier}", "{reviews}", "--output", "{reviews}/out.csv"], "is a file", "another name"),

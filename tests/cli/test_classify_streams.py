@@ -470,6 +470,8 @@ def test_texts_to_compare_are_looked_for_across_files(brimful: Brimful, files: F
     nothing.write_text((json.dumps(blank) + "\n") * 30, "utf-8")
     said = brimful("classify", files.classifier, nothing, *FP32, "-o", tmp_path / "n.jsonl", "--verify", 8)
     assert "nothing was compared with the plain model: none of the first 30 rows can be asked about" in said.err
+    assert "warning: nothing was compared with the plain model: none of the first rows" in said.err
+    assert "Parity  not checked: nothing was compared with the plain model (none of the first rows" in said.err
 
 
 def test_without_verify_nothing_is_compared_and_that_is_said(brimful: Brimful, files: Files, tmp_path: Path) -> None:

@@ -134,3 +134,6 @@ def test_classify_takes_a_file_too(tmp_path: Path) -> None:
     assert (asked.threshold, asked.output) == (0.3, "b.csv")
     with pytest.raises(OptionError, match="unknown key 'seed'"):
         classify_options(["m", "d.csv", "--config", put(tmp_path, "d.toml", "seed = 3")])
+    with pytest.raises(OptionError, match="unknown key 'batch_size'") as caught:
+        classify_options(["m", "d.csv", "--config", put(tmp_path, "d.toml", "batch_size = 3")])
+    assert caught.value.hint == "the keys are the names of the flags, as in text_column"

@@ -150,6 +150,7 @@ def test_decimals_keep_all_digits(name: str, tmp_path: Path) -> None:
         "price": pa.array(LONG, kind),
         "prices": pa.array([LONG, [], None], pa.large_list(kind)),
         "wide": pa.array([Decimal("9" * 70 + ".000001"), None, Decimal(0)], pa.decimal256(76, 6)),
+        "small": pa.array([Decimal("1E-10"), None, Decimal(0)], pa.decimal128(25, 10)),
     })  # fmt: skip
     write_table(table, tmp_path / name)
     if name.endswith("parquet"):
@@ -159,12 +160,14 @@ def test_decimals_keep_all_digits(name: str, tmp_path: Path) -> None:
     if "json" in name:
         found = [json.loads(line, parse_float=Decimal) for line in text.splitlines()]
         assert found == table.to_pylist()
+        assert '"small": 0.0000000001}' in text
         assert text.splitlines()[0].startswith('{"price": 12345678901234567.89, "prices": [12345678901234567.89, -0.10')
         return
     rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if "tsv" in name else ","))
     assert [row["price"] for row in rows] == ["12345678901234567.89", "-0.10", ""]
     assert [row["prices"] for row in rows] == ["[12345678901234567.89, -0.10, null]", "[]", ""]
     assert [row["wide"] for row in rows] == ["9" * 70 + ".000001", "", "0.000000"]
+    assert [row["small"] for row in rows] == ["0.0000000001", "", "0.0000000000"]
 
 
 def test_nothing_that_a_terminal_obeys_stands_in_lines() -> None:

@@ -7,7 +7,7 @@ import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Warnings of the torch and Triton that stand beside a GPU are theirs: they are shown, and no errors."""
+    """Warnings are shown, and are no errors: the torch and Triton beside a GPU are others than the suite is held to."""
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.filterwarnings("default"))

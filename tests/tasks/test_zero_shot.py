@@ -158,6 +158,19 @@ def test_a_column_of_labels(column: Any, expected: list[list[str]]) -> None:
     assert len(set(candidates.names.to_pylist())) == len(candidates.names)
 
 
+def test_labels_of_some_rows() -> None:
+    column = pa.array([["b", "a"], None, ["c", "a"], [], ["b"]])
+    candidates = Candidates.from_column(column)
+    for rows in ([2, 0], [1, 3], [], [4, 4, 0, 2], range(5)):
+        taken, alone = (
+            candidates.take(np.array(rows, np.int64)),
+            Candidates.from_column(column.take(pa.array(rows, pa.int64()))),
+        )
+        assert labels_of(taken) == labels_of(alone)
+        assert set(taken.names.to_pylist()) == set(alone.names.to_pylist())
+    assert labels_of(candidates.only(np.arange(5) % 4 == 0)) == [["b", "a"], [], [], [], ["b"]]
+
+
 def test_rows_whose_labels_have_one_twice() -> None:
     column = pa.array([["b", "a"], ["a", "b", "a"], None, [], ["b", "b\x1b", "b\x1b"], ["a", None, None]])
     said = ["the candidate label 'a' is there twice", "the candidate label 'b\\x1b' is there twice"]

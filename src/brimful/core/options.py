@@ -174,7 +174,7 @@ class ClassifyOptions:
     for JSONL on stdin."""
     output: str | None = None
     """File (.parquet, or .csv, .tsv, .jsonl, each also .gz or .zst) or folder (of Parquet shards) for the results, with
-    all columns of the input. Default: JSONL on stdout."""
+    all columns of the input. Default, and `-`: JSONL on stdout."""
     text_column: str | None = None
     """Column with the text. Default: found by name and type."""
     pair_column: str | None = None
@@ -235,6 +235,8 @@ class ClassifyOptions:
     def __post_init__(self) -> None:
         _check_types(self)
         _check_positive(self, "max_length", "token_budget", "num_gpus", "shard_rows")
+        if self.output == "":
+            raise OptionError("--output is empty", hint="give a name, or leave it out for JSONL on stdout")
         for name in ("top_k", "max_errors", "verify", "num_workers"):
             value = getattr(self, name)
             if value is not None and value < 0:

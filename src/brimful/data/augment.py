@@ -19,6 +19,7 @@ from typing import cast
 
 import numpy as np
 
+from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, OptionError, printable
 from brimful.data.tokens import Encoder
 
@@ -61,7 +62,7 @@ class Augmenter:
         load_transform(transform)  # here first: a mistake is one line, not a broken pool
         self._seed = seed
         self._pool = ProcessPoolExecutor(
-            max_workers=num_workers or min(8, os.cpu_count() or 1),
+            max_workers=num_workers or min(8, num_cores() or 1),
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_start_worker,
             initargs=(transform, encoder),

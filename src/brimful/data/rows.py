@@ -130,10 +130,13 @@ def _common_decimal(types: set[pa.DataType]) -> pa.DataType:
 
 
 def converted(column: pa.ChunkedArray, to: pa.DataType) -> pa.ChunkedArray:
-    """`column` in the type `to`, nested values as JSON text. Raises: ArrowInvalid for numbers too large for `to`."""
+    """`column` in the type `to`; as text nested values are JSON and decimals all their digits.
+
+    Raises: ArrowInvalid for numbers too large for `to`.
+    """
     if column.type == to:
         return column
-    if pa.types.is_nested(column.type) and pa.types.is_large_string(to):
+    if pa.types.is_large_string(to) and (pa.types.is_nested(column.type) or pa.types.is_decimal(column.type)):
         texts = [None if value is None else value_as_json(value) for value in column.to_pylist()]
         return pa.chunked_array([pa.array(texts, pa.large_string())])
     return pc.cast(column, to)

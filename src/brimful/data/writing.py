@@ -29,6 +29,8 @@ _LINES = 1024
 #: Rows, and bytes of them, that end a row group of Parquet. A group costs its file some 5 kB of index, kept in memory
 #: until the file is closed: few rows of 20 million in each would come to 30 MB.
 _GROUP_ROWS, _GROUP_BYTES = 1 << 15, 8 << 20
+#: Digits behind the point up to which pyarrow writes a decimal as its digits, not as 1E-7.
+_MOST_PLAIN_DIGITS = 6
 #: What a string of JSON begins with that is to be a number. No text can have it by intent: each process has its own.
 _MARK = uuid.uuid4().hex
 _MARKED = re.compile(f'"{_MARK}([-0-9.]+)"')
@@ -230,10 +232,12 @@ def value_as_json(value: Any) -> str:
 
 def _in_json(value: object) -> str:
     """A decimal as a marked string: what is made a number by `json` has the digits of a float."""
-    return f"{_MARK}{value:f}" if isinstance(value, decimal.Decimal) else _plain(value)
+    return f"{_MARK}{_plain(value)}" if isinstance(value, decimal.Decimal) else _plain(value)
 
 
 def _plain(value: object) -> str:
+    if isinstance(value, decimal.Decimal):
+        return f"{value:f}"
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
@@ -246,7 +250,9 @@ def _finite(value: Any) -> Any:
 
 
 def _flat(table: pa.Table) -> pa.Table:
-    """Nested values as JSON text, bytes as base64, and whatever else is no text or number as Python shows it."""
+    """Nested values as JSON text, bytes as base64, small decimals as their digits, and whatever else is no text or
+    number as Python shows it.
+    """
     for index, column in enumerate(table.columns):
         if pa.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
@@ -266,7 +272,8 @@ def _is_plain(kind: pa.DataType) -> bool:
     types = pa.types
     simple = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_null(kind)
     dated = types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind)
-    return bool(simple or dated or types.is_string(kind) or types.is_large_string(kind) or types.is_decimal(kind))
+    with_all_digits = types.is_decimal(kind) and 0 <= kind.scale <= _MOST_PLAIN_DIGITS
+    return bool(simple or dated or types.is_string(kind) or types.is_large_string(kind) or with_all_digits)
 
 
 def _texts(column: pa.ChunkedArray, text: Callable[[Any], str]) -> pa.ChunkedArray:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from brimful.core.cores import num_cores
 from brimful.core.errors import DeviceError
 from brimful.core.options import DeviceChoice
 from brimful.core.records import Gpu, Machine
@@ -59,11 +60,6 @@ def device_name(device: torch.device) -> str:
 def num_gpus_of(device: torch.device) -> int:
     """GPUs that a run on this device may use; 1 where the device is a CPU."""
     return torch.cuda.device_count() if device.type == "cuda" else 1
-
-
-def num_cores() -> int | None:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _cpu_name() -> str | None:

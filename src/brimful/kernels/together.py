@@ -7,7 +7,6 @@ once: Triton's passes, its assembler and the C compiler of what launches a kerne
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+
+from brimful.core.cores import num_cores
 
 try:
     from triton import knobs
@@ -68,13 +69,8 @@ def compiled_together() -> Iterator[None]:
         finally:
             knobs.runtime.jit_cache_hook = before
         if met:
-            with ThreadPoolExecutor(min(len(met), _num_cores()), initializer=_use, initargs=_device()) as pool:
+            with ThreadPoolExecutor(min(len(met), num_cores() or 1), initializer=_use, initargs=_device()) as pool:
                 list(pool.map(_compile, met.values()))
-
-
-def _num_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _device() -> tuple[int, ...]:

@@ -20,6 +20,7 @@ _MOST_LABELS = 20
 _NAME, _FEW = 40, 5
 #: Confidences that are told apart in words: sure from the one on, unsure below the other.
 _SURE, _UNSURE = 0.9, 0.5
+_NOTHING_TO_COMPARE = "none of the first rows can be asked about"
 STAGES: dict[StageName, str] = {
     "read": "reading",
     "tokenise": "tokenising",
@@ -83,6 +84,8 @@ def concerns(record: Classification) -> list[str]:
     said = []
     if record.fallback is not None:
         said.append(f"a slower path ran than was planned: {record.fallback}")
+    if is_unchecked(record) and record.options.get("verify"):
+        said.append(f"nothing was compared with the plain model: {_NOTHING_TO_COMPARE}")
     if parity is not None and not parity.passed:
         said.append(f"the comparison with the plain model was not passed: {parity_findings(record, parity)}")
     counts = (
@@ -215,11 +218,19 @@ def absent_text(record: Classification) -> str | None:
 
 def _parity(record: Classification) -> list[str]:
     parity = record.parity
-    if parity is None:
-        return ["Parity  not checked: nothing was compared with the plain model (--verify)"]
-    if not parity.num_rows:
-        return ["Parity  not checked: there was no row to compare with the plain model"]
+    if parity is None or is_unchecked(record):
+        return [f"Parity  not checked: nothing was compared with the plain model ({unchecked_text(record)})"]
     return [f"Parity  {'passed' if parity.passed else 'NOT passed'}: {parity_findings(record, parity)}"]
+
+
+def is_unchecked(record: Classification) -> bool:
+    """Whether no row was compared with the plain model."""
+    return record.parity is None or not record.parity.num_rows
+
+
+def unchecked_text(record: Classification) -> str:
+    """Why not."""
+    return _NOTHING_TO_COMPARE if record.options.get("verify") else "--verify"
 
 
 def parity_findings(record: Classification, parity: Parity) -> str:

@@ -19,12 +19,14 @@ from brimful.reports.classification import (
     confidence_text,
     flips_text,
     headline,
+    is_unchecked,
     lengths_text,
     limit_text,
     memory_text,
     ranked_labels,
     rest_text,
     same_label,
+    unchecked_text,
 )
 from brimful.reports.page import (
     Content,
@@ -96,7 +98,7 @@ def _capital(text: str) -> str:
 def _key_figures(record: Classification) -> Markup:
     parity, tally = record.parity, record.tally
     same = None
-    if parity is not None and parity.num_rows and record.labels.task != "regression":
+    if parity is not None and not is_unchecked(record) and record.labels.task != "regression":
         same = f"{parity.num_rows - parity.num_flips:,} / {parity.num_rows:,}"
     return tiles([
         Tile("Texts", f"{tally.num_rows:,}", _after(record)),
@@ -235,11 +237,8 @@ def _short(tokens: int) -> str:
 
 def _trust(record: Classification) -> tuple[Markup, ...]:
     parity = record.parity
-    if parity is None:
-        why = "it was not asked for (--verify), or none of the first rows had a text"
-        return (note(prose(f"Nothing was compared with the plain model: {why}.")),)
-    if not parity.num_rows:
-        return (note("There was no row to compare with the plain model."),)
+    if parity is None or is_unchecked(record):
+        return (note(prose(f"Nothing was compared with the plain model ({unchecked_text(record)}).")),)
     regression = record.labels.task == "regression"
     meaning = (
         f"{parity.num_rows:,} of your own rows were also given to the plain Hugging Face model in fp32, one path beside"

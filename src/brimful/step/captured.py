@@ -57,7 +57,7 @@ class CapturedStep(Step):
 
     def __init__(self, *arguments: Any, fused: bool, note: Callable[[str], None], **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._fused, self._note = fused, note
+        self._kernels_wait, self._note = fused, note
         self._pool = torch.cuda.graph_pool_handle()
         self._met: set[Shape] = set()
         self._graphs: dict[Shape, _Graph] = {}
@@ -72,7 +72,8 @@ class CapturedStep(Step):
         """One step, replayed where its shapes have been met before."""
         shapes = [micro.shape for micro in batch.micro_batches]
         new = [shape for shape in dict.fromkeys(shapes) if shape not in self._met]
-        if self._fused and not self._met:
+        if self._kernels_wait:
+            self._kernels_wait = False
             self.compile_kernels(batch)
         self._met.update(new)
         if new or not self._possible:

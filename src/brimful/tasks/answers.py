@@ -228,9 +228,9 @@ def objects(
 
 
 def check_objects(*, top_k: int | Literal[""] | None, function_to_apply: str | None) -> None:
-    """That `objects` can be asked for in this form. Raises: OptionError for a top_k below 0, or another function."""
-    if not isinstance(top_k, str) and top_k is not None and top_k < 0:
-        raise OptionError(f"top_k is {top_k}: it must be at least 0", hint="None is for all labels")
+    """That `objects` can be asked for in this form. Raises: OptionError for another top_k, or another function."""
+    if top_k != "" and top_k is not None and (not isinstance(top_k, int) or top_k < 0):
+        raise OptionError(f"top_k is {printable(top_k)}: it must be at least 0", hint="None is for all labels")
     if _function_name(function_to_apply) not in {*_FUNCTIONS, "default"}:
         raise OptionError(
             f"function_to_apply is '{printable(function_to_apply)}': there is no such function",

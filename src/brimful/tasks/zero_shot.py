@@ -14,7 +14,7 @@ Legend: N rows, P pairs of all rows together, C outputs of the model, G rows wit
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,19 @@ class Candidates:
             offsets_N1=offsets_within(kept_P, offsets_of(lengths_N)),
         )
 
+    def take(self, rows: Integers) -> Candidates:
+        """Of some of the rows, in this order; names that none of them has are left out."""
+        lengths_N = np.diff(self.offsets_N1)[rows]
+        offsets_N1 = offsets_of(lengths_N)
+        places_P = np.arange(offsets_N1[-1]) + np.repeat(self.offsets_N1[:-1][rows] - offsets_N1[:-1], lengths_N)
+        used, indices_P = np.unique(self.indices_P[places_P], return_inverse=True)
+        return Candidates(names=self.names.take(pa.array(used)), indices_P=indices_P, offsets_N1=offsets_N1)
+
+    def only(self, there_N: Flags) -> Candidates:
+        """Those of these rows; the others have none."""
+        kept_P = np.repeat(there_N, np.diff(self.offsets_N1))
+        return replace(self, indices_P=self.indices_P[kept_P], offsets_N1=offsets_within(kept_P, self.offsets_N1))
+
     def faults(self) -> pa.Array:
         """(N,) large_string: what is wrong with a row whose labels have one twice, null elsewhere."""
         rows_P = np.repeat(np.arange(len(self.offsets_N1) - 1), np.diff(self.offsets_N1))
@@ -96,7 +109,7 @@ class Candidates:
             yield self.offsets_N1[:-1][lengths_N == num_labels, None] + np.arange(num_labels)
 
 
-def parse_labels(labels: str | Sequence[str]) -> tuple[str, ...]:
+def parse_labels(labels: str | Sequence[Any]) -> tuple[str, ...]:
     """Candidate labels from text in which commas part them, or as they are.
 
     Raises: OptionError if there are none, and for one that is blank, no text or cannot be encoded, or is there twice.

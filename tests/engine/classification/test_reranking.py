@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from sentence_transformers import CrossEncoder
 
 import brimful as package
 from same import SCORE
 from tiny_files import review, save_classifier
+
+CrossEncoder = pytest.importorskip("sentence_transformers").CrossEncoder
 
 QUERIES = [review(i % 2 == 0, i // 6) for i in range(24)]
 PASSAGES = [review(i % 3 == 0, 7 * i) * (1 + i % 5) for i in range(24)]

@@ -9,13 +9,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from brimful.core.classification import Parity
+from brimful.core.cores import num_cores
 from brimful.core.errors import OptionError, encodes, printable
 from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions
@@ -34,9 +35,9 @@ from brimful.engine.classification.runner import Runner, check_model, make_runne
 from brimful.engine.classification.stages import Busy, Stages, run_stages
 from brimful.engine.classification.trust import plain_answers
 from brimful.engine.classification.windows import WindowSize
-from brimful.hardware.probe import choose_device, num_cores
+from brimful.hardware.probe import choose_device
 from brimful.tasks.answers import answer_form, check_objects, objects
-from brimful.tasks.zero_shot import DEFAULT_TEMPLATE, parse_labels, zero_shot_form
+from brimful.tasks.zero_shot import DEFAULT_TEMPLATE, Candidates, parse_labels, zero_shot_form
 from brimful.techniques.precision import choose_forward_precision
 
 #: First texts of the first call, by whose lengths kernels are chosen.
@@ -48,6 +49,15 @@ Logits = npt.NDArray[np.float32]
 _Shape = Literal["list", "text", "pair"]
 #: Candidate labels of all texts, also as text in which commas part them; or those of each text.
 Labels = Sequence[str] | str | Sequence[Sequence[str]]
+#: Arguments of transformers' pipelines that calls here have under another name, or need not have.
+_PIPELINES = {
+    "batch_size": "batches are made of tokens: give Classifier a token_budget",
+    "candidate_labels": "here they are labels",
+    "max_length": "give it to Classifier",
+    "padding": "rows are packed: leave it out",
+    "return_all_scores": "use top_k=None",
+    "truncation": "texts are cut at Classifier's max_length: leave it out",
+}
 
 
 class ModelClassifier:
@@ -99,6 +109,7 @@ class ModelClassifier:
         hypothesis_template: str = DEFAULT_TEMPLATE,
         top_k: int | Literal[""] | None = "",
         function_to_apply: str | None = None,
+        **unknown: Any,
     ) -> list[Any] | dict[str, Any]:
         """Answers in the order of the texts, of the shape that transformers' pipelines give them.
 
@@ -107,8 +118,10 @@ class ModelClassifier:
         labels: candidates for zero-shot, or a list of them for each text, which may be empty: such a text has no
         answer. With `multi_label` each label is true or not by itself. top_k: labels of each text,
         None for all. function_to_apply: sigmoid, softmax or none instead of the task's own.
-        Raises: OptionError for what is no text.
+        Raises: OptionError for what is no text, and for an argument that there is not.
         """
+        for name in unknown:
+            raise OptionError(f"a classifier is not called with {printable(name)}", hint=_PIPELINES.get(name))
         _check_call(labels, multi_label, hypothesis_template, top_k, function_to_apply)
         window, given, originals = _window(texts, pairs, self._listener)
         with self._lock:
@@ -161,11 +174,8 @@ class ModelClassifier:
             raise OptionError("zero-shot reads one text at a time, and pairs were given", hint="give texts or labels")
         form = zero_shot_form(self._checked.facts.config, multi_label=multi_label, template=template)
         tokens = self._zero_shot_tokens.stream(self._num_workers(window))
-        own = _labels_of_each(labels, len(window))
-        if own is not None:
-            window = replace(window, labels=pa.array(own, pa.large_list(pa.large_string())))
-        of_all, sample = cast(Sequence[str] | str, labels), window.first(_SAMPLE)
-        question = make_zero_shot(form, self._pair_encoder, tokens, of_all, sample, self._listener)
+        window = replace(window, labels=_labels_of_each(labels, len(window)))
+        question = make_zero_shot(form, self._pair_encoder, tokens, labels, window.first(_SAMPLE), self._listener)
         found: list[Any] = []
 
         def answer(asked: Asked, logits_PC: Logits) -> None:
@@ -261,7 +271,7 @@ def _check_call(
     check_objects(top_k=top_k, function_to_apply=function_to_apply)
 
 
-def _labels_of_each(labels: Labels, num_texts: int) -> list[list[str]] | None:
+def _labels_of_each(labels: Labels, num_texts: int) -> Candidates | None:
     """Each text's own candidate labels, None where all have the same. Raises: OptionError."""
     found = [] if isinstance(labels, str) else list(labels)
     if any(isinstance(each, str) or not isinstance(each, Sequence | np.ndarray) for each in found):
@@ -270,7 +280,8 @@ def _labels_of_each(labels: Labels, num_texts: int) -> list[list[str]] | None:
         return None
     if len(found) != num_texts:
         raise OptionError(f"{num_texts:,} texts have {len(found):,} lists of labels", hint="give one to each text")
-    return [list(parse_labels(list(each))) if len(each) else [] for each in found]
+    own = [parse_labels(list(each)) if len(each) else () for each in found]
+    return Candidates.from_column(pa.array(own, pa.large_list(pa.large_string())))
 
 
 def _window(texts: Any, pairs: Any, listener: Listener) -> tuple[Texts, _Shape, list[Text]]:

@@ -21,6 +21,7 @@ import pyarrow as pa
 import torch
 
 from brimful.core.classification import FEW_ERRORS, Classification, RowError, Tally
+from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, Interrupted, OptionError, printable
 from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions, flag
@@ -46,7 +47,7 @@ from brimful.engine.classification.windows import Reading, Window, WindowSize, a
 from brimful.engine.prepare import tell_columns
 from brimful.engine.signals import StopSignals
 from brimful.hardware.memory import MemoryWatch
-from brimful.hardware.probe import choose_device, num_cores, num_gpus_of, probe
+from brimful.hardware.probe import choose_device, num_gpus_of, probe
 from brimful.hardware.specs import datasheet_flops_per_s
 from brimful.models.anatomy import matmul_parameters
 from brimful.tasks.answers import answer_form
@@ -151,7 +152,7 @@ def _first_texts(rows: RowStream, reading: Reading, wanted: int) -> tuple[Texts,
     tables, found, num_rows, num_bytes = list[pa.Table](), 0, 0, 0
     steps = (table.slice(row, _STEP) for table in rows.beginning() for row in range(0, table.num_rows, _STEP))
     for table in steps:
-        places = np.flatnonzero(reading.texts(table, _no_errors(table)).asked_N())[: wanted - found]
+        places = np.flatnonzero(reading.texts(table).asked_N())[: wanted - found]
         is_last = found + len(places) >= wanted
         tables.append(reading.only(table.slice(0, places[-1] + 1) if is_last else table))
         found, num_rows, num_bytes = found + len(places), num_rows + table.num_rows, num_bytes + table.nbytes
@@ -161,11 +162,7 @@ def _first_texts(rows: RowStream, reading: Reading, wanted: int) -> tuple[Texts,
     first = first.take(np.arange(first.num_rows))  # a copy: all else that was read is let go
     del tables, steps
     pa.default_memory_pool().release_unused()
-    return reading.texts(first, _no_errors(first)), max(1.0, num_bytes / max(1, num_rows))
-
-
-def _no_errors(table: pa.Table) -> pa.Array:
-    return pa.nulls(table.num_rows, pa.large_string())
+    return reading.texts(first), max(1.0, num_bytes / max(1, num_rows))
 
 
 def _output(options: ClassifyOptions, given: _Given, lines: LineOutput | None) -> ShardedOutput | LineOutput:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,7 +40,7 @@ class Texts:
 
     texts: pa.Array
     pairs: pa.Array | None = None
-    labels: pa.Array | None = None
+    labels: Candidates | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -53,9 +53,7 @@ class Texts:
     def asked_N(self) -> npt.NDArray[np.bool_]:
         """(N,) the rows that are asked about: those with a text, and with a label where each has its own."""
         there_N: npt.NDArray[np.bool_] = self.texts.is_valid().to_numpy(zero_copy_only=False)
-        if self.labels is None:
-            return there_N
-        return there_N & (np.diff(Candidates.from_column(self.labels).offsets_N1) > 0)
+        return there_N if self.labels is None else there_N & (np.diff(self.labels.offsets_N1) > 0)
 
     def first(self, num_rows: int) -> Texts:
         """The first rows, all if there are no more."""
@@ -66,7 +64,7 @@ class Texts:
         return Texts(
             texts=self.texts.slice(start, num_rows),
             pairs=None if self.pairs is None else self.pairs.slice(start, num_rows),
-            labels=None if self.labels is None else self.labels.slice(start, num_rows),
+            labels=None if self.labels is None else self.labels.take(np.arange(len(self))[start : start + num_rows]),
         )
 
     def take(self, rows: npt.NDArray[np.int64]) -> Texts:
@@ -234,19 +232,10 @@ class ZeroShotQuestion:
 
     def _candidates(self, window: Texts) -> Candidates:
         """Those of each row; a row that is not asked about has none."""
-        if window.labels is not None:
-            found = Candidates.from_column(window.labels)
-        else:
-            found = Candidates.of_every_row(self._labels or (), len(window))
+        found = window.labels or Candidates.of_every_row(self._labels or (), len(window))
         if not window.texts.null_count:
             return found
-        there_N = window.texts.is_valid().to_numpy(zero_copy_only=False)
-        lengths_N = np.diff(found.offsets_N1)
-        return replace(
-            found,
-            indices_P=found.indices_P[np.repeat(there_N, lengths_N)],
-            offsets_N1=np.concatenate([[0], np.cumsum(lengths_N * there_N)]),
-        )
+        return found.only(window.texts.is_valid().to_numpy(zero_copy_only=False))
 
     def columns(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> dict[str, pa.Array]:
         """See `Question`."""
@@ -269,17 +258,19 @@ def zero_shot_encoder(checked: Checked) -> Encoder:
 
 
 def make_zero_shot(
-    form: ZeroShotForm, encoder: Encoder, tokens: TokenStream, asked: Sequence[str] | str, sample: Texts,
+    form: ZeroShotForm, encoder: Encoder, tokens: TokenStream, asked: Sequence[Any] | str, sample: Texts,
     listener: Listener,
 ) -> ZeroShotQuestion:  # fmt: skip
-    """Which of the labels asked for a text entails; those of its own where the sample has a column of them.
+    """Which of its candidate labels a text entails: those of its own where the sample has such, else those asked for.
 
     encoder: of `zero_shot_encoder`. tokens: of `encoder.without_special_tokens()`.
     """
     if form.guess is not None:
         listener.warning(form.guess)
-    labels = None if sample.labels is not None else parse_labels(asked)
-    some = labels or Candidates.from_column(sample.labels).names.slice(0, _COMPARED).to_pylist()
+    if sample.labels is None:
+        labels = some = parse_labels(asked)
+    else:
+        labels, some = None, sample.labels.names.slice(0, _COMPARED).to_pylist()
     template = pair_template(encoder, form, sample, some)
     if template is None:
         listener.note("texts and labels are tokenised pair by pair: this tokenizer looks across the two")

@@ -117,25 +117,24 @@ class Reading:
         named = (self.columns.text, self.columns.pair, self.labels)
         return table.select(list(dict.fromkeys(name for name in named if name is not None)))
 
-    def texts(self, table: pa.Table, faults: pa.Array) -> Texts:
-        """What is read of these rows; null where there is no text, of pairs either, or a fault, of their labels too."""
-        return self._texts(table, self._faults(table, faults))
+    def texts(self, table: pa.Table) -> Texts:
+        """What is read of rows that could all be read themselves; null where there is no text, of pairs either, or
+        something is wrong with the candidate labels.
+        """
+        return self._read(table, pa.nulls(table.num_rows, pa.large_string()))[0]
 
-    def _faults(self, table: pa.Table, faults: pa.Array) -> pa.Array:
-        """(N,) large_string: `faults`, and what is wrong with the candidate labels of the other rows."""
-        if self.labels is None:
-            return faults
-        return pc.coalesce(faults, Candidates.from_column(_one_chunk(table[self.labels])).faults())
-
-    def _texts(self, table: pa.Table, faults: pa.Array) -> Texts:
-        text, pair = _text(table, self.columns.text), None
+    def _read(self, table: pa.Table, faults: pa.Array) -> tuple[Texts, pa.Array]:
+        """What is read, null where there is a fault too; and `faults` with those of candidate labels."""
+        text, pair, labels = _text(table, self.columns.text), None, None
+        if self.labels is not None:
+            labels = Candidates.from_column(table[self.labels])
+            faults = pc.coalesce(faults, labels.faults())
         there = pc.and_(has_text(text), pc.is_null(faults))
         if self.columns.pair is not None:
             pair = _text(table, self.columns.pair)
             there = pc.and_(there, has_text(pair))
             pair = pc.if_else(there, pair, None)
-        labels = None if self.labels is None else _one_chunk(table[self.labels])
-        return Texts(texts=pc.if_else(there, text, None), pairs=pair, labels=labels)
+        return Texts(texts=pc.if_else(there, text, None), pairs=pair, labels=labels), faults
 
     def windows(self, chunks: Iterable[Chunk], size: WindowSize, *, as_they_come: bool = False) -> Iterator[Window]:
         """The rows of all chunks in windows. as_they_come: none waits for the next chunk, for somebody waits for it."""
@@ -153,10 +152,8 @@ class Reading:
             yield self._window(rest)
 
     def _window(self, table: pa.Table) -> Window:
-        faults = _one_chunk(table[_FAULTS])
-        table = table.drop_columns([_FAULTS])
-        faults = self._faults(table, faults)
-        return Window(table=table, faults=faults, texts=self._texts(table, faults))
+        texts, faults = self._read(table, _one_chunk(table[_FAULTS]))
+        return Window(table=table.drop_columns([_FAULTS]), faults=faults, texts=texts)
 
 
 def answered(
