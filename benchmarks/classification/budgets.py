@@ -1,10 +1,10 @@
-"""Token budgets on a CPU, and transformers' pipeline beside them, in turns: what disturbs one disturbs the others.
+"""brimful on a CPU, with several token budgets, beside other sides, in turns: what disturbs one disturbs the others.
 
-    python benchmarks/classification/budgets.py tweets/minilm --texts 600 --sides pipeline fp32:8192 fp32:1024 fp32
+    python benchmarks/classification/budgets.py tweets/minilm --texts 600 --sides pipeline:fp32 fp32:8192 fp32:1024 fp32
 
-A side is `pipeline` (fp32, batches of 8 in order of length, its best on two cores), or a precision of brimful's with or
-without a token budget. Wall time and CPU time of the process are taken: on a machine with other work, the second says
-more.
+A side is `pipeline` or `crossencoder` and a dtype (batches of 8, of the pipeline in order of length: their best on two
+cores), or a precision of brimful's with or without a token budget. Wall time and CPU time of the process are taken: on
+a machine with other work, the second says more.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))  # what the benchmarks share
 
-from sides import BrimfulSide, PipelineSide, Run
+from sides import BrimfulSide, CrossEncoderSide, PipelineSide, Run
 from works import Pool, Work, lengths_file, make_inputs, read_texts
 
 _WARM_TEXTS = 64
 
 
 def side_of(name: str, work: Work, inputs: Path) -> Run:
-    if name == "pipeline":
-        settings = {"dtype": "fp32", "batch_size": 8, "sorted": True}
-        return PipelineSide(work, inputs, "cpu", smoke=False).prepare(settings)
-    precision, _, budget = name.partition(":")
-    budgeted = {"token_budget": int(budget)} if budget else {}
-    settings = {"precision": precision, "returns": "objects"} | budgeted
+    kind, _, detail = name.partition(":")
+    if other := {"pipeline": PipelineSide, "crossencoder": CrossEncoderSide}.get(kind):
+        return other(work, inputs, "cpu", smoke=False).prepare({"dtype": detail, "batch_size": 8, "sorted": True})
+    settings = {"precision": kind, "returns": "objects"} | ({"token_budget": int(detail)} if detail else {})
     return BrimfulSide(work, inputs, "cpu", smoke=False).prepare(settings)
 
 
@@ -42,7 +40,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--inputs", type=Path, required=True, help="folder for models and texts")
-    parser.add_argument("--sides", nargs="+", default=["pipeline", "fp32:8192", "fp32:1024", "fp32"])
+    parser.add_argument("--sides", nargs="+", default=["pipeline:fp32", "pipeline:bf16", "fp32", "auto"])
     options = parser.parse_args()
     work = Work.parse(options.work)
     make_inputs(options.inputs, work, None, smoke=False)
@@ -62,7 +60,7 @@ def main() -> None:
         wall_s, cpu_s = zip(*seconds, strict=True)
         fastest, usual = (options.texts / of(wall_s) for of in (min, median))
         cpu_ms = 1e3 * median(cpu_s) / options.texts
-        print(f"{name:12} texts/s: best {fastest:6.1f}, median {usual:6.1f}; CPU ms a text: median {cpu_ms:7.2f}")
+        print(f"{name:17} texts/s: best {fastest:6.1f}, median {usual:6.1f}; CPU ms a text: median {cpu_ms:7.2f}")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def grouped_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Seg
         width = group.index_RL.shape[1]
         q, k, v = (_rows_RHLD(x, group) for x in (q_HTD, k_HTD, v_HTD))
         seen: Tensor | None = group.valid_RL[:, None, None, :]
-        if pattern.causal or pattern.window is not None:
+        if pattern.causal or (pattern.window is not None and pattern.window < width):
             near = _visible(torch.arange(width, device=q_HTD.device), pattern)
             seen = group.valid_RL[:, None, None, :] & near | torch.eye(
                 width, dtype=torch.bool, device=q_HTD.device
