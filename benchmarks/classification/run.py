@@ -24,7 +24,7 @@ from resumable import Session, default_inputs, parser_of, print_rows, say, versi
 from works import CPU_TABLE, TABLE, Work, make_inputs
 
 _SIDES = ("pipeline", "crossencoder", "brimful")
-#: On a GPU far beyond where their rates were still rising; on a CPU, where batches gain little, fewer.
+#: On a GPU some rates still rise at the last ones; on a CPU larger ones gain nothing.
 _BATCHES: dict[str, dict[str, tuple[int, ...]]] = {
     "pipeline": {"cuda": (1, 32, 128, 256, 512, 1024, 2048), "cpu": (1, 8, 32, 128)},
     "crossencoder": {"cuda": (32, 64, 128, 256, 512, 1024, 2048, 4096), "cpu": (8, 32, 128)},

@@ -12,7 +12,7 @@ from typing import Any, TextIO, cast
 
 from brimful.core import durable
 from brimful.core.classification import Classification
-from brimful.core.errors import OptionError, OutputError, printable
+from brimful.core.errors import DiskFullError, OptionError, OutputError, printable
 from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flag, flags_of
 from brimful.core.profile import Profile
@@ -128,9 +128,9 @@ def run_classification(options: ClassifyOptions, listener: Listener, stdout: Tex
         page = classification_page(record).encode()
         try:
             durable.write_bytes(Path(options.report), page)
-        except OutputError as error:
-            hint = "the results are whole; with --resume and another --report only the report is made"
-            raise OutputError(str(error), hint=hint) from error
+        except (OutputError, DiskFullError) as error:
+            alone = "" if options.output is None else ": with --resume the report alone is made, here or elsewhere"
+            raise type(error)(str(error), hint=f"the results are whole{alone}") from error
         listener.note(f"report: {options.report}")
     return record
 

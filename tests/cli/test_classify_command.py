@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import brimful as package
 from brimful.core import durable
-from brimful.core.errors import DataError, ModelError, OptionError, OutputError
+from brimful.core.errors import BrimfulError, DataError, DiskFullError, ModelError, OptionError, OutputError
 from commands import Brimful, Files
 from same import SCORE
 from tiny_files import review, save_base, save_classifier, save_tokenizer, write_csv
@@ -83,25 +84,29 @@ def test_a_dash_is_stdout(brimful: Brimful, files: Files, monkeypatch: pytest.Mo
     assert "--resume needs an output" in refused.err
 
 
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, DiskFullError), (errno.EROFS, OutputError)])
 def test_a_report_that_cannot_be_written_leaves_the_results(
-    brimful: Brimful, files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    number: int, kind: type[BrimfulError], brimful: Brimful, files: Files, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
     output, page = tmp_path / "out.csv", tmp_path / "page.html"
-    words = ("classify", files.classifier, files.reviews, "--precision", "fp32", "-o", output, "--report", page)
+    words = ("classify", files.classifier, files.reviews, "--precision", "fp32", "--report", page)
     write = durable.write_bytes
 
     def refuse_pages(path: Path, data: Any) -> None:
-        if path.suffix == ".html":
-            raise OutputError(f"cannot write {path}: no space left", hint="make room")
-        write(path, data)
+        with durable.file_errors(path):
+            if path.suffix == ".html":
+                raise OSError(number, os.strerror(number))
+            write(path, data)
 
     with monkeypatch.context() as patched:
         patched.setattr(durable, "write_bytes", refuse_pages)
-        said = brimful(*words)
-    assert said.code == OutputError.exit_code
-    assert "the results are whole" in said.err
-    assert len(read_back(output)) == len(read_back(files.reviews))
-    assert brimful(*words, "--resume").code == 0
+        said, on_stdout = brimful(*words, "-o", output), brimful(*words)
+    assert said.code == on_stdout.code == kind.exit_code
+    assert said.err.splitlines()[-1].startswith("hint: the results are whole: with --resume the report alone")
+    assert on_stdout.err.splitlines()[-1] == "hint: the results are whole"
+    assert len(read_back(output)) == len(lines(on_stdout.out)) == len(read_back(files.reviews))
+    assert brimful(*words, "-o", output, "--resume").code == 0
     assert page.exists()
 
 

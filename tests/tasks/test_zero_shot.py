@@ -168,6 +168,8 @@ def test_labels_of_some_rows() -> None:
         )
         assert labels_of(taken) == labels_of(alone)
         assert set(taken.names.to_pylist()) == set(alone.names.to_pylist())
+    for start, number in ((0, 2), (1, 3), (2, 9), (5, 1)):
+        assert labels_of(candidates.slice(start, number)) == labels_of(candidates)[start : start + number]
     assert labels_of(candidates.only(np.arange(5) % 4 == 0)) == [["b", "a"], [], [], [], ["b"]]
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -229,8 +230,10 @@ def objects(
 
 def check_objects(*, top_k: int | Literal[""] | None, function_to_apply: str | None) -> None:
     """That `objects` can be asked for in this form. Raises: OptionError for another top_k, or another function."""
-    if top_k != "" and top_k is not None and (not isinstance(top_k, int) or top_k < 0):
-        raise OptionError(f"top_k is {printable(top_k)}: it must be at least 0", hint="None is for all labels")
+    if top_k != "" and top_k is not None:
+        wrong = "a whole number" if not isinstance(top_k, Integral) else "at least 0" if top_k < 0 else None
+        if wrong is not None:
+            raise OptionError(f"top_k is {printable(top_k)}: it must be {wrong}", hint="None is for all labels")
     if _function_name(function_to_apply) not in {*_FUNCTIONS, "default"}:
         raise OptionError(
             f"function_to_apply is '{printable(function_to_apply)}': there is no such function",

@@ -80,12 +80,21 @@ class Candidates:
             offsets_N1=offsets_within(kept_P, offsets_of(lengths_N)),
         )
 
+    def slice(self, start: int, num_rows: int) -> Candidates:
+        """Of rows from `start` on."""
+        offsets_N1 = self.offsets_N1[start : start + num_rows + 1]
+        indices_P = self.indices_P[offsets_N1[0] : offsets_N1[-1]]
+        return self._of(indices_P, offsets_N1 - offsets_N1[0])
+
     def take(self, rows: Integers) -> Candidates:
         """Of some of the rows, in this order; names that none of them has are left out."""
         lengths_N = np.diff(self.offsets_N1)[rows]
         offsets_N1 = offsets_of(lengths_N)
         places_P = np.arange(offsets_N1[-1]) + np.repeat(self.offsets_N1[:-1][rows] - offsets_N1[:-1], lengths_N)
-        used, indices_P = np.unique(self.indices_P[places_P], return_inverse=True)
+        return self._of(self.indices_P[places_P], offsets_N1)
+
+    def _of(self, indices_P: Integers, offsets_N1: Integers) -> Candidates:
+        used, indices_P = np.unique(indices_P, return_inverse=True)
         return Candidates(names=self.names.take(pa.array(used)), indices_P=indices_P, offsets_N1=offsets_N1)
 
     def only(self, there_N: Flags) -> Candidates:

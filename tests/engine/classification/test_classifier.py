@@ -425,7 +425,7 @@ def children() -> set[int]:
         (([{"text": "a", "text_pair": "b"}, {"text": "c"}],), {}, "texts[1] is {'text': 'c'}", "text_pair"),
         (([{"text": "a", "pair": "b"}],), {}, "texts[0] is {'text': 'a', 'pair': 'b'}", "text_pair"),
         ((["a"],), {"top_k": -1}, "top_k is -1", "None is for all"),
-        ((["a"],), {"top_k": "all"}, "top_k is all", "None is for all"),
+        ((["a"],), {"top_k": "all"}, "top_k is all: it must be a whole number", "None is for all"),
         ((["a"],), {"batch_size": 32}, "a classifier is not called with batch_size", "a token_budget"),
         ((["a"],), {"candidate_labels": ["x"]}, "a classifier is not called with candidate_labels", "they are labels"),
         ((["a"],), {"function_to_apply": "tanh"}, "function_to_apply is 'tanh'", "sigmoid, softmax"),

@@ -64,7 +64,7 @@ class Texts:
         return Texts(
             texts=self.texts.slice(start, num_rows),
             pairs=None if self.pairs is None else self.pairs.slice(start, num_rows),
-            labels=None if self.labels is None else self.labels.take(np.arange(len(self))[start : start + num_rows]),
+            labels=None if self.labels is None else self.labels.slice(start, num_rows),
         )
 
     def take(self, rows: npt.NDArray[np.int64]) -> Texts:
