@@ -426,6 +426,7 @@ def children() -> set[int]:
         (([{"text": "a", "pair": "b"}],), {}, "texts[0] is {'text': 'a', 'pair': 'b'}", "text_pair"),
         ((["a"],), {"top_k": -1}, "top_k is -1", "None is for all"),
         ((["a"],), {"top_k": "all"}, "top_k is all: it must be a whole number", "None is for all"),
+        ((["a"],), {"temperature": 1}, "a classifier is not called with temperature", "help(brimful.Classifier"),
         ((["a"],), {"batch_size": 32}, "a classifier is not called with batch_size", "a token_budget"),
         ((["a"],), {"candidate_labels": ["x"]}, "a classifier is not called with candidate_labels", "they are labels"),
         ((["a"],), {"function_to_apply": "tanh"}, "function_to_apply is 'tanh'", "sigmoid, softmax"),

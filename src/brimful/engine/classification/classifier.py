@@ -120,8 +120,11 @@ class ModelClassifier:
         None for all. function_to_apply: sigmoid, softmax or none instead of the task's own.
         Raises: OptionError for what is no text, and for an argument that there is not.
         """
-        for name in unknown:
-            raise OptionError(f"a classifier is not called with {printable(name)}", hint=_PIPELINES.get(name))
+        if unknown:
+            name, otherwise = next(iter(unknown)), "help(brimful.Classifier.__call__) shows what it is called with"
+            raise OptionError(
+                f"a classifier is not called with {printable(name)}", hint=_PIPELINES.get(name, otherwise)
+            )
         _check_call(labels, multi_label, hypothesis_template, top_k, function_to_apply)
         window, given, originals = _window(texts, pairs, self._listener)
         with self._lock:
