@@ -200,7 +200,7 @@ def _load(checked: Checked, precision: Precision, sample: Tokens, packing_wanted
 def cpu_budget(model: nn.Module, longest: int) -> int:
     """Most tokens that a CPU should compute at once: as many as leave its activations in the cache.
 
-    Of narrow models more, whose many calls would cost more. Measured: benchmarks/classification/cpu/budgets.md.
+    Of narrow models more, whose many calls would cost more. Measured: benchmarks/classification/cpu/token_budgets.md.
     longest: tokens of the longest sequence there can be.
     """
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
