@@ -155,7 +155,7 @@ def test_last_layer_for_first_tokens(family: str) -> None:
     tokens = tokens_of([5, 17, 3, 9, 9])
     (piece,) = cut_window(tokens.lengths, 64, 24)
     shape = (piece.num_tokens, piece.num_slots, piece.max_length)
-    inputs = unstage(torch.from_numpy(stage(piece, tokens, 1)), shape, False, 9)
+    inputs = unstage(stage(piece, tokens, 1, pinned=False), shape, False, 9)
     packed = PackedExecution(model, form)
     with torch.inference_mode():
         expected = packed(inputs)

@@ -107,8 +107,8 @@ class PackedForward:
 
     def _run(self, piece: Piece, tokens: Tokens) -> Tensor:
         shape = (piece.num_tokens, piece.num_slots, piece.max_length)
-        staged = torch.from_numpy(stage(piece, tokens, self._padding_id)).pin_memory()
         device = self.precision.device
+        staged = stage(piece, tokens, self._padding_id, pinned=True)
         graph = self._graphs.get(shape)
         if graph is None and shape in self._met and self._possible and len(self._graphs) < _MOST_GRAPHS:
             graph = self._capture(shape, tokens.types is not None, len(staged))
@@ -147,13 +147,19 @@ class PackedForward:
         return self._graphs[shape]
 
 
-def stage(piece: Piece, tokens: Tokens, padding_id: int) -> np.ndarray:
-    """What a piece is made of as one int32 array: ids (T), offsets (N + 1), last places (S), and token types (T)."""
+def stage(piece: Piece, tokens: Tokens, padding_id: int, *, pinned: bool) -> Tensor:
+    """What a piece is made of in one int32 tensor: ids (T), offsets (N + 1), last places (S), and token types (T).
+
+    numpy writes it: for so many numbers torch would wake a thread for each core, which then spin where workers tokenise.
+    """
     lengths = tokens.lengths[piece.rows]
     used, count = int(lengths.sum()), len(piece.rows)
     shape = PackedShape(num_tokens=piece.num_tokens, num_slots=piece.num_slots, max_length=piece.max_length)
     size, slots, segments = shape.num_tokens, shape.num_slots, shape.num_segments
-    staged = np.zeros(size + segments + 1 + slots + (0 if tokens.types is None else size), dtype=np.int32)
+    num_numbers = size + segments + 1 + slots + (0 if tokens.types is None else size)
+    memory = torch.empty(num_numbers, dtype=torch.int32, pin_memory=pinned)
+    staged = memory.numpy()
+    staged.fill(0)
     ends = np.cumsum(lengths)
     place_T = np.repeat(tokens.offsets[piece.rows] - (ends - lengths), lengths) + np.arange(used)
     ids_T = tokens.ids[place_T]
@@ -165,7 +171,7 @@ def stage(piece: Piece, tokens: Tokens, padding_id: int) -> np.ndarray:
     last_S[:count] = _last_read(ids_T, ends, lengths, padding_id)
     if tokens.types is not None:
         staged[size + segments + 1 + slots :][:used] = tokens.types[place_T]
-    return staged
+    return memory
 
 
 def _last_read(ids_T: np.ndarray, ends: np.ndarray, lengths: np.ndarray, padding_id: int) -> np.ndarray:
