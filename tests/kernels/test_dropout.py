@@ -47,12 +47,12 @@ def test_planes_sites_and_seeds_draw_other_masks() -> None:
 
 
 def test_a_forward_pass_draws_one_seed_and_numbers_its_sites() -> None:
-    device = torch.device("cpu")
+    like = torch.zeros(3)
     torch.manual_seed(0)
     with one_seed():
-        first, second = next_site(device, 0.1), next_site(device, 0.1)
+        first, second = next_site(like, 0.1), next_site(like, 0.1)
     with one_seed():
-        third = next_site(device, 0.1)
+        third = next_site(like, 0.1)
     assert first[0] is second[0]
     assert (first[1], second[1], third[1]) == (0, 1, 0)
     assert first[0] != third[0]
@@ -64,11 +64,18 @@ def test_thresholds_span_32_bits() -> None:
 
 
 def test_what_was_drawn_outside_a_forward_pass_is_not_kept() -> None:
-    device = torch.device("cpu")
-    next_site(device, 0.1)
+    like = torch.zeros(3)
+    next_site(like, 0.1)
     torch.manual_seed(1)
     with one_seed():
-        first = next_site(device, 0.1)[0]
+        first = next_site(like, 0.1)[0]
     torch.manual_seed(1)
     with one_seed():
-        assert torch.equal(next_site(device, 0.1)[0], first)
+        assert torch.equal(next_site(like, 0.1)[0], first)
+
+
+def test_without_dropout_there_is_no_seed_to_make() -> None:
+    like = torch.zeros(3)
+    seed, site = next_site(like, 0.0)
+    assert seed is like
+    assert site == 0

@@ -127,9 +127,9 @@ def test_projected_attention_of_first_tokens(p: float, bias: bool) -> None:
     biases = [torch.nn.Parameter(torch.randn(32) * 0.1) if bias else None for _ in range(3)]
     with one_seed():
         if p:
-            next_site(x.device, p)
+            next_site(x, p)
         found = projected_first_attention(x, weights, biases, offsets, 2, 0.25, p)
-        seed, _ = next_site(x.device, p)
+        seed = next_site(x, p)[0] if p else torch.tensor(0)
     stays = kept_mask_PRC(seed, 2, sum(LENGTHS), max(LENGTHS), p, site=1)
     expected = first_attention(x, weights, biases, 2, 0.25, stays, p)
     assert torch.allclose(found, expected, atol=2e-6)

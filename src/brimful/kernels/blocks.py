@@ -173,7 +173,7 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
         if len(residual_TH) != len(x_TK):
             raise ValueError(f"a residual of shape {tuple(residual.shape)} does not fit rows of {tuple(x.shape)}")
         h_TH, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_HK, weight)
-        seed, ctx.site = next_site(x.device, p)
+        seed, ctx.site = next_site(h_TH, p)
         dtype = h_TH.dtype if residuals_are_half() else gain.dtype
         y_TH, half_TH, statistics = norm.fused_forward(
             h_TH, bias, residual_TH, gain, shift, seed, ctx.site, eps, p, h_TH.dtype != dtype, dtype
@@ -222,7 +222,7 @@ class _ProjectedAttention(torch.autograd.Function):
         b_N = side_by_side(parameters[3:], x.dtype) if parameters[3] is not None else None
         qkv_TN, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_NK, parameters[0], b_N)
         q, k, v = qkv_TN.view(len(x_TK), 3, num_heads, -1).transpose(0, 2).unbind(1)
-        seed, site = next_site(x.device, settings[-1])
+        seed, site = next_site(offsets, settings[-1])
         out_HTD: Tensor
         out_HTD, lse, keys = attend(q, k, v, offsets, seed, *settings, site)
         ctx.save_for_backward(x_TK, qkv_TN, out_HTD, lse, keys, offsets, *saved)
@@ -272,7 +272,7 @@ class _EmbeddingsNorm(torch.autograd.Function):
         p: float, *tables: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         flat = [each.reshape(-1) for each in ids]
-        seed, ctx.site = next_site(gain.device, p)
+        seed, ctx.site = next_site(gain, p)
         products = product_dtype(gain)
         dtype = products if residuals_are_half() else gain.dtype
         half = None if products == dtype else products

@@ -200,7 +200,7 @@ class _ProjectedFirstAttention(torch.autograd.Function):
         q_NH = first_NK @ w_HK.t()
         if q_bias is not None:
             q_NH = q_NH + q_bias.to(x.dtype)
-        seed, ctx.site = next_site(x.device, p)
+        seed, ctx.site = next_site(x, p)
         ctx.num_heads, ctx.scale, ctx.p, ctx.shape = num_heads, scale, p, x.shape
         out_NHD, lse_NH = attend_first(*_heads(q_NH, kv_TN, num_heads), offsets, scale, _drawn(ctx, seed))
         ctx.save_for_backward(x_TK, first_NK, w_HK, q_NH, kv_TN, out_NHD, lse_NH, offsets, seed, *saved)

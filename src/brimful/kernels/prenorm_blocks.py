@@ -31,11 +31,6 @@ from brimful.kernels.varlen import attend, attend_backward
 Parameters = Sequence[Tensor | None]
 
 
-def _site(x: Tensor, p: float) -> tuple[Tensor, int]:
-    """Seed and number of a site of dropout; without dropout, what is never read."""
-    return next_site(x.device, p) if p else (x, 0)
-
-
 def _product(x_TK: Tensor, w_NK: Tensor, bias: Tensor | None) -> Tensor:
     return x_TK @ w_NK.t() if bias is None else torch.addmm(bias.to(x_TK.dtype), x_TK, w_NK.t())
 
@@ -107,7 +102,7 @@ class _LinearAddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         h_TH, w_HK = _Projections.product(x_TK, [weight], [bias])
-        seed, ctx.site = _site(h_TH, p)
+        seed, ctx.site = next_site(h_TH, p)
         z, y, statistics = prenorm.fused_add_norm(
             h_TH, _fitting(residual, h_TH), gain, h_TH.dtype, seed, ctx.site, eps, p, centred=centred
         )
@@ -149,7 +144,7 @@ class _LinearAdd(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         h_TH, w_HK = _Projections.product(x_TK, [weight], [bias])
-        seed, ctx.site = _site(h_TH, p)
+        seed, ctx.site = next_site(h_TH, p)
         ctx.save_for_backward(x_TK, w_HK, seed)
         ctx.p, ctx.projections, ctx.dtype = p, _Projections([weight], [bias]), residual.dtype
         return prenorm.fused_add(h_TH, _fitting(residual, h_TH), seed, ctx.site, p)
@@ -186,7 +181,7 @@ class _LinearGated(torch.autograd.Function):
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         h_TG, w_GK = _Projections.product(x_TK, weights, biases)
-        seed, ctx.site = _site(h_TG, p)
+        seed, ctx.site = next_site(h_TG, p)
         ctx.save_for_backward(x_TK, w_GK, h_TG, seed)
         ctx.p, ctx.activation, ctx.projections = p, activation, _Projections(weights, biases)
         return gated.fused_forward(h_TG, activation, seed, ctx.site, p).view(*x.shape[:-1], -1)
@@ -226,7 +221,7 @@ class _RotaryAttention(torch.autograd.Function):
         found = _head_norm(query_gain, key_gain, eps)
         qkv_T3HD = heads.fused_forward(x_TN, *angles, each, found)
         q, k, v = qkv_T3HD.transpose(0, 2).unbind(1)
-        seed, site = _site(offsets, settings[-1])
+        seed, site = next_site(offsets, settings[-1])
         out_HTD: Tensor
         out_HTD, lse, keys = attend(q, k, v, offsets, seed, *settings, site)
         ctx.save_for_backward(

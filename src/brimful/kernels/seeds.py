@@ -33,10 +33,11 @@ def one_seed() -> Iterator[None]:
         _forward.clear()
 
 
-def next_site(device: torch.device, dropout: float) -> tuple[Tensor, int]:
-    """Seed and number of a site of its own."""
+def next_site(like: Tensor, dropout: float) -> tuple[Tensor, int]:
+    """Seed, on the device of `like`, and number of a site of its own; without dropout `like` itself: no kernel reads it,
+    and filling a constant would be a launch at every site."""
     if not dropout:
-        return draw_seed(device, 0.0), 0
+        return like, 0
     if not _forward:
-        _forward.append(draw_seed(device, dropout))
+        _forward.append(draw_seed(like.device, dropout))
     return _forward[0], next(_sites)
