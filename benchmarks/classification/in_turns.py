@@ -1,6 +1,6 @@
 """Sides on a CPU in turns: what disturbs one disturbs the others. brimful with several token budgets, too.
 
-    python benchmarks/classification/in_turns.py tweets/minilm --texts 600 --sides pipeline:fp32 fp32:8192 fp32:1024 fp32
+    python benchmarks/classification/in_turns.py tweets/minilm --inputs FOLDER --sides pipeline:fp32 fp32:8192 fp32
 
 A side is `pipeline` or `crossencoder` and a dtype (batches of 8, of the pipeline in order of length: their best on two
 cores), or a precision of brimful's with or without a token budget. Wall time and CPU time of the process are taken: on

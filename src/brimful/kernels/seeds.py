@@ -34,8 +34,10 @@ def one_seed() -> Iterator[None]:
 
 
 def next_site(like: Tensor, dropout: float) -> tuple[Tensor, int]:
-    """Seed, on the device of `like`, and number of a site of its own; without dropout `like` itself: no kernel reads it,
-    and filling a constant would be a launch at every site."""
+    """Seed, on the device of `like`, and number of a site of its own.
+
+    Without dropout `like` itself: no kernel reads it, and filling a constant would be a launch at every site.
+    """
     if not dropout:
         return like, 0
     if not _forward:

@@ -150,7 +150,7 @@ class PackedForward:
 def stage(piece: Piece, tokens: Tokens, padding_id: int, *, pinned: bool) -> Tensor:
     """What a piece is made of in one int32 tensor: ids (T), offsets (N + 1), last places (S), and token types (T).
 
-    numpy writes it: for so many numbers torch would wake a thread for each core, which then spin where workers tokenise.
+    numpy writes it: for so many numbers torch would wake a thread a core, and these spin where workers tokenise.
     """
     lengths = tokens.lengths[piece.rows]
     used, count = int(lengths.sum()), len(piece.rows)
