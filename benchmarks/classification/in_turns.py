@@ -3,8 +3,8 @@
     python benchmarks/classification/in_turns.py tweets/minilm --inputs FOLDER --sides pipeline:fp32 fp32:8192 fp32
 
 A side is `pipeline` or `crossencoder` and a dtype (batches of 8, of the pipeline in order of length: their best on two
-cores), or a precision of brimful's with or without a token budget. Wall time and CPU time of the process are taken: on
-a machine with other work, the second says more.
+cores), or a precision of brimful's with or without a token budget, `+plain` without reordered weights. Wall time and
+CPU time of the process are taken: on a machine with other work, the second says more.
 """
 
 from __future__ import annotations
@@ -14,24 +14,36 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 sys.path.append(str(Path(__file__).parents[1]))  # what the benchmarks share
 
-from sides import BrimfulSide, CrossEncoderSide, PipelineSide, Run
-from works import Pool, Work, lengths_file, make_inputs, read_texts
+from sides import Answered, BrimfulSide, CrossEncoderSide, PipelineSide, Run
+from works import Pool, Sample, Work, lengths_file, make_inputs, read_texts
+
+from brimful.engine.classification import runner
 
 _WARM_TEXTS = 64
 
 
 def side_of(name: str, work: Work, inputs: Path) -> Run:
-    kind, _, detail = name.partition(":")
+    whole, _, plain = name.partition("+")
+    kind, _, detail = whole.partition(":")
     if other := {"pipeline": PipelineSide, "crossencoder": CrossEncoderSide}.get(kind):
         return other(work, inputs, "cpu", smoke=False).prepare({"dtype": detail, "batch_size": 8, "sorted": True})
     settings = {"precision": kind, "returns": "objects"} | ({"token_budget": int(detail)} if detail else {})
-    return BrimfulSide(work, inputs, "cpu", smoke=False).prepare(settings)
+    run = BrimfulSide(work, inputs, "cpu", smoke=False).prepare(settings)
+    if not plain:
+        return run
+
+    def with_plain_weights(sample: Sample) -> Answered:
+        with patch.object(runner, "can_reorder", lambda _: False):  # asked by the first call
+            return run(sample)
+
+    return with_plain_weights
 
 
 def main() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from brimful.models.anatomy import _pairs, attention_flops, matmul_parameters, token_matrices
+from brimful.models.anatomy import Attention, attention_of, matmul_parameters, token_matrices
 from tiny import FAMILIES
 
 LENGTH = 20
@@ -48,11 +51,21 @@ def test_pairs_that_see_one_another(window: int | None, causal: bool) -> None:
         for key in range(LENGTH)
         if abs(query - key) < near and (key <= query or not causal)
     ]
-    assert _pairs(LENGTH, window, causal) == len(seen)
+    assert pairs([LENGTH, 1, LENGTH], window, causal) == 2 * len(seen) + 1
 
 
 def test_attention_counts_layers_heads_and_windows() -> None:
-    assert attention_flops(FAMILIES["bert"].model(), [10, 20]) == 12 * 16 * 2 * (10**2 + 20**2)
-    assert attention_flops(FAMILIES["llama"].model(), [10]) == 12 * 16 * 2 * 55
-    sliding = 2 * _pairs(LENGTH, 8, False) + 2 * LENGTH**2
-    assert attention_flops(FAMILIES["modernbert"].model(), [LENGTH]) == 12 * 16 * sliding
+    assert flops("bert", [10, 20]) == 12 * 16 * 2 * (10**2 + 20**2)
+    assert flops("llama", [10]) == 12 * 16 * 2 * 55
+    sliding = 2 * pairs([LENGTH], 8, False) + 2 * LENGTH**2
+    assert flops("modernbert", [LENGTH]) == 12 * 16 * sliding
+
+
+def flops(family: str, lengths: list[int]) -> float:
+    attention = attention_of(FAMILIES[family].model())
+    assert attention is not None
+    return attention.flops(np.array(lengths))
+
+
+def pairs(lengths: list[int], window: int | None, causal: bool) -> float:
+    return Attention(channels=1, causal=causal, windows=Counter([window])).flops(np.array(lengths)) / 12

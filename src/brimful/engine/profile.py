@@ -36,7 +36,7 @@ from brimful.measurement.kernels import Anatomy, anatomy, with_callers
 from brimful.measurement.limits import measure_limits
 from brimful.measurement.reading import reading_of
 from brimful.measurement.trace import Trace, record
-from brimful.models.anatomy import attention_flops, layers_of, token_matrices
+from brimful.models.anatomy import attention_of, layers_of, token_matrices
 from brimful.models.execution import LeftOut, PackedExecution
 from brimful.techniques.precision import Precision, choose_precision
 
@@ -171,8 +171,8 @@ def _work(built: Built, facts: Sequence[_Facts], optimizer_bytes: int) -> Work:
     computed = sum(sum(each.computed) for each in facts) / steps
     found = token_matrices(built.model)
     per_token = None if found is None else 6 * sum(count * rows * columns for (rows, columns), count in found.items())
-    among = attention_flops(built.model, (length for each in facts for length in each.lengths))
-    among = None if among is None else among / steps
+    attention = attention_of(built.model)
+    among = None if attention is None else attention.flops(np.concatenate([each.lengths for each in facts])) / steps
     samples = sum(len(each.lengths) for each in facts) / steps
     execution, layers = built.step.execution, layers_of(built.model)
     skipped = execution.left_out if isinstance(execution, PackedExecution) else LeftOut()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 #: What configurations call the window of attention.
@@ -49,23 +51,47 @@ def token_matrices(model: Any) -> Counter[tuple[int, int]] | None:
     return found - matrices(pooler) if isinstance(pooler, nn.Module) else found
 
 
-def attention_flops(model: Any, lengths: Iterable[int]) -> float | None:
-    """Operations of attention in one forward and backward pass over sequences of these lengths.
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """What decides how much a model's attention computes.
 
-    A query and a key that it sees cost four operations forward for each channel of the heads (scores, and the sum of
-    values) and twice as many backward, recomputation not counted (Dao 2023, arXiv 2307.08691). Softmax and dropout are
-    not counted. None for a configuration that does not say what its heads are.
+    channels: of all heads. causal: whether a token sees none behind it. windows: how many layers have each, None where
+    a token sees the whole sequence.
     """
+
+    channels: int
+    causal: bool
+    windows: Counter[int | None]
+
+    def flops(self, lengths_N: npt.NDArray[np.int64]) -> float:
+        """Operations in one forward and backward pass over sequences of these lengths.
+
+        A query and a key that it sees cost four operations forward for each channel (scores, and the sum of values) and
+        twice as many backward, recomputation not counted (Dao 2023, arXiv 2307.08691). Softmax and dropout are not
+        counted.
+        """
+        pairs = sum(layers * self._pairs(lengths_N, window) for window, layers in self.windows.items())
+        return 12.0 * self.channels * pairs
+
+    def _pairs(self, lengths_N: npt.NDArray[np.int64], window: int | None) -> int:
+        """Queries and keys that see one another: those nearer than the window, on either side or before."""
+        reach_N = np.minimum(lengths_N, window) if window else lengths_N
+        before_N = reach_N * (reach_N + 1) // 2 + (lengths_N - reach_N) * reach_N  # keys up to the query itself
+        return int((before_N if self.causal else 2 * before_N - lengths_N).sum())
+
+
+def attention_of(model: Any) -> Attention | None:
+    """None for a configuration that does not say what its heads are."""
     config = model.config
     num_layers = getattr(config, "num_hidden_layers", None)
     num_heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not (num_layers and num_heads and width):
         return None
-    channels: int = num_heads * (getattr(config, "head_dim", None) or width // num_heads)
-    causal = any(getattr(module, "is_causal", False) for module in model.modules())
-    sizes = list(lengths)
-    pairs = sum(_pairs(length, window, causal) for window in _windows(config, num_layers) for length in sizes)
-    return 12.0 * channels * pairs
+    return Attention(
+        channels=num_heads * (getattr(config, "head_dim", None) or width // num_heads),
+        causal=any(getattr(module, "is_causal", False) for module in model.modules()),
+        windows=Counter(_windows(config, num_layers)),
+    )
 
 
 def _windows(config: Any, num_layers: int) -> list[int | None]:
@@ -73,13 +99,6 @@ def _windows(config: Any, num_layers: int) -> list[int | None]:
     window = next((w for w in (getattr(config, n, None) for n in _WINDOWS) if isinstance(w, int)), None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
     return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def _pairs(length: int, window: int | None, causal: bool) -> int:
-    """Queries and keys that see one another. window: a token sees those nearer than this, on either side or before."""
-    reach = min(length, window or length)
-    before = reach * (reach + 1) // 2 + (length - reach) * reach  # keys up to the query itself
-    return before if causal else 2 * before - length
 
 
 def embeddings_of(model: Any) -> nn.Module | None:

@@ -7,6 +7,7 @@ What it then runs is `Runner.submit`: tokenised texts in, logits out. What logit
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -21,12 +22,13 @@ from brimful.engine.build import make_layout
 from brimful.engine.predict import LayoutForward, chunks
 from brimful.engine.prepare import longest_sequence
 from brimful.hardware.probe import device_name
-from brimful.models.anatomy import attention_flops, matmul_parameters
+from brimful.models.anatomy import Attention, attention_of, matmul_parameters
 from brimful.models.execution import Execution, has_token_types, padding_id_of
 from brimful.models.halves import halve_linears
 from brimful.models.intake import ModelFacts, inspect_model, load_tokenizer
 from brimful.models.load import load_model
 from brimful.models.proof import prove
+from brimful.models.reordered import TOLERANCE, can_reorder, reorder_linears
 from brimful.step.forward import PackedForward
 from brimful.tasks.answers import label_space
 from brimful.techniques.attention import AttentionKernels, choose_kernels, padded_lever
@@ -41,6 +43,8 @@ _FULL_BATCHES = 4
 _MOST_TEXTS = 512
 #: Most tokens of a micro-batch on a GPU unless --token-budget says otherwise.
 _GPU_BUDGET = 32768
+#: Texts on which reordered weights are compared with plain ones.
+_COMPARED = 2
 #: On a CPU: the least and the most, and numbers that the widest activation may have where that is between them.
 _CPU_BUDGETS, _CPU_ACTIVATION = (1024, 4096), 3 << 19
 
@@ -113,10 +117,14 @@ class Runner:
 
     def operations(self, lengths_N: np.ndarray) -> float | None:
         """Floating-point operations of a forward pass over texts of these lengths, padding not counted."""
-        model = self.execution.model
-        attention = attention_flops(model, lengths_N.tolist())
-        products = 2.0 * matmul_parameters(model) * float(lengths_N.sum())
-        return None if attention is None else products + attention / 3.0
+        parameters, attention = self._counted
+        if attention is None:
+            return None
+        return 2.0 * parameters * float(lengths_N.sum()) + attention.flops(lengths_N) / 3.0
+
+    @cached_property
+    def _counted(self) -> tuple[int, Attention | None]:
+        return matmul_parameters(self.execution.model), attention_of(self.execution.model)
 
 
 def make_runner(
@@ -148,6 +156,7 @@ def make_runner(
         forward, budget = _graphs(checked, loaded, mode, budget_tokens, listener)
     else:
         forward, budget = _layout(checked, loaded, budget_tokens)
+    weights = () if precision.device.type != "cpu" else _reordered(forward, model, precision, sample, budget_tokens)
     attention = kernels.lever() if packing.packed else padded_lever(model)
     return Runner(
         forward=forward,
@@ -155,7 +164,7 @@ def make_runner(
         precision=precision,
         recipe=Recipe(
             device=device_name(precision.device),
-            levers=(packing.lever(), budget, precision.lever(), attention, mode.lever()),
+            levers=(packing.lever(), budget, precision.lever(), attention, *weights, mode.lever()),
         ),
         packing=packing,
         execution_mode=cast(ExecutionChoice, mode.value),
@@ -208,6 +217,29 @@ def cpu_budget(model: nn.Module, longest: int) -> int:
     widest = max((max(p.shape) for p in products), default=1)
     least, most = _CPU_BUDGETS
     return max(longest, least, min(most, _CPU_ACTIVATION // widest))
+
+
+def _reordered(
+    forward: Forward, model: nn.Module, precision: Precision, sample: Tokens, budget: int
+) -> tuple[Lever, ...]:
+    """Puts the weights of a model on a CPU in the order that its products read them; its lever, if that was done.
+
+    Weights stay as they are where that changes the logits of the shortest texts: where a model does not call its Linear
+    layers, but reads their weights.
+    """
+    asked = np.flatnonzero(sample.lengths)
+    few = sample.take(asked[np.argsort(sample.lengths[asked], kind="stable")[:_COMPARED]])
+    if not len(few) or not can_reorder(precision.dtype):
+        return ()
+    before, close = forward.submit(few).result(), TOLERANCE[precision.dtype]
+
+    def unchanged() -> bool:
+        return np.allclose(forward.submit(few).result(), before, rtol=close, atol=close, equal_nan=True)
+
+    if not reorder_linears(model, precision.dtype, budget, unchanged=unchanged):
+        return ()
+    reason = "Linear layers keep their weights as oneDNN's products read them"
+    return (Lever(name="weights", value="reordered", arithmetic="exact", reason=reason),)
 
 
 def _with_float8(
