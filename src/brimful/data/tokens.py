@@ -408,4 +408,5 @@ class _Spool:
         size = os.fstat(self._file.fileno()).st_size
         if size == 0:
             return np.zeros(0, dtype=self._dtype)
-        return np.memmap(self._file, dtype=self._dtype, mode="r", shape=(size // self._dtype.itemsize,))
+        mapped = np.memmap(self._file, dtype=self._dtype, mode="r", shape=(size // self._dtype.itemsize,))
+        return mapped.view(np.ndarray)  # whose slices cost a tenth
