@@ -108,4 +108,11 @@ def chunks(lengths: np.ndarray, batch_tokens: int, most_rows: int) -> Iterator[n
 def _to(inputs: Inputs, device: torch.device) -> Inputs:
     if device.type == "cpu":
         return inputs
-    return map_tensors(inputs, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+    return map_tensors(inputs, lambda tensor: _pinned(tensor).to(device, non_blocking=True))
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, by numpy: torch would wake a thread a core for it, as `step.forward.stage` says."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.numpy()[...] = tensor.numpy()
+    return copy

@@ -102,7 +102,7 @@ class _LinearAddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         h_TH, w_HK = _Projections.product(x_TK, [weight], [bias])
-        seed, ctx.site = next_site(h_TH, p)
+        seed, ctx.site = next_site(x_TK, p)
         z, y, statistics = prenorm.fused_add_norm(
             h_TH, _fitting(residual, h_TH), gain, h_TH.dtype, seed, ctx.site, eps, p, centred=centred
         )
@@ -144,7 +144,7 @@ class _LinearAdd(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         h_TH, w_HK = _Projections.product(x_TK, [weight], [bias])
-        seed, ctx.site = next_site(h_TH, p)
+        seed, ctx.site = next_site(x_TK, p)
         ctx.save_for_backward(x_TK, w_HK, seed)
         ctx.p, ctx.projections, ctx.dtype = p, _Projections([weight], [bias]), residual.dtype
         return prenorm.fused_add(h_TH, _fitting(residual, h_TH), seed, ctx.site, p)
@@ -181,7 +181,7 @@ class _LinearGated(torch.autograd.Function):
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         h_TG, w_GK = _Projections.product(x_TK, weights, biases)
-        seed, ctx.site = next_site(h_TG, p)
+        seed, ctx.site = next_site(x_TK, p)
         ctx.save_for_backward(x_TK, w_GK, h_TG, seed)
         ctx.p, ctx.activation, ctx.projections = p, activation, _Projections(weights, biases)
         return gated.fused_forward(h_TG, activation, seed, ctx.site, p).view(*x.shape[:-1], -1)

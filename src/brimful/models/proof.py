@@ -450,6 +450,11 @@ def _padded(sequences: Sequence[np.ndarray], config: Any) -> Inputs:
     return padded_inputs(sequences, len(sequences), longest, padding_id=padding_id_of(config), types=types)
 
 
+def proof_inputs(config: Any, max_length: int) -> Inputs:
+    """The sequences of the proof, as padded rows: any model of a family takes them."""
+    return _padded(_sequences(config, max_length), config)
+
+
 def _types(sequence: np.ndarray) -> np.ndarray:
     """Token types of a text pair whose second text begins in the middle."""
     return (np.arange(len(sequence)) >= len(sequence) // 2).astype(np.int64)

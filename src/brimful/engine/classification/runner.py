@@ -28,7 +28,7 @@ from brimful.models.halves import halve_linears
 from brimful.models.intake import ModelFacts, inspect_model, load_tokenizer
 from brimful.models.load import load_model
 from brimful.models.proof import prove
-from brimful.models.reordered import TOLERANCE, can_reorder, reorder_linears
+from brimful.models.reordered import can_reorder, reorder_linears
 from brimful.step.forward import PackedForward
 from brimful.tasks.answers import label_space
 from brimful.techniques.attention import AttentionKernels, choose_kernels, padded_lever
@@ -43,8 +43,6 @@ _FULL_BATCHES = 4
 _MOST_TEXTS = 512
 #: Most tokens of a micro-batch on a GPU unless --token-budget says otherwise.
 _GPU_BUDGET = 32768
-#: Texts on which reordered weights are compared with plain ones.
-_COMPARED = 2
 #: On a CPU: the least and the most, and numbers that the widest activation may have where that is between them.
 _CPU_BUDGETS, _CPU_ACTIVATION = (1024, 4096), 3 << 19
 
@@ -156,7 +154,6 @@ def make_runner(
         forward, budget = _graphs(checked, loaded, mode, budget_tokens, listener)
     else:
         forward, budget = _layout(checked, loaded, budget_tokens)
-    weights = () if precision.device.type != "cpu" else _reordered(forward, model, precision, sample, budget_tokens)
     attention = kernels.lever() if packing.packed else padded_lever(model)
     return Runner(
         forward=forward,
@@ -164,7 +161,7 @@ def make_runner(
         precision=precision,
         recipe=Recipe(
             device=device_name(precision.device),
-            levers=(packing.lever(), budget, precision.lever(), attention, *weights, mode.lever()),
+            levers=(packing.lever(), budget, precision.lever(), attention, *loaded.weights, mode.lever()),
         ),
         packing=packing,
         execution_mode=cast(ExecutionChoice, mode.value),
@@ -173,12 +170,17 @@ def make_runner(
 
 @dataclass(frozen=True, kw_only=True)
 class _Loaded:
-    """A model on its device. lengths_N: tokens of the texts that its kernels were chosen by, at least one each."""
+    """A model on its device.
+
+    weights: the lever, if they were reordered. lengths_N: tokens of the texts that its kernels were chosen by, at least
+    one each.
+    """
 
     execution: Execution
     packing: Packing
     kernels: AttentionKernels
     precision: Precision
+    weights: tuple[Lever, ...]
     lengths_N: np.ndarray
 
 
@@ -195,15 +197,31 @@ def _load(checked: Checked, precision: Precision, sample: Tokens, packing_wanted
     )
     packing = Packing(proof=proof, wanted=packing_wanted)
     model = model.to(precision.device).eval()
-    if packing.packed and proof.halves:
-        halve_linears(model, precision.dtype)
+    halved = packing.packed and proof.halves
+    weights: tuple[Lever, ...] = ()
+    # Never those of the plain model that the others are compared with, which is asked for without packing.
+    if packing_wanted and precision.device.type == "cpu" and (halved or precision.value == "fp32"):
+        weights = _reordered(model, precision, checked.max_length)
+    if halved:
+        halve_linears(model, precision.dtype)  # what is still as it was
     return _Loaded(
         execution=packing.apply(model),
         packing=packing,
         kernels=choose_kernels(model.config, precision, typical_length),
         precision=precision,
+        weights=weights,
         lengths_N=lengths_N,
     )
+
+
+def _reordered(model: nn.Module, precision: Precision, max_length: int) -> tuple[Lever, ...]:
+    """Puts Linear weights in the order that a CPU's products read, where that works; the lever of it."""
+    dtype = precision.dtype
+    rows = cpu_budget(model, max_length)
+    if not can_reorder(dtype) or not reorder_linears(model, dtype, rows=rows, max_length=max_length):
+        return ()
+    reason = "Linear layers keep their weights in the order that oneDNN's products read"
+    return (Lever(name="weights", value="reordered", arithmetic="exact", reason=reason),)
 
 
 def cpu_budget(model: nn.Module, longest: int) -> int:
@@ -217,29 +235,6 @@ def cpu_budget(model: nn.Module, longest: int) -> int:
     widest = max((max(p.shape) for p in products), default=1)
     least, most = _CPU_BUDGETS
     return max(longest, least, min(most, _CPU_ACTIVATION // widest))
-
-
-def _reordered(
-    forward: Forward, model: nn.Module, precision: Precision, sample: Tokens, budget: int
-) -> tuple[Lever, ...]:
-    """Puts the weights of a model on a CPU in the order that its products read them; its lever, if that was done.
-
-    Weights stay as they are where that changes the logits of the shortest texts: where a model does not call its Linear
-    layers, but reads their weights.
-    """
-    asked = np.flatnonzero(sample.lengths)
-    few = sample.take(asked[np.argsort(sample.lengths[asked], kind="stable")[:_COMPARED]])
-    if not len(few) or not can_reorder(precision.dtype):
-        return ()
-    before, close = forward.submit(few).result(), TOLERANCE[precision.dtype]
-
-    def unchanged() -> bool:
-        return np.allclose(forward.submit(few).result(), before, rtol=close, atol=close, equal_nan=True)
-
-    if not reorder_linears(model, precision.dtype, budget, unchanged=unchanged):
-        return ()
-    reason = "Linear layers keep their weights as oneDNN's products read them"
-    return (Lever(name="weights", value="reordered", arithmetic="exact", reason=reason),)
 
 
 def _with_float8(
