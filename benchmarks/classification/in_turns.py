@@ -16,13 +16,13 @@ from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
-import numpy as np
 import torch
 
 sys.path.append(str(Path(__file__).parents[1]))  # what the benchmarks share
 
+from floor import read_pool
 from sides import Answered, BrimfulSide, CrossEncoderSide, PipelineSide, Run
-from works import Pool, Sample, Work, lengths_file, make_inputs, read_texts
+from works import Sample, Work, make_inputs
 
 from brimful.engine.classification import runner
 
@@ -56,8 +56,7 @@ def main() -> None:
     options = parser.parse_args()
     work = Work.parse(options.work)
     make_inputs(options.inputs, work, None, smoke=False)
-    tokens_N = np.load(lengths_file(options.inputs, work)).sum(1)
-    pool = Pool(*read_texts(options.inputs, work), tokens_N=tokens_N, operations_N=tokens_N, needed_N=tokens_N)
+    pool = read_pool(options.inputs, work)
     sample = pool.sample(options.texts)
     sides = {name: side_of(name, work, options.inputs) for name in options.sides}
     for run in sides.values():

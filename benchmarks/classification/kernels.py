@@ -1,54 +1,60 @@
-"""Where the device's time goes in a pass: its kernels by the time they take, and what is idle between them.
+"""Where the device's time goes in a pass: by part and by kernel, and what is idle between.
 
     python benchmarks/classification/kernels.py tweets/base bbc/base --tokenizer FOLDER
 
-The second call of `Classifier.logits` is recorded, on a GPU.
+The third call of `Classifier.logits` is recorded, on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.append(str(Path(__file__).parents[1]))  # what the benchmarks share
 
+from floor import read_pool
 from resumable import default_inputs
-from works import Pool, Work, lengths_file, make_inputs, model_folder, read_texts
+from works import Work, make_inputs, model_folder
 
 import brimful
+from brimful.measurement.kernels import Span, anatomy
 
 _TOKENS, _LONGEST_LIST = 2_000_000, 12
 
 
 def record(work: Work, inputs: Path) -> None:
-    """Prints the kernels of one pass over some two million tokens."""
-    tokens_N = np.load(lengths_file(inputs, work)).sum(1)
-    pool = Pool(*read_texts(inputs, work), tokens_N=tokens_N, operations_N=tokens_N, needed_N=tokens_N)
-    texts = pool.sample(round(_TOKENS / float(tokens_N.mean()))).texts
+    """Prints the parts and the longest kernels of one pass over some two million tokens."""
+    pool = read_pool(inputs, work)
+    texts = pool.sample(round(_TOKENS / float(pool.tokens_N.mean()))).texts
     with brimful.Classifier(str(model_folder(inputs, work)), precision="bf16", execution="compiled") as classifier:
         classifier.logits(texts)
         classifier.logits(texts)
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
             classifier.logits(texts)
-    taken: dict[str, list[float]] = defaultdict(list)
-    spans = []
-    for event in recorded.events():
+    print_parts(f"{work.name}: {len(texts):,} texts", list(_spans(recorded.events())))
+
+
+def _spans(events: Iterable[Any]) -> Iterator[Span]:
+    for event in events:
         if event.device_type.name == "CUDA" and event.device_time_total > 0:
-            taken[event.name].append(event.device_time_total / 1e3)
-            spans.append((event.time_range.start / 1e3, event.time_range.end / 1e3))
-    spans.sort()
-    busy, end = 0.0, spans[0][0]
-    for start, stop in spans:
-        busy, end = busy + max(0.0, stop - max(start, end)), max(end, stop)
-    whole = end - spans[0][0]
-    print(f"{work.name}: {len(texts):,} texts, {whole:.1f} ms, idle {1 - busy / whole:.1%}")
-    for name, times in sorted(taken.items(), key=lambda item: -sum(item[1]))[:_LONGEST_LIST]:
-        print(f"  {sum(times):8.1f} ms {sum(times) / whole:6.1%} {len(times):6d}  {name[:90]}")
+            yield Span(name=event.name, start_s=event.time_range.start / 1e6, end_s=event.time_range.end / 1e6)
+
+
+def print_parts(title: str, spans: list[Span]) -> None:
+    """As `brimful profile` counts them; shares are of the time from the first kernel's begin to the last one's end."""
+    whole_s = max(span.end_s for span in spans) - min(span.start_s for span in spans)
+    found = anatomy(spans, spans, steps=1, step_s=whole_s, stretch=1.0)
+    print(f"{title}, {whole_s * 1e3:.1f} ms")
+    for part in found.parts:
+        print(f"  {part.seconds * 1e3:8.1f} ms {part.share:6.1%} {part.count:7,.0f}  {part.name}")
+    for kernel in found.kernels[:_LONGEST_LIST]:
+        share = kernel.seconds / whole_s
+        print(f"    {kernel.seconds * 1e3:8.1f} ms {share:6.1%} {kernel.count:7,.0f}  {kernel.name[:90]}")
 
 
 def main() -> None:

@@ -14,12 +14,23 @@ from brimful.models.halves import halve_linears
 from brimful.models.reordered import _ReorderedLinear, can_reorder, reorder_linears
 from tiny import FAMILIES
 
-pytestmark = pytest.mark.skipif(not can_reorder(torch.float32), reason="this torch has no oneDNN")
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
 
-def layer(bias: bool = True, **size: int) -> nn.Linear:
+def test_this_torch_has_the_operators() -> None:
+    """They are not public: were they gone, weights would stay as they are, and nobody would hear of it."""
+    assert all(can_reorder(dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert not can_reorder(torch.float16)
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns of tf32 besides
+    try:
+        assert not can_reorder(torch.float32)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+
+
+def layer(bias: bool = True) -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(size.get("inputs", 96), size.get("outputs", 200), bias=bias)
+    return nn.Linear(96, 200, bias=bias)
 
 
 @pytest.mark.parametrize("bias", [True, False])
