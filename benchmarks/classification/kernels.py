@@ -30,7 +30,7 @@ _TOKENS, _LONGEST_LIST = 2_000_000, 12
 def record(work: Work, inputs: Path) -> None:
     """Prints the parts and the longest kernels of one pass over some two million tokens."""
     pool = read_pool(inputs, work)
-    texts = pool.sample(round(_TOKENS / float(pool.tokens_N.mean()))).texts
+    texts = pool.sample(round(_TOKENS / pool.mean_tokens)).texts
     with brimful.Classifier(str(model_folder(inputs, work)), precision="bf16", execution="compiled") as classifier:
         classifier.logits(texts)
         classifier.logits(texts)

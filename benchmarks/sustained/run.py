@@ -1,13 +1,14 @@
 """What an NVIDIA GPU holds under load: rates of products and of our kernels, with the clock and the power they run at.
 
-    python benchmarks/sustained/run.py
+    python benchmarks/sustained/run.py [training] [inference]
 
-Each call is repeated in a CUDA graph of 20 over four sets of random inputs, for 1.5 seconds; its time is the median of
+The layers of a step, forward and backward, and those of a pass without gradients: both unless one is named. Each call is repeated in a CUDA graph of 20 over four sets of random inputs, for 1.5 seconds; its time is the median of
 the later half of the replays. "at once" is the faster of the first two replays, when the chip is cool.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import threading
 import time
@@ -17,7 +18,7 @@ import pynvml
 import torch
 from torch import Tensor
 
-from brimful.kernels import gelu, norm
+from brimful.kernels import gelu, gelu_product, norm
 from brimful.kernels.strips import make_strips
 
 _SECONDS, _CALLS, _SETS = 1.5, 20, 4
@@ -137,7 +138,35 @@ def layer(tokens: int, hidden: int) -> None:
     )  # fmt: skip
 
 
+def forward_layer(tokens: int, hidden: int) -> None:
+    """What a layer of a pass without gradients does otherwise than that of a step."""
+    rows, kept, kind = random(tokens, hidden), random(tokens, hidden), f"{tokens} x {hidden}"
+    weight = torch.randn(4 * hidden, hidden, device="cuda", dtype=BF16) * 0.02
+    bias, wide_bias = (torch.randn(width, device="cuda", dtype=BF16) for width in (hidden, 4 * hidden))
+    gain, shift = (torch.randn(hidden, device="cuda") for _ in range(2))
+    operations = 8.0 * tokens * hidden**2
+    sustain(f"{kind}: up", lambda i: rows[i] @ weight.t(), operations=operations)
+    sustain(
+        f"{kind}: up and GELU, one after the other",
+        lambda i: gelu.fused_forward(rows[i] @ weight.t(), wide_bias),
+        operations=operations,
+    )
+    sustain(
+        f"{kind}: up and GELU, one kernel",
+        lambda i: gelu_product.fused(rows[i], weight, wide_bias),
+        operations=operations,
+    )
+    sustain(
+        f"{kind}: norm without dropout",
+        lambda i: norm.fused_forward(rows[i], bias, kept[i], gain, shift, rows[i], 0, 1e-12, 0.0, False, BF16),
+        moved_bytes=6 * tokens * hidden,
+    )
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help="training, inference")
+    parts = parser.parse_args().parts or ["training", "inference"]
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
@@ -148,8 +177,12 @@ def main() -> None:
     sustain("8192³, random", lambda _: torch.mm(a, b, out=c), operations=2.0 * 8192**3)
     a.zero_()
     sustain("8192³, zeros", lambda _: torch.mm(a, b, out=c), operations=2.0 * 8192**3)
-    layer(13_056, 768)
-    layer(16_384, 1024)
+    if "training" in parts:
+        layer(13_056, 768)
+        layer(16_384, 1024)
+    if "inference" in parts:
+        for hidden in (384, 768, 1024):
+            forward_layer(32_768, hidden)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 import kernels.test_prenorm_blocks as pre
+from brimful.kernels import blocks, gelu, gelu_product
 from kernels.test_blocks import (
     Case,
     check_add_norm,
@@ -35,6 +36,21 @@ def test_linear(case: Case, bias: bool) -> None:
 
 def test_linear_gelu(case: Case) -> None:
     check_linear_gelu(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_rows", "depth", "width"), [(1, 64, 256), (1000, 384, 1536), (4103, 768, 3072)])
+def test_a_product_activated_in_its_own_kernel(dtype: torch.dtype, num_rows: int, depth: int, width: int) -> None:
+    random = torch.Generator("cuda").manual_seed(0)
+    x, w = (torch.randn(rows, depth, device="cuda", generator=random).to(dtype) for rows in (num_rows, width))
+    w, bias = w * depth**-0.5, torch.randn(width, device="cuda", generator=random)
+    wanted = gelu.bias_gelu(x.double() @ w.double().t(), bias.double())
+    assert gelu_product.suits(x, w)
+    with torch.no_grad():
+        found = blocks.linear_gelu(x[None], w, bias)[0]
+        few = blocks.linear_gelu(x[-9:].contiguous(), w, bias)
+    assert (found.double() - wanted).norm() <= (2e-3 if dtype == torch.bfloat16 else 3e-4) * wanted.norm()
+    assert torch.equal(found[-9:], few)  # rows do not depend on one another, nor on their number
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])

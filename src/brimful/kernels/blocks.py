@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from brimful.kernels import embedding, float8, gelu, norm
+from brimful.kernels import embedding, float8, gelu, gelu_product, norm
 from brimful.kernels.overlap import beside
 from brimful.kernels.residuals import residuals_are_half
 from brimful.kernels.seeds import next_site
@@ -157,9 +157,18 @@ class _LinearGelu(torch.autograd.Function):
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """F.gelu(F.linear(x, weight, bias)), by the error function."""
+    """F.gelu(F.linear(x, weight, bias)), by the error function. In one kernel where no gradient is asked for."""
+    x_TK, w_FK = halved(x).flatten(0, -2), weight.to(product_dtype(x))
+    if not torch.is_grad_enabled() and gelu_product.suits(x_TK, w_FK) and not _in_fp8(x_TK, w_FK):
+        return gelu_product.fused(x_TK, w_FK, bias).view(*x.shape[:-1], -1)
     out: Tensor = _LinearGelu.apply(halved(x), weight, bias)  # type: ignore[no-untyped-call]
     return out
+
+
+def _in_fp8(x_TK: Tensor, w_NK: Tensor) -> bool:
+    """Whether the active plan takes x w^T in fp8."""
+    plan = float8.active_plan()
+    return plan is not None and plan.products(len(x_TK), (w_NK.shape[0], w_NK.shape[1])).output
 
 
 class _LinearDropoutAddNorm(torch.autograd.Function):

@@ -24,8 +24,8 @@ from torch import Tensor
 from brimful.kernels.dropout import column_keys, kept, kept_factor, kept_mask_PRC, row_keys, threshold
 from brimful.kernels.strips import sum_strips
 
-#: Rows of a tile and warps of a program, forward and backward.
-_ROWS, _WARPS, _BACKWARD_ROWS = 1, 4, 1
+#: Numbers of a forward program's tile, whole rows of them, without dropout and with it; its warps.
+_TILE, _DROPPED_TILE, _WARPS = 4096, 2048, 4
 #: Rows whose parameter gradients one program sums at the least.
 _FEWEST_ROWS = 2
 #: Rows from which on the backward kernel reads the next ones ahead.
@@ -126,10 +126,11 @@ def fused_forward(
     rows, width = x.shape
     y, statistics = x.new_empty(rows, width, dtype=dtype), x.new_empty(2, rows, dtype=torch.float32)
     copy = torch.empty_like(x) if half else None
-    norm_forward[(triton.cdiv(rows, _ROWS),)](
+    wide = triton.next_power_of_2(width)
+    together = max(1, (_DROPPED_TILE if p else _TILE) // wide)
+    norm_forward[(triton.cdiv(rows, together),)](
         x, bias, residual, gain, shift, seed, y, y if copy is None else copy, *statistics, site, rows, width, eps,
-        threshold(p), kept_factor(p), DROPOUT=p > 0, HALF_TOO=half, ROWS=_ROWS, WIDTH=triton.next_power_of_2(width),
-        num_warps=_WARPS,
+        threshold(p), kept_factor(p), DROPOUT=p > 0, HALF_TOO=half, ROWS=together, WIDTH=wide, num_warps=_WARPS,
     )  # fmt: skip
     return y, copy, statistics
 
@@ -147,7 +148,7 @@ def fused_backward(
     norm_backward[(programs,)](
         x if dy is None else dy, x if dhalf is None else dhalf, x, bias, residual, gain, seed, statistics[0],
         statistics[1], dx, dresidual, strips, site, rows, width, threshold(p), kept_factor(p), DROPOUT=p > 0,
-        HAS_DY=dy is not None, HAS_DHALF=dhalf is not None, ROWS=_BACKWARD_ROWS,
+        HAS_DY=dy is not None, HAS_DHALF=dhalf is not None, ROWS=how.rows,
         WIDTH=triton.next_power_of_2(width), STAGES=how.stages, num_warps=how.warps,
     )  # fmt: skip
     return dx, dresidual, strips
@@ -162,18 +163,20 @@ def parameter_gradients(strips: Tensor, bias_dtype: torch.dtype) -> tuple[Tensor
 
 @dataclass(frozen=True)
 class _Backward:
-    """How the backward kernel runs: most programs, their warps, and tiles of rows on their way at once."""
+    """How the backward kernel runs: most programs, their warps, rows of a tile, and tiles on their way at once."""
 
     programs: int
     warps: int
+    rows: int
     stages: int
 
     @classmethod
     def of(cls, residual: Tensor) -> _Backward:
-        """The fastest of eleven on an H200 at 1,072 and 13,056 rows of 768, 16,384 of 1,024 (benchmarks/sustained)."""
+        """The fastest of those tried on an H200 at 1,072 and 13,056 rows of 768, 13,056 and 16,384 of 1,024
+        (benchmarks/sustained)."""
         rows, width = residual.shape
         if rows < _MANY_ROWS:
-            return cls(528, warps=8, stages=1)
+            return cls(528, warps=8, rows=1, stages=1)
         if residual.dtype.itemsize == 2:
-            return cls(792, warps=4, stages=3)
-        return cls(528, warps=8, stages=3 if width < 1024 else 2)
+            return cls(264, warps=4, rows=2, stages=3) if width <= 1024 else cls(792, warps=4, rows=1, stages=3)
+        return cls(528, warps=8, rows=1, stages=3 if width < 1024 else 2)

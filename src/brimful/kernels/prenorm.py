@@ -158,7 +158,7 @@ def fused_add_norm_backward(
     """
     width = z.shape[-1]
     rows = z.numel() // width
-    tile = _tile_of(width)
+    tile = _tile_of(width, 2048)
     programs = max(1, min(rows // (tile["ROWS"] * _FEWEST_TILES), _MOST_PROGRAMS))
     dresidual, apart = torch.empty_like(z), p > 0 or dtype != z.dtype
     dx = torch.empty_like(z, dtype=dtype) if apart else dresidual
@@ -186,7 +186,9 @@ def gain_gradient(strips: Tensor, dtype: torch.dtype) -> Tensor:
     return sum_strips(strips, strips.shape[1], dtype)[1]
 
 
-def _tile_of(width: int) -> dict[str, Any]:
-    """Whole rows of about 1024 numbers together, 8 a thread: one of 768 or 1024, more of narrow ones."""
+def _tile_of(width: int, numbers: int = 1024) -> dict[str, Any]:
+    """Whole rows of about so many numbers together: one of 768 or 1024 forward, two backward, more of narrow ones."""
     wide = triton.next_power_of_2(width)
-    return {"ROWS": max(1, 1024 // wide), "WIDTH": wide, "num_warps": 4 if wide <= 1024 else 8 if wide <= 4096 else 16}
+    return {
+        "ROWS": max(1, numbers // wide), "WIDTH": wide, "num_warps": 4 if wide <= 1024 else 8 if wide <= 4096 else 16
+    }  # fmt: skip

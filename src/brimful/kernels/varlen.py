@@ -46,8 +46,11 @@ class Tiles:
 
 
 #: For heads of 64 in half precision on an H200 (benchmarks/attention): short segments, long ones forward and backward.
+#: PLAIN: forward, with neither dropout nor masks beside segments' ends.
 SHORT = Tiles(own=64, other=32, warps=4, stages=1)
+PLAIN_SHORT = Tiles(own=64, other=64, warps=4, stages=1)
 LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3)
+PLAIN_LONG = Tiles(own=64, other=64, warps=4, stages=3, registers=128)
 LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=1, registers=128)
 #: Wide heads, and fp32: what fits.
 _SMALL = Tiles(own=32, other=32, warps=4, stages=2)
@@ -57,10 +60,10 @@ _FEWEST_ROWS = 16
 _LONG = 128
 
 
-def _tiles(q: Tensor, typical_length: int, long: Tiles) -> Tiles:
+def _tiles(q: Tensor, typical_length: int, long: Tiles, short: Tiles = SHORT) -> Tiles:
     if q.dtype == torch.float32 or q.shape[2] > 64:
         return _SMALL
-    return long if typical_length > _LONG else SHORT
+    return long if typical_length > _LONG else short
 
 
 def _launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[tuple[int, int, int], dict[str, Any]]:
@@ -73,7 +76,10 @@ def _launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[
 
 
 def _split(tiles: Tiles, causal: bool, window: int, dropout: float) -> int:
-    """1 where blocks that need no mask have a loop of their own: where drawing dropout leaves no time for masks."""
+    """1 where blocks that need no mask have a loop of their own: where drawing dropout leaves no time for masks, and
+    where masks are all that could be left out."""
+    if tiles == PLAIN_LONG:
+        return 1
     return int(tiles in (LONG_FORWARD, LONG_BACKWARD) and not causal and not window and dropout > 0)
 
 
@@ -105,7 +111,8 @@ def attend(
     out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
     lse = q.new_empty(heads, tokens, dtype=torch.float32)
     keys = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)
-    tiles = _tiles(q, typical_length, LONG_FORWARD)
+    plain = not causal and not window and dropout == 0
+    tiles = _tiles(q, typical_length, *((PLAIN_LONG, PLAIN_SHORT) if plain else (LONG_FORWARD, SHORT)))
     grid, constants = _launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
     varlen_attention_forward[grid](

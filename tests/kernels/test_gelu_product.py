@@ -1,0 +1,60 @@
+"""The product that is activated in its own kernel against the product and the activation one after the other.
+
+On the CPU by Triton's interpreter in fp16 and fp32; `tests/gpu/test_blocks_on_gpu.py` has what GPUs run.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from brimful.kernels import blocks, gelu_product
+from brimful.kernels.gelu import bias_gelu
+
+WIDTH = 512
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 5e-4), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("num_rows", "depth"), [(1, 8), (150, 64), (300, 136)])
+def test_as_one_after_the_other(num_rows: int, depth: int, dtype: torch.dtype, tolerance: float) -> None:
+    random = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, depth, generator=random).to(dtype) for rows in (num_rows, WIDTH))
+    w, bias = w * depth**-0.5, torch.randn(WIDTH, generator=random)
+    found = gelu_product.fused(x, w, bias)
+    wanted = bias_gelu(x.double() @ w.double().t(), bias.double())
+    assert found.dtype == dtype
+    assert (found.double() - wanted).norm() <= tolerance * wanted.norm()
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    random = torch.Generator().manual_seed(1)
+    x, w, bias = (torch.randn(*shape, generator=random) for shape in ((200, 16), (WIDTH, 16), (WIDTH,)))
+    assert torch.equal(gelu_product.fused(x, w, bias)[131:140], gelu_product.fused(x[131:140].contiguous(), w, bias))
+
+
+def activated(values_T: torch.Tensor) -> torch.Tensor:
+    """The kernel's gelu of fp32 values: products of them with one."""
+    x = F.pad(values_T[:, None], (0, 7))
+    w = F.pad(torch.ones(256, 1), (0, 7))
+    return gelu_product.fused(x, w, torch.zeros(256))[:, 0]
+
+
+def test_gelu_is_within_what_half_precision_rounds() -> None:
+    values = torch.cat([torch.linspace(-14, 14, 6000), torch.tensor([0.0, 1e-6, -1e-6, 100.0, -100.0, 1e6, -1e6])])
+    found, wanted = activated(values).double(), F.gelu(values.double())
+    assert torch.all((found - wanted).abs() <= 3e-5 * wanted.abs() + 1e-7)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    assert activated(torch.tensor([float("nan"), 1.0])).isnan().tolist() == [True, False]
+
+
+def test_not_for_what_it_was_not_measured_on() -> None:
+    x, w = torch.randn(4, 16), torch.randn(WIDTH, 16)
+    assert not gelu_product.suits(x.bfloat16(), w.bfloat16())
+    with torch.no_grad():
+        found = blocks.linear_gelu(x, w, torch.zeros(WIDTH))
+    assert torch.allclose(found, F.gelu(F.linear(x, w)), atol=1e-5)
