@@ -2,7 +2,9 @@
 
     python benchmarks/sustained/run.py [training] [inference]
 
-The layers of a step, forward and backward, and those of a pass without gradients: both unless one is named. Each call is repeated in a CUDA graph of 20 over four sets of random inputs, for 1.5 seconds; its time is the median of
+The layers of a step, forward and backward, and those of a pass without gradients: both unless one is named.
+
+Each call is repeated in a CUDA graph of 20 over four sets of random inputs, for 1.5 seconds; its time is the median of
 the later half of the replays. "at once" is the faster of the first two replays, when the chip is cool.
 """
 
@@ -13,6 +15,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pynvml
 import torch
@@ -25,11 +28,16 @@ _SECONDS, _CALLS, _SETS = 1.5, 20, 4
 BF16 = torch.bfloat16
 
 
+def nvml_handle() -> Any:
+    """The GPU that torch uses, whichever of the machine's that is."""
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+
+
 class Watch:
     """Reads clock, power and what limits the clock every 20 ms, while it is entered."""
 
     def __init__(self) -> None:
-        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        self._handle = nvml_handle()
         self._read: list[tuple[int, float, int]] = []
         self._on = threading.Event()
 
@@ -168,7 +176,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help="training, inference")
     parts = parser.parse_args().parts or ["training", "inference"]
     pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    handle = nvml_handle()
     limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
     most_mhz = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
     print(f"{torch.cuda.get_device_name()}, {limit_w:.0f} W at the most, {most_mhz} MHz, torch {torch.__version__}\n")

@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import brimful.kernels
 from brimful.measurement.kernels import PARTS, Span, anatomy, exclusive_seconds, part_of, with_callers
 
 #: Names as torch's profiler shows them on H100 and H200, those of templates shortened within their arguments.
@@ -143,6 +147,17 @@ def test_names(part: str, name: str) -> None:
 
 def spans(*rows: tuple[str, float, float]) -> list[Span]:
     return [Span(name=name, start_s=start, end_s=end) for name, start, end in rows]
+
+
+def test_kernels_of_ours_are_told_apart() -> None:
+    source = "\n".join(path.read_text("utf-8") for path in Path(brimful.kernels.__path__[0]).glob("*.py"))
+    launched = set(re.findall(r"^ +(\w+)\[\(?\w", source, re.M))
+    kernels = {name for name in launched if f"\ndef {name}(" in source}
+    parts = {name: part_of(name) for name in kernels}
+    assert len(kernels) > 20
+    assert not [name for name, part in parts.items() if part == "other"]
+    assert (parts["prenorm_forward"], parts["gated_backward"]) == ("normalisation", "element-wise")
+    assert parts["gelu_product"] == "contractions"
 
 
 def test_time_that_kernels_share_counts_once_for_the_first_part() -> None:

@@ -48,9 +48,8 @@ class Tiles:
 #: For heads of 64 in half precision on an H200 (benchmarks/attention): short segments, long ones forward and backward.
 #: PLAIN: forward, with neither dropout nor masks beside segments' ends.
 SHORT = Tiles(own=64, other=32, warps=4, stages=1)
-PLAIN_SHORT = Tiles(own=64, other=64, warps=4, stages=1)
 LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3)
-PLAIN_LONG = Tiles(own=64, other=64, warps=4, stages=3, registers=128)
+PLAIN_LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3, registers=128)
 LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=1, registers=128)
 #: Wide heads, and fp32: what fits.
 _SMALL = Tiles(own=32, other=32, warps=4, stages=2)
@@ -60,10 +59,10 @@ _FEWEST_ROWS = 16
 _LONG = 128
 
 
-def _tiles(q: Tensor, typical_length: int, long: Tiles, short: Tiles = SHORT) -> Tiles:
+def _tiles(q: Tensor, typical_length: int, long: Tiles) -> Tiles:
     if q.dtype == torch.float32 or q.shape[2] > 64:
         return _SMALL
-    return long if typical_length > _LONG else short
+    return long if typical_length > _LONG else SHORT
 
 
 def _launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[tuple[int, int, int], dict[str, Any]]:
@@ -78,7 +77,7 @@ def _launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[
 def _split(tiles: Tiles, causal: bool, window: int, dropout: float) -> int:
     """1 where blocks that need no mask have a loop of their own: where drawing dropout leaves no time for masks, and
     where masks are all that could be left out."""
-    if tiles == PLAIN_LONG:
+    if tiles == PLAIN_LONG_FORWARD:
         return 1
     return int(tiles in (LONG_FORWARD, LONG_BACKWARD) and not causal and not window and dropout > 0)
 
@@ -112,7 +111,7 @@ def attend(
     lse = q.new_empty(heads, tokens, dtype=torch.float32)
     keys = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)
     plain = not causal and not window and dropout == 0
-    tiles = _tiles(q, typical_length, *((PLAIN_LONG, PLAIN_SHORT) if plain else (LONG_FORWARD, SHORT)))
+    tiles = _tiles(q, typical_length, PLAIN_LONG_FORWARD if plain else LONG_FORWARD)
     grid, constants = _launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
     varlen_attention_forward[grid](

@@ -31,8 +31,10 @@ _RULES: tuple[tuple[PartName, str], ...] = (
     # Kernels of our own: brimful's.
     ("attention", r"^(varlen|relative|first_token)_attention_"),
     ("embedding", r"^embedding_norm_(for|back)ward$"),
-    ("normalisation", r"^norm_(for|back)ward$"),
-    ("element-wise", r"^(gelu_(for|back)ward|strips_(make|sum))$"),
+    ("contractions", r"^gelu_product$"),
+    ("normalisation", r"^(pre)?norm_(for|back)ward$"),
+    ("element-wise", r"^((gelu|gated|heads)_(for|back)ward|dropped|strips_(make|sum))$"),
+    ("copies", r"^(rows_cast|columns_(measure|cast))$"),
     ("optimizer", r"^(adamw_(norm|decide|update)|gather_gradients)$"),
     # Attention: FlashAttention, memory-efficient attention, cuDNN's; cutlass is inside, and so stands below.
     ("attention", r"(?i)flash_?(fwd|bwd|attn|attention|fprop|bprop)|fmha|efficient_attention|attention_kernel|sdpa"),
