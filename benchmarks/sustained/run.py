@@ -175,6 +175,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help="training, inference")
     parts = parser.parse_args().parts or ["training", "inference"]
+    if not {"training", "inference"}.issuperset(parts):
+        parser.error(f"parts are training and inference, not {' '.join(parts)}")
     pynvml.nvmlInit()
     handle = nvml_handle()
     limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3

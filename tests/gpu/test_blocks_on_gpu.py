@@ -7,8 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton import knobs
+
 import kernels.test_prenorm_blocks as pre
 from brimful.kernels import blocks, gelu, gelu_product
+from brimful.kernels.together import compiled_together
 from kernels.test_blocks import (
     Case,
     check_add_norm,
@@ -51,6 +54,17 @@ def test_a_product_activated_in_its_own_kernel(dtype: torch.dtype, num_rows: int
         few = blocks.linear_gelu(x[-9:].contiguous(), w, bias)
     assert (found.double() - wanted).norm() <= (2e-3 if dtype == torch.bfloat16 else 3e-4) * wanted.norm()
     assert torch.equal(found[-9:], few)  # rows do not depend on one another, nor on their number
+
+
+def test_a_kernel_of_descriptors_is_compiled_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = torch.randn(300, 64, device="cuda").bfloat16(), torch.randn(256, 64, device="cuda").bfloat16()
+    gelu_product.gelu_product.device_caches.clear()
+    with compiled_together():
+        gelu_product.fused(x, w, torch.zeros(256, device="cuda"))
+    compiled: list[str] = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda *, key, **told: compiled.append(key))
+    gelu_product.fused(x, w, torch.zeros(256, device="cuda"))
+    assert not compiled
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])

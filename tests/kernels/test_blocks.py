@@ -18,7 +18,7 @@ from brimful.kernels.layout import PackedShape, make_segments
 
 pytest.importorskip("triton")
 
-from brimful.kernels import blocks, gelu, varlen
+from brimful.kernels import blocks, gelu, norm, varlen
 from brimful.kernels.dropout import kept_mask_PRC
 from brimful.kernels.embedding import embeddings_norm
 from brimful.kernels.norm import dropout_add_norm
@@ -188,6 +188,27 @@ def test_linear_gelu() -> None:
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_linear_dropout_add_norm(p: float) -> None:
     check_add_norm(Case(), p)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (77, 200), (601, 64)])
+def test_norms_of_many_rows(rows: int, width: int, p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision, where the backward kernel takes two rows at a time and programs take several tiles."""
+    monkeypatch.setattr(norm, "_MANY_ROWS", 0)
+    random = torch.Generator().manual_seed(3)
+    x, residual, dy = (torch.randn(rows, width, generator=random).half() for _ in range(3))
+    bias, gain, shift = (torch.randn(width, generator=random) for _ in range(3))
+    seed = torch.tensor(5)
+    y, _, statistics = norm.fused_forward(
+        x, bias, residual, gain, shift, seed, 2, 1e-12, p, False, torch.float16
+    )  # fmt: skip
+    dx, dresidual, strips = norm.fused_backward(dy, None, x, bias, residual, gain, statistics, seed, 2, p)
+    found = y, dx, dresidual, *norm.parameter_gradients(strips, torch.float32)
+    leaves = [each.double().requires_grad_(True) for each in (x, residual, gain, shift, bias)]
+    wanted_y = dropout_add_norm(leaves[0], leaves[4], leaves[1], leaves[2], leaves[3], 1e-12, p, seed, 2)
+    wanted = wanted_y, *torch.autograd.grad(wanted_y, leaves, dy.double())
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.double() - other.detach()).norm() <= 2e-3 * other.detach().norm()
 
 
 @pytest.mark.parametrize("half", [False, True])

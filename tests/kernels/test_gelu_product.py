@@ -5,6 +5,8 @@ On the CPU by Triton's interpreter in fp16 and fp32; `tests/gpu/test_blocks_on_g
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from brimful.kernels import blocks, gelu_product
+from brimful.kernels.float8 import Plan, Products
 from brimful.kernels.gelu import bias_gelu
 
 WIDTH = 512
@@ -52,9 +55,38 @@ def test_what_is_no_number_stays_none() -> None:
     assert activated(torch.tensor([float("nan"), 1.0])).isnan().tolist() == [True, False]
 
 
-def test_not_for_what_it_was_not_measured_on() -> None:
-    x, w = torch.randn(4, 16), torch.randn(WIDTH, 16)
-    assert not gelu_product.suits(x.bfloat16(), w.bfloat16())
-    with torch.no_grad():
-        found = blocks.linear_gelu(x, w, torch.zeros(WIDTH))
-    assert torch.allclose(found, F.gelu(F.linear(x, w)), atol=1e-5)
+def operands(num_rows: int = 20, depth: int = 16, width: int = WIDTH) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(2)
+    shapes = ((num_rows, depth), (width, depth), (width,))
+    return [torch.randn(*shape, generator=random).half() for shape in shapes]
+
+
+@pytest.mark.parametrize("asked", ["with gradients", "without", "in fp8", "in fp8 for other shapes"])
+def test_where_layers_take_it(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    fused = gelu_product.fused
+    monkeypatch.setattr(gelu_product, "suits", gelu_product.takes)
+    monkeypatch.setattr(gelu_product, "fused", lambda *given: calls.append(1) or fused(*given))
+    choices = {(WIDTH, 16): Products(output=True)} if asked == "in fp8" else {}
+    plan = Plan(choices).active() if "fp8" in asked else nullcontext()
+    x, w, bias = operands()
+    with torch.set_grad_enabled(asked == "with gradients"), plan:
+        found = blocks.linear_gelu(x[None], w.requires_grad_(True), bias)
+    assert found.shape == (1, 20, WIDTH)
+    assert found.requires_grad == (asked == "with gradients")
+    assert len(calls) == (asked in ("without", "in fp8 for other shapes"))
+    wanted = F.gelu(F.linear(x.double(), w.double(), bias.double()))
+    assert (found[0].double() - wanted).norm() <= (5e-2 if asked == "in fp8" else 1e-3) * wanted.norm()
+
+
+def test_what_it_takes() -> None:
+    x, w, _ = operands()
+    assert gelu_product.takes(x, w)
+    assert not gelu_product.suits(x, w)  # it was measured on GPUs
+    assert not gelu_product.takes(x.float(), w.float())
+    assert not gelu_product.takes(x[:0], w)
+    assert not gelu_product.takes(x, w[:300])  # no whole tiles
+    assert not gelu_product.takes(x[:, :12].contiguous(), w[:, :12].contiguous())  # rows of 24 bytes
+    assert not gelu_product.takes(x[:, :8], w[:, :8].contiguous())  # rows apart
+    assert not gelu_product.takes(F.pad(x, (0, 8))[:1, :16], w)  # one row, whose pitch is another
+    assert not gelu_product.takes(x.flatten()[1:161].view(10, 16), w)  # 2 bytes from where it could begin

@@ -88,7 +88,10 @@ def test_what_it_takes() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_long_segments_in_half_precision(dropout: float, softcap: float | None) -> None:
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 21)])
+def test_long_segments_in_half_precision(
+    causal: bool, window: int | None, dropout: float, softcap: float | None
+) -> None:
     """The tiles of long segments: whole blocks and the last one in loops of their own, row sums read, not made."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, g = (torch.randn(160, 2, 16, generator=generator).half().transpose(0, 1) for _ in range(4))
@@ -100,11 +103,13 @@ def test_long_segments_in_half_precision(dropout: float, softcap: float | None) 
         max_length=SHAPE.max_length,
         typical_length=200,
         scale=0.25,
+        causal=causal,
+        window=window,
         softcap=softcap,
         dropout=dropout,
         seed=SEED,
     )
-    expected = plain(*twins, False, None, softcap, dropout)
+    expected = plain(*twins, causal, window, softcap, dropout)
     out.backward(g)
     expected.backward(g.double())
     for found, wanted in zip((out, *[x.grad for x in ours]), (expected, *[x.grad for x in twins]), strict=True):

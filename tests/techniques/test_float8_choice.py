@@ -52,6 +52,19 @@ def test_timings_are_kept_by_shape_and_tokens() -> None:
     assert time_products(CPU, (16, 16), 16).keys() == set(Products._fields)
 
 
+def test_an_activated_output_is_timed_with_its_activation_where_nothing_else_is_asked_for() -> None:
+    proof = replace(PROOF, float8_activated=((48, 32),))
+    for shape, activated, output in (((48, 32), False, 2.0), ((48, 32), True, 0.9), ((32, 48), False, 0.8)):
+        path = timing_path(CPU, shape, 64, activated=activated)
+        assert path is not None
+        write_cached(path, {name: [output, 1.0] for name in Products._fields})
+    with_gradients = choose_float8(FP8, proof, num_tokens=64, fused=True)
+    assert with_gradients.plan is not None
+    assert with_gradients.plan.products(64, (48, 32)).output
+    assert choose_float8(FP8, proof, num_tokens=64, fused=True, forward_only=True).value == "bf16"
+    assert time_products(CPU, (16, 16), 16, activated=True).keys() == set(Products._fields)
+
+
 def keep_timings(factors: dict[tuple[int, int], list[float]]) -> None:
     """Leaves in the cache that fp8 is so many times as fast, by shape of the weight and product."""
     for shape, found in factors.items():

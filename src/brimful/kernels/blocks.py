@@ -78,10 +78,11 @@ class _Made(NamedTuple):
     in_fp8: bool
 
 
-def _multiply(ctx: Any, x_TK: Tensor, w_NK: Tensor, weight: Any, bias_N: Tensor | None = None) -> _Made:
-    """weight: the parameter, or the first of those, that `w_NK` shows or is a copy of."""
-    plan = float8.active_plan()
-    chosen = float8.Products() if plan is None else plan.products(len(x_TK), (w_NK.shape[0], w_NK.shape[1]))
+def _multiply(
+    ctx: Any, x_TK: Tensor, w_NK: Tensor, weight: Any, bias_N: Tensor | None = None, *, activated: bool = False
+) -> _Made:
+    """weight: the parameter, or the first of those, that `w_NK` shows or is a copy of. activated: what comes out."""
+    plan, chosen = float8.active_plan(), _in_fp8(x_TK, w_NK, activated=activated)
     saved: tuple[Tensor, Tensor | None] = (w_NK, None)
     keep = w_NK.data_ptr() == weight.data_ptr()
     if plan is not None and chosen.input_gradient and ctx.needs_input_grad[0]:
@@ -92,6 +93,14 @@ def _multiply(ctx: Any, x_TK: Tensor, w_NK: Tensor, weight: Any, bias_N: Tensor 
     else:
         out_TN = x_TK @ w_NK.t() if bias_N is None else torch.addmm(bias_N, x_TK, w_NK.t())
     return _Made(out_TN, saved, chosen.weight_gradient)
+
+
+def _in_fp8(x_TK: Tensor, w_NK: Tensor, *, activated: bool) -> float8.Products:
+    """Which products of these the active plan takes in fp8."""
+    plan = float8.active_plan()
+    if plan is None:
+        return float8.Products()
+    return plan.products(len(x_TK), (w_NK.shape[0], w_NK.shape[1]), activated=activated)
 
 
 def _input_gradient(g_TN: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
@@ -137,7 +146,7 @@ class _LinearGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         x_TK, w_FK = x.flatten(0, -2), weight.to(x.dtype)
-        h_TF, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_FK, weight)
+        h_TF, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_FK, weight, activated=True)
         ctx.save_for_backward(x_TK, bias, h_TF, *saved)
         ctx.dtypes, ctx.shape, ctx.leaf = (weight.dtype, None), x.shape, _are_leaves(weight, bias)
         return gelu.fused_forward(h_TF, bias).view(*x.shape[:-1], -1)
@@ -158,17 +167,13 @@ class _LinearGelu(torch.autograd.Function):
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """F.gelu(F.linear(x, weight, bias)), by the error function. In one kernel where no gradient is asked for."""
-    x_TK, w_FK = halved(x).flatten(0, -2), weight.to(product_dtype(x))
-    if not torch.is_grad_enabled() and gelu_product.suits(x_TK, w_FK) and not _in_fp8(x_TK, w_FK):
-        return gelu_product.fused(x_TK, w_FK, bias).view(*x.shape[:-1], -1)
-    out: Tensor = _LinearGelu.apply(halved(x), weight, bias)  # type: ignore[no-untyped-call]
+    half = halved(x)
+    if not torch.is_grad_enabled():
+        x_TK, w_FK = half.flatten(0, -2), weight.to(half.dtype)
+        if gelu_product.suits(x_TK, w_FK) and not _in_fp8(x_TK, w_FK, activated=True).output:
+            return gelu_product.fused(x_TK, w_FK, bias).view(*x.shape[:-1], -1)
+    out: Tensor = _LinearGelu.apply(half, weight, bias)  # type: ignore[no-untyped-call]
     return out
-
-
-def _in_fp8(x_TK: Tensor, w_NK: Tensor) -> bool:
-    """Whether the active plan takes x w^T in fp8."""
-    plan = float8.active_plan()
-    return plan is not None and plan.products(len(x_TK), (w_NK.shape[0], w_NK.shape[1])).output
 
 
 class _LinearDropoutAddNorm(torch.autograd.Function):

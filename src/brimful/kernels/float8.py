@@ -147,7 +147,7 @@ class Plan:
     """Which products are taken in fp8 by the shape of their weight, (N, K).
 
     choices: None for all. fewest: with fewer tokens all products stay as they are: choices were made for many more.
-    met: weights of which shapes were asked for while it was active.
+    met: weights of which shapes were asked for while it was active, and whether what comes out is activated at once.
 
     fp8 copies of weights are kept from one use to the next: whoever changes weights behind torch's back, as fused
     updates do, calls `renew` after each change. Copies first made within a capture are not kept: their memory is the
@@ -157,7 +157,7 @@ class Plan:
     def __init__(self, choices: Mapping[Shape, Products] | None = None, *, fewest: int = 1) -> None:
         self._choices, self._fewest = choices, fewest
         self._copies: dict[tuple[int, Shape], _Copies] = {}
-        self.met: dict[Shape, None] = {}
+        self.met: dict[Shape, bool] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -169,9 +169,9 @@ class Plan:
         finally:
             _active = before
 
-    def products(self, num_tokens: int, shape: Shape) -> Products:
+    def products(self, num_tokens: int, shape: Shape, *, activated: bool = False) -> Products:
         """Of a weight (N, K) with so many tokens."""
-        self.met[shape] = None
+        self.met[shape] = activated or self.met.get(shape, False)
         if num_tokens < self._fewest or not fits(shape):
             return Products()
         found = Products(True, True, True) if self._choices is None else self._choices.get(shape, Products())

@@ -4,8 +4,8 @@ For passes without gradients, which need what comes out and nothing else. The pr
 the other write the wide rows, read them and write them again.
 
 Each multiprocessor of a GPU has one program, which takes tile after tile: the tensor memory accelerator fetches the
-next tile's operands while the last one is activated. What the accumulator waits for then is the activation's
-arithmetic, so that has one special function instead of three.
+next tile's operands while the last one is activated. What the matrix units wait for then is the activation's
+arithmetic: it has one special function, where that of `gelu` has two.
 
 `gelu.bias_gelu` of the product is the plain twin. Sums and the activation are fp32; what is between the two is not
 rounded, unlike in the twin.
@@ -37,8 +37,8 @@ _ALIGNMENT = 16
 def half_gelu(x):
     """gelu(x) = max(x, 0) - |x| P(X < -|x|), for results in half precision.
 
-    The probability is 2 to a polynomial of |x|, fitted to minimise the largest error of gelu relative to gelu, above
-    0.003 below zero: within 3e-5 of gelu, and 1e-7. fp16 rounds to within 5e-4.
+    The probability is 2 to a polynomial of |x|, fitted to the smallest relative error of gelu where that is below
+    -0.003: within 3e-5 of gelu, and 1e-7, where fp16 rounds by up to 5e-4 of it. Infinity is not a number here.
     """
     a = tl.abs(x)
     power = -1.00003787 + a * (
@@ -75,11 +75,19 @@ def gelu_product(X, W, BIAS, Y, num_rows, width, depth, ROWS: tl.constexpr, COLU
 
 
 def suits(x_TK: Tensor, w_NK: Tensor) -> bool:
-    """Whether the kernel takes these operands, and is known to be faster: half precision on Hopper."""
+    """Whether the kernel takes these operands, and was measured to be faster with such: on NVIDIA's Hopper."""
+    return x_TK.is_cuda and _is_hopper(x_TK.device) and takes(x_TK, w_NK)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def takes(x_TK: Tensor, w_NK: Tensor) -> bool:
+    """Whether the kernel could: half precision, columns of whole tiles, rows as the accelerator finds them."""
     return (
-        x_TK.is_cuda
-        and torch.cuda.get_device_capability(x_TK.device)[0] == 9
-        and x_TK.dtype.itemsize == 2
+        x_TK.dtype.itemsize == 2
         and len(x_TK) > 0
         and len(w_NK) % _COLUMNS == 0
         and all(_is_aligned(each) for each in (x_TK, w_NK))
@@ -87,8 +95,10 @@ def suits(x_TK: Tensor, w_NK: Tensor) -> bool:
 
 
 def _is_aligned(rows: Tensor) -> bool:
-    pitch = rows.shape[1] * rows.element_size()
-    return rows.is_contiguous() and rows.data_ptr() % _ALIGNMENT == 0 and pitch % _ALIGNMENT == 0
+    """Rows that lie one behind the other, each beginning where the accelerator can read."""
+    pitch = rows.shape[1]
+    aligned = rows.data_ptr() % _ALIGNMENT == 0 and pitch * rows.element_size() % _ALIGNMENT == 0
+    return aligned and rows.stride() == (pitch, 1)
 
 
 def fused(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

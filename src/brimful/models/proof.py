@@ -56,7 +56,7 @@ GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "
 _SHORT_TABLE = 1026
 
 #: Raised when packed execution or this proof changes, so that what was proved of older code is not believed.
-_REVISION = 12
+_REVISION = 13
 
 #: What the attention kernel is chosen by: the typical length, and its name, where each is known.
 Kernel = tuple[int | None, str | None]
@@ -71,6 +71,7 @@ class Proof:
     precision, it computes the same with its Linear weights kept in that precision.
     float8_error: what its fused layers lose in fp8, in units of what is allowed; None where fp8 was not asked for, or
     our kernels do not cover its layers. float8_shapes: (N, K) of the weights whose products can be in fp8.
+    float8_activated: those among them whose output goes through GELU at once.
     """
 
     packed: bool
@@ -85,6 +86,7 @@ class Proof:
     halves: bool = False
     float8_error: float | None = None
     float8_shapes: tuple[tuple[int, int], ...] = ()
+    float8_activated: tuple[tuple[int, int], ...] = ()
 
     @property
     def form(self) -> PackedForm | None:
@@ -159,7 +161,7 @@ def _prove(model: Any, max_length: int, device: torch.device, precision: str, ke
     kernel_error = _kernel_error(small.to(device), *case, around)
     passed = kernel_error <= 1.0
     halves = passed and _takes_halves(small, *case, around)
-    float8_error, shapes = _float8_error(small, *case, around) if passed and precision == "fp8" else (None, ())
+    float8_error, shapes = _float8_error(small, *case, around) if passed and precision == "fp8" else (None, {})
     return Proof(
         packed=passed,
         independent=True,
@@ -174,7 +176,8 @@ def _prove(model: Any, max_length: int, device: torch.device, precision: str, ke
         kernel_error=kernel_error,
         halves=halves,
         float8_error=float8_error,
-        float8_shapes=shapes,
+        float8_shapes=tuple(shapes),
+        float8_activated=tuple(shape for shape, activated in shapes.items() if activated),
     )
 
 
@@ -253,8 +256,9 @@ def _in_tolerances(found: tuple[float, float], lost: tuple[float, float], precis
 
 def _float8_error(
     small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, around: str
-) -> tuple[float | None, tuple[float8.Shape, ...]]:
-    """What fused layers lose with all products in fp8, in units of what is allowed, and the shapes of these products.
+) -> tuple[float | None, dict[float8.Shape, bool]]:
+    """What fused layers lose with all products in fp8, in units of what is allowed, and the shapes of these products'
+    weights, with whether what comes out is activated at once.
 
     Allowed is the tolerance, or three times what the plain model loses if its layers' operands are rounded to fp8.
     around: the precision of all else.
@@ -262,7 +266,7 @@ def _float8_error(
     rounded, fused = copy.deepcopy(small), copy.deepcopy(small)
     layers, form = layers_of(fused), replace(form, short=False)  # compiled layers run whole
     if layers is None:
-        return None, ()
+        return None, {}
     for module in layers_of(rounded).modules():  # type: ignore[union-attr]
         if type(module) is nn.Linear:
             module.forward = partial(_rounded_linear, module)  # type: ignore[method-assign]
@@ -274,10 +278,10 @@ def _float8_error(
         with plan.active():
             found = _errors(fused, form, row, plain, gradient, around, reference=False)
     except (RuntimeError, TypeError, ValueError):  # neither dynamo nor the matrix units need take every layer
-        return None, ()
-    shapes = tuple(shape for shape in plan.met if float8.fits(shape))
+        return None, {}
+    shapes = {shape: activated for shape, activated in plan.met.items() if float8.fits(shape)}
     if not covered or not all(covered) or not shapes:
-        return None, ()
+        return None, {}
     lost = _errors(rounded, form, row, plain, gradient, around, reference=True)
     return _in_tolerances(found, lost, "fp8"), shapes
 
@@ -490,7 +494,8 @@ _NOT_ARCHITECTURE = frozenset({"_name_or_path", "id2label", "label2id", "transfo
 def _read(path: Path) -> Proof | None:
     try:
         kept = read_cached(path) or {}
-        shapes = tuple((rows, columns) for rows, columns in kept.pop("float8_shapes", ()))
-        return Proof(**kept, float8_shapes=shapes)
+        for name in ("float8_shapes", "float8_activated"):
+            kept[name] = tuple((rows, columns) for rows, columns in kept.get(name, ()))
+        return Proof(**kept)
     except (TypeError, ValueError, AttributeError):
         return None

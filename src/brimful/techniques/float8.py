@@ -2,14 +2,15 @@
 
 fp8 doubles the rate of the matrix units, and operands must be cast to it, which takes memory's time: whether it pays
 depends on shapes and device. Each product of each shape of weight is timed in bf16 and in fp8, casts included, and
-taken in fp8 where it wins by a margin; the seconds are kept in the user's cache folder.
+taken in fp8 where it wins by a margin; the seconds are kept in the user's cache folder. Without gradients, a product
+that GELU follows is timed with it, since in bf16 both may be one kernel.
 
 Products in fp8 are those of layers on fused kernels. Heads, embeddings, norms and attention stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ _FEWER = 8
 #: Seconds that timing one product may take.
 _WITHIN_S = 0.02
 #: Raised when the kernels change, so that old timings are not believed.
-_REVISION = 1
+_REVISION = 2
 
 #: Seconds of a layer's three products, (bf16, fp8) each, by the names of `Products`.
 Timing = Mapping[str, tuple[float, float]]
@@ -50,7 +51,8 @@ def choose_float8(
     refused = _refusal(proof, fused)
     if refused is not None:
         return precision.in_bf16(refused)
-    timings = time_shapes(precision.device, proof.float8_shapes, num_tokens)
+    activated = frozenset(proof.float8_activated if forward_only else ())
+    timings = time_shapes(precision.device, proof.float8_shapes, num_tokens, activated=activated)
     if forward_only:
         timings = {shape: {"output": timing["output"]} for shape, timing in timings.items()}
     chosen = {shape: faster_products(timing) for shape, timing in timings.items()}
@@ -78,35 +80,39 @@ def faster_products(timing: Timing) -> Products:
 
 
 def time_shapes(
-    device: torch.device, shapes: tuple[Shape, ...], num_tokens: int, *, cache: bool = True
-) -> dict[Shape, Timing]:
-    """Timings of each shape of weight, (N, K), read from the cache where they are known."""
-    return {shape: _known_timing(device, shape, num_tokens, cache=cache) for shape in shapes}
+    device: torch.device, shapes: tuple[Shape, ...], num_tokens: int, *, activated: Set[Shape] = frozenset(),
+    cache: bool = True,
+) -> dict[Shape, Timing]:  # fmt: skip
+    """Timings of each shape of weight, (N, K), read from the cache where they are known. activated: those whose output
+    is timed with bias and GELU, without gradients."""
+    return {
+        shape: _known_timing(device, shape, num_tokens, activated=shape in activated, cache=cache) for shape in shapes
+    }
 
 
-def _known_timing(device: torch.device, shape: Shape, num_tokens: int, *, cache: bool) -> Timing:
-    path = timing_path(device, shape, num_tokens) if cache else None
+def _known_timing(device: torch.device, shape: Shape, num_tokens: int, *, activated: bool, cache: bool) -> Timing:
+    path = timing_path(device, shape, num_tokens, activated=activated) if cache else None
     known = None if path is None else read_cached(path)
     if known is not None and known.keys() == set(Products._fields):
         return {name: (float(bf16_s), float(fp8_s)) for name, (bf16_s, fp8_s) in known.items()}
-    timing = time_products(device, shape, num_tokens)
+    timing = time_products(device, shape, num_tokens, activated=activated)
     if path is not None:
         write_cached(path, timing)
     return timing
 
 
-def timing_path(device: torch.device, shape: Shape, num_tokens: int) -> Path | None:
-    """Where the timing of one shape is kept: by device, versions, shape and tokens."""
+def timing_path(device: torch.device, shape: Shape, num_tokens: int, *, activated: bool = False) -> Path | None:
+    """Where the timing of one shape is kept: by device, versions, shape, tokens and what follows."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     import triton
 
     versions = [torch.__version__, torch.version.cuda, triton.__version__, _REVISION]
-    return cache_path("float8", [name, versions, list(shape), num_tokens])
+    return cache_path("float8", [name, versions, list(shape), num_tokens, activated])
 
 
-def time_products(device: torch.device, shape: Shape, num_tokens: int) -> Timing:
+def time_products(device: torch.device, shape: Shape, num_tokens: int, *, activated: bool = False) -> Timing:
     """Seconds of the products with one weight, casts included. That of the weight is paid once a step, and is counted
-    as if every micro-batch paid it."""
+    as if every micro-batch paid it, unless the output is `activated`."""
     rows, columns = shape
     random = torch.Generator(device).manual_seed(0)
     x_TK, w_NK, g_TN = (
@@ -114,7 +120,10 @@ def time_products(device: torch.device, shape: Shape, num_tokens: int) -> Timing
         for size in ((num_tokens, columns), (rows, columns), (num_tokens, rows))
     )
     timing = {}
-    for name, in_bf16, in_fp8 in _pairs(x_TK, w_NK, g_TN):
+    pairs = {name: pair for name, *pair in _pairs(x_TK, w_NK, g_TN)}
+    if activated:
+        pairs["output"] = _activated(x_TK, w_NK)
+    for name, (in_bf16, in_fp8) in pairs.items():
         times_s = [median_seconds(device, call, within_s=_WITHIN_S) for call in (in_bf16, in_fp8)]
         timing[name] = (times_s[0], times_s[1])
     return timing
@@ -132,6 +141,23 @@ def _pairs(
         lambda: g_TN.t() @ x_TK,
         lambda: product(cast(g_TN, transposed=True), cast(x_TK, transposed=True), bf16),
     )
+
+
+def _activated(x_TK: Tensor, w_NK: Tensor) -> list[Callable[[], Tensor]]:
+    """The output with bias and GELU in bf16 and in fp8, as a layer without gradients takes it."""
+    from brimful.kernels.blocks import linear_gelu
+
+    bias_N, all_in_fp8 = w_NK.new_zeros(len(w_NK)), Plan()
+
+    def in_bf16() -> Tensor:
+        with torch.no_grad():
+            return linear_gelu(x_TK, w_NK, bias_N)
+
+    def in_fp8() -> Tensor:
+        with all_in_fp8.active():
+            return in_bf16()
+
+    return [in_bf16, in_fp8]
 
 
 def _reason(timings: Mapping[Shape, Timing], chosen: Mapping[Shape, Products], num_tokens: int) -> str:
