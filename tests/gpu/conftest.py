@@ -1,6 +1,9 @@
-"""GPU tests are run by hand: python -m pytest tests/gpu -m gpu."""
+"""GPU tests are run by hand: python -m pytest tests/gpu -m gpu. By several processes, those marked alone are skipped:
+-m "gpu and alone" runs them."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -14,6 +17,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _needs_gpu() -> None:
+def _needs_gpu(request: pytest.FixtureRequest) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
+    others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) - 1
+    if others and request.node.get_closest_marker("alone"):
+        pytest.skip(f"measures a GPU that {others} other processes may work on")

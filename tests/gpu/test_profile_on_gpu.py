@@ -54,6 +54,7 @@ def test_a_step_in_parts(inputs: tuple[Path, Path], execution: str, precision: s
     assert found.num_launches < found.num_kernels or execution == "eager"
 
 
+@pytest.mark.alone
 def test_rates_stay_below_limits(inputs: tuple[Path, Path]) -> None:
     found = profile(inputs, execution="captured", precision="bf16")
     rates, limits = found.rates, found.limits
