@@ -2,9 +2,9 @@
 
     python benchmarks/classification/in_turns.py tweets/minilm --inputs FOLDER --sides pipeline:fp32 fp32:8192 fp32
 
-A side is `pipeline` or `crossencoder` and a dtype (batches of 8, of the pipeline in order of length: their best on two
-cores), or a precision of brimful's with or without a token budget, `+plain` without reordered weights. Wall time and
-CPU time of the process are taken: on a machine with other work, the second says more.
+A side is `pipeline` or `crossencoder`, a dtype and a batch (`pipeline:bf16:32`; 8 unless one is named), of the pipeline
+in order of length; or a precision of brimful's with or without a token budget, `+plain` without reordered weights. Wall
+time and CPU time of the process are taken: on a machine with other work, the second says more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def side_of(name: str, work: Work, inputs: Path) -> Run:
     whole, _, plain = name.partition("+")
     kind, _, detail = whole.partition(":")
     if other := {"pipeline": PipelineSide, "crossencoder": CrossEncoderSide}.get(kind):
-        return other(work, inputs, "cpu", smoke=False).prepare({"dtype": detail, "batch_size": 8, "sorted": True})
+        dtype, _, batch = detail.partition(":")
+        settings = {"dtype": dtype, "batch_size": int(batch or 8), "sorted": True}
+        return other(work, inputs, "cpu", smoke=False).prepare(settings)
     settings = {"precision": kind, "returns": "objects"} | ({"token_budget": int(detail)} if detail else {})
     run = BrimfulSide(work, inputs, "cpu", smoke=False).prepare(settings)
     if not plain:

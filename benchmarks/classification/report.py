@@ -154,8 +154,8 @@ def table(found: list[Record]) -> str:
             f" | {same} |"
         )
         notes += _notes(each)
-    for last in {each["gpu"]: each for each in found}.values():
-        notes.append(_machine(last))
+    calls = dict.fromkeys((each["call"], each["gpu"]) for each in found)
+    notes += [_machine([each for each in found if (each["call"], each["gpu"]) == call]) for call in calls]
     return "\n".join([*lines, "", *(f"- {note}" for note in notes)])
 
 
@@ -177,14 +177,15 @@ def _notes(each: Record) -> list[str]:
     return notes + [f"{name}: {line}" for line in each.get("warnings", [])]
 
 
-def _machine(each: Record) -> str:
-    limits, versions = each["limits"], each["versions"]
+def _machine(of_call: list[Record]) -> str:
+    limits, versions = of_call[0]["limits"], of_call[0]["versions"]
+    works = ", ".join(dict.fromkeys(each["work"] for each in of_call))
     shown = ("torch", "transformers", "tokenizers", "sentence-transformers", "triton", "cuda", "driver", "brimful")
     said = ", ".join(f"{name} {versions[name]}" for name in shown if versions.get(name))
     rate = f"{limits['matmul_flops_per_s'] / 1e12:,.2f} TFLOP/s"
     return (
-        f"{each['gpu']}, {limits['num_cores']} cores of {limits['cpu']}: product of {limits['matmul_shape'][0]}³ in"
-        f" {limits['matmul_dtype']} at {rate}, of call {each['call']}; {said}."
+        f"{works}: {of_call[0]['gpu']}, {limits['num_cores']} cores of {limits['cpu']}: product of"
+        f" {limits['matmul_shape'][0]}³ in {limits['matmul_dtype']} at {rate}, of call {of_call[0]['call']}; {said}."
     )
 
 

@@ -289,6 +289,7 @@ def test_control_characters_reach_stdout_escaped(brimful: Brimful, tmp_path: Pat
         (["{classifier}", "{reviews}", "--multi-label"], "--multi-label is for zero-shot", "--labels"),
         (["{classifier}", "{reviews}", "--hypothesis-template", "So."], "-template is for zero-shot", "--labels"),
         (["{classifier}", "{reviews}", "--labels", "a", "--hypothesis-template", "So."], "has no place for", "braces"),
+        (["{classifier}", "{reviews}", "--json"], "rows go to stdout then", "name an --output"),
         (["{classifier}", "{reviews}", "--resume"], "--resume needs an output", "--output FILE"),
         (["{classifier}", "-", "--resume", "-o", "{tmp}/out.csv"], "can be read again", "--output FILE"),
         (["{classifier}"], "needs INPUT", "brimful classify"),

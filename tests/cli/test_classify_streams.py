@@ -213,7 +213,7 @@ def test_more_errors_than_allowed_stop_the_pass_and_a_mended_input_is_another_on
     assert "2 rows could not be classified, more than --max-errors 1" in error
     assert "d.jsonl" in error
     assert "row 4" in error
-    assert hint == "hint: mend the rows, or raise --max-errors"
+    assert hint == "hint: mend the rows and begin anew, or go on with --resume and a higher --max-errors"
     assert not output.exists()
 
     said = brimful(*words, "--max-errors", 1, "--resume")  # errors of earlier runs count

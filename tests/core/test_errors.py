@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 import unicodedata
 
 import pytest
@@ -41,6 +42,7 @@ def test_exit_codes_are_those_of_the_tree(kind: type[BrimfulError], exit_code: i
     assert isinstance(error, InputError) == (exit_code == 2)
     assert (str(error), error.hint) == ("what happened", "what to do")
     assert kind("what happened").hint is None
+    assert traceback.format_exception(error)[-1] == "hint: what to do\n"
 
 
 @pytest.mark.parametrize(("signal_number", "exit_code"), [(2, 130), (15, 143)])

@@ -60,6 +60,8 @@ class BrimfulError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint
+        if hint is not None:
+            self.add_note(f"hint: {hint}")  # under a traceback
 
 
 class InputError(BrimfulError):

@@ -237,6 +237,8 @@ class ClassifyOptions:
         _check_positive(self, "max_length", "token_budget", "num_gpus", "shard_rows")
         if self.output == "":
             raise OptionError("--output is empty", hint="give a name, or leave it out for JSONL on stdout")
+        if self.json and self.output is None:
+            raise OptionError("--json is given without --output: rows go to stdout then", hint="name an --output")
         for name in ("top_k", "max_errors", "verify", "num_workers"):
             value = getattr(self, name)
             if value is not None and value < 0:

@@ -146,7 +146,7 @@ def test_chunks_are_the_rows_from_any_start(
     assert not chunks or chunks[0].first_row == start
     if start < len(rows):
         assert stream.place(len(rows) - 1) == (file, len(rows))
-        assert stream.progress == 1
+        assert stream.progress(len(rows)) == 1
 
 
 @quick
@@ -424,15 +424,29 @@ def test_files_of_different_columns(tmp_path: Path, kind: str) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_progress_is_that_of_the_rows_asked_about(tmp_path: Path, kind: str) -> None:
+    """However much was read at once, and before them."""
+    rows = [{"text": f"number {1000 + n}"} for n in range(1000)]
+    for file in ("1", "2"):
+        put(tmp_path / f"{file}.{kind}", encoded(rows, kind))
+    stream = open_stream(str(tmp_path))
+    list(stream.chunks())
+    found = [stream.progress(done) for done in (0, 10, 500, 1000, 1500, 1999, 2000)]
+    assert found == pytest.approx([0, 0.005, 0.25, 0.5, 0.75, 0.9995, 1], abs=1e-9)
+    list(stream.chunks(1500))
+    assert stream.progress(1500) == pytest.approx(0.75)
+
+
 def test_progress_and_fingerprint(tmp_path: Path) -> None:
     rows = [{"text": f"number {n}"} for n in range(500)]
     files = [put(tmp_path / name, encoded(rows, name[2:])) for name in ("1.csv", "2.jsonl", "3.parquet", "4.feather")]
     with blocks_of(500):
         stream = open_stream(str(tmp_path))
-        shares = [stream.progress for _ in stream.chunks()]
+        shares = [stream.progress(chunk.first_row + len(chunk.table)) for chunk in stream.chunks()]
     assert shares == sorted(shares)
     assert len(set(shares)) > 20
-    assert stream.progress == 1
+    assert stream.progress(2000) == 1
     assert stream.files == tuple(files)
     before = stream.fingerprint
     assert open_stream(str(tmp_path)).fingerprint == before
@@ -520,7 +534,7 @@ def test_rows_of_a_pipe_come_as_they_arrive() -> None:
         out.write(b'{"text": "first", "n": 1}\n{"text": "sec')
         stream = open_stream("-", stdin)
         assert stream.sample().table.to_pylist() == [{"text": "first", "n": 1}]
-        assert (stream.files, stream.num_rows, stream.progress) == (("stdin",), None, None)
+        assert (stream.files, stream.num_rows, stream.progress(0)) == (("stdin",), None, None)
         chunks = stream.chunks()
         assert joined([next(chunks)]) == [{"text": "first", "n": 1}]
         out.write(b'ond", "n": 2}\n')

@@ -420,7 +420,7 @@ def children() -> set[int]:
 @pytest.mark.parametrize(
     ("words", "more", "said", "hint"),
     [
-        ((["a", 3],), {}, "texts[1] is no text", "None for no text"),
+        ((["a", 3],), {}, "texts[1] is no text: it is of type int", "None for no text"),
         ((["a"], ["b", "c"]), {}, "1 texts and 2 pairs", "in the same order"),
         (("a", ["b"]), {}, "one text was given and several pairs", "a list of texts"),
         ((["a"], "b"), {}, "several texts were given and one pair", "one for each text"),

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import sys
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ class RowStream:
         self.fingerprint = _fingerprint(self.files)
         self._starts = [0]  # of the parts that were reached
         self._next_row = 0
+        self._marks = deque([(0, 0.0)])  # rows, and the share of the bytes that these are
 
     def sample(self) -> Rows:
         """The first rows: what was read first of the first file that has any. Asked again, the same.
@@ -108,10 +110,12 @@ class RowStream:
         Raises: DataError for a file that is damaged or gone, when it is reached, after the rows before.
         """
         self._starts, self._next_row = [], 0
+        self._marks = deque([(0, 0.0)])
         with refusals(self.name):
             for part in self._parts:
                 self._starts.append(self._next_row)
                 yield from self._chunks_of(part, start)
+                self._mark()
 
     def _chunks_of(self, part: Part, start: int) -> Iterator[Chunk]:
         part_start, part.share = self._next_row, 0.0
@@ -119,6 +123,7 @@ class RowStream:
             for piece in part.pieces(max(0, start - part_start)):
                 first_row = part_start + piece.first_row
                 self._next_row = first_row + piece.table.num_rows
+                self._mark()
                 if self._next_row > start:
                     yield from self._cut(piece, first_row, max(0, start - first_row))
         part.share = 1.0
@@ -144,16 +149,33 @@ class RowStream:
         index = bisect_right(self._starts, row) - 1
         return self._parts[index].place(row - self._starts[index])
 
-    @property
-    def progress(self) -> float | None:
-        """How much of the input's bytes was read, 0 to 1; None for a pipe."""
-        sizes = [part.size_bytes for part in self._parts if part.size_bytes is not None]
-        if len(sizes) < len(self._parts):
+    def progress(self, num_rows: int) -> float | None:
+        """How much of the input's bytes the first rows are, about, 0 to 1; None for a pipe. They were read since the
+        rows were last begun, and from call to call they become more; another thread may be reading."""
+        if len(self._sizes) < len(self._parts):
             return None
+        while len(self._marks) > 1 and self._marks[1][0] <= num_rows:
+            self._marks.popleft()
+        row, share = self._marks[0]
+        if len(self._marks) == 1:
+            return share
+        next_row, next_share = self._marks[1]
+        return share + (next_share - share) * (num_rows - row) / (next_row - row)
+
+    def _mark(self) -> None:
+        """What was read by now, to the end of a block or of a file."""
+        if len(self._sizes) < len(self._parts):
+            return
         current = len(self._starts) - 1
         part, rows_read = self._parts[current], self._next_row - self._starts[current]
         share = rows_read / max(1, part.num_rows) if part.num_rows is not None else part.share
-        return (sum(sizes[:current]) + sizes[current] * share) / max(1, sum(sizes))
+        read = sum(self._sizes[:current]) + self._sizes[current] * share
+        self._marks.append((self._next_row, read / max(1, sum(self._sizes))))
+
+    @functools.cached_property
+    def _sizes(self) -> list[int]:
+        """Bytes of the parts, without pipes."""
+        return [part.size_bytes for part in self._parts if part.size_bytes is not None]
 
     @property
     def notes(self) -> tuple[str, ...]:

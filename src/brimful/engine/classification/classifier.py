@@ -352,4 +352,5 @@ def _column(name: str, texts: list[Text], listener: Listener) -> pa.Array:
     except (TypeError, ValueError, pa.ArrowException) as error:
         wrong = next((i for i, text in enumerate(texts) if not isinstance(text, str | None)), None)
         said = f"{name} must be a list of texts" if wrong is None else f"{name}[{wrong}] is no text"
-        raise OptionError(f"{said}: {printable(error)}", hint="each is a str, or None for no text") from error
+        kind = printable(error) if wrong is None else f"it is of type {type(texts[wrong]).__name__}"
+        raise OptionError(f"{said}: {kind}", hint="each is a str, or None for no text") from error

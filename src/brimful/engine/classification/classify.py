@@ -333,7 +333,8 @@ class _Pass:
         self._tally += tally
         self._operations += self._runner.operations(asked.sequences.lengths) or 0.0
         self._memory.look()
-        self._listener.count(self._done + self._tally.num_rows, self._rows.num_rows, self._rows.progress)
+        done = self._done + self._tally.num_rows
+        self._listener.count(done, self._rows.num_rows, self._rows.progress(done))
         most, found = self._options.max_errors, self._earlier.num_errors + self._tally.num_errors
         if most is not None and found > most:
             one = tally.first_errors[0]
@@ -341,7 +342,9 @@ class _Pass:
                 f"{found:,} rows could not be classified, more than --max-errors {most:,}; one of them: {one.error}",
                 file=one.file,
                 row=one.row,
-                hint="mend the rows, or raise --max-errors",
+                hint="mend the rows and begin anew, or go on with --resume and a higher --max-errors"
+                if self._options.output is not None and self._options.data != "-"
+                else "mend the rows, or raise --max-errors",
             )
 
     def _first_errors(self, table: pa.Table) -> tuple[RowError, ...]:
