@@ -128,19 +128,19 @@ def test_ids_are_the_tokenizers(transforms: str, minilm: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fail", r"^the transform failed with ValueError: no such\\nword: 'hello'$"),
-        ("number", r"^the transform gave int, not a text: 'hello'$"),
+        ("fail", "the transform failed with ValueError: no such\\nword: 'hello'"),
+        ("number", "the transform gave int, not a text: 'hello'"),
     ],
 )
 def test_a_transform_that_fails(transforms: str, minilm: Any, name: str, message: str) -> None:
     augmenter = open_augmenter(transforms, name, minilm, 1)
     try:
-        with pytest.raises(DataError, match=message) as caught:
+        with pytest.raises(DataError) as caught:
             augmenter.submit(0, np.array([0]), ["hello"], None).result(timeout=60)
     finally:
         augmenter.close()
+    assert str(caught.value) == message
     assert caught.value.value == "hello"
-    assert "\n" not in str(caught.value)
 
 
 def test_a_transform_that_leaves_nothing(transforms: str) -> None:

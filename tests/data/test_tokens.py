@@ -130,8 +130,9 @@ def bare_tokenizer() -> PreTrainedTokenizerFast:
 
 def test_a_row_without_a_token_is_named() -> None:
     encoder = Encoder.from_tokenizer(bare_tokenizer(), 8, with_types=False)
-    with pytest.raises(DataError, match=r"^row 2: no token of the text is known to the tokenizer: 'bits'$"):
+    with pytest.raises(DataError) as caught:
         tokenize(encoder, column(["good", "bits", "bad"]))
+    assert str(caught.value) == "row 2: no token of the text is known to the tokenizer: 'bits'"
     with pytest.raises(DataError, match=r"^reviews\.csv, row 12: no token") as caught:
         tokenize(encoder, column(["good", "bits"]), place=lambda row: ("reviews.csv", row + 11))
     assert (caught.value.row, caught.value.file, caught.value.value) == (12, "reviews.csv", "bits")
