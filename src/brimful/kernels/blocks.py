@@ -82,7 +82,7 @@ def _multiply(
     ctx: Any, x_TK: Tensor, w_NK: Tensor, weight: Any, bias_N: Tensor | None = None, *, activated: bool = False
 ) -> _Made:
     """weight: the parameter, or the first of those, that `w_NK` shows or is a copy of. activated: what comes out."""
-    plan, chosen = float8.active_plan(), _in_fp8(x_TK, w_NK, activated=activated)
+    plan, chosen = float8.active_plan(), _fp8_products(x_TK, w_NK, activated=activated)
     saved: tuple[Tensor, Tensor | None] = (w_NK, None)
     keep = w_NK.data_ptr() == weight.data_ptr()
     if plan is not None and chosen.input_gradient and ctx.needs_input_grad[0]:
@@ -95,7 +95,7 @@ def _multiply(
     return _Made(out_TN, saved, chosen.weight_gradient)
 
 
-def _in_fp8(x_TK: Tensor, w_NK: Tensor, *, activated: bool) -> float8.Products:
+def _fp8_products(x_TK: Tensor, w_NK: Tensor, *, activated: bool) -> float8.Products:
     """Which products of these the active plan takes in fp8."""
     plan = float8.active_plan()
     if plan is None:
@@ -170,7 +170,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     half = halved(x)
     if not torch.is_grad_enabled():
         x_TK, w_FK = half.flatten(0, -2), weight.to(half.dtype)
-        if gelu_product.suits(x_TK, w_FK) and not _in_fp8(x_TK, w_FK, activated=True).output:
+        if gelu_product.suits(x_TK, w_FK) and not _fp8_products(x_TK, w_FK, activated=True).output:
             return gelu_product.fused(x_TK, w_FK, bias).view(*x.shape[:-1], -1)
     out: Tensor = _LinearGelu.apply(half, weight, bias)  # type: ignore[no-untyped-call]
     return out

@@ -152,7 +152,7 @@ class RowStream:
     def progress(self, num_rows: int) -> float | None:
         """How much of the input's bytes the first rows are, about, 0 to 1; None for a pipe. They were read since the
         rows were last begun, and from call to call they become more; another thread may be reading."""
-        if len(self._sizes) < len(self._parts):
+        if self._bytes_before is None:
             return None
         while len(self._marks) > 1 and self._marks[1][0] <= num_rows:
             self._marks.popleft()
@@ -164,18 +164,20 @@ class RowStream:
 
     def _mark(self) -> None:
         """What was read by now, to the end of a block or of a file."""
-        if len(self._sizes) < len(self._parts):
+        if self._bytes_before is None:
             return
         current = len(self._starts) - 1
         part, rows_read = self._parts[current], self._next_row - self._starts[current]
         share = rows_read / max(1, part.num_rows) if part.num_rows is not None else part.share
-        read = sum(self._sizes[:current]) + self._sizes[current] * share
-        self._marks.append((self._next_row, read / max(1, sum(self._sizes))))
+        before, behind = self._bytes_before[current : current + 2]
+        read = before + (behind - before) * share
+        self._marks.append((self._next_row, read / max(1, self._bytes_before[-1])))
 
     @functools.cached_property
-    def _sizes(self) -> list[int]:
-        """Bytes of the parts, without pipes."""
-        return [part.size_bytes for part in self._parts if part.size_bytes is not None]
+    def _bytes_before(self) -> list[int] | None:
+        """Bytes of the parts before each, and of all; None where there is a pipe."""
+        sizes = [part.size_bytes for part in self._parts if part.size_bytes is not None]
+        return [0, *itertools.accumulate(sizes)] if len(sizes) == len(self._parts) else None
 
     @property
     def notes(self) -> tuple[str, ...]:
