@@ -128,16 +128,8 @@ def table(found: list[Record]) -> str:
             f" | {100 * each['share_of_floor']:.0f} % of {each['floor_samples_per_s']:,.0f} |"
         )
         notes += _notes(each)
-    if found:
-        limits = found[-1]["limits"]
-        notes.append(
-            f"{found[-1]['gpu']}: product of {limits['matmul_shape'][0]}³ in bf16 at"
-            f" {limits['matmul_flops_per_s'] / 1e12:,.1f} TFLOP/s, device copy at"
-            f" {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s (read and write), of call {found[-1]['call']}."
-        )
-        shown = ("torch", "transformers", "accelerate", "triton", "cuda", "driver", "brimful")
-        versions = found[-1]["versions"]
-        notes.append(", ".join(f"{name} {versions[name]}" for name in shown if versions.get(name)) + ".")
+    calls = dict.fromkeys((each["call"], each["gpu"]) for each in found)
+    notes += [_machine([each for each in found if (each["call"], each["gpu"]) == call]) for call in calls]
     return "\n".join([*lines, "", *(f"- {note}" for note in notes)])
 
 
@@ -158,6 +150,18 @@ def _notes(each: Record) -> list[str]:
     if graphs and graphs[-1] > graphs[0]:
         notes.append(f"{name}: {graphs[-1] - graphs[0]} graphs were captured in the rounds, and count.")
     return notes + [f"{name}: {line}" for line in each["warnings"]]
+
+
+def _machine(of_call: list[Record]) -> str:
+    limits, versions = of_call[0]["limits"], of_call[0]["versions"]
+    works = ", ".join(dict.fromkeys(each["work"] for each in of_call))
+    shown = ("torch", "transformers", "accelerate", "triton", "cuda", "driver", "brimful")
+    said = ", ".join(f"{name} {versions[name]}" for name in shown if versions.get(name))
+    return (
+        f"{works}: {of_call[0]['gpu']}: product of {limits['matmul_shape'][0]}³ in bf16 at"
+        f" {limits['matmul_flops_per_s'] / 1e12:,.1f} TFLOP/s, device copy at"
+        f" {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s (read and write), of call {of_call[0]['call']}; {said}."
+    )
 
 
 def _gib(number: int | None) -> str:
