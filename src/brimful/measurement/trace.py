@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +53,12 @@ def record(device: torch.device, *, warm_up: Callable[[], object], steps: Callab
             recorded.export_chrome_trace(str(path))
 
         phases = schedule(wait=0, warmup=1, active=1, repeat=1)
-        with profile(activities=[activity], schedule=phases, on_trace_ready=export) as profiler:
-            warm_up()
-            profiler.step()
-            steps()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # of cycles; here is one
+            with profile(activities=[activity], schedule=phases, on_trace_ready=export) as profiler:
+                warm_up()
+                profiler.step()
+                steps()
         return read_trace(path.read_bytes(), thread=threading.get_native_id(), gpu=device.type == "cuda")
 
 
