@@ -19,7 +19,8 @@ from brimful.kernels.attention import Attention, Pattern
 from brimful.kernels.layout import PackedShape, Segments, packed_inputs, padded_inputs
 from brimful.models import execution, proof
 from brimful.models.execution import PackedExecution, PaddedExecution
-from brimful.models.proof import Proof, one_layer_of_each_kind, prove
+from brimful.models.proof import Proof, prove
+from brimful.models.specimen import one_layer_of_each_kind
 from plain import gradient, padded
 from tiny import FAMILIES, LONGEST, VOCABULARY, Family, pair_types, sequences
 from tolerances import MODEL_FP32, difference

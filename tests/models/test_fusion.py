@@ -25,7 +25,7 @@ from brimful.data.packing import Budgets
 from brimful.kernels import float8, overlap
 from brimful.kernels.attention import Attention, Pattern, relative_attention, triton_attention
 from brimful.kernels.seeds import one_seed
-from brimful.models import execution, fusion, proof
+from brimful.models import execution, fusion, proof, specimen
 from brimful.models.anatomy import embeddings_of, layers_of
 from brimful.step.step import Step
 from step.test_step import PACKED, TASK, make_step
@@ -132,7 +132,7 @@ def float8_proof(family: str, **settings: Any) -> tuple[float | None, dict[float
     model = FAMILIES[family].model(**settings).eval()
     form = FAMILIES[family].form
     few = sequences([5, 17, 2])
-    row = proof._packed(few, model.config, 64)
+    row = specimen.packed_row(few, model.config, 64)
     logits = execution.PackedExecution(model, form, plain=True)(row)[: len(few)]
     return proof._float8_error(model, form, row, logits.detach(), proof._gradient(model, logits), "fp32")
 

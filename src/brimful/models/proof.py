@@ -35,31 +35,19 @@ from brimful.core.cache import cache_path, read_cached, write_cached
 from brimful.core.errors import printable
 from brimful.kernels import float8
 from brimful.kernels.attention import length_class
-from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
+from brimful.kernels.layout import Inputs, map_tensors
 from brimful.kernels.residuals import half_residuals
 from brimful.models.anatomy import layers_of, linear_parameters
-from brimful.models.execution import (
-    PackedExecution,
-    PackedForm,
-    PaddedExecution,
-    Pooling,
-    padding_id_of,
-    what_follows_attention,
-)
-from brimful.models.relative import farthest_bucket, has_form
+from brimful.models.execution import PackedExecution, PackedForm, PaddedExecution, Pooling, what_follows_attention
+from brimful.models.relative import has_form
+from brimful.models.specimen import Kernel, make_sequences, one_layer_of_each_kind, packed_row, padded_rows, wake
 
 #: Largest relative difference (norm of the difference over the norm) that counts as equal, by dtype of the products.
 FORWARD_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "bf16": 5e-2, "fp16": 1e-2, "fp8": 1e-1}
 GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "fp16": 3e-2, "fp8": 2e-1}
 
-#: Most positions of models that have a learned table of them; packed rows in the proof are longer.
-_SHORT_TABLE = 1026
-
 #: Raised when packed execution or this proof changes, so that what was proved of older code is not believed.
 _REVISION = 13
-
-#: What the attention kernel is chosen by: the typical length, and its name, where each is known.
-Kernel = tuple[int | None, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,13 +121,13 @@ def prove(
 
 def _prove(model: Any, max_length: int, device: torch.device, precision: str, kernel: Kernel) -> Proof:
     small = one_layer_of_each_kind(model).to("cpu", torch.float32).eval().requires_grad_(True)
-    _wake(small)
-    sequences = _sequences(small.config, max_length)
+    wake(small)
+    sequences = make_sequences(small.config, max_length)
     with _exact_fp32():
         padded = PaddedExecution(small, "eager")
         try:
-            plain = padded(_padded(sequences, small.config))
-            alone = torch.cat([padded(_padded([sequence], small.config)) for sequence in sequences])
+            plain = padded(padded_rows(sequences, small.config))
+            alone = torch.cat([padded(padded_rows([sequence], small.config)) for sequence in sequences])
         except (ValueError, RuntimeError, IndexError) as refusal:
             why = f"{small.config.model_type} does not take short sequences: {str(refusal).splitlines()[0][:100]}"
             return Proof(packed=False, independent=False, reason=why)
@@ -150,7 +138,7 @@ def _prove(model: Any, max_length: int, device: torch.device, precision: str, ke
         form, error, why = _find_form(small, sequences, alone.detach(), max_length)
         if form is None:
             return Proof(packed=False, independent=True, reason=why, forward_error=error)
-        row = _packed(sequences, small.config, max_length, kernel)
+        row = packed_row(sequences, small.config, max_length, kernel)
         gradient = _gradient(small, PackedExecution(small, form, plain=True)(row)[: len(sequences)])
         gradient_error = relative_error(gradient, plain_gradient)
     if not gradient_error <= GRADIENT_TOLERANCE["fp32"]:
@@ -214,10 +202,10 @@ def _form_error(small: Any, form: PackedForm, sequences: Sequence[np.ndarray], p
     """Difference of packed logits from the plain ones, of all sequences in one row and of each alone in its own."""
     with torch.no_grad():
         run = PackedExecution(small, form, plain=True)
-        together = run(_packed(sequences, small.config, max_length))[: len(sequences)]
+        together = run(packed_row(sequences, small.config, max_length))[: len(sequences)]
         error = relative_error(together, plain)
         if error <= FORWARD_TOLERANCE["fp32"]:
-            apart = [run(_packed([s], small.config, max_length))[:1] for s in sequences]
+            apart = [run(packed_row([s], small.config, max_length))[:1] for s in sequences]
             error = _worse(error, relative_error(torch.cat(apart), plain))
     return error
 
@@ -337,15 +325,6 @@ def _errors(
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _wake(small: nn.Module) -> None:
-    """Random values for parameters that are all zero: behind a new head or a closed gate everything looks equal."""
-    random = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in small.parameters():
-            if not parameter.any():
-                parameter.normal_(0, 0.02, generator=random)
-
-
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of what was expected; NaN if anything is not finite."""
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
@@ -364,104 +343,6 @@ def _gradient(model: nn.Module, logits: Tensor) -> Tensor:
             for p, g in zip(parameters, found, strict=True)
         ]
     )
-
-
-def one_layer_of_each_kind(model: Any) -> Any:
-    """A copy of the model with its own weights and its first layers: as many as have one of each kind, and one more.
-
-    Of the last layer only pooled tokens are read: what attention makes of the others is seen by a layer above.
-    Two layers are of one kind if they have the same modules with the same settings, their number left out, and the same
-    entry in the configuration's `layer_types`. A model whose layers are shared or nested is copied whole.
-    """
-    layers = layers_of(model)
-    if layers is None:
-        return copy.deepcopy(model)
-    everything = layers._modules
-    types = getattr(model.config, "layer_types", None) or [None] * len(layers)
-    kinds = [(types[index], str(layer), _settings(layer)) for index, layer in enumerate(layers)]
-    kept = min(2 + max(kinds.index(kind) for kind in set(kinds)), len(layers))
-    layers._modules = {name: everything[name] for name in list(everything)[:kept]}
-    try:
-        small = copy.deepcopy(model)
-    finally:
-        layers._modules = everything
-    field = small.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    object.__setattr__(small.config, field, kept)
-    if types[0] is not None:
-        object.__setattr__(small.config, "layer_types", types[:kept])
-    return small
-
-
-def _settings(layer: nn.Module) -> str:
-    """What a layer's modules were made with: windows, scales, switches."""
-    return str(
-        [
-            (name, key, value)
-            for name, module in layer.named_modules()
-            for key, value in sorted(vars(module).items())
-            if isinstance(value, bool | int | float | str) and key not in _LAYER_NUMBERS
-        ]
-    )
-
-
-_LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"})
-
-
-def _sequences(config: Any, max_length: int) -> list[np.ndarray]:
-    """Random token ids without padding and end tokens: short ones, and one longer than any window that can matter, or
-    than the distances that a bias tells apart.
-
-    Encoder-decoders get one end token each: it is what their heads read.
-    """
-    windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_window")]
-    windows.append(farthest_bucket(config))
-    longest = max([48, *(w + 40 for w in windows if isinstance(w, int))])
-    lengths = [min(n, max_length) for n in (5, 17, longest, 2, 31)]
-    avoided = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
-    allowed = np.setdiff1d(np.arange(config.vocab_size), [a for a in avoided if isinstance(a, int)])
-    random = np.random.default_rng(0)
-    sequences = [random.choice(allowed, size=length) for length in lengths]
-    if getattr(config, "is_encoder_decoder", False) and isinstance(config.eos_token_id, int):
-        for sequence in sequences:
-            sequence[-1] = config.eos_token_id
-    return sequences
-
-
-def _packed(sequences: Sequence[np.ndarray], config: Any, max_length: int, kernel: Kernel = (None, None)) -> Inputs:
-    """The sequences in one row whose unused tail is longer than one of them, so that the tail is tested too.
-
-    The row is longer than any short table of positions, so that nothing that is made for one sequence has its length.
-    """
-    longest = max(len(s) for s in sequences)
-    total = sum(len(s) for s in sequences) + longest + 9
-    positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and positions <= _SHORT_TABLE:
-        total = max(total, positions + 1)
-    total += -total % float8.ALIGNMENT
-    shape = PackedShape(
-        num_tokens=total,
-        num_slots=len(sequences) + 2,
-        max_length=min(max_length, longest),
-        typical_length=kernel[0],
-        attention=kernel[1],
-    )
-    types = [_types(s) for s in sequences]
-    return packed_inputs(sequences, shape, padding_id=padding_id_of(config), types=types, groups=True)
-
-
-def _padded(sequences: Sequence[np.ndarray], config: Any) -> Inputs:
-    longest, types = max(len(s) for s in sequences), [_types(s) for s in sequences]
-    return padded_inputs(sequences, len(sequences), longest, padding_id=padding_id_of(config), types=types)
-
-
-def proof_inputs(config: Any, max_length: int) -> Inputs:
-    """The sequences of the proof, as padded rows: any model of a family takes them."""
-    return _padded(_sequences(config, max_length), config)
-
-
-def _types(sequence: np.ndarray) -> np.ndarray:
-    """Token types of a text pair whose second text begins in the middle."""
-    return (np.arange(len(sequence)) >= len(sequence) // 2).astype(np.int64)
 
 
 @contextmanager

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from brimful.models.execution import PaddedExecution
-from brimful.models.proof import proof_inputs, relative_error
+from brimful.models.proof import relative_error
+from brimful.models.specimen import proof_inputs
 
 #: Rows and columns that a weight must have: a smaller one is not worth the operator's call.
 _LEAST = 64
