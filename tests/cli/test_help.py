@@ -67,6 +67,16 @@ def test_version(brimful: Brimful) -> None:
     assert brimful("--version").out == f"{package.__version__}\n"
 
 
+def test_the_module_is_the_command(brimful: Brimful) -> None:
+    """`python -m brimful`, for those whose path lacks the script; with the command's exit codes."""
+    for words in (["--version"], ["trian"]):
+        process = subprocess.run(
+            [sys.executable, "-m", "brimful", *words], capture_output=True, text=True, check=False, timeout=60
+        )
+        said = brimful(*words)
+        assert (process.returncode, process.stdout, process.stderr) == (said.code, said.out, said.err)
+
+
 @pytest.mark.parametrize(("word", "hint"), [("trian", "did you mean train?"), ("fly", "train, classify, profile")])
 def test_a_command_that_there_is_not(word: str, hint: str, brimful: Brimful) -> None:
     said = brimful(word)
