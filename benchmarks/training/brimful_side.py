@@ -117,7 +117,7 @@ def _run(built: Built, warm_up: int, steps: int, rounds: int) -> tuple[list[floa
                 if step.device.type == "cuda":
                     torch.cuda.synchronize()
                 marks.append(time.perf_counter())
-                graphs.append(getattr(step, "num_graphs", 0))
+                graphs.append(step.num_graphs)
                 if number == warm_up:
                     waited_s = feed.wait_s
         return marks, graphs, computed, feed.wait_s - waited_s

@@ -216,6 +216,7 @@ def summary_json(run: Run) -> str:
         "samples_per_s": run.samples_per_s,
         "tokens_per_s": run.tokens_per_s,
         "peak_bytes": dataclasses.asdict(run.peak_bytes),
+        "compilations": dataclasses.asdict(run.compilations),
         "packed": run.packed,
         "packed_reason": run.packed_reason,
         "recipe": dataclasses.asdict(run.recipe),

@@ -208,11 +208,12 @@ def test_a_non_finite_step_is_not_applied() -> None:
     assert step.run(batches[6].sent(GPU)).read().applied
 
 
-def test_a_model_that_looks_at_the_device_runs_eagerly() -> None:
-    expected = losses(make_step(Step, dropout=0.1), source(8192))
-    step = make_step(CapturedStep, dropout=0.1)
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_a_model_that_looks_at_the_device_runs_eagerly(compiled: bool) -> None:
+    expected = losses(make_step(Step, dropout=0.0), source(8192))
+    step: Any = make_step(CapturedStep, dropout=0.0, compiled=compiled)
     notes: list[str] = []
-    step._note = notes.append  # type: ignore[attr-defined]
+    step._note = notes.append
     layer = step.execution.model.base_model.encoder
 
     def look(module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
@@ -221,7 +222,8 @@ def test_a_model_that_looks_at_the_device_runs_eagerly() -> None:
     layer.register_forward_pre_hook(look)
     found = losses(step, source(8192))
     assert len(notes) == 1
-    assert found == pytest.approx(expected, rel=5e-2)
+    assert step.num_graphs == 0
+    assert found[:20] == pytest.approx(expected[:20], rel=2e-2)
 
 
 def test_bf16_copies_are_the_masters_rounded() -> None:

@@ -83,6 +83,20 @@ class PeakMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compilations:
+    """How often steps were compiled and captured since a process began to train; made once, they serve all of a run.
+
+    traced: pieces of the model that torch's compiler traced, anew ones counted again. captured: CUDA graphs.
+    last_traced, last_captured: batches consumed when the last of each came about; None if there was none.
+    """
+
+    traced: int = 0
+    captured: int = 0
+    last_traced: int | None = None
+    last_captured: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """A fine-tuning run: everything needed to repeat and to explain it. Stored as run.json in the run's folder.
 
@@ -90,6 +104,7 @@ class Run:
     metrics: of the saved model on the evaluation rows, by name; empty if there were none, None if not finite.
     steps: applied optimizer steps. skipped_steps: batches consumed without an update.
     train_s: seconds in the training loop, without loading, tokenising and evaluation.
+    compilations: of the process that finished the run.
     packed: True, or False with the reason in `packed_reason`.
     """
 
@@ -110,6 +125,7 @@ class Run:
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     peak_bytes: PeakMemory = field(default_factory=PeakMemory)
+    compilations: Compilations = field(default_factory=Compilations)
     packed: bool = False
     packed_reason: str | None = None
     schema: int = 1

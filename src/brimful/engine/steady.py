@@ -17,7 +17,6 @@ from brimful.core.listener import Listener
 from brimful.data.batches import Batch
 from brimful.data.feed import Feed
 from brimful.engine.build import Built
-from brimful.step.captured import CapturedStep
 from brimful.step.step import Pending
 
 #: Steps that may be in flight while the host goes on: as in training.
@@ -46,7 +45,7 @@ def warm_up(built: Built, steps: int, listener: Listener) -> None:
     captured = -1
     for _ in range(_MOST_PASSES):
         run_steps(built, range(steps + 1))
-        before, captured = captured, step.num_graphs if isinstance(step, CapturedStep) else -1
+        before, captured = captured, step.num_graphs
         if captured == before:
             return
     listener.warning("shapes are still being captured: these are not the times of a steady run")

@@ -43,6 +43,7 @@ from brimful.engine.checkpoint import (
     saved_steps,
 )
 from brimful.engine.clock import Clock
+from brimful.engine.compilations import CompilationWatch
 from brimful.engine.events import EventLog
 from brimful.engine.folder import RunFolder, check_free, check_same, check_space, differences_of_place
 from brimful.engine.predict import predict_logits
@@ -167,6 +168,7 @@ class _Loop:
         self._signals = StopSignals()
         self._flying: deque[Pending] = deque()
         self._memory = MemoryWatch(built.step.device)
+        self._compilations = CompilationWatch(built.step)
         self._clock = Clock()
         self._logged = (0.0, 0, 0)  # seconds, samples and tokens when progress was last told
 
@@ -220,6 +222,7 @@ class _Loop:
     def _train(self, feed: Feed) -> None:
         for batch in feed:
             self._flying.append(self._built.step.run(batch))
+            self._compilations.look(batch.number + 1)
             if len(self._flying) > _IN_FLIGHT:
                 self._land(self._flying.popleft())
             self._stop_if_told()
@@ -436,6 +439,7 @@ class _Loop:
             samples_per_s=state.samples / state.train_s if state.train_s else None,
             tokens_per_s=state.tokens / state.train_s if state.train_s else None,
             peak_bytes=peak,
+            compilations=self._compilations.found,
         )
         self._built.step.update.release()
         self._built.model.eval()

@@ -65,7 +65,7 @@ class CapturedStep(Step):
 
     @property
     def num_graphs(self) -> int:
-        """Graphs captured so far."""
+        """As `Step` has it; those of before a checkpoint was loaded are gone."""
         return len(self._graphs)
 
     def run(self, batch: Batch) -> Pending:

@@ -119,6 +119,11 @@ class Step:
         # `torch.manual_seed` looks at every device there is, for as long as a tenth of a small model's step.
         self._generators = {torch.default_generator, generator_of(self.device)}
 
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs captured so far."""
+        return 0
+
     def run(self, batch: Batch) -> Pending:
         """One step on one effective batch. Returns at once; the outcome is read later."""
         several = len(batch.micro_batches) > 1
