@@ -163,7 +163,29 @@ def test_bad_lines_keep_their_place_and_say_why(brimful: Brimful, files: Files, 
     assert [row["label"] is None for row in found] == [row["error"] is not None for row in found]
     assert [row["error"] is not None for row in found] == [False, True, False, True, True, True, False]
     assert all(len(row["error"]) > 10 for row in found if row["error"])
-    assert "warning: 4 (57.1 %) of 7 rows could not be classified: the column `error` says why" in said.err
+    assert "warning: 4 (57.1 %) of 7 rows could not be read whole, or not be classified: the column `error` says why" in said.err
+
+
+def test_a_value_that_does_not_fit_costs_no_label(
+    brimful: Brimful, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it lost: `error` has it. A key that the first rows do not have is in the summary, the page and the record."""
+    data, output, page = tmp_path / "d.jsonl", tmp_path / "out.jsonl", tmp_path / "page.html"
+    rows = [{"text": "good film", "price": 1}] * 2
+    data.write_bytes(jsonl([*rows, {"text": "bad film", "price": "A17", "seller": "x"}, {"text": None, "price": "B2"}]))
+    monkeypatch.setattr("brimful.data.streams.lines.BLOCK_BYTES", 40)  # of the first rows, by which columns get types
+    said = brimful("classify", files.classifier, data, "--output", output, "--report", page)
+    assert said.code == 0
+    misfit, without = read_back(output)[-2:]
+    assert (misfit["price"], misfit["error"]) == (None, "column 'price' holds whole numbers, not this: '\"A17\"'")
+    assert misfit["label"] in ("bad", "good")
+    assert (without["label"], without["error"]) == (None, "column 'price' holds whole numbers, not this: '\"B2\"'")
+    assert "warning: 2 (50.0 %) of 4 rows could not be read whole, or not be classified" in said.err
+    left_out = "left out, as the first rows do not have it: 'seller'"
+    manifest = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())
+    assert manifest["record"]["notes"] == [f"{data}: {left_out}"]
+    assert said.err.count(left_out) == 1
+    assert "seller" in page.read_text()
 
 
 def test_a_csv_row_of_another_length_keeps_its_place(brimful: Brimful, files: Files, tmp_path: Path) -> None:
@@ -210,7 +232,7 @@ def test_more_errors_than_allowed_stop_the_pass_and_a_mended_input_is_another_on
     said = brimful(*words, "--max-errors", 1)
     assert said.code == 2
     *_, error, hint = said.err.splitlines()
-    assert "2 rows could not be classified, more than --max-errors 1" in error
+    assert "2 rows have an error, more than --max-errors 1" in error
     assert "d.jsonl" in error
     assert "row 4" in error
     assert hint == "hint: mend the rows and begin anew, or go on with --resume and a higher --max-errors"
@@ -218,7 +240,7 @@ def test_more_errors_than_allowed_stop_the_pass_and_a_mended_input_is_another_on
 
     said = brimful(*words, "--max-errors", 1, "--resume")  # errors of earlier runs count
     assert said.code == 2
-    assert "2 rows of the run to resume could not be classified" in said.err.splitlines()[-2]
+    assert "2 rows of the run to resume have an error" in said.err.splitlines()[-2]
     assert brimful(*words, "--max-errors", 5, "--resume").code == 0  # the same rows, more patience
     assert pq.read_table(output).num_rows == 8
 

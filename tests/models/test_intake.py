@@ -159,6 +159,9 @@ def test_no_such_folder(make_model, refused, tmp_path):
         inspect(tmp_path / "runs" / "sentiment")
     with refused("config.json is a file: a model is a folder", hint=f"give the folder, {tmp_path}/sentiment"):
         inspect(tmp_path / "sentiment" / "config.json")
+    (tmp_path / "reviews.csv").write_text("text\n")
+    with refused("reviews.csv is a file: a model is a folder", hint="give a folder, or a name on the hub"):
+        inspect(tmp_path / "reviews.csv")
 
 
 def test_a_hub_name_without_a_network(monkeypatch, refused, tmp_path):

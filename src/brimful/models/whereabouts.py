@@ -25,9 +25,9 @@ def find_folder(name: str, *, trust_remote_code: bool, allow_pickle: bool) -> Pa
     if path.is_dir():
         return path.resolve()
     if path.is_file():
-        raise ModelError(
-            f"{path_text(path)} is a file: a model is a folder", hint=f"give the folder, {path_text(path.parent)}"
-        )
+        folder = path.parent
+        hint = f"give the folder, {path_text(folder)}" if (folder / "config.json").exists() else "give a folder, or a name on the hub"
+        raise ModelError(f"{path_text(path)} is a file: a model is a folder", hint=hint)
     if not _HUB_NAME.fullmatch(name):
         raise ModelError(
             f"there is no folder {path_text(path)}", hint=_near(path) or "give a folder, or a name on the hub"

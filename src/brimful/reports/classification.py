@@ -79,9 +79,10 @@ def memory_text(record: Classification) -> str | None:
 
 
 def concerns(record: Classification) -> list[str]:
-    """What a reader should know before the figures: slower paths, failed proofs, rows that were cut or left out."""
+    """What a reader should know before the figures: what was guessed or left out, slower paths, failed proofs, rows that
+    were cut or have an error."""
     tally, parity = record.tally, record.parity
-    said = []
+    said = list(record.notes)
     if record.fallback is not None:
         said.append(f"a slower path ran than was planned: {record.fallback}")
     if is_unchecked(record) and record.options.get("verify"):
@@ -89,7 +90,7 @@ def concerns(record: Classification) -> list[str]:
     if parity is not None and not parity.passed:
         said.append(f"the comparison with the plain model was not passed: {parity_findings(record, parity)}")
     counts = (
-        (tally.num_errors, "could not be classified: the column `error` says why", tally.first_errors),
+        (tally.num_errors, "could not be read whole, or not be classified: the column `error` says why", tally.first_errors),
         (tally.num_empty, "had no text, and have no answer", ()),
         (tally.num_unlabelled, "had no candidate labels, and have no answer", ()),
         (tally.num_truncated, "were longer than the longest sequence, and were cut (--max-length)", ()),

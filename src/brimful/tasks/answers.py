@@ -57,11 +57,13 @@ class Form(ABC):
     top_k: labels of a row in the column `scores`, 0 for all; None: there is no such column.
     threshold: score from which a label is given; None: DEFAULT_THRESHOLD where `listed`, elsewhere any.
     logits: whether there is a column with the raw outputs.
+    guess: what was taken for granted of the model, None for nothing.
     """
 
     top_k: int | None = None
     threshold: float | None = None
     logits: bool = False
+    guess: str | None = None
 
     @property
     @abstractmethod

@@ -149,13 +149,12 @@ class ZeroShotForm(Form):
 
     multi_label: each label is true or not by itself; else one of a row's labels is. A row's only label is always judged
     by itself. entailment: output that says a hypothesis follows, -1 for the last; contradiction: the one that it is
-    weighed against. guess: why the model may not be meant for this, None if it says which output is entailment.
+    weighed against. guess: that no output is named entailment, and which one was taken for it.
     """
 
     multi_label: bool
     entailment: int
     template: str = DEFAULT_TEMPLATE
-    guess: str | None = None
 
     @property
     def listed(self) -> bool:

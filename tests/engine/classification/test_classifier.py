@@ -78,7 +78,7 @@ def test_answers_and_their_shapes_are_those_of_the_pipeline(head: str, tmp_path:
             same_objects(classifier(TEXTS[0], **call), plain(TEXTS[0], **call))
             same_objects(classifier(PAIRS, **call), plain(PAIRS, **call))
             same_objects(classifier(PAIRS[0], **call), plain(PAIRS[0], **call))
-            same_objects(classifier(TEXTS, TEXTS[::-1], **call), plain(PAIRS, **call))
+            same_objects(classifier(TEXTS, pairs=TEXTS[::-1], **call), plain(PAIRS, **call))
 
 
 @pytest.mark.parametrize("packing", ["auto", "off"])
@@ -421,9 +421,10 @@ def children() -> set[int]:
     ("words", "more", "said", "hint"),
     [
         ((["a", 3],), {}, "texts[1] is no text: it is of type int", "None for no text"),
-        ((["a"], ["b", "c"]), {}, "1 texts and 2 pairs", "in the same order"),
-        (("a", ["b"]), {}, "one text was given and several pairs", "a list of texts"),
-        ((["a"], "b"), {}, "several texts were given and one pair", "one for each text"),
+        ((["a"],), {"pairs": ["b", "c"]}, "1 texts and 2 pairs", "in the same order"),
+        (("a",), {"pairs": ["b"]}, "one text was given and several pairs", "a list of texts"),
+        ((["a"],), {"pairs": "b"}, "several texts were given and one pair", "one for each text"),
+        ((["a", "b"], ["x", "y"]), {}, "one argument without a name", "labels=..., second texts as pairs=..."),
         ((3,), {}, "texts is int: it must be a list of texts", "[text]"),
         ((b"a",), {}, "texts is bytes: it must be a list of texts", "[text]"),
         (([{"text": "a"}, "b"],), {}, "texts[1] is 'b'", "text_pair"),
@@ -435,7 +436,7 @@ def children() -> set[int]:
         ((["a"],), {"batch_size": 32}, "a classifier is not called with batch_size", "a token_budget"),
         ((["a"],), {"candidate_labels": ["x"]}, "a classifier is not called with candidate_labels", "they are labels"),
         ((["a"],), {"function_to_apply": "tanh"}, "function_to_apply is 'tanh'", "sigmoid, softmax"),
-        ((["a"], ["b"]), {"labels": ["x"]}, "zero-shot reads one text at a time", "texts or labels"),
+        ((["a"],), {"pairs": ["b"], "labels": ["x"]}, "zero-shot reads one text at a time", "texts or labels"),
         ((["a"],), {"labels": []}, "no candidate labels", "sports,politics"),
         ((["a"],), {"labels": ["x"], "hypothesis_template": "{x}"}, "has no place for a label", "{}"),
         ((["a"],), {"labels": "x, y,x"}, "the candidate label 'x' is there twice", "each once"),

@@ -102,8 +102,8 @@ class ModelClassifier:
     def __call__(
         self,
         texts: Given,
+        *second: Any,
         pairs: Sequence[Text] | Text = None,
-        *,
         labels: Labels | None = None,
         multi_label: bool = False,
         hypothesis_template: str = DEFAULT_TEMPLATE,
@@ -118,8 +118,14 @@ class ModelClassifier:
         labels: candidates for zero-shot, or a list of them for each text, which may be empty: such a text has no
         answer. With `multi_label` each label is true or not by itself. top_k: labels of each text,
         None for all. function_to_apply: sigmoid, softmax or none instead of the task's own.
-        Raises: OptionError for what is no text, and for an argument that there is not.
+        Raises: OptionError for what is no text, for a second argument without a name (transformers' pipelines take
+        candidate labels for it, cross-encoders second texts), and for an argument that there is not.
         """
+        if second:
+            raise OptionError(
+                "a classifier takes one argument without a name, the texts",
+                hint="give candidate labels as labels=..., second texts as pairs=...",
+            )
         if unknown:
             name, otherwise = next(iter(unknown)), "help(brimful.Classifier.__call__) shows what it is called with"
             raise OptionError(

@@ -75,7 +75,7 @@ def classify_file(
     """Runs `options`, with the answers to `options.output`, or to `output` where that is None.
 
     Raises: InputError for what cannot be done as asked, before weights are read where that can be known; DataError for
-    a damaged file, or for more rows than --max-errors that cannot be classified. What was written before is kept.
+    a damaged file, or for more rows than --max-errors that have an error. What was written before is kept.
     """
     began = time.perf_counter()
     given = _look(options, listener)
@@ -292,7 +292,7 @@ class _Pass:
         most = self._options.max_errors
         if most is not None and self._earlier.num_errors > most:
             raise DataError(
-                f"{self._earlier.num_errors:,} rows of the run to resume could not be classified,"
+                f"{self._earlier.num_errors:,} rows of the run to resume have an error,"
                 f" more than --max-errors {most:,}",
                 hint="raise --max-errors, or mend the rows and begin anew",
             )
@@ -318,9 +318,9 @@ class _Pass:
                 most_devices=len(fleet),
             )
         self._wall_s = time.perf_counter() - began
-        for note in self._rows.notes:
-            self._listener.note(note)
         if stop.received is not None:
+            for note in self._rows.notes:
+                self._listener.note(note)
             hint = "the same command with --resume goes on" if self._options.output else "start it again"
             done = self._done + self._tally.num_rows
             raise Interrupted(f"stopped after {done:,} rows", signal_number=stop.received, hint=hint)
@@ -339,7 +339,7 @@ class _Pass:
         if most is not None and found > most:
             one = tally.first_errors[0]
             raise DataError(
-                f"{found:,} rows could not be classified, more than --max-errors {most:,}; one of them: {one.error}",
+                f"{found:,} rows have an error, more than --max-errors {most:,}; one of them: {one.error}",
                 file=one.file,
                 row=one.row,
                 hint="mend the rows and begin anew, or go on with --resume and a higher --max-errors"
@@ -373,6 +373,7 @@ class _Pass:
             tally=everything,
             parity=trusted.parity,
             fallback="; ".join(filter(None, (trusted.fallback, _not_by_words(everything)))) or None,
+            notes=tuple(filter(None, (self._question.form.guess, *self._rows.notes))),
             start_s=start_s,
             wall_s=self._wall_s,
             texts_per_s=tally.num_rows / wall_s,

@@ -43,7 +43,7 @@ _NO_NUMBER = "the model gave no finite number"
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Consecutive rows. faults: (N,) large_string, why a row could not be read, null elsewhere."""
+    """Consecutive rows. faults: (N,) large_string, what of a row could not be read and why, null elsewhere."""
 
     table: pa.Table
     faults: pa.Array
@@ -107,9 +107,10 @@ class Reading:
             sample, text=options.text_column, pair=options.pair_column, label=labels, need_labels=False
         )
         if options.labels is not None:
-            columns = replace(
-                columns, pair=None, reasons={role: why for role, why in columns.reasons.items() if role != "pair"}
-            )
+            reasons = {role: why for role, why in columns.reasons.items() if role != "pair"}
+            if columns.pair is not None and options.text_column is None:
+                reasons["text"] = f"by name; {columns.pair!r} is not read: zero-shot asks about one text a row"
+            columns = replace(columns, pair=None, reasons=reasons)
         return cls(columns=columns, labels=columns.labels[0] if labels is not None else None)
 
     def only(self, table: pa.Table) -> pa.Table:
@@ -118,18 +119,18 @@ class Reading:
         return table.select(list(dict.fromkeys(name for name in named if name is not None)))
 
     def texts(self, table: pa.Table) -> Texts:
-        """What is read of rows that could all be read themselves; null where there is no text, of pairs either, or
-        something is wrong with the candidate labels.
-        """
+        """What is read: null where there is no text, of pairs either, or something is wrong with the candidate labels."""
         return self._read(table, pa.nulls(table.num_rows, pa.large_string()))[0]
 
     def _read(self, table: pa.Table, faults: pa.Array) -> tuple[Texts, pa.Array]:
-        """What is read, null where there is a fault too; and `faults` with those of candidate labels."""
+        """What is read, and `faults` with those of candidate labels. A row whose fault is in a column that is only carried
+        along has its text, and so an answer."""
         text, pair, labels = _text(table, self.columns.text), None, None
+        there = has_text(text)
         if self.labels is not None:
             labels = Candidates.from_column(table[self.labels])
+            there = pc.and_(there, pc.is_null(labels.faults()))
             faults = pc.coalesce(faults, labels.faults())
-        there = pc.and_(has_text(text), pc.is_null(faults))
         if self.columns.pair is not None:
             pair = _text(table, self.columns.pair)
             there = pc.and_(there, has_text(pair))
