@@ -239,7 +239,7 @@ def test_weights_that_are_not_finite_give_no_label_and_an_error(brimful: Brimful
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     said = brimful("classify", model, files.reviews, "--output", tmp_path / "out.jsonl")
     assert said.code == 0
-    assert "warning: 40 (100.0 %) of 40 rows could not be read whole, or not be classified: the column `error` says why" in said.err
+    assert "warning: 40 (100.0 %) of 40 rows were not read or classified in full: see the column `error`" in said.err
     found = read_back(tmp_path / "out.jsonl")
     assert {(row["predicted_label"], row["score"], row["error"]) for row in found} == {
         (None, None, "the model gave no finite number")

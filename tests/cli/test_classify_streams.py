@@ -163,13 +163,13 @@ def test_bad_lines_keep_their_place_and_say_why(brimful: Brimful, files: Files, 
     assert [row["label"] is None for row in found] == [row["error"] is not None for row in found]
     assert [row["error"] is not None for row in found] == [False, True, False, True, True, True, False]
     assert all(len(row["error"]) > 10 for row in found if row["error"])
-    assert "warning: 4 (57.1 %) of 7 rows could not be read whole, or not be classified: the column `error` says why" in said.err
+    assert "warning: 4 (57.1 %) of 7 rows were not read or classified in full: see the column `error`" in said.err
 
 
 def test_a_value_that_does_not_fit_costs_no_label(
     brimful: Brimful, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is it lost: `error` has it. A key that the first rows do not have is in the summary, the page and the record."""
+    """Nor is it lost: `error` has it. A key that the first rows lack is in the summary, the page and the record."""
     data, output, page = tmp_path / "d.jsonl", tmp_path / "out.jsonl", tmp_path / "page.html"
     rows = [{"text": "good film", "price": 1}] * 2
     data.write_bytes(jsonl([*rows, {"text": "bad film", "price": "A17", "seller": "x"}, {"text": None, "price": "B2"}]))
@@ -180,7 +180,7 @@ def test_a_value_that_does_not_fit_costs_no_label(
     assert (misfit["price"], misfit["error"]) == (None, "column 'price' holds whole numbers, not this: '\"A17\"'")
     assert misfit["label"] in ("bad", "good")
     assert (without["label"], without["error"]) == (None, "column 'price' holds whole numbers, not this: '\"B2\"'")
-    assert "warning: 2 (50.0 %) of 4 rows could not be read whole, or not be classified" in said.err
+    assert "warning: 2 (50.0 %) of 4 rows were not read or classified in full" in said.err
     left_out = "left out, as the first rows do not have it: 'seller'"
     manifest = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())
     assert manifest["record"]["notes"] == [f"{data}: {left_out}"]

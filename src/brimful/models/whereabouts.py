@@ -25,8 +25,8 @@ def find_folder(name: str, *, trust_remote_code: bool, allow_pickle: bool) -> Pa
     if path.is_dir():
         return path.resolve()
     if path.is_file():
-        folder = path.parent
-        hint = f"give the folder, {path_text(folder)}" if (folder / "config.json").exists() else "give a folder, or a name on the hub"
+        is_part = (path.parent / "config.json").exists()
+        hint = f"give the folder, {path_text(path.parent)}" if is_part else "give a folder, or a name on the hub"
         raise ModelError(f"{path_text(path)} is a file: a model is a folder", hint=hint)
     if not _HUB_NAME.fullmatch(name):
         raise ModelError(

@@ -79,8 +79,8 @@ def memory_text(record: Classification) -> str | None:
 
 
 def concerns(record: Classification) -> list[str]:
-    """What a reader should know before the figures: what was guessed or left out, slower paths, failed proofs, rows that
-    were cut or have an error."""
+    """What to know before the figures: what was guessed or left out, slower paths, failed proofs, rows that were cut or
+    have an error."""
     tally, parity = record.tally, record.parity
     said = list(record.notes)
     if record.fallback is not None:
@@ -90,7 +90,7 @@ def concerns(record: Classification) -> list[str]:
     if parity is not None and not parity.passed:
         said.append(f"the comparison with the plain model was not passed: {parity_findings(record, parity)}")
     counts = (
-        (tally.num_errors, "could not be read whole, or not be classified: the column `error` says why", tally.first_errors),
+        (tally.num_errors, "were not read or classified in full: see the column `error`", tally.first_errors),
         (tally.num_empty, "had no text, and have no answer", ()),
         (tally.num_unlabelled, "had no candidate labels, and have no answer", ()),
         (tally.num_truncated, "were longer than the longest sequence, and were cut (--max-length)", ()),

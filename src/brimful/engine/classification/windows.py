@@ -119,12 +119,12 @@ class Reading:
         return table.select(list(dict.fromkeys(name for name in named if name is not None)))
 
     def texts(self, table: pa.Table) -> Texts:
-        """What is read: null where there is no text, of pairs either, or something is wrong with the candidate labels."""
+        """What is read: null where there is no text, of pairs either, or the candidate labels are wrong."""
         return self._read(table, pa.nulls(table.num_rows, pa.large_string()))[0]
 
     def _read(self, table: pa.Table, faults: pa.Array) -> tuple[Texts, pa.Array]:
-        """What is read, and `faults` with those of candidate labels. A row whose fault is in a column that is only carried
-        along has its text, and so an answer."""
+        """What is read, and `faults` with those of candidate labels. A row with a fault in a column that is not read has
+        its text, and so an answer."""
         text, pair, labels = _text(table, self.columns.text), None, None
         there = has_text(text)
         if self.labels is not None:
