@@ -123,8 +123,8 @@ class Reading:
         return self._read(table, pa.nulls(table.num_rows, pa.large_string()))[0]
 
     def _read(self, table: pa.Table, faults: pa.Array) -> tuple[Texts, pa.Array]:
-        """What is read, and `faults` with those of candidate labels. A row with a fault in a column that is not read has
-        its text, and so an answer."""
+        """What is read, and `faults` with those of candidate labels. A row whose fault is in a column that is not read
+        has its text, and so an answer."""
         text, pair, labels = _text(table, self.columns.text), None, None
         there = has_text(text)
         if self.labels is not None:
