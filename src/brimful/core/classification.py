@@ -101,8 +101,8 @@ class Classification:
     labels: what answers can be; of zero-shot the candidate labels, where each row has its own those that were given.
     wall_s: seconds from the first row read to the last one written. start_s: seconds before it: loading and proving.
     limit: the stage that the others waited for. mfu: of the tokens' own operations, by the datasheet's peak.
-    notes: what was guessed of the model, decided about the input's files, and left out of them (keys of JSON), since this
-    process began.
+    notes: what was guessed of the model, decided about the input's files and left out of them (keys of JSON), since
+    this process began.
     parity: None with --verify 0, and where no row could be compared. fallback: why a slower path runs than was planned,
     None if none does.
     """
