@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 _NUM_WORDS = 2000
 _GROUP_ROWS = 100_000
 _SAMPLE_S = 10.0
-_COMMAND = [sys.executable, "-m", "brimful.cli", "classify"]
+_COMMAND = [sys.executable, "-m", "brimful", "classify"]
 
 
 def save_model(folder: Path) -> Path:

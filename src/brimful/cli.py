@@ -177,7 +177,3 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "profile": _profile,
     "demo": _demo,
 }
-
-
-if __name__ == "__main__":
-    main()

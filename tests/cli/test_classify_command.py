@@ -356,7 +356,7 @@ def test_errors_of_a_call_are_of_our_tree(files: Files, tmp_path: Path) -> None:
 def test_a_reader_that_leaves_early_and_a_locale_without_letters(files: Files, tmp_path: Path) -> None:
     """`brimful classify ... | head -1` ends quietly, and what is written is UTF-8 in every locale."""
     data = write_csv(tmp_path / "d.csv", ["text"], [["caf\u00e9 \u6620\u753b " + review(True, i)] for i in range(1000)])
-    command = [sys.executable, "-m", "brimful.cli", "classify", str(files.classifier), str(data)]
+    command = [sys.executable, "-m", "brimful", "classify", str(files.classifier), str(data)]
     settings = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     environment = os.environ | settings | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:

@@ -127,7 +127,7 @@ def read_back(path: Path) -> list[dict[str, Any]]:
 
 def test_a_pipe_that_stays_open_is_answered_row_by_row_and_ends_when_told_to(files: Files) -> None:
     """Answers come before the next row is written; SIGTERM ends a pass that waits for one."""
-    command = [sys.executable, "-m", "brimful.cli", "classify", str(files.classifier), "-", *FP32]
+    command = [sys.executable, "-m", "brimful", "classify", str(files.classifier), "-", *FP32]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes) as process:  # type: ignore[call-overload]
         try:
@@ -371,6 +371,17 @@ def test_zero_shot_with_labels_of_each_row(listed: bool, nli: Path, brimful: Bri
                 same_objects(row["scores"], pairs(classifier(row["text"], labels=labels)))
             else:
                 assert (row["label"], row["score"], row["error"]) == (None, None, None)
+
+
+def test_what_zero_shot_takes_for_granted(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    """A model without entailment, and the second of two texts: said at once, the guess on record too."""
+    (tmp_path / "d.csv").write_text("sentence1,sentence2\na good film,a bad film\n", "utf-8")
+    said = brimful("classify", files.classifier, tmp_path / "d.csv", "--labels", "a,b", "-o", tmp_path / "out.jsonl")
+    assert said.code == 0
+    guess = "no label of the model begins with 'entail' (bad, good): its last output is taken for entailment"
+    assert f"warning: {guess}" in said.err
+    assert "text: column 'sentence1' (by name; 'sentence2' is not read: zero-shot asks about one text" in said.err
+    assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["record"]["notes"] == [guess]
 
 
 @pytest.mark.parametrize(("flags", "task"), [([], "single_label"), (["--multi-label"], "multi_label")])

@@ -91,7 +91,7 @@ def test_the_trace_holds_the_steps(name: str, files: Files, tmp_path: Path) -> N
 def test_the_command_prints_one_document(files: Files, tmp_path: Path) -> None:
     words = ["profile", files.reviews, "--model", files.classifier, "--steps", "2", "--batch-size", "8", "--json"]
     process = subprocess.run(
-        [sys.executable, "-m", "brimful.cli", *map(str, words)],
+        [sys.executable, "-m", "brimful", *map(str, words)],
         capture_output=True,
         text=True,
         check=False,

@@ -124,7 +124,7 @@ def test_the_talk_on_a_terminal_of_80_columns(files: Files, tmp_path: Path) -> N
     environment |= {"COLUMNS": "80", "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
     ours, theirs = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-m", "brimful.cli", *words],
+        [sys.executable, "-m", "brimful", *words],
         stdout=subprocess.PIPE,
         stderr=theirs,
         cwd=tmp_path,
@@ -404,7 +404,7 @@ def test_tensorboard_files_are_in_the_folder(brimful: Brimful, files: Files, tmp
 
 
 def run_alone(*words: object) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "brimful.cli", *(str(word) for word in words)]
+    command = [sys.executable, "-m", "brimful", *(str(word) for word in words)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, check=False, timeout=120, env=environment)
 

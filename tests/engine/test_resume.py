@@ -258,7 +258,7 @@ def real_process(words: list[str], folder: Path) -> tuple[subprocess.Popen[bytes
     log = folder / "said.txt"
     slowly = os.environ | {"OMP_NUM_THREADS": "1", "SLOW_S": "0.03"}
     with log.open("w") as said:
-        command = [sys.executable, "-m", "brimful.cli", *words]
+        command = [sys.executable, "-m", "brimful", *words]
         return subprocess.Popen(command, stdout=said, stderr=said, env=slowly, start_new_session=True), log
 
 

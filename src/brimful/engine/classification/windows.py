@@ -129,8 +129,9 @@ class Reading:
         there = has_text(text)
         if self.labels is not None:
             labels = Candidates.from_column(table[self.labels])
-            there = pc.and_(there, pc.is_null(labels.faults()))
-            faults = pc.coalesce(faults, labels.faults())
+            wrong = labels.faults()
+            there = pc.and_(there, pc.is_null(wrong))
+            faults = pc.coalesce(faults, wrong)
         if self.columns.pair is not None:
             pair = _text(table, self.columns.pair)
             there = pc.and_(there, has_text(pair))
