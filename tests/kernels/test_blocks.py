@@ -18,13 +18,13 @@ from brimful.kernels.layout import PackedShape, make_segments
 
 pytest.importorskip("triton")
 
-from brimful.kernels import blocks, gelu, norm, varlen
+from brimful.kernels import blocks, gelu, norm
 from brimful.kernels.dropout import kept_mask_PRC
 from brimful.kernels.embedding import embeddings_norm
 from brimful.kernels.norm import dropout_add_norm
 from brimful.kernels.residuals import half_residuals
 from brimful.kernels.seeds import one_seed
-from brimful.kernels.strips import make_strips, sum_strips
+from brimful.kernels.strips import make_strips, sum_rows, sum_strips
 
 LENGTHS = [5, 70, 1, 33]
 SHAPE = PackedShape(num_tokens=150, num_slots=6, max_length=80)
@@ -222,15 +222,6 @@ def test_projected_attention(p: float, typical_length: int) -> None:
     check_attention(Case(), p, typical_length=typical_length)
 
 
-@pytest.mark.parametrize("fewest_rows", [1, 1 << 20])
-def test_biases_of_projections_are_summed_by_attention_or_after_it(
-    monkeypatch: pytest.MonkeyPatch, fewest_rows: int
-) -> None:
-    """The latter where most of its programs have no rows."""
-    monkeypatch.setattr(varlen, "_FEWEST_ROWS", fewest_rows)
-    check_attention(Case(), 0.3)
-
-
 def test_projected_attention_without_biases_and_of_scattered_weights() -> None:
     check_attention(Case(), 0.0, bias=False)
     check_attention(Case(), 0.0, adjacent=False)
@@ -248,6 +239,12 @@ def test_sums_of_strips(rows: int) -> None:
     first, last = sum_strips(make_strips(x), 30, torch.float16)
     assert torch.allclose(first, x.sum(0)[:40], atol=1e-4)
     assert torch.allclose(last, x.sum(0)[40:].half(), atol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 300, 2049])
+def test_sums_of_rows_in_one_stage_and_in_two(rows: int) -> None:
+    x = torch.randn(rows, 70).half()
+    assert torch.allclose(sum_rows(x, torch.float32), x.float().sum(0), atol=1e-3)
 
 
 @pytest.mark.parametrize("exact", [True, False])

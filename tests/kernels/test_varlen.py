@@ -9,7 +9,6 @@ from torch import Tensor
 from brimful.kernels.layout import PackedShape, make_segments
 
 pytest.importorskip("triton")
-from brimful.kernels import varlen
 from brimful.kernels.dropout import kept_mask_PRC
 from brimful.kernels.varlen import supports, varlen_attention_HTD
 
@@ -114,18 +113,3 @@ def test_long_segments_in_half_precision(
     expected.backward(g.double())
     for found, wanted in zip((out, *[x.grad for x in ours]), (expected, *[x.grad for x in twins]), strict=True):
         assert float(((found.double() - wanted).norm() / wanted.norm()).detach()) < 5e-4
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_sums_of_long_segments_gradients(dropout: float) -> None:
-    """Summed by the programs that have the rows, slots that no segment uses among them."""
-    lengths = [150, 100, 64, 6, 0]
-    offsets_N = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    generator = torch.Generator().manual_seed(0)
-    qkv_3HTD = torch.randn(320, 3, 2, 16, generator=generator).half().permute(1, 2, 0, 3)
-    gradient_HTD = torch.randn(2, 320, 16, generator=generator).half()
-    settings = (150, 200, 0.25, False, 0, 0.0, dropout)
-    out, lse, keys = varlen.attend(*qkv_3HTD, offsets_N, SEED, *settings)
-    packed, strips = varlen.attend_backward(gradient_HTD, *qkv_3HTD, out, lse, keys, offsets_N, *settings, True)
-    assert strips.shape[0] == 3 * len(lengths)
-    torch.testing.assert_close(strips.sum(0), packed.flatten(1).float().sum(0), atol=5e-3, rtol=1e-3)

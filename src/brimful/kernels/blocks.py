@@ -25,7 +25,7 @@ from brimful.kernels import embedding, float8, gelu, gelu_product, norm
 from brimful.kernels.overlap import beside
 from brimful.kernels.residuals import residuals_are_half
 from brimful.kernels.seeds import next_site
-from brimful.kernels.strips import make_strips, sum_strips
+from brimful.kernels.strips import sum_rows, sum_strips
 from brimful.kernels.varlen import attend, attend_backward
 
 Gradients = tuple[Any, ...]
@@ -250,17 +250,10 @@ class _ProjectedAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         x_TK, qkv_TN, out_HTD, lse, keys, offsets, *weight = ctx.saved_tensors
         q, k, v = qkv_TN.view(len(x_TK), 3, ctx.num_heads, -1).transpose(0, 2).unbind(1)
-        weight_dtype, bias_dtype = ctx.dtypes
-        g_T3HD, strips = attend_backward(
-            gradient, q, k, v, out_HTD, lse, keys, offsets, *ctx.settings, bias_dtype is not None
+        g_TN = attend_backward(gradient, q, k, v, out_HTD, lse, keys, offsets, *ctx.settings).flatten(1)
+        dweight, dbias = beside(
+            lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8), g_TN, x_TK, leaf=ctx.leaf
         )
-        g_TN = g_T3HD.flatten(1)
-
-        def parameters() -> tuple[Tensor, Tensor | None]:
-            dweight, _ = _weight_gradients(g_TN, x_TK, weight_dtype, None, in_fp8=ctx.in_fp8)
-            return dweight, None if bias_dtype is None else sum_strips(strips, strips.shape[1], bias_dtype)[1]
-
-        dweight, dbias = beside(parameters, g_TN, x_TK, strips, leaf=ctx.leaf)
         dbiases = (None,) * 3 if dbias is None else dbias.chunk(3)
         return _input_gradient(g_TN, *weight).view(ctx.shape), None, None, None, *dweight.chunk(3), *dbiases
 
@@ -332,10 +325,7 @@ def _weight_gradients(
         dweight = float8.product(g_NT, x_KT, g_TN.dtype).to(weight_dtype)
     else:
         dweight = (g_TN.t() @ x_TK).to(weight_dtype)
-    if bias_dtype is None:
-        return dweight, None
-    strips = make_strips(g_TN)
-    return dweight, sum_strips(strips, strips.shape[1], bias_dtype)[1]
+    return dweight, None if bias_dtype is None else sum_rows(g_TN, bias_dtype)
 
 
 def side_by_side(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:

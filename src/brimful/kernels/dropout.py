@@ -40,17 +40,29 @@ def column_keys(columns):
 
 
 @triton.jit
-def kept(rows, columns, threshold):
-    """What dropout keeps where rows and columns of these keys meet, bool, in the shape that they broadcast to.
+def kept(places, rows, threshold):
+    """What dropout keeps at places, whose keys are their rows' and their columns' added up; bool, in their shape.
 
     A polynomial of degree 4 modulo 2^32: its two multiply-adds run beside the other arithmetic of attention, where the
     shifts of a hash would have to queue. Rows, columns, squares and progressions in such masks are as independent as
-    those of a true generator (tests/kernels/test_dropout.py).
+    those of a true generator (tests/kernels/test_dropout.py). rows: the rows' keys once more; adding the place itself,
+    compilers would make x (x + 1) of it, an instruction more.
     """
-    x = rows + columns
-    x = x * x + x
-    x = x * x + x
+    x = places * places + rows
+    x = x * x + rows
     return x.to(tl.int32, bitcast=True) >= threshold
+
+
+@triton.jit
+def kept_at(rows, columns, threshold):
+    """`kept` where rows of these keys meet columns; both in shapes that broadcast."""
+    return kept(rows + column_keys(columns), rows, threshold)
+
+
+@triton.jit
+def kept_in(SEED, site, plane, rows, columns, threshold):
+    """`kept` where rows and columns of a mask meet; both in shapes that broadcast."""
+    return kept_at(row_keys(SEED, site, plane, rows), columns, threshold)
 
 
 def threshold(dropout: float) -> int:
@@ -82,5 +94,5 @@ def kept_mask_PRC(
     keys_PR = plain((rows_R[None] + plain((plain(planes_P ^ high) + low) & mask)[:, None]) & mask)
     bits_PRC = (keys_PR[:, :, None] + torch.arange(num_columns, device=device) * 0x9E3779B9) & mask
     for _ in range(2):
-        bits_PRC = (bits_PRC * bits_PRC + bits_PRC) & mask
+        bits_PRC = (bits_PRC * bits_PRC + keys_PR[:, :, None]) & mask
     return torch.where(bits_PRC >= 1 << 31, bits_PRC - (1 << 32), bits_PRC) >= threshold(dropout)

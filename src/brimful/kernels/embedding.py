@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.dropout import column_keys, kept, kept_factor, kept_mask_PRC, row_keys, threshold
+from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
 from brimful.kernels.strips import sum_strips
 
 #: Tables that are added at most; rows of a table that is summed in strips.
@@ -73,11 +73,7 @@ def embedding_norm_forward(
     rstd = 1.0 / tl.sqrt(tl.sum(d * d, 0) / width + eps)
     y = d * rstd * tl.load(GAIN + columns, mask=inside, other=0.0) + tl.load(SHIFT + columns, mask=inside, other=0.0)
     if DROPOUT:
-        y = tl.where(
-            kept(row_keys(SEED, site, 0, tl.zeros([1], tl.int32) + row), column_keys(columns), drop_below),
-            y * more,
-            0.0,
-        )
+        y = tl.where(kept_in(SEED, site, 0, tl.zeros([1], tl.int32) + row, columns, drop_below), y * more, 0.0)
     tl.store(Y + row * width + columns, y.to(Y.dtype.element_ty), mask=inside)
     if HALF_TOO:
         tl.store(HALF + row * width + columns, y.to(HALF.dtype.element_ty), mask=inside)
@@ -119,11 +115,7 @@ def embedding_norm_backward(
         if HAS_DHALF:
             dy += tl.load(DHALF + places, mask=inside, other=0.0).to(tl.float32)
         if DROPOUT:
-            dy = tl.where(
-                kept(row_keys(SEED, site, 0, tl.zeros([1], tl.int32) + row), column_keys(columns), drop_below),
-                dy * more,
-                0.0,
-            )
+            dy = tl.where(kept_in(SEED, site, 0, tl.zeros([1], tl.int32) + row, columns, drop_below), dy * more, 0.0)
         dgain += dy * x
         dshift += dy
         dy *= gain

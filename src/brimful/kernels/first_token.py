@@ -30,7 +30,7 @@ from brimful.kernels.blocks import (
     halved,
     side_by_side,
 )
-from brimful.kernels.dropout import column_keys, kept, kept_factor, row_keys, threshold
+from brimful.kernels.dropout import kept_factor, kept_in, threshold
 from brimful.kernels.overlap import beside
 from brimful.kernels.seeds import next_site
 from brimful.kernels.varlen_kernels import head_rows
@@ -43,8 +43,7 @@ _BLOCK = 64
 @triton.jit
 def _stays(SEED, site, head, start, rows, drop_below):
     """Which keys dropout leaves to the segment's first query."""
-    query = row_keys(SEED, site, head, start + tl.zeros([1], tl.int32))
-    return kept(query, column_keys(rows), drop_below)
+    return kept_in(SEED, site, head, start + tl.zeros([1], tl.int32), rows, drop_below)
 
 
 @triton.jit(do_not_specialize=["site"])

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.dropout import column_keys, kept, kept_factor, kept_mask_PRC, row_keys, threshold
+from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
 from brimful.kernels.gelu import normal
 
 Activation = Literal["gelu", "silu"]
@@ -64,7 +64,7 @@ def gated_forward(X, Y, SEED, site, num_rows, width, drop_below, more, SILU: tl.
     y, _ = _activated(a, SILU, EXACT)
     y *= b
     if DROPOUT:
-        stays = kept(row_keys(SEED, site, 0, rows)[:, None], column_keys(columns)[None, :], drop_below)
+        stays = kept_in(SEED, site, 0, rows[:, None], columns[None, :], drop_below)
         y = tl.where(stays, y * more, 0.0)
     tl.store(Y + rows.to(tl.int64)[:, None] * width + columns[None, :], y.to(Y.dtype.element_ty), mask=inside)
 
@@ -78,7 +78,7 @@ def gated_backward(DY, X, DX, SEED, site, num_rows, width, drop_below, more, SIL
     a = tl.load(X + places, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(X + places + width, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
-        stays = kept(row_keys(SEED, site, 0, rows)[:, None], column_keys(columns)[None, :], drop_below)
+        stays = kept_in(SEED, site, 0, rows[:, None], columns[None, :], drop_below)
         dy = tl.where(stays, dy * more, 0.0)
     y, slope = _activated(a, SILU, EXACT)
     tl.store(DX + places, (dy * b * slope).to(DX.dtype.element_ty), mask=inside)

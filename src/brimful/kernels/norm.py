@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.dropout import column_keys, kept, kept_factor, kept_mask_PRC, row_keys, threshold
+from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
 from brimful.kernels.strips import sum_strips
 
 #: Numbers of a forward program's tile, whole rows of them, without dropout and with it; its warps.
@@ -52,7 +52,7 @@ def _rows(
     z += tl.load(BIAS + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
     stays = inside
     if DROPOUT:
-        stays = kept(row_keys(SEED, site, 0, rows)[:, None], column_keys(columns)[None, :], drop_below)
+        stays = kept_in(SEED, site, 0, rows[:, None], columns[None, :], drop_below)
         z = tl.where(stays, z * more, 0.0)
     z += tl.load(RESIDUAL + places, mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, z, 0.0), stays

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.dropout import column_keys, kept, kept_factor, kept_mask_PRC, row_keys, threshold
+from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
 from brimful.kernels.strips import sum_strips
 
 #: Tiles whose gains' gradients one program sums at the least, and most programs: four for each of 132 multiprocessors.
@@ -50,7 +50,7 @@ def _tile(first, num_rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def _stays(SEED, site, rows, columns, drop_below):
     """What dropout keeps of rows."""
-    return kept(row_keys(SEED, site, 0, rows)[:, None], column_keys(columns)[None, :], drop_below)
+    return kept_in(SEED, site, 0, rows[:, None], columns[None, :], drop_below)
 
 
 @triton.jit(do_not_specialize=["site"])

@@ -236,7 +236,7 @@ class _RotaryAttention(torch.autograd.Function):
         x_TK, w_NK, x_TN, qkv_T3HD, out_HTD, lse, keys, offsets, cos, sin, *gains = ctx.saved_tensors
         found = _head_norm(gains[0], gains[1], ctx.eps)
         q, k, v = qkv_T3HD.transpose(0, 2).unbind(1)
-        g_T3HD, _ = attend_backward(gradient, q, k, v, out_HTD, lse, keys, offsets, *ctx.settings)
+        g_T3HD = attend_backward(gradient, q, k, v, out_HTD, lse, keys, offsets, *ctx.settings)
         g_TN, strips = heads.fused_backward(g_T3HD, x_TN, cos, sin, ctx.each, found)
 
         def of_gains() -> Gradients:

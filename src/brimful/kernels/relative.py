@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.dropout import column_keys, kept, kept_factor, row_keys, threshold
+from brimful.kernels.dropout import kept_at, kept_factor, row_keys, threshold
 from brimful.kernels.seeds import draw_seed
 from brimful.kernels.varlen import Tiles, supports
 from brimful.kernels.varlen_kernels import head_rows, row_numbers, varlen_attention_delta
@@ -94,7 +94,7 @@ def relative_attention_forward(
         shrink = tl.exp2(largest - now)
         total = total * shrink + tl.sum(p, 1)
         if DROPOUT:
-            p = tl.where(kept(mask_rows[:, None], column_keys(columns)[None, :], drop_below), p, 0.0)
+            p = tl.where(kept_at(mask_rows[:, None], columns[None, :], drop_below), p, 0.0)
         out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         largest = now
     out = out * (more / total)[:, None]
@@ -116,7 +116,6 @@ def _gradient_of_keys(
     v = head_rows(V, start, own, length, head, v_t, v_h, D)
     dk = tl.zeros([OWN, D], tl.float32)
     dv = tl.zeros([OWN, D], tl.float32)
-    mask_columns = column_keys(own)
     for place in range(0, length, OTHER):
         rows = place + tl.arange(0, OTHER)
         inside = (own < length)[:, None] & (rows < length)[None, :]
@@ -134,7 +133,7 @@ def _gradient_of_keys(
         met = p
         if DROPOUT:
             mask_rows = row_numbers(MASK_ROWS + head.to(tl.int64) * T + start, rows, length).to(tl.uint32, bitcast=True)
-            stays = kept(mask_rows[None, :], mask_columns[:, None], drop_below)
+            stays = kept_at(mask_rows[None, :], own[:, None], drop_below)
             met = tl.where(stays, p, 0.0)
             dp = tl.where(stays, dp * more, 0.0)
         ds = p * (dp - delta[None, :])
@@ -178,7 +177,7 @@ def _gradient_of_queries(
         p = tl.exp2(tl.minimum(s - lse[:, None], 0.0))
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if DROPOUT:
-            dp = tl.where(kept(mask_rows[:, None], column_keys(columns)[None, :], drop_below), dp * more, 0.0)
+            dp = tl.where(kept_at(mask_rows[:, None], columns[None, :], drop_below), dp * more, 0.0)
         ds = p * (dp - delta[:, None])
         if HAS_QUERY:
             places = _places(start, own[:, None], own[:, None], columns[None, :], head, d_t, d_h, reach)
@@ -303,8 +302,8 @@ def attend_backward(
     gradient = gradient if gradient.stride(2) == 1 else gradient.contiguous()
     delta, found = torch.empty_like(lse), [q.new_empty(heads, tokens, head_dim) for _ in range(3)]
     varlen_attention_delta[(triton.cdiv(tokens, 64), heads)](
-        out, gradient, delta, tokens, out.stride(1), out.stride(0), gradient.stride(1), gradient.stride(0),
-        1.0, D=head_dim, BLOCK=64,
+        out, gradient, lse, delta, tokens, out.stride(1), out.stride(0), gradient.stride(1), gradient.stride(0),
+        1.0, PAIRED=False, D=head_dim, BLOCK=64,
     )  # fmt: skip
     by_query, by_key, has_query, has_key = _by_distance(q, k, keys, queries, bias, bucket)
     columns = (heads, tokens, bucket.shape[0])

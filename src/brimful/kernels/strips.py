@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Columns and rows of one program's tile.
+#: Columns and rows of one program's tile. Larger ones are faster alone, and slower beside the products of a step.
 _COLUMNS, _ROWS = 32, 32
+#: Most rows that are summed as they are, in one stage.
+_FEW_ROWS = 2048
 #: Of the first stage: columns of a tile, its rows, and rows of a strip.
 _WIDE, _STEP, STRIP = 64, 32, 128
 
@@ -30,16 +32,10 @@ def strips_make(X, STRIPS, num_rows, width, COLUMNS: tl.constexpr, STEP: tl.cons
     tl.store(STRIPS + tl.program_id(0) * width + columns, tl.sum(total, 0), mask=columns < width)
 
 
-def num_strips(rows: int) -> int:
-    """Strips that `make_strips` makes of so many rows."""
-    number: int = triton.cdiv(rows, STRIP)
-    return number
-
-
 def make_strips(x: Tensor) -> Tensor:
     """(S, C) fp32 partial sums over the rows of (T, C)."""
     rows, width = x.shape
-    strips = x.new_empty(num_strips(rows), width, dtype=torch.float32)
+    strips = x.new_empty(triton.cdiv(rows, STRIP), width, dtype=torch.float32)
     grid = (strips.shape[0], triton.cdiv(width, _WIDE))
     strips_make[grid](x, strips, rows, width, COLUMNS=_WIDE, STEP=_STEP, ROWS=STRIP)
     return strips
@@ -52,7 +48,7 @@ def strips_sum(STRIPS, OUT, LAST, num_strips, width, first_last, COLUMNS: tl.con
     for first in range(0, num_strips, ROWS):
         rows = first + tl.arange(0, ROWS)
         inside = (rows < num_strips)[:, None] & (columns < width)[None, :]
-        total += tl.load(STRIPS + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
+        total += tl.load(STRIPS + rows[:, None] * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     total = tl.sum(total, 0)
     tl.store(OUT + columns, total, mask=columns < first_last)
     last = columns - first_last
@@ -60,9 +56,14 @@ def strips_sum(STRIPS, OUT, LAST, num_strips, width, first_last, COLUMNS: tl.con
 
 
 def sum_strips(strips: Tensor, num_last: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Sums of (S, C) fp32 strips: the first C - num_last in fp32, the last in `dtype`."""
+    """Sums of (S, C) strips: the first C - num_last in fp32, the last in `dtype`."""
     num_strips, width = strips.shape
-    first, last = strips.new_empty(width - num_last), strips.new_empty(num_last, dtype=dtype)
+    first, last = strips.new_empty(width - num_last, dtype=torch.float32), strips.new_empty(num_last, dtype=dtype)
     grid = (triton.cdiv(width, _COLUMNS),)
     strips_sum[grid](strips, first, last, num_strips, width, width - num_last, COLUMNS=_COLUMNS, ROWS=_ROWS)
     return first, last
+
+
+def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(C,) sums over the rows of (T, C), in `dtype`."""
+    return sum_strips(x if len(x) <= _FEW_ROWS else make_strips(x), x.shape[1], dtype)[1]

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from brimful.kernels.dropout import kept_factor, threshold
 from brimful.kernels.seeds import draw_seed
-from brimful.kernels.strips import make_strips, num_strips
 from brimful.kernels.varlen_kernels import (
     varlen_attention_backward,
     varlen_attention_delta,
@@ -36,6 +35,7 @@ class Tiles:
     """How a kernel is cut: rows that a program owns, rows it takes at a time of the others, warps, stages.
 
     registers: most of a thread, so that more programs fit a multiprocessor; None for as many as the compiler likes.
+    split: whether blocks that need no mask have a loop of their own.
     """
 
     own: int
@@ -43,18 +43,18 @@ class Tiles:
     warps: int
     stages: int
     registers: int | None = None
+    split: bool = False
 
 
 #: For heads of 64 in half precision on an H200 (benchmarks/attention): short segments, long ones forward and backward.
-#: PLAIN: forward, with neither dropout nor masks beside segments' ends.
+#: MASKED: forward with causality or a window. DROPPED: backward with dropout and neither of them.
 SHORT = Tiles(own=64, other=32, warps=4, stages=1)
-LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3)
-PLAIN_LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3, registers=128)
+LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3, registers=128, split=True)
+MASKED_LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3)
 LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=1, registers=128)
+DROPPED_LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=2, registers=128, split=True)
 #: Wide heads, and fp32: what fits.
 _SMALL = Tiles(own=32, other=32, warps=4, stages=2)
-#: Rows of the gradient for each program, from which on programs sum those that they have.
-_FEWEST_ROWS = 16
 #: Mean length beyond which segments are long: between two of `attention.LENGTH_CLASSES`.
 _LONG = 128
 
@@ -70,16 +70,8 @@ def _launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[
     heads, _, head_dim = q.shape
     grid = (triton.cdiv(max_length, tiles.own), offsets.shape[0] - 1, heads)
     precision = "ieee" if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
-    constants = {"D": head_dim, "OWN": tiles.own, "OTHER": tiles.other, "PRECISION": precision}
+    constants = {"D": head_dim, "OWN": tiles.own, "OTHER": tiles.other, "SPLIT": tiles.split, "PRECISION": precision}
     return grid, constants | {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers}
-
-
-def _split(tiles: Tiles, causal: bool, window: int, dropout: float) -> int:
-    """1 where blocks that need no mask have a loop of their own: where drawing dropout leaves no time for masks, and
-    where masks are all that could be left out."""
-    if tiles == PLAIN_LONG_FORWARD:
-        return 1
-    return int(tiles in (LONG_FORWARD, LONG_BACKWARD) and not causal and not window and dropout > 0)
 
 
 def _factors(scale: float, softcap: float) -> tuple[float, float]:
@@ -110,15 +102,13 @@ def attend(
     out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
     lse = q.new_empty(heads, tokens, dtype=torch.float32)
     keys = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)
-    plain = not causal and not window and dropout == 0
-    tiles = _tiles(q, typical_length, PLAIN_LONG_FORWARD if plain else LONG_FORWARD)
+    tiles = _tiles(q, typical_length, MASKED_LONG_FORWARD if causal or window else LONG_FORWARD)
     grid, constants = _launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
     varlen_attention_forward[grid](
         q, k, v, out, lse, keys, offsets, seed, site, tokens, *strides,
         *_factors(scale, softcap), threshold(dropout), kept_factor(dropout), CAUSAL=causal, WINDOW=window,
-        CAP=softcap > 0, DROPOUT=dropout > 0, SPLIT=_split(tiles, causal, window, dropout),
-        **constants,
+        CAP=softcap > 0, DROPOUT=dropout > 0, **constants,
     )  # fmt: skip
     return out, lse, keys
 
@@ -138,52 +128,41 @@ def _(
 def attend_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Tensor, offsets: Tensor,
     max_length: int, typical_length: int, scale: float, causal: bool, window: int, softcap: float, dropout: float,
-    summed: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values, (T, 3, H, D), and strips (S, 3 H D) fp32 of their sums if `summed`."""
+) -> Tensor:  # fmt: skip
+    """Gradients of queries, keys and values, (T, 3, H, D)."""
     heads, tokens, head_dim = q.shape
     packed = q.new_empty(tokens, 3, heads, head_dim)
     found = [packed[:, part].transpose(0, 1) for part in range(3)]
     gradient = gradient if gradient.stride(2) == 1 else gradient.contiguous()
-    tiles = _tiles(q, typical_length, LONG_BACKWARD)
+    dropped = dropout > 0 and not causal and not window
+    tiles = _tiles(q, typical_length, DROPPED_LONG_BACKWARD if dropped else LONG_BACKWARD)
     grid, constants = _launch(q, offsets, max_length, tiles)
-    dense = summed and _fills(grid, tokens)
-    strips = q.new_empty((grid[0] * grid[1] if dense else 0), 3 * heads * head_dim, dtype=torch.float32)
     strides = [x.stride(axis) for x in (q, k, v, out, gradient, found[0]) for axis in (1, 0)]
     more = kept_factor(dropout)
     less = 1.0 / more if more else 0.0
-    ready = tiles is LONG_BACKWARD
-    delta = torch.empty_like(lse) if ready else lse
+    ready = tiles in (LONG_BACKWARD, DROPPED_LONG_BACKWARD)
+    pairs = lse
     if ready:
+        both = lse.new_empty(heads, tokens, 2)
         varlen_attention_delta[(triton.cdiv(tokens, 64), heads)](
-            out, gradient, delta, tokens, *strides[6:10], less, D=head_dim, BLOCK=64
+            out, gradient, lse, both, tokens, *strides[6:10], less, PAIRED=True, D=head_dim, BLOCK=64
         )
+        pairs = both.view(torch.int64)
     varlen_attention_backward[grid](
-        q, k, v, out, gradient, *found, strips, lse, delta, keys, offsets, tokens, *strides, scale,
+        q, k, v, out, gradient, *found, lse, pairs, keys, offsets, tokens, *strides, scale,
         *_factors(scale, softcap), threshold(dropout), more, less, CAUSAL=causal, WINDOW=window, CAP=softcap > 0,
-        DROPOUT=dropout > 0, READY=ready, STRIPS=dense, SPLIT=_split(tiles, causal, window, dropout), **constants,
+        DROPOUT=dropout > 0, READY=ready, **constants,
     )  # fmt: skip
-    return packed, make_strips(packed.flatten(1)) if summed and not dense else strips
-
-
-def _fills(grid: tuple[int, int, int], tokens: int) -> bool:
-    """Whether so few of the programs find no rows that summing in each costs less than reading the gradients again.
-
-    Programs are for as many and as long segments as there may be; of many slots most are empty.
-    """
-    return grid[0] * grid[1] * _FEWEST_ROWS <= tokens
+    return packed
 
 
 @attend_backward.register_fake
 def _(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Tensor, offsets: Tensor,
     max_length: int, typical_length: int, scale: float, causal: bool, window: int, softcap: float, dropout: float,
-    summed: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Tensor:  # fmt: skip
     heads, tokens, head_dim = q.shape
-    grid, _ = _launch(q, offsets, max_length, _tiles(q, typical_length, LONG_BACKWARD))
-    rows = 0 if not summed else grid[0] * grid[1] if _fills(grid, tokens) else num_strips(tokens)
-    return q.new_empty(tokens, 3, heads, head_dim), q.new_empty(rows, 3 * heads * head_dim, dtype=torch.float32)
+    return q.new_empty(tokens, 3, heads, head_dim)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -192,7 +171,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 
 
 def _gradients(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    packed, _ = attend_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    packed = attend_backward(gradient, *ctx.saved_tensors, *ctx.settings)
     return *(part.transpose(0, 1) for part in packed.unbind(1)), *[None] * (3 + len(ctx.settings))
 
 

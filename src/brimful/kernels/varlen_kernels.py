@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from brimful.kernels.dropout import column_keys, kept, row_keys
+from brimful.kernels.dropout import column_keys, kept, kept_at, row_keys
 
 
 @triton.jit
@@ -116,12 +116,8 @@ def varlen_attention_forward(
             shrink = tl.exp2(largest - base)
             total = total * shrink + tl.sum(p, 1)
             if DROPOUT:
-                stays = kept(
-                    (mask_rows + column_keys(place + tl.zeros([1], tl.int32)))[:, None],
-                    mask_columns[None, :],
-                    drop_below,
-                )
-                p = tl.where(stays, p, 0.0)
+                keys = (mask_rows + column_keys(place + tl.zeros([1], tl.int32)))[:, None] + mask_columns[None, :]
+                p = tl.where(kept(keys, mask_rows[:, None], drop_below), p, 0.0)
             out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
             largest = now
     inside = rows < length
@@ -133,38 +129,44 @@ def varlen_attention_forward(
 
 
 @triton.jit
-def varlen_attention_delta(OUT, DO, DELTA, T, o_t, o_h, do_t, do_h, less, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Row sums of out times its gradient, times `less`, (H, T)."""
+def varlen_attention_delta(OUT, DO, LSE, DELTA, T, o_t, o_h, do_t, do_h, less, PAIRED: tl.constexpr, D: tl.constexpr,
+                           BLOCK: tl.constexpr):  # fmt: skip
+    """Row sums of out times its gradient, times `less`, (H, T); or PAIRED, (H, T, 2), behind LSE times -1."""
     start, head, rows = tl.program_id(0) * BLOCK, tl.program_id(1), tl.arange(0, BLOCK)
     o = head_rows(OUT, start, rows, T - start, head, o_t, o_h, D)
     do = head_rows(DO, start, rows, T - start, head, do_t, do_h, D)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) * less
-    tl.store(DELTA + head.to(tl.int64) * T + start + rows, delta, mask=rows < T - start)
+    inside = rows < T - start
+    places = head.to(tl.int64) * T + start + rows
+    if PAIRED:
+        tl.store(DELTA + 2 * places, -tl.load(LSE + places, mask=inside, other=0.0), mask=inside)
+        tl.store(DELTA + 2 * places + 1, delta, mask=inside)
+    else:
+        tl.store(DELTA + places, delta, mask=inside)
 
 
 @triton.jit
-def _delta(OUT, delta_rows, do, start, rows, length, head, o_t, o_h, less, READY: tl.constexpr, D: tl.constexpr,
-           MASKED: tl.constexpr = True):  # fmt: skip
-    """The row sums of a block, read where they are READY or made from what was read anyway."""
+def _row_sums(OUT, LSE, PAIRS, do, start, rows, length, head, T, o_t, o_h, less, READY: tl.constexpr, D: tl.constexpr,
+              MASKED: tl.constexpr = True):  # fmt: skip
+    """Of a block's rows, LSE times -1 and delta: read as one number of 64 bits each where they are READY, or delta made
+    of what was read anyway."""
+    first = head.to(tl.int64) * T + start
     if READY:
-        delta = row_numbers(delta_rows, rows, length, MASKED)
+        pairs = row_numbers(PAIRS + first, rows, length, MASKED)
+        below = pairs.to(tl.int32).to(tl.float32, bitcast=True)
+        delta = (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     else:
+        below = -row_numbers(LSE + first, rows, length, MASKED)
         o = head_rows(OUT, start, rows, length, head, o_t, o_h, D, MASKED)
         delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) * less
-    return delta
-
-
-@triton.jit
-def _store_sum(STRIP, x, inside, D: tl.constexpr):
-    """The sum of a block's rows, (D,)."""
-    tl.store(STRIP + tl.arange(0, D), tl.sum(tl.where(inside, x, 0.0), 0))
+    return below, delta
 
 
 @triton.jit
 def _gradient_of_keys(
-    Q, K, V, OUT, DO, DK, DV, STRIP, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
-    scale, inner, power, drop_below, more, less, start, length, first, head, strip_part, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, STRIPS: tl.constexpr,
+    Q, K, V, OUT, DO, DK, DV, LSE, PAIRS, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+    scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr,
     D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block as keys, (keys, queries): their gradient and their values', from every query that sees them."""
@@ -173,7 +175,6 @@ def _gradient_of_keys(
     v = head_rows(V, start, own, length, head, v_t, v_h, D)
     dk = tl.zeros([OWN, D], tl.float32)
     dv = tl.zeros([OWN, D], tl.float32)
-    mask_columns = column_keys(own)
     place_of_rows = head.to(tl.int64) * T + start
     low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, False)
     whole = length // OTHER * OTHER
@@ -182,10 +183,9 @@ def _gradient_of_keys(
             rows = place + tl.arange(0, OTHER)
             q = head_rows(Q, start, rows, length, head, q_t, q_h, D, tail)
             do = head_rows(DO, start, rows, length, head, do_t, do_h, D, tail)
-            lse = row_numbers(LSE + place_of_rows, rows, length, tail)
-            delta = _delta(OUT, DELTA + place_of_rows, do, start, rows, length, head, o_t, o_h, less, READY, D, tail)
+            below, delta = _row_sums(OUT, LSE, PAIRS, do, start, rows, length, head, T, o_t, o_h, less, READY, D, tail)
             s = _scores(k, q, inner, CAP, PRECISION)
-            exponent = s * power - lse[None, :]
+            exponent = s * power + below[None, :]
             if tail:
                 exponent = tl.minimum(exponent, 0.0)
             p = tl.exp2(exponent)
@@ -195,7 +195,7 @@ def _gradient_of_keys(
             met = p
             if DROPOUT:
                 mask_rows = row_numbers(KEYS + place_of_rows, rows, length, tail).to(tl.uint32, bitcast=True)
-                met = tl.where(kept(mask_rows[None, :], mask_columns[:, None], drop_below), p, 0.0)
+                met = tl.where(kept_at(mask_rows[None, :], own[:, None], drop_below), p, 0.0)
             ds = met * dp - p * delta[None, :]
             if CAP:
                 ds = ds * (1.0 - s * s)
@@ -207,30 +207,25 @@ def _gradient_of_keys(
     dv *= more
     tl.store(DK + places, dk.to(DK.dtype.element_ty), mask=inside)
     tl.store(DV + places, dv.to(DV.dtype.element_ty), mask=inside)
-    if STRIPS:
-        _store_sum(STRIP + strip_part, dk, inside, D)
-        _store_sum(STRIP + 2 * strip_part, dv, inside, D)
 
 
 @triton.jit
 def _gradient_of_queries(
-    Q, K, V, OUT, DO, DQ, STRIP, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+    Q, K, V, OUT, DO, DQ, LSE, PAIRS, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
     scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, STRIPS: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr,
     D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block as queries, (queries, keys): their gradient, from every key that they see."""
     own = first + tl.arange(0, OWN)
     q = head_rows(Q, start, own, length, head, q_t, q_h, D)
     do = head_rows(DO, start, own, length, head, do_t, do_h, D)
-    place_of_rows = head.to(tl.int64) * T + start
-    lse = row_numbers(LSE + place_of_rows, own, length)
-    delta = _delta(OUT, DELTA + place_of_rows, do, start, own, length, head, o_t, o_h, less, READY, D)
+    below, delta = _row_sums(OUT, LSE, PAIRS, do, start, own, length, head, T, o_t, o_h, less, READY, D)
     dq = tl.zeros([OWN, D], tl.float32)
     mask_rows = own
     mask_columns = column_keys(tl.arange(0, OTHER))
     if DROPOUT:
-        mask_rows = row_numbers(KEYS + place_of_rows, own, length).to(tl.uint32, bitcast=True)
+        mask_rows = row_numbers(KEYS + head.to(tl.int64) * T + start, own, length).to(tl.uint32, bitcast=True)
     low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, True)
     whole = length // OTHER * OTHER
     for tail in tl.static_range(1 - SPLIT, 2):
@@ -239,7 +234,7 @@ def _gradient_of_queries(
             k = head_rows(K, start, columns, length, head, k_t, k_h, D, tail)
             v = head_rows(V, start, columns, length, head, v_t, v_h, D, tail)
             s = _scores(q, k, inner, CAP, PRECISION)
-            exponent = s * power - lse[:, None]
+            exponent = s * power + below[:, None]
             if tail:
                 exponent = tl.minimum(exponent, 0.0)
             p = tl.exp2(exponent)
@@ -247,12 +242,8 @@ def _gradient_of_queries(
                 p = tl.where(_seen(own[:, None], columns[None, :], CAUSAL, WINDOW), p, 0.0)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             if DROPOUT:
-                stays = kept(
-                    (mask_rows + column_keys(place + tl.zeros([1], tl.int32)))[:, None],
-                    mask_columns[None, :],
-                    drop_below,
-                )
-                dp = tl.where(stays, dp, 0.0)
+                keys = (mask_rows + column_keys(place + tl.zeros([1], tl.int32)))[:, None] + mask_columns[None, :]
+                dp = tl.where(kept(keys, mask_rows[:, None], drop_below), dp, 0.0)
             ds = p * (dp - delta[:, None])
             if CAP:
                 ds = ds * (1.0 - s * s)
@@ -261,40 +252,33 @@ def _gradient_of_queries(
     inside = (own < length)[:, None]
     dq *= scale * more
     tl.store(DQ + places, dq.to(DQ.dtype.element_ty), mask=inside)
-    if STRIPS:
-        _store_sum(STRIP, dq, inside, D)
 
 
 @triton.jit
 def varlen_attention_backward(
-    Q, K, V, OUT, DO, DQ, DK, DV, SUMS, LSE, DELTA, KEYS, OFFSETS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
+    Q, K, V, OUT, DO, DQ, DK, DV, LSE, PAIRS, KEYS, OFFSETS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
     do_h, g_t, g_h, scale, inner, power, drop_below, more, less, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, STRIPS: tl.constexpr, D: tl.constexpr,
+    CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr,
     OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Beyond its segment a block reads zeros, and what comes of them is multiplied with zeros or not stored.
 
     Only the exponential needs care there: its argument is at most 0 where it counts, and is cut at 0 elsewhere.
-    SUMS: with STRIPS, (segments, blocks, 3, heads, D) sums of each block's rows of the three gradients.
+    PAIRS: (H, T) of 64 bits, what `varlen_attention_delta` leaves in pairs, if READY.
     """
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(OFFSETS + segment)
     length = tl.load(OFFSETS + segment + 1) - start
     first = block * OWN
-    strip_part = tl.num_programs(2) * D
-    strip = SUMS + (segment * tl.num_programs(0) + block) * 3 * strip_part + head * D
     if first >= length:
-        if STRIPS:
-            for part in tl.static_range(3):
-                tl.store(strip + part * strip_part + tl.arange(0, D), tl.zeros([D], tl.float32))
         return
     _gradient_of_keys(
-        Q, K, V, OUT, DO, DK, DV, strip, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
-        g_h, scale, inner, power, drop_below, more, less, start, length, first, head, strip_part, CAUSAL, WINDOW, CAP,
-        DROPOUT, READY, STRIPS, D, OWN, OTHER, SPLIT, PRECISION,
+        Q, K, V, OUT, DO, DK, DV, LSE, PAIRS, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
+        g_h, scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL, WINDOW, CAP,
+        DROPOUT, READY, D, OWN, OTHER, SPLIT, PRECISION,
     )  # fmt: skip
     _gradient_of_queries(
-        Q, K, V, OUT, DO, DQ, strip, LSE, DELTA, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+        Q, K, V, OUT, DO, DQ, LSE, PAIRS, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
         scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL, WINDOW, CAP, DROPOUT, READY,
-        STRIPS, D, OWN, OTHER, SPLIT, PRECISION,
+        D, OWN, OTHER, SPLIT, PRECISION,
     )  # fmt: skip
