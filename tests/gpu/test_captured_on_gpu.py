@@ -179,7 +179,7 @@ def test_nothing_waits_in_the_steady_state(compiled: bool) -> None:
             for batch in chain([first], batches):
                 pending.append(step.run(batch))
                 if len(pending) > 2:
-                    pending.pop(0)
+                    pending.pop(0).read()  # of a step two back, as training waits for
     assert all(p.read().applied for p in pending)
     assert step.num_graphs == graphs
     assert torch.cuda.memory_reserved() == reserved
