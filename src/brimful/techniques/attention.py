@@ -2,8 +2,8 @@
 
 For training in half precision on a GPU, those that can do it are timed, forward and backward with the model's heads,
 windows, causality and dropout, on sequences as long as the data's. Ours stays unless another is faster by a margin:
-layers are fused with ours alone. cuDNN's variable-length kernel is no candidate, because its backward graph fails in
-torch 2.11, nor is FlexAttention, whose masks depend on each batch's lengths.
+layers are fused with ours alone. cuDNN's variable-length kernel and FlexAttention are no candidates: both passes
+together they are faster nowhere on an H200 (benchmarks/attention), and torch 2.11 fails in the former's second one.
 
 Classification does not measure: answers must be the same bytes wherever a run is resumed.
 """
