@@ -66,14 +66,9 @@ class MicroBatch:
             samples=self.samples,
         )
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all tensors in one memory."""
-        return sum(map(_room, self.tensors))
-
     def in_one_memory(self, *, pinned: bool) -> Tensor:
         """(B,) uint8: a copy of all tensors, one after the other. They must be on the host."""
-        memory = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        memory = torch.empty(sum(map(_room, self.tensors)), dtype=torch.uint8, pin_memory=pinned)
         room, start = memory.numpy(), 0
         for tensor in self.tensors:
             room[start : start + tensor.nbytes] = tensor.numpy().reshape(-1).view(np.uint8)
@@ -118,16 +113,12 @@ class Batch:
     num_computed: int
     memories: tuple[Tensor, ...] = ()
 
-    def sent(self, device: torch.device, room: int = 0) -> Batch:
+    def sent(self, device: torch.device) -> Batch:
         """The batch and a copy of its tensors that is on its way to a device, on the current stream: one copy a
-        micro-batch, each in `room` bytes there, or in as many as it has if those are more."""
-
-        def send(micro: MicroBatch) -> Tensor:
-            staged = micro.in_one_memory(pinned=device.type == "cuda")
-            place = torch.empty(max(room, len(staged)), dtype=torch.uint8, device=device)
-            return place[: len(staged)].copy_(staged, non_blocking=True)
-
-        return replace(self, memories=tuple(send(micro) for micro in self.micro_batches))
+        micro-batch."""
+        pinned = device.type == "cuda"
+        staged = [micro.in_one_memory(pinned=pinned) for micro in self.micro_batches]
+        return replace(self, memories=tuple(memory.to(device, non_blocking=True) for memory in staged))
 
     def arrived(self, index: int) -> MicroBatch:
         """One micro-batch with its tensors where it was sent, or on the host if it was not."""

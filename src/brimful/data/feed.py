@@ -23,9 +23,6 @@ from brimful.tasks.task import Task
 
 #: Batches that wait, staged, for the step.
 _AHEAD = 3
-#: Batches that may be on a device at once: those, the one being staged, three of steps that the host has not waited
-#: for, and as many whose memory is given back when such steps are done.
-_ON_DEVICE = _AHEAD + 1 + 2 * 3
 
 
 class Source:
@@ -105,7 +102,6 @@ class Feed:
         self._stream = _copy_stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._stage, name="brimful-feed", daemon=True)
         self._over = False
-        self._room, self._pieces = 0, 0
         self.wait_s = 0.0
 
     def __enter__(self) -> Feed:
@@ -160,19 +156,6 @@ class Feed:
         if self._stream is None:
             return batch, None
         with torch.cuda.stream(self._stream):
-            self._make_room(batch)
-            sent, event = batch.sent(self._device, self._room), torch.cuda.Event()
+            sent, event = batch.sent(self._device), torch.cuda.Event()
             event.record(self._stream)
         return sent, event
-
-    def _make_room(self, batch: Batch) -> None:
-        """Has torch's allocator keep memory for all batches that may be on the device at once, of one size: else how
-        much it keeps would follow how far the host is ahead of the device, and grow in the middle of a run."""
-        room, pieces = max(micro.num_bytes for micro in batch.micro_batches), len(batch.micro_batches)
-        if room > self._room or pieces > self._pieces:
-            self._room, self._pieces = max(room, self._room), max(pieces, self._pieces)
-            held = [
-                torch.empty(self._room, dtype=torch.uint8, device=self._device)
-                for _ in range(_ON_DEVICE * self._pieces)
-            ]
-            del held

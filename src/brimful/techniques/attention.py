@@ -2,8 +2,9 @@
 
 For training in half precision on a GPU, those that can do it are timed, forward and backward with the model's heads,
 windows, causality and dropout, on sequences as long as the data's. Ours stays unless another is faster by a margin:
-layers are fused with ours alone. cuDNN's variable-length kernel and FlexAttention are no candidates: both passes
-together they are faster nowhere on an H200 (benchmarks/attention), and torch 2.11 fails in the former's second one.
+layers are fused with ours alone. cuDNN's variable-length kernel and FlexAttention are no candidates: both passes of
+variable lengths together they are faster nowhere on an H200 (benchmarks/attention), and torch 2.11 fails in cuDNN's
+backward pass.
 
 Classification does not measure: answers must be the same bytes wherever a run is resumed.
 """
