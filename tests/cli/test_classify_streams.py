@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 import brimful as package
 from brimful.core.errors import Interrupted
 from brimful.core.listener import Listener
+from brimful.data.streams.parts import BLOCK_BYTES
 from brimful.engine.classification import trust
 from brimful.engine.classification.runner import make_runner
 from brimful.tasks.parity import compare
@@ -166,14 +167,11 @@ def test_bad_lines_keep_their_place_and_say_why(brimful: Brimful, files: Files, 
     assert "warning: 4 (57.1 %) of 7 rows were not read or classified in full: see the column `error`" in said.err
 
 
-def test_a_value_that_does_not_fit_costs_no_label(
-    brimful: Brimful, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_that_does_not_fit_costs_no_label(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     """Nor is it lost: `error` has it. A key that the first rows lack is in the summary, the page and the record."""
     data, output, page = tmp_path / "d.jsonl", tmp_path / "out.jsonl", tmp_path / "page.html"
-    rows = [{"text": "good film", "price": 1}] * 2
+    rows = [{"text": "good film", "price": 1, "more": "x" * (BLOCK_BYTES // 2)}] * 2  # by which columns get types
     data.write_bytes(jsonl([*rows, {"text": "bad film", "price": "A17", "seller": "x"}, {"text": None, "price": "B2"}]))
-    monkeypatch.setattr("brimful.data.streams.lines.BLOCK_BYTES", 40)  # of the first rows, by which columns get types
     said = brimful("classify", files.classifier, data, "--output", output, "--report", page)
     assert said.code == 0
     misfit, without = read_back(output)[-2:]

@@ -61,6 +61,13 @@ def _range(first, last, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOC
 
 
 @triton.jit
+def _kept_block(mask_rows, mask_columns, place, drop_below):
+    """`kept_at` for columns from `place` on. mask_columns: keys of columns from 0 on; a key is linear in its place."""
+    places = (mask_rows + column_keys(place + tl.zeros([1], tl.int32)))[:, None] + mask_columns[None, :]
+    return kept(places, mask_rows[:, None], drop_below)
+
+
+@triton.jit
 def head_rows(X, start, rows, length, head, stride_t, stride_h, D: tl.constexpr, MASKED: tl.constexpr = True):
     """Rows of one head, (BLOCK, D), 0 beyond the segment."""
     places = X + start.to(tl.int64) * stride_t + head * stride_h + (rows[:, None] * stride_t + tl.arange(0, D)[None, :])
@@ -91,7 +98,7 @@ def varlen_attention_forward(
     total = tl.zeros([OWN], tl.float32)
     out = tl.zeros([OWN, D], tl.float32)
     mask_rows = rows
-    mask_columns = column_keys(tl.arange(0, OTHER))  # a column's key is linear in its place
+    mask_columns = column_keys(tl.arange(0, OTHER))
     if DROPOUT:
         mask_rows = row_keys(SEED, site, head, start + rows)
         tl.store(KEYS + head.to(tl.int64) * T + start + rows, mask_rows.to(tl.int32, bitcast=True), mask=rows < length)
@@ -116,8 +123,7 @@ def varlen_attention_forward(
             shrink = tl.exp2(largest - base)
             total = total * shrink + tl.sum(p, 1)
             if DROPOUT:
-                keys = (mask_rows + column_keys(place + tl.zeros([1], tl.int32)))[:, None] + mask_columns[None, :]
-                p = tl.where(kept(keys, mask_rows[:, None], drop_below), p, 0.0)
+                p = tl.where(_kept_block(mask_rows, mask_columns, place, drop_below), p, 0.0)
             out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
             largest = now
     inside = rows < length
@@ -242,8 +248,7 @@ def _gradient_of_queries(
                 p = tl.where(_seen(own[:, None], columns[None, :], CAUSAL, WINDOW), p, 0.0)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             if DROPOUT:
-                keys = (mask_rows + column_keys(place + tl.zeros([1], tl.int32)))[:, None] + mask_columns[None, :]
-                dp = tl.where(kept(keys, mask_rows[:, None], drop_below), dp, 0.0)
+                dp = tl.where(_kept_block(mask_rows, mask_columns, place, drop_below), dp, 0.0)
             ds = p * (dp - delta[:, None])
             if CAP:
                 ds = ds * (1.0 - s * s)
