@@ -166,16 +166,18 @@ GROUPED = dataclasses.replace(PACKED, groups=True)
 
 
 @pytest.mark.parametrize("layout", [PACKED, GROUPED, PADDED, UNSPLIT], ids=["packed", "grouped", "padded", "unsplit"])
-@given(lengths=lengths_of_a_batch, paired=st.booleans())
-def test_what_was_sent_arrives(layout: Layout, lengths: list[int], paired: bool) -> None:
+@given(lengths=lengths_of_a_batch, paired=st.booleans(), spare=st.sampled_from([None, 0, 4096]))
+def test_what_was_sent_arrives(layout: Layout, lengths: list[int], paired: bool, spare: int | None) -> None:
     ids = sequences(lengths)
     targets = np.random.default_rng(1).random((len(ids), 3), dtype=np.float32)
     many = MultiLabel(LabelSpace(task="multi_label", names=("a", "b", "c")))
     batch = make_batch(0, np.arange(len(ids)), ids, pair_types(ids) if paired else None, targets, many, layout)
-    sent = batch.sent(CPU)
+    place = None if spare is None else torch.full((batch.num_bytes + spare,), 255, dtype=torch.uint8)
+    sent = batch.sent(CPU, place)
     for index, micro in enumerate(batch.micro_batches):
         assert batch.arrived(index) is micro
         arrived = sent.arrived(index)
+        assert len(sent.memories[index]) == micro.num_bytes
         assert arrived.shape == micro.shape
         assert arrived.samples is micro.samples
         for copied, tensor in zip(arrived.tensors, micro.tensors, strict=True):

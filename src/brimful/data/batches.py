@@ -66,21 +66,24 @@ class MicroBatch:
             samples=self.samples,
         )
 
-    def in_one_memory(self, *, pinned: bool) -> Tensor:
-        """(B,) uint8: a copy of all tensors, one after the other. They must be on the host."""
-        memory = torch.empty(sum(map(_room, self.tensors)), dtype=torch.uint8, pin_memory=pinned)
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors in one memory, one after the other."""
+        return sum(map(_room, self.tensors))
+
+    def write(self, memory: Tensor) -> None:
+        """Copies all tensors, which must be on the host as it is, into (num_bytes,) uint8."""
         room, start = memory.numpy(), 0
         for tensor in self.tensors:
             room[start : start + tensor.nbytes] = tensor.numpy().reshape(-1).view(np.uint8)
             start += _room(tensor)
-        return memory
 
     def over(self, memory: Tensor) -> MicroBatch:
-        """The same layout on what is in a memory such as `in_one_memory` makes, anywhere.
+        """The same layout on a memory that `write` has filled, or a copy of it anywhere.
 
         Its tensors are no views of one: a model that writes into one of its inputs has not changed the others.
         """
-        storage, start = memory.untyped_storage(), 0
+        storage, start = memory.untyped_storage(), memory.storage_offset()
 
         def place(tensor: Tensor) -> Tensor:
             nonlocal start
@@ -113,12 +116,23 @@ class Batch:
     num_computed: int
     memories: tuple[Tensor, ...] = ()
 
-    def sent(self, device: torch.device) -> Batch:
-        """The batch and a copy of its tensors that is on its way to a device, on the current stream: one copy a
-        micro-batch."""
-        pinned = device.type == "cuda"
-        staged = [micro.in_one_memory(pinned=pinned) for micro in self.micro_batches]
-        return replace(self, memories=tuple(memory.to(device, non_blocking=True) for memory in staged))
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors of all micro-batches in one memory."""
+        return sum(micro.num_bytes for micro in self.micro_batches)
+
+    def sent(self, device: torch.device, place: Tensor | None = None) -> Batch:
+        """The batch and a copy of its tensors that is on its way to a device, one copy on the current stream.
+
+        place: uint8 there, of `num_bytes` at least, that the copy is made in; without it, in a new one.
+        """
+        staged = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        parts = [micro.num_bytes for micro in self.micro_batches]
+        for micro, part in zip(self.micro_batches, staged.split(parts), strict=True):
+            micro.write(part)
+        if place is None:
+            place = torch.empty(len(staged), dtype=torch.uint8, device=device)
+        return replace(self, memories=place[: len(staged)].copy_(staged, non_blocking=True).split(parts))
 
     def arrived(self, index: int) -> MicroBatch:
         """One micro-batch with its tensors where it was sent, or on the host if it was not."""

@@ -1,5 +1,7 @@
 """Batches staged ahead of the step: built in a thread, pinned, copied on a side stream. The step never waits for input
 that could have been ready; where it did wait, `wait_s` says how long.
+
+On a GPU they take turns in a few places of one size, so that a run takes no more memory the further it goes.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from brimful.data.augment import Augmenter, Encoded, worker_errors
 from brimful.data.batches import Batch, Layout, Order, make_batch
@@ -23,6 +27,8 @@ from brimful.tasks.task import Task
 
 #: Batches that wait, staged, for the step.
 _AHEAD = 3
+#: Places on a GPU: of those that wait, of the one being staged, and of the one that the step was given.
+_PLACES = _AHEAD + 2
 
 
 class Source:
@@ -89,8 +95,19 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Memory on a GPU that one batch after another is copied into. free: when what reads the last one is done; None
+    while there was none."""
+
+    memory: Tensor | None = None
+    free: torch.cuda.Event | None = None
+
+
 class Feed:
     """Iterates over staged batches on the device. Use as a context manager: leaving it ends the thread.
+
+    A batch's tensors on a GPU are there for what is queued on the current stream until the next batch is asked for.
 
     wait_s: seconds the consumer has waited for a batch that was not ready.
     """
@@ -100,6 +117,10 @@ class Feed:
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=_AHEAD)
         self._ended = threading.Event()
         self._stream = _copy_stream(device) if device.type == "cuda" else None
+        self._places: queue.SimpleQueue[_Place] = queue.SimpleQueue()
+        for _ in range(_PLACES):
+            self._places.put(_Place())
+        self._room = 0
         self._thread = threading.Thread(target=self._stage, name="brimful-feed", daemon=True)
         self._over = False
         self.wait_s = 0.0
@@ -115,6 +136,8 @@ class Feed:
                 self._ready.get_nowait()
             except queue.Empty:
                 self._thread.join(0.01)
+        if self._stream is not None:  # what comes into the memory of places is copied after what still reads them
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def __iter__(self) -> Iterator[Batch]:
         while not self._over:
@@ -126,18 +149,28 @@ class Feed:
                 if item is None:
                     return
                 raise item
-            batch, event = item
-            if event is not None:
-                torch.cuda.current_stream(self._device).wait_event(event)
-                # What was filled on another stream stays until what is queued on this one is done with it.
-                for memory in batch.memories:
-                    memory.record_stream(torch.cuda.current_stream(self._device))
-            yield batch
+            batch, place, copied = item
+            if place is None:
+                yield batch
+                continue
+            torch.cuda.current_stream(self._device).wait_event(copied)
+            try:
+                yield batch
+            finally:
+                free = torch.cuda.Event()
+                free.record(torch.cuda.current_stream(self._device))
+                self._places.put(replace(place, free=free))
 
     def _stage(self) -> None:
         try:
             for batch in self._source.batches(*self._range):
-                if not self._put(self._to_device(batch)):
+                if self._stream is None:
+                    staged: Any = (batch, None, None)
+                elif (place := self._next_place()) is None:
+                    return
+                else:
+                    staged = self._to_device(batch, place, self._stream)
+                if not self._put(staged):
                     return
             self._put(None)
         except BaseException as error:  # the consumer's to raise
@@ -152,10 +185,26 @@ class Feed:
                 continue
         return False
 
-    def _to_device(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
-        if self._stream is None:
-            return batch, None
-        with torch.cuda.stream(self._stream):
-            sent, event = batch.sent(self._device), torch.cuda.Event()
-            event.record(self._stream)
-        return sent, event
+    def _next_place(self) -> _Place | None:
+        """None if the feed was left meanwhile."""
+        while not self._ended.is_set():
+            try:
+                return self._places.get(timeout=0.1)
+            except queue.Empty:
+                continue
+        return None
+
+    def _to_device(
+        self, batch: Batch, place: _Place, stream: torch.cuda.Stream
+    ) -> tuple[Batch, _Place, torch.cuda.Event]:
+        """Sends a batch to a place, made larger if a batch has been larger than it."""
+        self._room = max(self._room, batch.num_bytes)
+        memory = place.memory
+        with torch.cuda.stream(stream):
+            if place.free is not None:
+                stream.wait_event(place.free)
+            if memory is None or len(memory) < self._room:
+                memory = torch.empty(self._room, dtype=torch.uint8, device=self._device)
+            sent, copied = batch.sent(self._device, memory), torch.cuda.Event()
+            copied.record(stream)
+        return sent, _Place(memory), copied
