@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import brimful
+from brimful.hardware.memory import MemoryWatch
 from gpu.word_models import save_word_model
 
 pytestmark = pytest.mark.gpu
@@ -57,6 +58,14 @@ def test_learns(inputs: tuple[Path, Path], tmp_path: Path, precision: str, execu
     assert run.peak_bytes.allocated is not None
     assert run.peak_bytes.nvml is not None
     assert run.peak_bytes.allocated <= (run.peak_bytes.reserved or 0) < run.peak_bytes.nvml
+
+
+def test_peaks_are_not_of_what_came_before() -> None:
+    torch.empty(1 << 30, dtype=torch.uint8, device="cuda")  # freed, and kept by torch's allocator
+    before = torch.cuda.memory_reserved()
+    found = MemoryWatch(torch.device("cuda")).peak()
+    assert found.reserved is not None
+    assert found.reserved <= before - (1 << 30)
 
 
 def test_padded_and_split_learn_the_same(inputs: tuple[Path, Path], tmp_path: Path) -> None:

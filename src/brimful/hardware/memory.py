@@ -10,7 +10,7 @@ from brimful.core.records import PeakMemory
 
 
 class MemoryWatch:
-    """Peaks on one device since it was made. On a CPU all are unknown.
+    """Peaks on one device since it was made, of what is in use by then and comes to it. On a CPU all are unknown.
 
     torch keeps its own peaks; the driver's is the highest of the readings, and `look` takes one. What torch has
     reserved it gives back only when told to, so a reading after a step has that step's peak.
@@ -20,6 +20,7 @@ class MemoryWatch:
         self._device = device
         self._nvml_bytes: int | None = None
         if device.type == "cuda":
+            torch.cuda.empty_cache()  # kept from what the process did before
             torch.cuda.reset_peak_memory_stats(device)
 
     def look(self) -> None:
