@@ -59,7 +59,7 @@ class Session:
 
     def __init__(self, arguments: argparse.Namespace, script: str, *, gpu: bool = True) -> None:
         self.arguments, self._script = arguments, script
-        self.call = time.strftime("%Y%m%dT%H%M%S")
+        self.call = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
         self.nvml = Nvml(wanted=gpu)
         self._environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         if not gpu:

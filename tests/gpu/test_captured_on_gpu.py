@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,8 +16,9 @@ from transformers import AutoModelForSequenceClassification, BertConfig, Deberta
 from brimful.core.records import LabelSpace
 from brimful.data.batches import Batch, Order, PackedLayout
 from brimful.data.feed import Feed, Source
-from brimful.data.packing import choose_budgets
+from brimful.data.packing import Budgets, choose_budgets
 from brimful.data.tokens import Tokens
+from brimful.hardware.capture import capture
 from brimful.models.execution import PackedExecution, PackedForm
 from brimful.step.captured import CapturedStep
 from brimful.step.step import Step, make_schedule
@@ -97,7 +99,7 @@ def make_step(
         ExecutionMode(value="compiled", reason="a test").apply(execution, fused=fused, note=pytest.fail)
     options: dict[str, Any] = {"max_grad_norm": 1.0, "seed": 3}
     if kind is CapturedStep:
-        options |= {"fused": compiled and fused, "note": pytest.fail}
+        options |= {"most_tokens": 8192, "fused": compiled and fused, "note": pytest.fail}
     space = LabelSpace(task="single_label", names=("a", "b", "c"), values={"a": 0, "b": 1, "c": 2})
     return kind(
         execution,
@@ -206,6 +208,63 @@ def test_a_non_finite_step_is_not_applied() -> None:
         embedding[token] = saved
     assert all(torch.equal(a, b) for a, b in zip(before, step.update.parameters, strict=True))
     assert step.run(batches[6].sent(GPU)).read().applied
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "fused"])
+def test_graphs_of_many_shapes_share_the_memory_of_the_largest(compiled: bool) -> None:
+    """Captured from the smallest to the largest, of which none would fit in what the one before took."""
+
+    def pool_bytes(*budgets: int) -> int:
+        step: Any = make_step(CapturedStep, dropout=0.1, compiled=compiled)
+        batches = source(8192, batch_size=64)
+        for budget in budgets:
+            batches.layout = dataclasses.replace(  # type: ignore[type-var]
+                batches.layout, budgets=Budgets(tokens=(budget,), fill=1.0)
+            )
+            batch = next(iter(batches.batches(0, 1))).sent(GPU)
+            for _ in range(2):  # eagerly, and captured
+                step.run(batch).read()
+        assert step.num_graphs == len(budgets)
+        segments = torch.cuda.memory_snapshot()
+        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(step._pool))
+
+    assert pool_bytes(*range(4800, 8001, 400)) < 1.5 * pool_bytes(8000)
+
+
+def test_garbage_of_a_capture_waits_for_its_end() -> None:
+    """A graph among it: freed within the capture, it would make it fail."""
+    x, other, graph = torch.ones(8, device=GPU), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with capture(other):
+        x.mul(3)
+    other.replay()
+    with capture(graph):
+        cycle: list[Any] = [other]
+        cycle.append(cycle)
+        del cycle, other
+        y = x + 1
+        made = [[] for _ in range(100_000)]  # so many that Python would look for garbage
+    graph.replay()
+    assert len(made) == 100_000
+    assert gc.isenabled()
+    assert y.tolist() == [2.0] * 8
+
+
+def test_a_refused_capture_leaves_the_device_as_it_was() -> None:
+    stream = torch.cuda.current_stream()
+    torch.manual_seed(2)
+    with pytest.raises((RuntimeError, torch.AcceleratorError)), capture(torch.cuda.CUDAGraph()):
+        torch.rand(8, device=GPU).tolist()
+    assert torch.cuda.current_stream() == stream
+    assert torch.cuda.initial_seed() == 2
+    torch.manual_seed(1)
+    expected = torch.rand(8, device=GPU).tolist()
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph):
+        drawn = torch.rand(8, device=GPU)
+    torch.manual_seed(1)
+    graph.replay()
+    assert drawn.tolist() == expected
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])

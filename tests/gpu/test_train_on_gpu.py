@@ -61,6 +61,7 @@ def test_learns(inputs: tuple[Path, Path], tmp_path: Path, precision: str, execu
 
 
 def test_peaks_are_not_of_what_came_before() -> None:
+    torch.cuda.empty_cache()
     torch.empty(1 << 30, dtype=torch.uint8, device="cuda")  # freed, and kept by torch's allocator
     before = torch.cuda.memory_reserved()
     found = MemoryWatch(torch.device("cuda")).peak()

@@ -154,6 +154,11 @@ class Layout(Protocol):
         """(inputs, members, slots) of each micro-batch; members are indices into `ids`, in slot order."""
         ...
 
+    @property
+    def most_tokens(self) -> int:
+        """Of a micro-batch, padding counted."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
@@ -193,6 +198,11 @@ class PackedLayout:
             found.append((inputs, members, shape.num_slots))
         return found
 
+    @property
+    def most_tokens(self) -> int:
+        """The largest budget."""
+        return self.budgets.tokens[-1]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedLayout:
@@ -226,6 +236,11 @@ class PaddedLayout:
             for start in range(0, len(members), rows):
                 found.append(self._rows(ids, types, members[start : start + rows], rows, length))
         return found
+
+    @property
+    def most_tokens(self) -> int:
+        """As many as a micro-batch may have, or a whole batch of the longest rows where it is not split."""
+        return self.num_tokens if self.split else self.num_rows * self.lengths[-1]
 
     def _rows(
         self,

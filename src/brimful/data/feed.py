@@ -107,7 +107,8 @@ class _Place:
 class Feed:
     """Iterates over staged batches on the device. Use as a context manager: leaving it ends the thread.
 
-    A batch's tensors on a GPU are there for what is queued on the current stream until the next batch is asked for.
+    A batch's tensors on a GPU are there for what is queued on the current stream until the next batch is asked for, or
+    the iterator is dropped.
 
     wait_s: seconds the consumer has waited for a batch that was not ready.
     """

@@ -99,7 +99,13 @@ def build(
     arguments = (execution, prepared.task, optimizer, precision, schedule)
     settings: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "seed": options.seed, "halves": proof.halves}
     step = (
-        CapturedStep(*arguments, fused=mode.compiled and kernels.fused, note=listener.warning, **settings)
+        CapturedStep(
+            *arguments,
+            most_tokens=layout.most_tokens,
+            fused=mode.compiled and kernels.fused,
+            note=listener.warning,
+            **settings,
+        )
         if mode.captured
         else Step(*arguments, **settings)
     )

@@ -146,16 +146,13 @@ def _lengths(micro: MicroBatch) -> list[int]:
 
 def _limits(built: Built, num_tokens: int) -> Limits:
     device, precision = built.step.device, built.precision
-    limits = measure_limits(
+    return measure_limits(
         device,
         precision.dtype,
         shapes=token_matrices(built.model) or {},
         num_tokens=num_tokens,
         datasheet_flops_per_s=_datasheet(device, precision),
     )
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return limits
 
 
 def _datasheet(device: torch.device, precision: Precision) -> float | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from brimful.core.profile import Limits
+from brimful.hardware.capture import capture
 
 #: Sides of the square product: large enough to fill the device, small enough to take milliseconds.
 _SIDE = {"cuda": 8192, "cpu": 1024}
@@ -101,15 +102,14 @@ def median_seconds(
     repeats = max(1, min(_MOST_REPEATS, int(within_s / _TRIALS / max(once, 1e-7))))
     trials = _TRIALS if once < within_s else 1
     if device.type == "cuda" and replayed:
-        replay = _captured(device, call, repeats)
+        replay = _captured(call, repeats)
         return statistics.median(_trial(device, replay, 1) for _ in range(trials)) / repeats
     return statistics.median(_trial(device, call, repeats) for _ in range(trials))
 
 
-def _captured(device: torch.device, call: Callable[[], object], repeats: int) -> Callable[[], None]:
+def _captured(call: Callable[[], object], repeats: int) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize(device)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with capture(graph):
         for _ in range(repeats):
             call()
     graph.replay()

@@ -3,7 +3,8 @@
 One graph per shape runs a whole step where the batch is a single micro-batch. Otherwise one graph per shape runs
 `accumulate`, and one for all runs `update`; the number of micro-batches enters no graph. A shape runs eagerly when it
 is first met, which also warms up what capture must not (compilation, library handles, optimizer states), and is
-captured when it comes again. Graphs share one memory pool.
+captured when it comes again. Graphs share one memory pool, as large as the largest shape needs: the first one takes it
+in one piece, because blocks cut to one shape do not fit the next.
 
 Kernels of fused layers are compiled together before the first step, whose gradient is computed once for nothing.
 
@@ -22,8 +23,9 @@ import torch
 from torch import Tensor
 
 from brimful.data.batches import Batch, MicroBatch, Shape
+from brimful.hardware.capture import capture
 from brimful.step.fused_update import MOST_GRAPHS
-from brimful.step.step import Pending, Step, generator_of
+from brimful.step.step import Pending, Step
 
 #: Graphs at most. A packed run has at most a dozen shapes.
 _MOST_GRAPHS = MOST_GRAPHS // 2
@@ -51,13 +53,16 @@ class _Graph:
 class CapturedStep(Step):
     """`Step` with the same results, launched as graphs, for batches that were sent to its device.
 
-    fused: whether layers are compiled, around our attention. note: called once with the reason if capture turns out to
-    be impossible; the step then goes on eagerly.
+    most_tokens: of a micro-batch, padding counted. fused: whether layers are compiled, around our attention. note:
+    called once with the reason if capture turns out to be impossible; the step then goes on eagerly.
     """
 
-    def __init__(self, *arguments: Any, fused: bool, note: Callable[[str], None], **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, most_tokens: int, fused: bool, note: Callable[[str], None], **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
-        self._kernels_wait, self._note = fused, note
+        self._most_tokens, self._kernels_wait, self._note = most_tokens, fused, note
+        self._eager_tokens = self._eager_bytes = 0
         self._pool = torch.cuda.graph_pool_handle()
         self._met: set[Shape] = set()
         self._graphs: dict[Shape, _Graph] = {}
@@ -76,8 +81,10 @@ class CapturedStep(Step):
             self._kernels_wait = False
             self.compile_kernels(batch)
         self._met.update(new)
-        if new or not self._possible:
+        if not self._possible:
             return super().run(batch)
+        if new:
+            return self._first(batch)
         try:
             return self._whole(batch, shapes[0]) if len(shapes) == 1 else self._pieces(batch, shapes)
         except _CannotCapture as refusal:  # before anything of this batch was computed
@@ -91,6 +98,21 @@ class CapturedStep(Step):
         self._graphs.clear()
         self._met.clear()
         super().load_state_tensors(tensors)
+
+    def _first(self, batch: Batch) -> Pending:
+        """Runs a batch with a new shape eagerly; before there are graphs, sees how much memory the largest takes."""
+        tokens = max(micro.inputs.num_tokens for micro in batch.micro_batches)
+        torch.cuda.empty_cache()  # what the shape before has left does not fit this one
+        if self._graphs or tokens <= self._eager_tokens:
+            return super().run(batch)
+        before = self._idle_bytes()
+        pending = super().run(batch)
+        self._eager_tokens, self._eager_bytes = tokens, max(self._idle_bytes() - before, 0)
+        return pending
+
+    def _idle_bytes(self) -> int:
+        """What torch keeps and nothing uses: after a step, what was used on the way."""
+        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
     def _whole(self, batch: Batch, shape: Shape) -> Pending:
         graph = self._graphs.get(("whole", shape))
@@ -144,29 +166,28 @@ class CapturedStep(Step):
         """Records `compute`, which works on what is in `memory`. Nothing is computed: the first replay does that."""
         if len(self._graphs) >= _MOST_GRAPHS:
             raise _CannotCapture(f"there are more than {_MOST_GRAPHS} shapes")
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()  # what eager steps kept cannot be used by the graphs' pool: give it back first
+        graph, room = torch.cuda.CUDAGraph(), self._room()
         try:
-            # thread_local: the feed's thread goes on allocating and copying meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with capture(graph, self._pool):
+                torch.empty(room, dtype=torch.uint8, device=self.device)  # and gives it to the pool
                 rows_S, readings = compute()
         except (RuntimeError, torch.AcceleratorError) as refusal:
-            torch.cuda.synchronize(self.device)
-            _leave_capture(self.device)
             raise _CannotCapture(str(refusal).splitlines()[0][:200]) from refusal
         kept = self.update.captured()
         self._graphs[name] = _Graph(graph=graph, memory=memory, rows_S=rows_S, readings=readings, kept=kept)
         return self._graphs[name]
 
+    def _room(self) -> int:
+        """Bytes that the first graph takes for all; none where that is more than there is."""
+        if self._graphs or not self._eager_tokens:
+            return 0
+        room = self._eager_bytes * self._most_tokens // self._eager_tokens
+        torch.cuda.empty_cache()
+        return room if room < torch.cuda.mem_get_info(self.device)[0] else 0
+
 
 class _CannotCapture(Exception):  # noqa: N818  (caught where it is raised)
     """The model does on the host, or waits for, what a graph cannot hold."""
-
-
-def _leave_capture(device: torch.device) -> None:
-    """Gives the generator a state that does not believe, after a capture that failed, to be in it still."""
-    generator_of(device).graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
 
 
 def _copy(batch: Batch, index: int) -> tuple[Tensor, MicroBatch]:

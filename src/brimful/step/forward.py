@@ -20,6 +20,7 @@ from torch import Tensor
 
 from brimful.data.packing import Piece, cut_window
 from brimful.data.tokens import Tokens
+from brimful.hardware.capture import capture
 from brimful.kernels.layout import PackedInputs, PackedShape, Segments
 from brimful.kernels.together import compiled_together
 from brimful.models.execution import Execution
@@ -132,14 +133,12 @@ class PackedForward:
     def _capture(self, shape: Shape, with_types: bool, size: int) -> _Graph | None:
         static = torch.zeros(size, dtype=torch.int32, device=self.precision.device)
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(static.device)
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with capture(graph, self._pool):
                 logits_SC = self._compute(static, shape, with_types)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, torch.AcceleratorError) as refusal:
-            torch.cuda.synchronize(static.device)
             self._possible = False
             self._note(f"the pass runs without graphs: {str(refusal).splitlines()[0][:200]}")
             return None

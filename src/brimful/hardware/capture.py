@@ -1,0 +1,45 @@
+"""Recording a CUDA graph in a process that goes on working beside it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """Records what the block launches on the current device into `graph`; none of it is computed.
+
+    pool: of `torch.cuda.graph_pool_handle`, for graphs that share memory; without it, the graph's memory is its own.
+
+    Other threads may go on allocating and copying. Garbage waits until the end: another graph that is freed meanwhile,
+    such as one of an earlier run in the process, would make the capture fail. As torch has it, there is one capture at
+    a time in a process.
+
+    Raises RuntimeError or torch.AcceleratorError where something in the block cannot be captured. The device, its
+    current stream and its generator can then be used again, the latter from its seed on.
+    """
+    collected, stream = gc.isenabled(), torch.cuda.current_stream()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    except (RuntimeError, torch.AcceleratorError):
+        torch.cuda.set_stream(stream)
+        torch.cuda.synchronize()
+        _leave_capture()
+        raise
+    finally:
+        if collected:
+            gc.enable()
+
+
+def _leave_capture() -> None:
+    """Gives the generator a state that does not believe, after a capture that failed, to be in it still."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    new = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    generator.graphsafe_set_state(new.graphsafe_get_state())
