@@ -21,6 +21,7 @@ _EMPTY = dataclasses.replace(PROFILE.rates, fill=0.5)
     [
         (PROFILE, "contractions take 50.0 % of the step, at 88.9 % of what the same products reach alone: about"),
         (changed(rates=_BEATEN), "the step was faster than the limits measured just before it"),
+        (changed(rates=_BEATEN, recipe=execution("compiled", "asked for")), "at 133.3 % of what the same"),
         (changed(rates=_EMPTY), "; 50.0 % of the computed tokens are padding"),
         (changed({"optimizer": 0.01}), "optimizer takes 54.1 % of the step, at 50.0 % of the rate of a copy"),
         (changed({"attention": 0.05}), "attention takes 84.7 % of the step"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from brimful.core.profile import Profile
+from brimful.core.records import Lever
 from brimful.core.units import share_text
 
 #: Share of the step from which idle time is what there is to talk about.
@@ -35,8 +36,12 @@ def reading_of(profile: Profile) -> str:
 
 
 def _beaten(profile: Profile) -> bool:
-    rates, limits = profile.rates, profile.limits
-    pairs = [(rates.contraction_flops_per_s, limits.model_matmul_flops_per_s), (rates.mfu, 1.0)]
+    rates, limits, execution = profile.rates, profile.limits, _execution(profile)
+    # Compiled steps run gradients of weights beside those of activations, which products one after another are slower
+    # than where one of them does not fill the GPU.
+    beside = execution is not None and execution.value == "compiled"
+    products = limits.matmul_flops_per_s if beside else limits.model_matmul_flops_per_s
+    pairs = [(rates.contraction_flops_per_s, products), (rates.mfu, 1.0)]
     return any(rate is not None and limit is not None and rate > _BEATEN * limit for rate, limit in pairs)
 
 
@@ -47,11 +52,15 @@ def _why_idle(profile: Profile) -> str:
         return "it waits for batches that are not ready (--num-workers, where there is a --transform)"
     if profile.recipe.device == "CPU":
         return "outside torch's operators, in Python: they are too small for it not to matter"
-    execution = next((lever for lever in profile.recipe.levers if lever.name == "execution"), None)
+    execution = _execution(profile)
     if time.host_s >= 0.8 * time.mean_s and execution is not None and execution.value == "eager":
         said = f"the GPU waits for the host, which launches {profile.num_kernels:,.0f} kernels one by one"
         return f"{said}: use --execution captured" if execution.reason == "asked for" else f"{said}: {execution.reason}"
     return f"between kernels; the host is busy with launching for {share_text(time.host_s / time.mean_s)} of the step"
+
+
+def _execution(profile: Profile) -> Lever | None:
+    return next((lever for lever in profile.recipe.levers if lever.name == "execution"), None)
 
 
 def _how_fast(profile: Profile, part: str) -> str:
