@@ -108,6 +108,21 @@ def test_shapes_are_few_and_within_the_budget(lengths: list[int]) -> None:
     assert len(UNSPLIT.arrange(sequences(lengths), None)) == 1
 
 
+FEW_ROWS = dataclasses.replace(PADDED, num_rows=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "most"),
+    [(PACKED, 96), (PADDED, 64), (UNSPLIT, 600), (FEW_ROWS, 60)],
+    ids=["packed", "padded", "unsplit", "few rows"],
+)
+@given(lengths=lengths_of_a_batch)
+def test_the_most_tokens_of_a_micro_batch(layout: Layout, most: int, lengths: list[int]) -> None:
+    lengths = lengths[:2] if layout is FEW_ROWS else lengths
+    assert layout.most_tokens == most
+    assert all(inputs.num_tokens <= most for inputs, _, _ in layout.arrange(sequences(lengths), None))
+
+
 def _slot(inputs: Any, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     if isinstance(inputs, PackedInputs):
         place = slice(int(inputs.first_S[slot]), int(inputs.last_S[slot]) + 1)

@@ -239,8 +239,9 @@ class PaddedLayout:
 
     @property
     def most_tokens(self) -> int:
-        """As many as a micro-batch may have, or a whole batch of the longest rows where it is not split."""
-        return self.num_tokens if self.split else self.num_rows * self.lengths[-1]
+        """Of a whole batch of the longest rows, if it is not split where that is too many."""
+        whole = self.num_rows * self.lengths[-1]
+        return min(whole, max(self.num_tokens, self.lengths[-1])) if self.split else whole
 
     def _rows(
         self,

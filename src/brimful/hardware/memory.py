@@ -13,7 +13,8 @@ class MemoryWatch:
     """Peaks on one device since it was made, of what is in use by then and comes to it. On a CPU all are unknown.
 
     torch keeps its own peaks; the driver's is the highest of the readings, and `look` takes one. What torch has
-    reserved it gives back only when told to, so a reading after a step has that step's peak.
+    reserved it gives back only when told to. While shapes are first met and captured it is, so that the driver's peak
+    may be of later steps, and below what was reserved.
     """
 
     def __init__(self, device: torch.device) -> None:

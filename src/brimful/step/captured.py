@@ -3,8 +3,8 @@
 One graph per shape runs a whole step where the batch is a single micro-batch. Otherwise one graph per shape runs
 `accumulate`, and one for all runs `update`; the number of micro-batches enters no graph. A shape runs eagerly when it
 is first met, which also warms up what capture must not (compilation, library handles, optimizer states), and is
-captured when it comes again. Graphs share one memory pool, as large as the largest shape needs: the first one takes it
-in one piece, because blocks cut to one shape do not fit the next.
+captured when it comes again. Graphs share one memory pool. The first one takes as much as the largest shape will need,
+to judge by what an eager step took, in one piece: blocks cut to one shape do not fit the next.
 
 Kernels of fused layers are compiled together before the first step, whose gradient is computed once for nothing.
 
@@ -178,12 +178,12 @@ class CapturedStep(Step):
         return self._graphs[name]
 
     def _room(self) -> int:
-        """Bytes that the first graph takes for all; none where that is more than there is."""
+        """Bytes that the first graph takes for all; none where that is much of what there is, and might not fit."""
         if self._graphs or not self._eager_tokens:
             return 0
         room = self._eager_bytes * self._most_tokens // self._eager_tokens
         torch.cuda.empty_cache()
-        return room if room < torch.cuda.mem_get_info(self.device)[0] else 0
+        return room if 2 * room < torch.cuda.mem_get_info(self.device)[0] else 0
 
 
 class _CannotCapture(Exception):  # noqa: N818  (caught where it is raised)
