@@ -34,7 +34,7 @@ GPU = torch.device("cuda")
 STEPS = 40
 
 
-def source(token_budget: int, batch_size: int = 16) -> Source:
+def source(token_budget: int, batch_size: int = 16, budgets: Budgets | None = None) -> Source:
     random = np.random.default_rng(0)
     lengths = random.integers(3, 120, size=300)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -48,7 +48,7 @@ def source(token_budget: int, batch_size: int = 16) -> Source:
     order = Order(num_samples=300, batch_size=batch_size, seed=1)
     batches = [lengths[order.samples(number)] for number in range(100)]
     layout = PackedLayout(
-        budgets=choose_budgets(batches, token_budget, 128),
+        budgets=budgets or choose_budgets(batches, token_budget, 128),
         num_slots=batch_size,
         max_length=128,
         padding_id=0,
@@ -216,11 +216,8 @@ def test_graphs_of_many_shapes_share_the_memory_of_the_largest(compiled: bool) -
 
     def pool_bytes(*budgets: int) -> int:
         step: Any = make_step(CapturedStep, dropout=0.1, compiled=compiled)
-        batches = source(8192, batch_size=64)
         for budget in budgets:
-            batches.layout = dataclasses.replace(  # type: ignore[type-var]
-                batches.layout, budgets=Budgets(tokens=(budget,), fill=1.0)
-            )
+            batches = source(8192, batch_size=64, budgets=Budgets(tokens=(budget,), fill=1.0))
             batch = next(iter(batches.batches(0, 1))).sent(GPU)
             for _ in range(2):  # eagerly, and captured
                 step.run(batch).read()

@@ -1,7 +1,8 @@
 """Batches staged ahead of the step: built in a thread, pinned, copied on a side stream. The step never waits for input
 that could have been ready; where it did wait, `wait_s` says how long.
 
-On a GPU they take turns in a few places of one size, so that a run takes no more memory the further it goes.
+On a GPU they take turns in a few places, which grow to the size of the largest: a run takes no more memory the further
+it goes.
 """
 
 from __future__ import annotations
