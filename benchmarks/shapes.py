@@ -41,7 +41,7 @@ def load_tokenizer(folder: str | None, *, smoke: bool) -> Any:
     """A BERT tokenizer: of this folder, or that of the packaged MiniLM-L6."""
     from transformers import AutoTokenizer
 
-    from brimful.data.packaged import minilm
+    from brimful.data.readers.packaged import minilm
 
     return AutoTokenizer.from_pretrained(folder or str(minilm()), model_max_length=max_length(smoke))
 
@@ -69,6 +69,6 @@ def save_model(folder: Path, size: str, tokenizer: Any, make: Callable[[Any], An
 
 def packaged_rows(corpus: str) -> list[dict[str, str]]:
     """`text` and `label` of the tweets or of BBC News."""
-    from brimful.data.packaged import bbc_news, tweets
+    from brimful.data.readers.packaged import bbc_news, tweets
 
     return {"tweets": tweets, "bbc": bbc_news}[corpus]()

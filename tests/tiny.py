@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForSequenceClassification
 
-from brimful.models.execution import PackedForm, Pooling
+from brimful.models.packed.packed_forward import PackedForm, Pooling
 
 VOCABULARY = 99
 #: Longest sequence that every family here takes: more than any of their windows.

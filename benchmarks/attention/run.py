@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brimful.kernels import varlen
+from brimful.kernels.attention import varlen
 
 HEAD_DIM, LONGEST = 64, 512
 #: Mean and spread of 32 lengths, and the bounds that they are cut at.

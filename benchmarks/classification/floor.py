@@ -11,7 +11,7 @@ from rates import attending_pairs, meta_model, product_s
 from works import Pool, Work, lengths_file, model_folder, read_texts
 
 from brimful.hardware.probe import probe
-from brimful.models.anatomy import layers_of, matmul_parameters
+from brimful.models.model_stats import layers_of, matmul_parameters
 
 
 def operations(model: Any, lengths: np.ndarray) -> np.ndarray:

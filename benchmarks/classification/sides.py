@@ -21,7 +21,7 @@ from shapes import max_length
 from works import TEMPLATE, Sample, Work, model_folder
 
 import brimful
-from brimful.core.listener import Listener
+from brimful.core.callbacks import Listener
 from brimful.core.records import Recipe
 
 Settings = dict[str, Any]

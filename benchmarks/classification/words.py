@@ -17,8 +17,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # before it is imported
 import numpy as np
 from transformers import AutoTokenizer
 
-from brimful.data.packaged import bbc_news, tweets
-from brimful.data.tokens import Encoder
+from brimful.data.readers.packaged import bbc_news, tweets
+from brimful.data.tokens.encoder import Encoder
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ def measure(folder: Path, execution: str, began: float) -> None:
     now("torch, transformers, CUDA")
     import brimful
     import brimful.api
-    from brimful.core.listener import Listener, Progress
+    from brimful.core.callbacks import Listener, Progress
     from brimful.core.records import Recipe
 
     gc.enable()
@@ -69,7 +69,7 @@ def measure(folder: Path, execution: str, began: float) -> None:
 def prepare(folder: Path, tokenizer: str) -> None:
     from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-    from brimful.data.packaged import tweets
+    from brimful.data.readers.packaged import tweets
 
     BertForSequenceClassification(BertConfig(num_labels=3)).save_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder / "model")

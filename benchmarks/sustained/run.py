@@ -21,8 +21,8 @@ import pynvml
 import torch
 from torch import Tensor
 
-from brimful.kernels import gelu, gelu_product, norm
-from brimful.kernels.strips import make_strips
+from brimful.kernels.layers import dropout_add_layernorm, gelu, matmul_gelu
+from brimful.kernels.split_reduction import make_strips
 
 _SECONDS, _CALLS, _SETS = 1.5, 20, 4
 BF16 = torch.bfloat16
@@ -120,13 +120,17 @@ def layer(tokens: int, hidden: int) -> None:
         half = dtype != BF16
 
         def forward(i: int, kept: list[Tensor] = kept, half: bool = half, dtype: torch.dtype = dtype) -> Tensor:
-            return norm.fused_forward(rows[i], bias, kept[i], gain, shift, seed, 1, 1e-12, 0.1, half, dtype)[2]
+            return dropout_add_layernorm.fused_forward(
+                rows[i], bias, kept[i], gain, shift, seed, 1, 1e-12, 0.1, half, dtype
+            )[2]
 
         given = forward(0)
 
         def backward(i: int, kept: list[Tensor] = kept, given: Tensor = given) -> object:
             other = (i + 1) % _SETS
-            return norm.fused_backward(kept[other], rows[other], rows[i], bias, kept[i], gain, given, seed, 1, 0.1)
+            return dropout_add_layernorm.fused_backward(
+                kept[other], rows[other], rows[i], bias, kept[i], gain, given, seed, 1, 0.1
+            )
 
         kind, numbers = f"{tokens} x {hidden}: norm, residuals of {8 * dtype.itemsize} bits", tokens * hidden
         sustain(f"{kind}, forward", forward, moved_bytes=numbers * (2 + 2 * size + 2 * half))
@@ -161,12 +165,14 @@ def forward_layer(tokens: int, hidden: int) -> None:
     )
     sustain(
         f"{kind}: up and GELU, one kernel",
-        lambda i: gelu_product.fused(rows[i], weight, wide_bias),
+        lambda i: matmul_gelu.fused(rows[i], weight, wide_bias),
         operations=operations,
     )
     sustain(
         f"{kind}: norm without dropout",
-        lambda i: norm.fused_forward(rows[i], bias, kept[i], gain, shift, rows[i], 0, 1e-12, 0.0, False, BF16),
+        lambda i: dropout_add_layernorm.fused_forward(
+            rows[i], bias, kept[i], gain, shift, rows[i], 0, 1e-12, 0.0, False, BF16
+        ),
         moved_bytes=6 * tokens * hidden,
     )
 

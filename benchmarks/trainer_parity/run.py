@@ -46,7 +46,7 @@ def corpus(folder: Path) -> tuple[Path, Path]:
     """BBC News as train.jsonl and test.jsonl, one stratified split for all runs."""
     from sklearn.model_selection import train_test_split
 
-    from brimful.data.packaged import bbc_news
+    from brimful.data.readers.packaged import bbc_news
 
     train, test = folder / "train.jsonl", folder / "test.jsonl"
     if not test.exists():
@@ -150,7 +150,7 @@ def by_brimful(
 ) -> dict[str, Any]:
     """brimful, through its Python interface. margin: factor by which fp8 must be faster, instead of its own."""
     import brimful
-    from brimful.techniques import float8
+    from brimful.levers import float8
 
     if margin is not None:
         float8.MARGIN = margin
@@ -233,7 +233,7 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     train, test = corpus(arguments.output)
     if arguments.model is None:
-        from brimful.data.packaged import minilm
+        from brimful.data.readers.packaged import minilm
 
         arguments.model = str(minilm())
     if arguments.one:

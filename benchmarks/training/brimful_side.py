@@ -16,14 +16,14 @@ from chip import operations
 from shapes import max_length
 from works import Work, data_file, model_folder
 
-from brimful.core.listener import Listener
+from brimful.core.callbacks import Listener
 from brimful.core.options import TrainOptions
-from brimful.data.feed import Feed
-from brimful.engine.build import Built, build
-from brimful.engine.prepare import prepare
+from brimful.data.batches.prefetch import Feed
+from brimful.engine.assemble import Built, build
+from brimful.engine.training.prepare import prepare
 from brimful.hardware.probe import choose_device
-from brimful.techniques.optimizer import Optimizer
-from brimful.techniques.precision import choose_precision
+from brimful.levers.optimizer import Optimizer
+from brimful.levers.precision import choose_precision
 
 _IN_FLIGHT = 2
 #: Steps of the run that is begun and not finished: its length decides how many batches budgets are chosen from.

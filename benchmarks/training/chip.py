@@ -11,7 +11,7 @@ import torch
 from rates import attending_pairs, copy_bytes_per_s, meta_model, product_s
 from works import Work, lengths_file, model_folder
 
-from brimful.models.anatomy import layers_of, matmul_parameters
+from brimful.models.model_stats import layers_of, matmul_parameters
 
 #: AdamW in fp32 reads weight, gradient and two states, and writes all but the gradient.
 _OPTIMIZER_BYTES = 28

@@ -10,18 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from brimful.core import durable
+from brimful.core import atomic_files
+from brimful.core.callbacks import Listener
 from brimful.core.classification import Classification
 from brimful.core.errors import DiskFullError, OptionError, OutputError, printable
-from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flag, flags_of
 from brimful.core.profile import Profile
 from brimful.core.records import Run, json_text
-from brimful.data.shards import LineOutput
+from brimful.data.writers.shards import LineOutput
 from brimful.engine.classification.classifier import ModelClassifier
 from brimful.engine.classification.classify import classify_file
-from brimful.engine.profile import profile as _profile
-from brimful.engine.train import train as _train
+from brimful.engine.profiling.profile import profile as _profile
+from brimful.engine.training.train import train as _train
 from brimful.integrations.fanout import Fanout
 from brimful.reports.charts import check_charts
 from brimful.reports.classification_page import classification_page
@@ -127,7 +127,7 @@ def run_classification(options: ClassifyOptions, listener: Listener, stdout: Tex
     if options.report is not None:
         page = classification_page(record).encode()
         try:
-            durable.write_bytes(Path(options.report), page)
+            atomic_files.write_bytes(Path(options.report), page)
         except (OutputError, DiskFullError) as error:
             alone = "" if options.output is None else ": with --resume the report alone is made, here or elsewhere"
             raise type(error)(str(error), hint=f"the results are whole{alone}") from error

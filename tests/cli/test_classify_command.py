@@ -20,7 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import brimful as package
-from brimful.core import durable
+from brimful.core import atomic_files
 from brimful.core.errors import BrimfulError, DataError, DiskFullError, ModelError, OptionError, OutputError
 from commands import Brimful, Files
 from same import SCORE
@@ -91,16 +91,16 @@ def test_a_report_that_cannot_be_written_leaves_the_results(
 ) -> None:  # fmt: skip
     output, page = tmp_path / "out.csv", tmp_path / "page.html"
     words = ("classify", files.classifier, files.reviews, "--precision", "fp32", "--report", page)
-    write = durable.write_bytes
+    write = atomic_files.write_bytes
 
     def refuse_pages(path: Path, data: Any) -> None:
-        with durable.file_errors(path):
+        with atomic_files.file_errors(path):
             if path.suffix == ".html":
                 raise OSError(number, os.strerror(number))
             write(path, data)
 
     with monkeypatch.context() as patched:
-        patched.setattr(durable, "write_bytes", refuse_pages)
+        patched.setattr(atomic_files, "write_bytes", refuse_pages)
         said, on_stdout = brimful(*words, "-o", output), brimful(*words)
     assert said.code == on_stdout.code == kind.exit_code
     assert said.err.splitlines()[-1].startswith("hint: the results are whole: with --resume the report alone")

@@ -23,12 +23,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import brimful as package
+from brimful.core.callbacks import Listener
 from brimful.core.errors import Interrupted
-from brimful.core.listener import Listener
-from brimful.data.streams.parts import BLOCK_BYTES
-from brimful.engine.classification import trust
+from brimful.data.readers.streams.parts import BLOCK_BYTES
+from brimful.engine.classification import verify
 from brimful.engine.classification.runner import make_runner
-from brimful.tasks.parity import compare
+from brimful.tasks.answer_equivalence import compare
 from commands import Brimful, Files, call
 from same import SCORE, same_objects
 from tiny_files import BAD, GOOD, review, save_classifier
@@ -522,9 +522,9 @@ def test_a_launch_that_was_asked_for_gives_way_where_padded_rows_must_run(
         asked.append((precision.value, options.execution, given["packing_wanted"]))
         return make_runner(checked, dataclasses.replace(options, execution="eager"), precision, **given)
 
-    monkeypatch.setattr(trust, "make_runner", make)
+    monkeypatch.setattr(verify, "make_runner", make)
     monkeypatch.setattr(
-        trust, "compare", lambda *given, **named: dataclasses.replace(compare(*given, **named), passed=False)
+        verify, "compare", lambda *given, **named: dataclasses.replace(compare(*given, **named), passed=False)
     )
     output = tmp_path / "out.jsonl"
     said = brimful(

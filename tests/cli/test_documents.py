@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import brimful as package
-from brimful.arguments import classify_options, demo_options, help_texts, profile_options, train_options
+from brimful.cli.flags import classify_options, demo_options, help_texts, profile_options, train_options
 from brimful.core.errors import OptionError
 from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flag, flags_of
 from commands import Brimful

@@ -16,7 +16,7 @@ import brimful as package
 from brimful.core.errors import DataError, OptionError
 from brimful.core.profile import PartName, Profile
 from brimful.core.records import from_json, to_json
-from brimful.measurement import limits
+from brimful.measurement import peaks
 from commands import Brimful, Files
 
 STEPS = 3
@@ -25,9 +25,9 @@ STEPS = 3
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits are measured, on little."""
-    monkeypatch.setattr(limits, "_SECONDS", 0.005)
-    monkeypatch.setitem(limits._SIDE, "cpu", 64)
-    monkeypatch.setitem(limits._COPIED_BYTES, "cpu", 1 << 16)
+    monkeypatch.setattr(peaks, "_SECONDS", 0.005)
+    monkeypatch.setitem(peaks._SIDE, "cpu", 64)
+    monkeypatch.setitem(peaks._COPIED_BYTES, "cpu", 1 << 16)
 
 
 def profile(files: Files, **options: Any) -> Profile:

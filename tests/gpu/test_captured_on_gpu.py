@@ -14,18 +14,18 @@ import torch
 from transformers import AutoModelForSequenceClassification, BertConfig, DebertaV2Config, MPNetConfig
 
 from brimful.core.records import LabelSpace
-from brimful.data.batches import Batch, Order, PackedLayout
-from brimful.data.feed import Feed, Source
-from brimful.data.packing import Budgets, choose_budgets
-from brimful.data.tokens import Tokens
+from brimful.data.batches.batch import Batch, Order, PackedLayout
+from brimful.data.batches.packing import Budgets, choose_budgets
+from brimful.data.batches.prefetch import Feed, Source
+from brimful.data.tokens.encoder import Tokens
 from brimful.hardware.capture import capture
-from brimful.models.execution import PackedExecution, PackedForm
-from brimful.step.captured import CapturedStep
+from brimful.levers.execution import ExecutionMode
+from brimful.levers.optimizer import Optimizer
+from brimful.levers.precision import choose_precision
+from brimful.models.packed.packed_forward import PackedExecution, PackedForm
+from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.step import Step, make_schedule
 from brimful.tasks.task import SingleLabel
-from brimful.techniques.execution import ExecutionMode
-from brimful.techniques.optimizer import Optimizer
-from brimful.techniques.precision import choose_precision
 from gpu.waits import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -307,6 +307,6 @@ def test_the_fused_update_is_torchs(token_budget: int, monkeypatch: pytest.Monke
 
 def test_side_streams_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     beside = losses(make_step(CapturedStep, dropout=0.1, compiled=True), source(8192))
-    monkeypatch.setattr("brimful.step.fused_update.Overlap", lambda _: None)
+    monkeypatch.setattr("brimful.step.updates.fused_adamw.Overlap", lambda _: None)
     alone = losses(make_step(CapturedStep, dropout=0.1, compiled=True), source(8192))
     assert beside == pytest.approx(alone, rel=2e-2)  # atomic sums of embeddings differ in their last bits

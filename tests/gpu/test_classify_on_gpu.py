@@ -14,9 +14,9 @@ import torch
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, TextClassificationPipeline
 
 import brimful
-from brimful.core.listener import Listener
-from brimful.engine.classification.fleet import Fleet
-from brimful.step.forward import PackedForward
+from brimful.core.callbacks import Listener
+from brimful.engine.classification.gpu_workers import Fleet
+from brimful.step.graphs.captured_forward import PackedForward
 from gpu.waits import no_waiting
 from tiny_files import BAD, GOOD, OTHER, save_tokenizer
 

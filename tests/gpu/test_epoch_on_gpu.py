@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import brimful
-from brimful.core.listener import Listener
+from brimful.core.callbacks import Listener
 from brimful.core.options import TrainOptions
-from brimful.data.packaged import bbc_news, minilm, tweets
-from brimful.engine.build import build
+from brimful.data.readers.packaged import bbc_news, minilm, tweets
+from brimful.engine.assemble import build
 from brimful.engine.compilations import CompilationWatch
-from brimful.engine.prepare import prepare
-from brimful.engine.steady import run_steps
+from brimful.engine.profiling.timing import run_steps
+from brimful.engine.training.prepare import prepare
 from brimful.hardware.probe import choose_device
-from brimful.techniques.optimizer import Optimizer
-from brimful.techniques.precision import choose_precision
+from brimful.levers.optimizer import Optimizer
+from brimful.levers.precision import choose_precision
 
 pytestmark = pytest.mark.gpu
 

@@ -11,18 +11,19 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kernels.test_float8 import attention, layer, run, together
+
 from brimful.core.errors import BrimfulError
-from brimful.data.feed import Feed
-from brimful.kernels import blocks, float8
-from brimful.kernels.float8 import Plan, Products, Scaled, cast, columns_of, product, rows_of
-from brimful.models.proof import prove
-from brimful.step.captured import CapturedStep
+from brimful.data.batches.prefetch import Feed
+from brimful.kernels.layers import float8, postnorm_ops
+from brimful.kernels.layers.float8 import Plan, Products, Scaled, cast, columns_of, product, rows_of
+from brimful.levers.float8 import choose_float8, time_shapes
+from brimful.levers.precision import Precision, choose_precision
+from brimful.models.packed.equivalence import prove
+from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.step import Step
-from brimful.techniques.float8 import choose_float8, time_shapes
-from brimful.techniques.precision import Precision, choose_precision
 from gpu.test_captured_on_gpu import make_step, source
 from gpu.waits import no_waiting
-from kernels.test_float8 import attention, layer, run, together
 from tolerances import FLOAT8_LAYER, difference
 
 pytestmark = pytest.mark.gpu
@@ -138,7 +139,7 @@ def test_projected_attention() -> None:
 
     def ours(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         settings = (80, 30, 0.25, False, 0, 0.0, 0.0)
-        return blocks.projected_attention(x, w.chunk(3), b.chunk(3), offsets_N, 4, settings)
+        return postnorm_ops.projected_attention(x, w.chunk(3), b.chunk(3), offsets_N, 4, settings)
 
     with torch.autocast("cuda", torch.bfloat16):
         found, gradients = run_on_gpu(ours, [each.to(GPU) for each in (x, w, b)], Plan())

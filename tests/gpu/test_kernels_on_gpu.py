@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from brimful.kernels.attention import (
+from brimful.kernels.attention.dispatch import (
     Attention,
     Pattern,
     efficient_attention,
@@ -16,8 +16,8 @@ from brimful.kernels.attention import (
     triton_attention,
 )
 from brimful.kernels.layout import PackedShape, make_segments, map_tensors, with_groups
-from brimful.techniques.attention import measure_attention
-from brimful.techniques.precision import Precision
+from brimful.levers.attention import measure_attention
+from brimful.levers.precision import Precision
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from brimful.core.callbacks import Listener, Progress
 from brimful.core.errors import OptionError
-from brimful.core.listener import Listener, Progress
 from brimful.integrations.fanout import Fanout
 from brimful.integrations.tensorboard import TensorBoard
 

@@ -9,8 +9,8 @@ import pytest
 
 from brimful.core.classification import LENGTH_ENDS, Classification, Stage, Tally
 from brimful.core.records import LabelSpace, Machine, PeakMemory, Recipe, to_json
-from brimful.reports.classification import classification_text
 from brimful.reports.classification_page import classification_page
+from brimful.reports.classification_text import classification_text
 from classifications import PARITY, RECORD, changed
 from pages import Page
 

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from brimful.core.listener import Progress
+from brimful.core.callbacks import Progress
 from brimful.core.records import Lever, Recipe
-from brimful.reports.pace import Pace
+from brimful.reports.eta import Pace
 from brimful.reports.terminal import Terminal
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")

@@ -16,14 +16,14 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from brimful.kernels.attention import triton_attention
-from brimful.models import execution
-from brimful.models.execution import PackedExecution, PackedForm
+from brimful.kernels.attention.dispatch import triton_attention
+from brimful.levers.execution import ExecutionMode
+from brimful.levers.optimizer import Optimizer
+from brimful.levers.precision import Precision
+from brimful.models.packed import packed_forward
+from brimful.models.packed.packed_forward import PackedExecution, PackedForm
 from brimful.step import step as step_module
 from brimful.step.step import Step, make_schedule
-from brimful.techniques.execution import ExecutionMode
-from brimful.techniques.optimizer import Optimizer
-from brimful.techniques.precision import Precision
 from step.test_step import ROWS, TASK
 from tiny import VOCABULARY
 
@@ -59,7 +59,7 @@ class Driver:
 def main() -> None:
     driver.set_active(Driver())
     patch = pytest.MonkeyPatch()
-    patch.setattr(execution, "choose_attention", lambda *_: triton_attention)
+    patch.setattr(packed_forward, "choose_attention", lambda *_: triton_attention)
     patch.setattr(step_module, "can_fuse", lambda *_: True)
     config = BertConfig(
         vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,

@@ -18,13 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brimful.core.records import LabelSpace
-from brimful.data.batches import Batch, Layout, PackedLayout, PaddedLayout, make_batch
-from brimful.data.packing import Budgets
-from brimful.models.execution import Execution, PackedExecution, PackedForm, PaddedExecution, has_token_types
+from brimful.data.batches.batch import Batch, Layout, PackedLayout, PaddedLayout, make_batch
+from brimful.data.batches.packing import Budgets
+from brimful.levers.optimizer import Optimizer
+from brimful.levers.precision import Precision
+from brimful.models.packed.packed_forward import (
+    Execution,
+    PackedExecution,
+    PackedForm,
+    PaddedExecution,
+    has_token_types,
+)
 from brimful.step.step import Step
 from brimful.tasks.task import MultiLabel, Regression, SingleLabel, Task
-from brimful.techniques.optimizer import Optimizer
-from brimful.techniques.precision import Precision
 from plain import gradient, padded, plain_loss
 from tiny import FAMILIES, LONGEST, pair_types, sequences
 from tolerances import STEP_FP64, STEP_GEMMA, STEP_PARTLY_FP32, difference

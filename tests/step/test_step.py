@@ -18,13 +18,13 @@ from transformers import get_scheduler
 
 from brimful.core.options import ScheduleChoice
 from brimful.core.records import LabelSpace
-from brimful.data.batches import Batch, PackedLayout, PaddedLayout, make_batch
-from brimful.data.packing import Budgets
-from brimful.models.execution import Execution, PackedExecution, PackedForm, PaddedExecution
+from brimful.data.batches.batch import Batch, PackedLayout, PaddedLayout, make_batch
+from brimful.data.batches.packing import Budgets
+from brimful.levers.optimizer import Optimizer, parameter_groups
+from brimful.levers.precision import Precision
+from brimful.models.packed.packed_forward import Execution, PackedExecution, PackedForm, PaddedExecution
 from brimful.step.step import Outcome, Step, make_schedule
 from brimful.tasks.task import SingleLabel, Task
-from brimful.techniques.optimizer import Optimizer, parameter_groups
-from brimful.techniques.precision import Precision
 from plain import padded, plain_loss
 from tiny import FAMILIES, LONGEST, sequences
 from tolerances import LEARNING_RATE, RUN_LOSS_FP32, RUN_WEIGHTS_FP32, difference

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from brimful.core.records import LabelSpace
-from brimful.data.batches import Batch, MicroBatch
-from brimful.models.execution import Execution
+from brimful.data.batches.batch import Batch, MicroBatch
+from brimful.levers.optimizer import Optimizer
+from brimful.levers.precision import Precision
+from brimful.models.packed.packed_forward import Execution
 from brimful.step.step import Step
 from brimful.tasks.task import SingleLabel
-from brimful.techniques.optimizer import Optimizer
-from brimful.techniques.precision import Precision
 
 #: For each batch, whether it uses the second expert.
 USES = (False, False, True, False, False, True)

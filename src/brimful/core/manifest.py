@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from brimful.core.atomic_files import path_text
 from brimful.core.classification import Classification, Tally
-from brimful.core.durable import path_text
 from brimful.core.errors import OutputError, printable
 from brimful.core.records import from_json, json_text
 

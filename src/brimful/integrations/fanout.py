@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from brimful.core.listener import Listener, Progress
+from brimful.core.callbacks import Listener, Progress
 from brimful.core.records import Recipe, Run
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from brimful.core.callbacks import Listener, Progress
 from brimful.core.errors import OptionError
-from brimful.core.listener import Listener, Progress
 from brimful.core.records import Run
 
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 
 from brimful.core.cache import cache_path, read_cached, write_cached
-from brimful.kernels.attention import LENGTH_CLASSES, Attention, Pattern
+from brimful.kernels.attention.dispatch import LENGTH_CLASSES, Attention, Pattern
 from brimful.kernels.layout import PackedShape, Segments, make_segments, map_tensors
-from brimful.kernels.together import compiled_together
-from brimful.measurement.limits import median_seconds
+from brimful.kernels.precompile import compiled_together
+from brimful.measurement.peaks import median_seconds
 
 T = TypeVar("T")
 

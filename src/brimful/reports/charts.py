@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 from rich.cells import cell_len
 
 from brimful.core.errors import InputError, printable
-from brimful.reports.columns import fitted
 from brimful.reports.page import Markup
+from brimful.reports.text_columns import fitted
 
 #: A chart's width, its type's size, and the width of a character: in its own unit, about a pixel on a phone.
 _WIDTH, _TYPE, _CHARACTER = 400, 12, 6.8

@@ -12,7 +12,7 @@ from brimful.core.options import flag
 from brimful.core.records import Arithmetic
 from brimful.core.units import bytes_text, count_text, part_text, seconds_text, share_text
 from brimful.reports.charts import Bar, bar_chart, histogram
-from brimful.reports.classification import (
+from brimful.reports.classification_text import (
     STAGES,
     absent_text,
     concerns,

@@ -17,12 +17,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Progress as TrainingProgress
 from brimful.core.errors import printable
-from brimful.core.listener import Listener
-from brimful.core.listener import Progress as TrainingProgress
 from brimful.core.records import Arithmetic, Lever, Recipe, Run
 from brimful.core.units import bytes_text, count_text, number_text, seconds_text, share_text
-from brimful.reports.pace import Pace
+from brimful.reports.eta import Pace
 
 #: Seconds between plain progress lines where there is no terminal to draw a bar on.
 _PLAIN_EVERY_S = 10.0

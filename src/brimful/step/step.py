@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brimful.data.batches import Batch, MicroBatch
-from brimful.kernels.seeds import one_seed
-from brimful.kernels.together import compiled_together
-from brimful.models.execution import Execution
-from brimful.step.fused_update import FusedUpdate, can_fuse
-from brimful.step.update import States, Update
+from brimful.data.batches.batch import Batch, MicroBatch
+from brimful.kernels.precompile import compiled_together
+from brimful.kernels.rng import one_seed
+from brimful.levers.optimizer import Optimizer
+from brimful.levers.precision import Precision
+from brimful.models.packed.packed_forward import Execution
+from brimful.step.updates.fused_adamw import FusedUpdate, can_fuse
+from brimful.step.updates.update import States, Update
 from brimful.tasks.task import Task
-from brimful.techniques.optimizer import Optimizer
-from brimful.techniques.precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True)

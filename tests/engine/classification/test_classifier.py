@@ -20,9 +20,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import brimful as package
+from brimful.core.callbacks import Listener
 from brimful.core.errors import DataError, ModelError, OptionError
-from brimful.core.listener import Listener
-from brimful.models import reordered
+from brimful.models import onednn_prepack
 from same import SCORE, same_objects
 from tiny import FAMILIES
 from tiny_files import BAD, GOOD, review, save_base, save_classifier, save_tokenizer
@@ -332,7 +332,7 @@ def test_company_changes_a_logit_by_rounding_only(
 ) -> None:
     """A text alone, among others, in another order, among longer ones, and in micro-batches of another size; weights
     reordered as those of larger models are."""
-    monkeypatch.setattr(reordered, "_LEAST", 1)
+    monkeypatch.setattr(onednn_prepack, "_LEAST", 1)
     model = save_classifier(tmp_path, ["a", "b", "c"], family)
     long, options = [" ".join(GOOD * 15)] * 40, {"precision": precision, "packing": packing}
     with (

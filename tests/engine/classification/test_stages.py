@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from brimful.engine.classification.stages import Stages, run_stages
-from brimful.engine.predict import Done
+from brimful.engine.inference import Done
 
 
 class StageError(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from brimful.engine.classification.question import Texts
+from brimful.engine.classification.request import Texts
 from brimful.engine.classification.windows import WindowSize
 
 

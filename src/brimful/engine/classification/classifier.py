@@ -15,15 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from brimful.core.callbacks import Listener
 from brimful.core.classification import Parity
 from brimful.core.cores import num_cores
 from brimful.core.errors import OptionError, encodes, printable
-from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions
 from brimful.core.records import LabelSpace, Recipe
-from brimful.data.token_stream import TokenStream, choose_workers
-from brimful.data.tokens import Encoder
-from brimful.engine.classification.question import (
+from brimful.data.tokens.encoder import Encoder
+from brimful.data.tokens.token_stream import TokenStream, choose_workers
+from brimful.engine.classification.request import (
     Asked,
     Question,
     TextQuestion,
@@ -33,12 +33,12 @@ from brimful.engine.classification.question import (
 )
 from brimful.engine.classification.runner import Runner, check_model, make_runner
 from brimful.engine.classification.stages import Busy, Stages, run_stages
-from brimful.engine.classification.trust import plain_answers
+from brimful.engine.classification.verify import plain_answers
 from brimful.engine.classification.windows import WindowSize
 from brimful.hardware.probe import choose_device
+from brimful.levers.precision import choose_forward_precision
 from brimful.tasks.answers import answer_form, check_objects, objects
 from brimful.tasks.zero_shot import DEFAULT_TEMPLATE, Candidates, parse_labels, zero_shot_form
-from brimful.techniques.precision import choose_forward_precision
 
 #: First texts of the first call, by whose lengths kernels are chosen.
 _SAMPLE = 2048

@@ -20,19 +20,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from brimful.core.callbacks import Listener
 from brimful.core.classification import FEW_ERRORS, Classification, RowError, Tally
 from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, Interrupted, OptionError, printable
-from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions, flag
-from brimful.data.opening import COMPRESSION
-from brimful.data.place import check_output
-from brimful.data.shards import LineOutput, ShardedOutput
-from brimful.data.streams.stream import RowStream, open_stream
-from brimful.data.token_stream import TokenStream, choose_workers
-from brimful.data.tokens import Tokens
-from brimful.engine.classification.fleet import Fleet, job_of, other_gpus
-from brimful.engine.classification.question import (
+from brimful.data.readers.compression import COMPRESSION
+from brimful.data.readers.streams.stream import RowStream, open_stream
+from brimful.data.tokens.encoder import Tokens
+from brimful.data.tokens.token_stream import TokenStream, choose_workers
+from brimful.data.writers.output_path import check_output
+from brimful.data.writers.shards import LineOutput, ShardedOutput
+from brimful.engine.classification.gpu_workers import Fleet, job_of, other_gpus
+from brimful.engine.classification.request import (
     Asked,
     Question,
     TextQuestion,
@@ -42,17 +42,17 @@ from brimful.engine.classification.question import (
 )
 from brimful.engine.classification.runner import Checked, Runner, check_model
 from brimful.engine.classification.stages import Busy, Stages, run_stages
-from brimful.engine.classification.trust import Trusted, trusted_runner
+from brimful.engine.classification.verify import Trusted, trusted_runner
 from brimful.engine.classification.windows import Reading, Window, WindowSize, answered
-from brimful.engine.prepare import tell_columns
 from brimful.engine.signals import StopSignals
+from brimful.engine.training.prepare import tell_columns
 from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, num_gpus_of, probe
 from brimful.hardware.specs import datasheet_flops_per_s
-from brimful.models.anatomy import matmul_parameters
+from brimful.levers.precision import Precision, choose_forward_precision
+from brimful.models.model_stats import matmul_parameters
 from brimful.tasks.answers import answer_form
 from brimful.tasks.zero_shot import zero_shot_form
-from brimful.techniques.precision import Precision, choose_forward_precision
 
 #: Seconds of one GPU from which others help, and operations a second that it reaches, to guess them.
 _LONG_S, _REACHED = 60.0, 300e12

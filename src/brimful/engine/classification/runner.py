@@ -13,29 +13,29 @@ from typing import Any, Protocol, cast
 import numpy as np
 from torch import nn
 
+from brimful.core.callbacks import Listener
 from brimful.core.errors import ModelError, printable
-from brimful.core.listener import Listener
 from brimful.core.options import ClassifyOptions, ExecutionChoice
 from brimful.core.records import LabelSpace, Lever, Recipe
-from brimful.data.tokens import Encoder, Tokens
-from brimful.engine.build import make_layout
-from brimful.engine.predict import LayoutForward, chunks
-from brimful.engine.prepare import longest_sequence
+from brimful.data.tokens.encoder import Encoder, Tokens
+from brimful.engine.assemble import make_layout
+from brimful.engine.inference import LayoutForward, chunks
+from brimful.engine.training.prepare import longest_sequence
 from brimful.hardware.probe import device_name
-from brimful.models.anatomy import Attention, attention_of, matmul_parameters
-from brimful.models.execution import Execution, has_token_types, padding_id_of
-from brimful.models.halves import halve_linears
-from brimful.models.intake import ModelFacts, inspect_model, load_tokenizer
-from brimful.models.load import load_model
-from brimful.models.proof import prove
-from brimful.models.reordered import can_reorder, reorder_linears
-from brimful.step.forward import PackedForward
+from brimful.levers.attention import AttentionKernels, choose_kernels, padded_lever
+from brimful.levers.execution import ExecutionMode, choose_forward
+from brimful.levers.float8 import choose_float8
+from brimful.levers.packing import Packing
+from brimful.levers.precision import Precision
+from brimful.models.half_weights import halve_linears
+from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
+from brimful.models.hub.load import load_model
+from brimful.models.model_stats import Attention, attention_of, matmul_parameters
+from brimful.models.onednn_prepack import can_reorder, reorder_linears
+from brimful.models.packed.equivalence import prove
+from brimful.models.packed.packed_forward import Execution, has_token_types, padding_id_of
+from brimful.step.graphs.captured_forward import PackedForward
 from brimful.tasks.answers import label_space
-from brimful.techniques.attention import AttentionKernels, choose_kernels, padded_lever
-from brimful.techniques.execution import ExecutionMode, choose_forward
-from brimful.techniques.float8 import choose_float8
-from brimful.techniques.packing import Packing
-from brimful.techniques.precision import Precision
 
 #: Batches, filled to the budget, of texts like the first ones, by which budgets are chosen where those are few.
 _FULL_BATCHES = 4

@@ -18,11 +18,11 @@ import pyarrow.compute as pc
 from brimful.core.classification import LENGTH_ENDS, Tally
 from brimful.core.errors import OptionError
 from brimful.core.options import ClassifyOptions
-from brimful.data.columns import Columns, check_there, find_columns
-from brimful.data.examples import has_text
-from brimful.data.rows import Rows
-from brimful.data.streams.stream import Chunk
-from brimful.engine.classification.question import Asked, Question, Texts
+from brimful.data.labels.columns import Columns, check_there, find_columns
+from brimful.data.labels.examples import has_text
+from brimful.data.readers.rows import Rows
+from brimful.data.readers.streams.stream import Chunk
+from brimful.engine.classification.request import Asked, Question, Texts
 from brimful.tasks.zero_shot import Candidates
 
 #: Sequences and bytes of text of a window: on a GPU enough to fill many micro-batches of every length, and few enough

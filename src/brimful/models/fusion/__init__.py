@@ -26,8 +26,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from brimful.core.errors import printable
-from brimful.kernels import blocks, prenorm_blocks, relative
-from brimful.kernels.residuals import half_residuals, residuals_are_half
+from brimful.kernels.attention import distance_bias
+from brimful.kernels.layers import postnorm_ops, prenorm_ops
+from brimful.kernels.residual_dtype import half_residuals, residuals_are_half
 from brimful.models.fusion import postnorm, prenorm
 from brimful.models.fusion.nodes import is_parameter
 
@@ -39,9 +40,9 @@ _FREE_METHODS = {
 
 #: What computes on hidden states. Attention with a bias by distance stands beside its projections.
 _OURS: set[Any] = {
-    relative.OPERATOR, blocks.linear, blocks.linear_gelu, blocks.linear_dropout_add_norm, blocks.projected_attention,
-    blocks.embeddings_norm, prenorm_blocks.norm, prenorm_blocks.linear_add_norm, prenorm_blocks.linear_add,
-    prenorm_blocks.linear_gated, prenorm_blocks.rotary_attention,
+    distance_bias.OPERATOR, postnorm_ops.linear, postnorm_ops.linear_gelu, postnorm_ops.linear_dropout_add_norm,
+    postnorm_ops.projected_attention, postnorm_ops.embeddings_norm, prenorm_ops.norm, prenorm_ops.linear_add_norm,
+    prenorm_ops.linear_add, prenorm_ops.linear_gated, prenorm_ops.rotary_attention,
 }  # fmt: skip
 
 #: In an order in which none takes a part of another, and norms see who reads them.

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from brimful.kernels import blocks
-from brimful.kernels.embedding import MOST_TABLES
+from brimful.kernels.layers import postnorm_ops
+from brimful.kernels.layers.embedding import MOST_TABLES
 from brimful.models.fusion.nodes import (
     arguments,
     dropout_call,
@@ -44,7 +44,7 @@ def embeddings(graph: Graph, node: Node) -> None:
     replace(
         graph,
         node,
-        blocks.embeddings_norm,
+        postnorm_ops.embeddings_norm,
         ([each["input"] for each in found], [each["weight"] for each in found],
          [each["padding_idx"] for each in found], call["weight"], call["bias"], call["eps"], probability(drop)),
     )  # fmt: skip
@@ -77,7 +77,7 @@ def add_norm(graph: Graph, node: Node) -> None:
             replace(
                 graph,
                 node,
-                blocks.linear_dropout_add_norm,
+                postnorm_ops.linear_dropout_add_norm,
                 (linear["input"], linear["weight"], linear["bias"], residual, call["weight"], call["bias"],
                  call["eps"], p),
             )  # fmt: skip
@@ -91,7 +91,7 @@ def gelu(graph: Graph, node: Node) -> None:
         return
     linear = linear_call(call["input"])
     if linear is not None and linear["bias"] is not None:
-        replace(graph, node, blocks.linear_gelu, (linear["input"], linear["weight"], linear["bias"]))
+        replace(graph, node, postnorm_ops.linear_gelu, (linear["input"], linear["weight"], linear["bias"]))
 
 
 def attention(graph: Graph, node: Node) -> None:
@@ -112,7 +112,7 @@ def attention(graph: Graph, node: Node) -> None:
     replace_attention(
         graph,
         node,
-        blocks.projected_attention,
+        postnorm_ops.projected_attention,
         (found[0]["input"], [linear["weight"] for linear in found], [linear["bias"] for linear in found], offsets,
          num_heads, settings),
     )  # fmt: skip
@@ -155,4 +155,4 @@ def linear(graph: Graph, node: Node) -> None:
     """Any linear that is left."""
     call = arguments(node, torch._C._nn.linear, ("input", "weight", "bias"))
     if call is not None and node.users:
-        replace(graph, node, blocks.linear, (call["input"], call["weight"], call["bias"]))
+        replace(graph, node, postnorm_ops.linear, (call["input"], call["weight"], call["bias"]))

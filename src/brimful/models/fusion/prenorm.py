@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from brimful.kernels import prenorm_blocks
+from brimful.kernels.layers import prenorm_ops
 from brimful.models.fusion.nodes import (
     arguments,
     both_ways,
@@ -85,11 +85,11 @@ def norm(graph: Graph, node: Node) -> None:
     added = _added(total)
     with graph.inserting_before(node):
         if added is None:
-            both = graph.call_function(prenorm_blocks.norm, (total, *norm_of, found.centred))
+            both = graph.call_function(prenorm_ops.norm, (total, *norm_of, found.centred))
         else:
             linear, residual, p = added
             given = (linear["input"], linear["weight"], linear["bias"], residual, *norm_of, p, found.centred)
-            both = graph.call_function(prenorm_blocks.linear_add_norm, given)
+            both = graph.call_function(prenorm_ops.linear_add_norm, given)
         rows, stream = (graph.call_function(operator.getitem, (both, part)) for part in range(2))
     rows.meta, stream.meta = dict(node.meta), dict(total.meta)
     node.replace_all_uses_with(rows)
@@ -117,7 +117,7 @@ def linear_add(graph: Graph, node: Node) -> None:
     if added is not None:
         linear, residual, p = added
         given = (linear["input"], linear["weight"], linear["bias"], residual, p)
-        replace(graph, node, prenorm_blocks.linear_add, given)
+        replace(graph, node, prenorm_ops.linear_add, given)
 
 
 def _added(node: Any) -> tuple[dict[str, Any], Node, Any] | None:
@@ -140,7 +140,7 @@ def gated(graph: Graph, node: Node) -> None:
             continue
         end, p = _dropped(node)
         weights, biases = [each["weight"] for each in linears], [each["bias"] for each in linears]
-        replace(graph, end, prenorm_blocks.linear_gated, (linears[0]["input"], weights, biases, activation, p))
+        replace(graph, end, prenorm_ops.linear_gated, (linears[0]["input"], weights, biases, activation, p))
         return
 
 
@@ -215,7 +215,7 @@ def attention(graph: Graph, node: Node) -> None:
     replace_attention(
         graph,
         node,
-        prenorm_blocks.rotary_attention,
+        prenorm_ops.rotary_attention,
         (linears[0]["input"], [each["weight"] for each in linears], [each["bias"] for each in linears], gains, eps,
          *q.angles, node.args[3], q.num_heads, k.num_heads, q.head_dim, list(node.args[5:])),
     )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Sequences to fixed-shape micro-batches, prefetched to the device."""

@@ -1,0 +1,328 @@
+"""Samples to effective batches of fixed-shape micro-batches, in an order that is a function of (seed, epoch, position).
+
+Legend: S slots of a micro-batch, N samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from brimful.data.batches.packing import Budgets, pack
+from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
+from brimful.tasks.task import Task
+
+#: Bytes that the tensors of one memory begin at multiples of: the widest words that kernels read.
+_ALIGNMENT = 16
+#: What one graph can run on.
+Shape = tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What one forward and backward runs on.
+
+    targets_S: the task's targets, any valid value in empty slots. valid_S: (S,) bool, True where there is a sample.
+    denominator: () fp64, what the whole effective batch's loss is over. samples: dataset index of each sample, on the
+    host, in slot order.
+    """
+
+    inputs: Inputs
+    targets_S: Tensor
+    valid_S: Tensor
+    denominator: Tensor
+    samples: np.ndarray
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor, always in the same order."""
+        found: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self.map(keep)
+        return tuple(found)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The same for micro-batches that one graph can run on."""
+        return (type(self.inputs).__name__, *(tuple(tensor.shape) for tensor in self.tensors))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """A copy with `change` applied to every tensor."""
+        return MicroBatch(
+            inputs=map_tensors(self.inputs, change),
+            targets_S=change(self.targets_S),
+            valid_S=change(self.valid_S),
+            denominator=change(self.denominator),
+            samples=self.samples,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors in one memory, one after the other."""
+        return sum(map(_room, self.tensors))
+
+    def write(self, memory: Tensor) -> None:
+        """Copies all tensors, which must be on the host as it is, into (num_bytes,) uint8."""
+        room, start = memory.numpy(), 0
+        for tensor in self.tensors:
+            room[start : start + tensor.nbytes] = tensor.numpy().reshape(-1).view(np.uint8)
+            start += _room(tensor)
+
+    def over(self, memory: Tensor) -> MicroBatch:
+        """The same layout on a memory that `write` has filled, or a copy of it anywhere.
+
+        Its tensors are no views of one: a model that writes into one of its inputs has not changed the others.
+        """
+        storage, start = memory.untyped_storage(), memory.storage_offset()
+
+        def place(tensor: Tensor) -> Tensor:
+            nonlocal start
+            offset, start = start // tensor.itemsize, start + _room(tensor)
+            made = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+            made.set_(storage, offset, tensor.shape)  # type: ignore[call-overload]
+            return made
+
+        return self.map(place)
+
+
+def _room(tensor: Tensor) -> int:
+    """Bytes of a tensor in one memory with others."""
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One effective batch: what one optimizer step consumes.
+
+    number: batches consumed before it since training began. num_tokens: tokens of its sequences. num_computed: tokens
+    of its micro-batches, padding and tails counted. memories: once it was sent to a device, of each micro-batch its
+    tensors there, in one memory.
+    """
+
+    number: int
+    micro_batches: tuple[MicroBatch, ...]
+    num_samples: int
+    num_tokens: int
+    num_computed: int
+    memories: tuple[Tensor, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors of all micro-batches in one memory."""
+        return sum(micro.num_bytes for micro in self.micro_batches)
+
+    def sent(self, device: torch.device, place: Tensor | None = None) -> Batch:
+        """The batch and a copy of its tensors that is on its way to a device, one copy on the current stream.
+
+        place: uint8 there, of `num_bytes` at least, that the copy is made in; without it, in a new one.
+        """
+        staged = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        parts = [micro.num_bytes for micro in self.micro_batches]
+        for micro, part in zip(self.micro_batches, staged.split(parts), strict=True):
+            micro.write(part)
+        if place is None:
+            place = torch.empty(len(staged), dtype=torch.uint8, device=device)
+        return replace(self, memories=place[: len(staged)].copy_(staged, non_blocking=True).split(parts))
+
+    def arrived(self, index: int) -> MicroBatch:
+        """One micro-batch with its tensors where it was sent, or on the host if it was not."""
+        micro = self.micro_batches[index]
+        return micro.over(self.memories[index]) if self.memories else micro
+
+    @property
+    def samples(self) -> np.ndarray:
+        """Dataset indices of all its samples."""
+        return np.concatenate([micro.samples for micro in self.micro_batches])
+
+
+class Layout(Protocol):
+    """How the sequences of a batch are laid out in micro-batches."""
+
+    def arrange(
+        self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None
+    ) -> list[tuple[Inputs, list[int], int]]:
+        """(inputs, members, slots) of each micro-batch; members are indices into `ids`, in slot order."""
+        ...
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a micro-batch, padding counted."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLayout:
+    """Sequences end to end in rows of a few token budgets. groups: the attention kernel wants padded rows besides.
+
+    typical_length, attention: see `Segments`.
+    """
+
+    budgets: Budgets
+    num_slots: int
+    max_length: int
+    padding_id: int
+    groups: bool
+    typical_length: int | None = None
+    attention: str | None = None
+
+    def arrange(
+        self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None
+    ) -> list[tuple[Inputs, list[int], int]]:
+        """One packed row a micro-batch, as few as fit."""
+        found: list[tuple[Inputs, list[int], int]] = []
+        for budget, members in pack([len(sequence) for sequence in ids], self.budgets):
+            shape = PackedShape(
+                num_tokens=budget,
+                num_slots=min(self.num_slots, budget),
+                max_length=min(self.max_length, budget),
+                typical_length=self.typical_length,
+                attention=self.attention,
+            )
+            inputs = packed_inputs(
+                [ids[i] for i in members],
+                shape,
+                padding_id=self.padding_id,
+                types=None if types is None else [types[i] for i in members],
+                groups=self.groups,
+            )
+            found.append((inputs, members, shape.num_slots))
+        return found
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest budget."""
+        return self.budgets.tokens[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedLayout:
+    """Sequences of similar length in padded rows: for models that do not run packed.
+
+    lengths: row lengths, ascending. num_tokens: most tokens of a micro-batch, padding counted.
+    num_rows: samples of an effective batch, the most rows a micro-batch may need.
+    split: False where rows influence one another: then the whole batch is one micro-batch padded to its longest.
+    """
+
+    lengths: tuple[int, ...]
+    num_tokens: int
+    num_rows: int
+    padding_id: int
+    split: bool = True
+
+    def arrange(
+        self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None
+    ) -> list[tuple[Inputs, list[int], int]]:
+        """Rows in order of length, cut where a row would need the next longer shape or the shape is full."""
+        sizes = [len(sequence) for sequence in ids]
+        if not self.split:
+            return [self._rows(ids, types, list(range(len(ids))), len(ids), max(sizes))]
+        buckets: dict[int, list[int]] = {}
+        for index in sorted(range(len(ids)), key=lambda i: sizes[i]):
+            length = next(bucket for bucket in self.lengths if bucket >= sizes[index])
+            buckets.setdefault(length, []).append(index)
+        found = []
+        for length, members in buckets.items():
+            rows = min(self.num_rows, max(1, self.num_tokens // length), _power_of_two(len(members)))
+            for start in range(0, len(members), rows):
+                found.append(self._rows(ids, types, members[start : start + rows], rows, length))
+        return found
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a whole batch of the longest rows, if it is not split where that is too many."""
+        whole = self.num_rows * self.lengths[-1]
+        return min(whole, max(self.num_tokens, self.lengths[-1])) if self.split else whole
+
+    def _rows(
+        self,
+        ids: Sequence[np.ndarray],
+        types: Sequence[np.ndarray] | None,
+        members: list[int],
+        num_rows: int,
+        length: int,
+    ) -> tuple[Inputs, list[int], int]:
+        chosen = None if types is None else [types[i] for i in members]
+        inputs = padded_inputs([ids[i] for i in members], num_rows, length, padding_id=self.padding_id, types=chosen)
+        return inputs, members, num_rows
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def make_batch(
+    number: int,
+    samples: np.ndarray,
+    ids: Sequence[np.ndarray],
+    types: Sequence[np.ndarray] | None,
+    targets_N: np.ndarray,
+    task: Task,
+    layout: Layout,
+) -> Batch:
+    """The effective batch of these samples: their ids, token types and targets, laid out in micro-batches."""
+    micro_batches, num_computed = [], 0
+    denominator = torch.tensor(task.denominator(targets_N), dtype=torch.float64)
+    for inputs, members, num_slots in layout.arrange(ids, types):
+        targets_S = task.empty_targets(num_slots)
+        targets_S[: len(members)] = targets_N[members]
+        micro_batches.append(
+            MicroBatch(
+                inputs=inputs,
+                targets_S=torch.from_numpy(targets_S),
+                valid_S=torch.arange(num_slots) < len(members),
+                denominator=denominator,
+                samples=samples[members],
+            )
+        )
+        num_computed += inputs.num_tokens
+    return Batch(
+        number=number,
+        micro_batches=tuple(micro_batches),
+        num_samples=len(samples),
+        num_tokens=sum(len(sequence) for sequence in ids),
+        num_computed=num_computed,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Which samples each effective batch has: shuffled anew each epoch, the last batch of an epoch ragged.
+
+    A function of (seed, epoch, position) alone: there is no state to save, and resuming costs nothing.
+    """
+
+    num_samples: int
+    batch_size: int
+    seed: int
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Effective batches that an epoch has, the ragged last one counted."""
+        return -(-self.num_samples // self.batch_size)
+
+    def epoch(self, number: int) -> int:
+        """The epoch that batch `number` is in."""
+        return number // self.batches_per_epoch
+
+    def samples(self, number: int) -> np.ndarray:
+        """Dataset indices of the samples of batch `number`, counted from the beginning of training."""
+        epoch, position = divmod(number, self.batches_per_epoch)
+        order = _epoch_order(self.seed, epoch, self.num_samples)
+        return order[position * self.batch_size : (position + 1) * self.batch_size]
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
+    order = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(num_samples)
+    order.flags.writeable = False  # it is kept, and batches are views of it
+    return order

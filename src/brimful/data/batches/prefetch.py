@@ -1,0 +1,212 @@
+"""Batches staged ahead of the step: built in a thread, pinned, copied on a side stream. The step never waits for input
+that could have been ready; where it did wait, `wait_s` says how long.
+
+On a GPU they take turns in a few places, which grow to the size of the largest: a run takes no more memory the further
+it goes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from brimful.data.batches.batch import Batch, Layout, Order, make_batch
+from brimful.data.tokens.augment import Augmenter, Encoded, worker_errors
+from brimful.data.tokens.encoder import Tokens
+from brimful.tasks.task import Task
+
+#: Batches that wait, staged, for the step.
+_AHEAD = 3
+#: Places on a GPU: of those that wait, of the one being staged, and of the one that the step was given.
+_PLACES = _AHEAD + 2
+
+
+class Source:
+    """Effective batches by number: samples, ids and targets put together, still on the host.
+
+    texts: where a transform is given, what it is applied to: a function from sample indices to texts and pairs.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        targets_N: np.ndarray,
+        task: Task,
+        layout: Layout,
+        order: Order,
+        *,
+        augmenter: Augmenter | None = None,
+        texts: Callable[[np.ndarray], tuple[list[str], list[str] | None]] | None = None,
+    ) -> None:
+        self.tokens, self.targets_N, self.task, self.layout, self.order = tokens, targets_N, task, layout, order
+        self.augmenter, self._texts = augmenter, texts
+
+    def close(self) -> None:
+        """Ends the processes of a transform."""
+        if self.augmenter is not None:
+            self.augmenter.close()
+
+    def batches(self, start: int, stop: int | None) -> Iterator[Batch]:
+        """Batches from number `start` up to `stop`, without end if it is None."""
+        waiting: deque[tuple[int, Future[Encoded]]] = deque()
+        number = start
+        while stop is None or number < stop:
+            if self.augmenter is None:
+                yield self._batch(number, None)
+                number += 1
+                continue
+            while len(waiting) <= 2 * _AHEAD and (stop is None or number + len(waiting) < stop):
+                ahead = number + len(waiting)
+                waiting.append((ahead, self._submit(self.augmenter, ahead)))
+            number, future = waiting.popleft()
+            with worker_errors():
+                encoded = future.result()
+            yield self._batch(number, encoded)
+            number += 1
+
+    def _submit(self, augmenter: Augmenter, number: int) -> Future[Encoded]:
+        samples = self.order.samples(number)
+        assert self._texts is not None
+        return augmenter.submit(self.order.epoch(number), samples, *self._texts(samples))
+
+    def _batch(self, number: int, encoded: Encoded | None) -> Batch:
+        samples = self.order.samples(number)
+        if encoded is None:
+            ids, types = self.tokens.sequences(samples)
+        else:
+            ids, kinds = [e[0] for e in encoded], [e[1] for e in encoded]
+            types = [kind for kind in kinds if kind is not None] if self.tokens.types is not None else None
+        return make_batch(number, samples, ids, types, self.targets_N[samples], self.task, self.layout)
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the process, of high priority: torch hands out streams in turn, and this one must not be in a capture."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Memory on a GPU that one batch after another is copied into. free: when what reads the last one is done; None
+    while there was none."""
+
+    memory: Tensor | None = None
+    free: torch.cuda.Event | None = None
+
+
+class Feed:
+    """Iterates over staged batches on the device. Use as a context manager: leaving it ends the thread.
+
+    A batch's tensors on a GPU are there for what is queued on the current stream until the next batch is asked for, or
+    the iterator is dropped.
+
+    wait_s: seconds the consumer has waited for a batch that was not ready.
+    """
+
+    def __init__(self, source: Source, device: torch.device, *, start: int = 0, stop: int | None = None) -> None:
+        self._source, self._device, self._range = source, device, (start, stop)
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=_AHEAD)
+        self._ended = threading.Event()
+        self._stream = _copy_stream(device) if device.type == "cuda" else None
+        self._places: queue.SimpleQueue[_Place] = queue.SimpleQueue()
+        for _ in range(_PLACES):
+            self._places.put(_Place())
+        self._room = 0
+        self._thread = threading.Thread(target=self._stage, name="brimful-feed", daemon=True)
+        self._over = False
+        self.wait_s = 0.0
+
+    def __enter__(self) -> Feed:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        while self._thread.is_alive():  # the thread may be waiting for room
+            try:
+                self._ready.get_nowait()
+            except queue.Empty:
+                self._thread.join(0.01)
+        if self._stream is not None:  # what comes into the memory of places is copied after what still reads them
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def __iter__(self) -> Iterator[Batch]:
+        while not self._over:
+            began = time.perf_counter()
+            item = self._ready.get()
+            self.wait_s += time.perf_counter() - began
+            if item is None or isinstance(item, BaseException):
+                self._over = True
+                if item is None:
+                    return
+                raise item
+            batch, place, copied = item
+            if place is None:
+                yield batch
+                continue
+            torch.cuda.current_stream(self._device).wait_event(copied)
+            try:
+                yield batch
+            finally:
+                free = torch.cuda.Event()
+                free.record(torch.cuda.current_stream(self._device))
+                self._places.put(replace(place, free=free))
+
+    def _stage(self) -> None:
+        try:
+            for batch in self._source.batches(*self._range):
+                if self._stream is None:
+                    staged: Any = (batch, None, None)
+                elif (place := self._next_place()) is None:
+                    return
+                else:
+                    staged = self._to_device(batch, place, self._stream)
+                if not self._put(staged):
+                    return
+            self._put(None)
+        except BaseException as error:  # the consumer's to raise
+            self._put(error)
+
+    def _put(self, item: Any) -> bool:
+        while not self._ended.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def _next_place(self) -> _Place | None:
+        """None if the feed was left meanwhile."""
+        while not self._ended.is_set():
+            try:
+                return self._places.get(timeout=0.1)
+            except queue.Empty:
+                continue
+        return None
+
+    def _to_device(
+        self, batch: Batch, place: _Place, stream: torch.cuda.Stream
+    ) -> tuple[Batch, _Place, torch.cuda.Event]:
+        """Sends a batch to a place, made larger if a batch has been larger than it."""
+        self._room = max(self._room, batch.num_bytes)
+        memory = place.memory
+        with torch.cuda.stream(stream):
+            if place.free is not None:
+                stream.wait_event(place.free)
+            if memory is None or len(memory) < self._room:
+                memory = torch.empty(self._room, dtype=torch.uint8, device=self._device)
+            sent, copied = batch.sent(self._device, memory), torch.cuda.Event()
+            copied.record(stream)
+        return sent, _Place(memory), copied

@@ -1,0 +1,1 @@
+"""Text and label columns, and the examples they make."""

@@ -1,0 +1,205 @@
+"""Which column is the text, which its pair, which the label: as told, else by name, else by what they hold."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from brimful.core.errors import DataError, printable
+from brimful.data.readers.rows import Rows
+
+_PAIRS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("text1", "text2"),
+    ("text_a", "text_b"),
+    ("text", "text_pair"),
+    ("query", "passage"),
+    ("query", "document"),
+    ("question", "passage"),
+    ("question", "sentence"),
+    ("question", "context"),
+    ("question", "answer"),
+)
+_TEXTS = (
+    *("text", "texts", "sentence", "review", "review_text", "review_body", "content", "body", "tweet", "tweet_text"),
+    *("comment", "comment_text", "document", "message", "post", "article", "utterance", "query", "question", "prompt"),
+    *("input", "abstract", "description", "headline", "title"),
+)
+_LABELS = (
+    *("label", "labels", "class", "classes", "category", "categories", "target", "targets", "sentiment", "emotion"),
+    *("emotions", "intent", "topic", "gold_label", "coarse_label", "tag", "tags", "score", "rating", "stars", "y"),
+)
+#: Columns that number the rows: never the label, unless asked for.
+_IDS = {"", "id", "ids", "idx", "index", "guid", "uuid", "row", "unnamed: 0", "__index_level_0__"}
+_SAMPLE_ROWS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The columns to read, by name.
+
+    labels: one per output, or the one with the label; empty if there is none and none is needed.
+    reasons: why each was taken, by "text", "pair" and "label".
+    """
+
+    text: str
+    pair: str | None
+    labels: tuple[str, ...]
+    reasons: Mapping[str, str]
+
+
+def find_columns(
+    rows: Rows, *, text: str | None = None, pair: str | None = None, label: str | None = None, need_labels: bool = True
+) -> Columns:
+    """The columns of `rows` to read. Names are compared without regard to case.
+
+    text, pair, label: names given by the user; label may be several, separated by commas.
+    need_labels: False for rows to classify: then labels are those that `label` names, or none.
+
+    Raises: DataError for a name that is not there, and where no column, or more than one, can be meant.
+    """
+    reasons: dict[str, str] = {}
+    for role, given in (("text", text), ("pair", pair), ("label", label)):
+        if given is not None:
+            reasons[role] = "given"
+    labels = _given_labels(rows, label) if label is not None else ()
+    _check_given(rows, text, "--text-column")
+    _check_given(rows, pair, "--pair-column")
+    if text is None:
+        text, reasons["text"] = _find_text(rows, taken={*labels, *({pair} if pair else ())})
+    if pair is None and (pair := _find_pair(rows, text, labels)):
+        reasons["pair"] = f"the pair of {text!r} by name"
+    _check_roles(text, pair, labels)
+    if need_labels and not labels:
+        found, reasons["label"] = _find_label(rows, taken={text, pair})
+        labels = (found,)
+    return Columns(text=text, pair=pair, labels=labels, reasons=reasons)
+
+
+def _given_labels(rows: Rows, label: str) -> tuple[str, ...]:
+    """A column may have a comma in its own name."""
+    names = [label] if label in rows.table.column_names else [name.strip() for name in label.split(",")]
+    for name in names:
+        check_there(rows, name, "--label-column")
+        if names.count(name) > 1:
+            raise DataError("--label-column names a column twice", value=name, hint="name each once")
+    return tuple(names)
+
+
+def _check_given(rows: Rows, name: str | None, flag: str) -> None:
+    if name is None:
+        return
+    check_there(rows, name, flag)
+    kind = rows.table.schema.field(name).type
+    if not (pa.types.is_large_string(kind) or pa.types.is_null(kind)):
+        raise DataError(
+            f"{flag} {printable(name)} holds {printable(kind)}, not text", file=rows.name, hint=_available(rows)
+        )
+
+
+def check_there(rows: Rows, name: str, flag: str) -> None:
+    """That there is a column of this name. flag: where it was given. Raises: DataError."""
+    names = rows.table.column_names
+    if name in names:
+        return
+    by_lower = {each.lower(): each for each in names}
+    near = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=1)]
+    meant = f"did you mean '{printable(near[0])}'? " if near else ""
+    raise DataError(f"{flag}: there is no such column", file=rows.name, value=name, hint=meant + _available(rows))
+
+
+def _check_roles(text: str, pair: str | None, labels: Collection[str]) -> None:
+    if text == pair or text in labels or pair in labels:
+        raise DataError(
+            "one column cannot have two roles",
+            value=text if text == pair or text in labels else pair,
+            hint="the text, its pair and the label or labels each need a column of their own",
+        )
+
+
+def _find_text(rows: Rows, taken: Collection[str]) -> tuple[str, str]:
+    """Name and reason of the column with the text, or with the first text of a pair."""
+    texts = {_key(n): n for n in reversed(_text_columns(rows)) if n not in taken}
+    partners = {_key(name) for name in taken}
+    if "text" not in texts:
+        for first, second in _PAIRS:
+            if first in texts and (second in texts or second in partners):
+                return texts[first], f"the first of a pair with {second!r} by name"
+    for name in _TEXTS:
+        if name in texts:
+            return texts[name], "by name"
+    lengths = {name: _mean_length(rows.table[name]) for name in texts.values() if not _is_numeric(rows.table[name])}
+    if not lengths:
+        raise DataError("no column holds text", file=rows.name, hint=f"name it by --text-column; {_available(rows)}")
+    longest = max(lengths, key=lambda name: lengths[name])
+    return longest, f"the longest text, {lengths[longest]:.0f} characters on average"
+
+
+def _find_pair(rows: Rows, text: str, taken: Collection[str]) -> str | None:
+    texts = {_key(n): n for n in reversed(_text_columns(rows)) if n not in taken}
+    return next((texts[second] for first, second in _PAIRS if first == _key(text) and second in texts), None)
+
+
+def _find_label(rows: Rows, taken: Collection[str | None]) -> tuple[str, str]:
+    """Name and reason of the column with the label: by name, else the one with the fewest distinct values."""
+    left = [name for name in rows.table.column_names if name not in taken]
+    by_key = {_key(name): name for name in reversed(left)}
+    for name in _LABELS:
+        if name in by_key:
+            return by_key[name], "by name"
+    counts = {name: _num_distinct(rows.table[name]) for name in left if _key(name) not in _IDS}
+    counts = {name: count for name, count in counts.items() if count > 1}
+    fewest = [name for name, count in counts.items() if count == min(counts.values())]
+    if len(fewest) == 1:
+        return fewest[0], f"the fewest distinct values, {counts[fewest[0]]}"
+    if fewest:
+        shown = ",".join(printable(name) for name in fewest)
+        raise DataError(
+            f"{len(fewest)} columns could be the label: {shown}",
+            file=rows.name,
+            hint=f"name it: --label-column {printable(fewest[0])}, or several for one output each",
+        )
+    raise DataError("no column can be the label", file=rows.name, hint=f"name it by --label-column; {_available(rows)}")
+
+
+def _key(name: str) -> str:
+    return name.strip().lower().replace("-", "_").replace(" ", "_")
+
+
+def _text_columns(rows: Rows) -> list[str]:
+    return [field.name for field in rows.table.schema if pa.types.is_large_string(field.type)]
+
+
+def _mean_length(column: pa.ChunkedArray) -> float:
+    return pc.mean(pc.utf8_length(column.slice(0, _SAMPLE_ROWS))).as_py() or 0.0
+
+
+def _is_numeric(column: pa.ChunkedArray) -> bool:
+    """Whether all values of the sample are numbers as text; empty ones say nothing."""
+    values = pc.utf8_trim_whitespace(column.slice(0, _SAMPLE_ROWS).drop_null())
+    number = pc.match_substring_regex(values, r"^([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)?$")
+    return bool(pc.all(number, min_count=0).as_py())
+
+
+def _num_distinct(column: pa.ChunkedArray) -> int:
+    """Distinct values but null; 0 for a column of a type that no label has."""
+    kind = column.type
+    if pa.types.is_large_list(kind):
+        column, kind = pc.list_flatten(column), kind.value_type
+    plain = (pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    return int(pc.count_distinct(column).as_py()) if any(is_kind(kind) for is_kind in plain) else 0
+
+
+def _available(rows: Rows) -> str:
+    return "columns: " + ", ".join(_shown(rows.table.column_names))
+
+
+def _shown(names: Iterable[str], limit: int = 20) -> list[str]:
+    shown = [printable(name, 40) for name in names]
+    return shown if len(shown) <= limit else [*shown[:limit], f"and {len(shown) - limit} more"]

@@ -1,0 +1,251 @@
+"""Rows -> examples: what is trained and evaluated on, its split, and what it looks like.
+
+Rows without text are left out and counted. Nothing else is: duplicates and leakage are told, not removed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from brimful.core.errors import DataError
+from brimful.core.records import LabelSpace
+from brimful.data.labels.columns import Columns
+from brimful.data.labels.label_space import encode_labels
+from brimful.data.readers.rows import Rows
+
+_BINS = 10
+#: A character that is no white space of Unicode. Trimming would copy every text.
+_NOT_BLANK = r"[^\s\v\x1c-\x1f\x{85}\pZ]"
+_LENGTH_QUANTILES = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Examples:
+    """N examples in the order of their rows.
+
+    texts, pairs: (N,) large_string; pairs is None without a second column.
+    targets: as `encode_labels` gives them; None without a label space.
+    row_numbers: (N,) int64, the row of `rows` that each is.
+    """
+
+    rows: Rows
+    columns: Columns
+    space: LabelSpace | None
+    texts: pa.ChunkedArray
+    pairs: pa.ChunkedArray | None
+    targets: npt.NDArray[Any] | None
+    row_numbers: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.row_numbers)
+
+    def take(self, indices: npt.NDArray[np.int64]) -> Examples:
+        """The examples at `indices`, in that order."""
+        chosen = pa.array(indices, pa.int64())
+        return replace(
+            self,
+            texts=self.texts.take(chosen),
+            pairs=None if self.pairs is None else self.pairs.take(chosen),
+            targets=None if self.targets is None else self.targets[indices],
+            row_numbers=self.row_numbers[indices],
+        )
+
+    def place(self, index: int) -> tuple[str, int]:
+        """File and 1-based row within it of example `index`."""
+        return self.rows.place(int(self.row_numbers[index]))
+
+
+def make_examples(rows: Rows, columns: Columns, space: LabelSpace | None) -> tuple[Examples, int]:
+    """The rows that have a text (and, of pairs, both), and the number of those left out.
+
+    space: what the labels mean; None to leave them alone.
+    Raises: DataError where no row is left, and what `encode_labels` raises.
+    """
+    texts = rows.table[columns.text].cast(pa.large_string())
+    pairs = None if columns.pair is None else rows.table[columns.pair].cast(pa.large_string())
+    present = has_text(texts) if pairs is None else pc.and_(has_text(texts), has_text(pairs))
+    num_empty = len(texts) - (pc.sum(present).as_py() or 0)
+    if num_empty == len(texts):
+        raise DataError(
+            f"column {columns.text!r} has no text in any of {num_empty:,} rows",
+            file=rows.name,
+            hint="is --text-column the right one?",
+        )
+    row_numbers = np.flatnonzero(present.to_numpy()).astype(np.int64, copy=False)
+    chosen = row_numbers if num_empty else None
+    examples = Examples(
+        rows=rows,
+        columns=columns,
+        space=space,
+        texts=texts.filter(present) if num_empty else texts,
+        pairs=pairs.filter(present) if num_empty and pairs is not None else pairs,
+        targets=None if space is None else encode_labels(rows, columns, space, chosen),
+        row_numbers=row_numbers,
+    )
+    return examples, num_empty
+
+
+def split_examples(examples: Examples, share: float, seed: int) -> tuple[Examples, Examples]:
+    """Training and evaluation examples: `share` of each class to evaluate on, chosen by `seed`, each part in order.
+
+    Stratified by class, by combination of labels, or by tenth of a single regression target. Each class, and each label
+    of multi_label, keeps an example to train on.
+
+    Raises: DataError where that leaves nothing to evaluate on.
+    """
+    if share == 0:
+        return examples, examples.take(np.empty(0, np.int64))
+    strata = _strata(examples)
+    held_out = _chosen_by_stratum(strata, share, np.random.default_rng(seed))
+    targets = examples.targets
+    if targets is not None and examples.space is not None and examples.space.task == "multi_label":
+        _give_back_lone_labels(held_out, targets)
+    if not held_out.any():
+        raise DataError(
+            f"{len(examples):,} rows are too few to hold out {share:g} of them: each class keeps one to train on",
+            file=examples.rows.name,
+            hint="give more rows, other rows by --eval-data, or --eval-split 0",
+        )
+    return _part(examples, ~held_out), _part(examples, held_out)
+
+
+def describe(train: Examples, evaluation: Examples | None, empty_rows: int = 0) -> dict[str, Any]:
+    """What the examples look like, as JSON.
+
+    rows, eval_rows: examples; eval_rows is None without an evaluation. empty_rows: rows left out for want of text.
+    labels, eval_labels: examples by label; for regression target and eval_target, with min, mean and max by output.
+    duplicate_texts: training examples whose text (with its pair) stood in an earlier one.
+    eval_texts_in_train: evaluation examples whose text (with its pair) is trained on: too good a score.
+    characters: quantiles of the length of training texts, with the pair's.
+    """
+    keys = _keys(train)
+    eval_keys = None if evaluation is None else _keys(evaluation)
+    report: dict[str, Any] = {
+        "rows": len(train),
+        "eval_rows": None if evaluation is None else len(evaluation),
+        "empty_rows": empty_rows,
+        **_balance(train, ""),
+        **({} if evaluation is None else _balance(evaluation, "eval_")),
+        "duplicate_texts": len(train) - pc.count_distinct(keys).as_py(),
+        "eval_texts_in_train": None if eval_keys is None else pc.sum(pc.is_in(eval_keys, keys)).as_py() or 0,
+        "characters": _characters(train),
+    }
+    return report
+
+
+# Splitting
+
+
+def _part(examples: Examples, chosen: npt.NDArray[np.bool_]) -> Examples:
+    """The chosen ones, in order. Unlike `take`, filtering copies no text but theirs."""
+    mask = pa.array(chosen)
+    return replace(
+        examples,
+        texts=examples.texts.filter(mask),
+        pairs=None if examples.pairs is None else examples.pairs.filter(mask),
+        targets=None if examples.targets is None else examples.targets[chosen],
+        row_numbers=examples.row_numbers[chosen],
+    )
+
+
+def _strata(examples: Examples) -> npt.NDArray[np.int64]:
+    """(N,) the group of each example; every group is split in the same share."""
+    targets, space = examples.targets, examples.space
+    if targets is None or space is None or (targets.ndim > 1 and space.task == "regression"):
+        return np.zeros(len(examples), np.int64)
+    if space.task == "single_label":
+        return targets.astype(np.int64, copy=False)
+    if space.task == "regression":
+        ranks = np.argsort(np.argsort(targets, kind="stable"), kind="stable")
+        bins = _BINS if len(examples) >= 2 * _BINS else 1
+        return np.asarray(ranks * bins // max(1, len(examples)), np.int64)
+    bits = np.packbits(targets.astype(bool), axis=1)
+    _, groups, counts = np.unique(bits, axis=0, return_inverse=True, return_counts=True)
+    groups = groups.reshape(-1)
+    # Combinations that stand once would all stay in training: together they are a group of their own.
+    return np.asarray(np.where(counts[groups] == 1, len(counts), groups), np.int64)
+
+
+def _chosen_by_stratum(
+    strata: npt.NDArray[np.int64], share: float, random: np.random.Generator
+) -> npt.NDArray[np.bool_]:
+    """(N,) True for about `share` of each stratum, and for round(share * N) in all where none is used up."""
+    counts = np.bincount(strata)
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    shuffled = random.permutation(len(strata))
+    by_stratum = shuffled[np.argsort(strata[shuffled], kind="stable")]
+    place_in_stratum = np.arange(len(strata)) - np.repeat(starts, counts)
+    chosen = np.zeros(len(strata), np.bool_)
+    chosen[by_stratum] = place_in_stratum < np.repeat(_quotas(counts, share), counts)
+    return chosen
+
+
+def _quotas(counts: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.int64]:
+    """How many of each stratum to take: its share rounded down, and the rest where most was cut off. One stays."""
+    exact = counts * share
+    most = np.maximum(counts - 1, 0)
+    quotas: npt.NDArray[np.int64] = np.minimum(np.floor(exact).astype(np.int64), most)
+    missing = max(1, round(share * int(counts.sum()))) - int(quotas.sum())
+    open_strata = np.flatnonzero(quotas < most)
+    by_remainder = open_strata[np.argsort((quotas - exact)[open_strata], kind="stable")]
+    quotas[by_remainder[: max(0, missing)]] += 1
+    return quotas
+
+
+def _give_back_lone_labels(held_out: npt.NDArray[np.bool_], targets: npt.NDArray[np.float32]) -> None:
+    """Moves an example back to training for each label that only the evaluation has, in place."""
+    for label in range(targets.shape[1]):
+        having = np.flatnonzero(targets[:, label])
+        if len(having) and held_out[having].all():
+            held_out[having[0]] = False
+
+
+# Describing
+
+
+def _balance(examples: Examples, prefix: str) -> dict[str, Any]:
+    targets, space = examples.targets, examples.space
+    if targets is None or space is None:
+        return {}
+    if space.task == "regression":
+        outputs = dict(zip(space.names, targets.reshape(len(targets), -1).T, strict=True))
+        return {f"{prefix}target": {name: _spread(values) for name, values in outputs.items()}}
+    if space.task == "multi_label":
+        counts = np.count_nonzero(targets, axis=0)
+    else:
+        counts = np.bincount(targets, minlength=space.num_outputs)
+    return {f"{prefix}labels": dict(zip(space.names, counts.tolist(), strict=True))}
+
+
+def _spread(values: npt.NDArray[np.float32]) -> dict[str, float] | None:
+    if not len(values):
+        return None
+    return {"min": float(values.min()), "mean": float(values.mean(dtype=np.float64)), "max": float(values.max())}
+
+
+def _characters(examples: Examples) -> dict[str, int] | None:
+    if not len(examples):
+        return None
+    lengths = pc.utf8_length(examples.texts).to_numpy()
+    if examples.pairs is not None:
+        lengths = lengths + pc.utf8_length(examples.pairs).to_numpy()
+    quantiles = np.quantile(lengths, list(_LENGTH_QUANTILES.values()), method="higher")
+    return dict(zip(_LENGTH_QUANTILES, quantiles.astype(int).tolist(), strict=True))
+
+
+def _keys(examples: Examples) -> pa.ChunkedArray:
+    """What makes two examples the same to a model: the text, with the pair."""
+    if examples.pairs is None:
+        return examples.texts
+    return pc.binary_join_element_wise(examples.texts, examples.pairs, pa.scalar("\0", pa.large_string()))
+
+
+def has_text(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    """(N,) bool: whether each is there and not all white space."""
+    return pc.match_substring_regex(texts, _NOT_BLANK).fill_null(False)

@@ -1,0 +1,175 @@
+"""One label column as text, as lists of text or as numbers, with the place of each value for errors.
+
+A label is compared as text: 1, 1.0 and "1" are one label, and so are true and "true". Whole columns are worked on at
+once by Arrow; Python loops over distinct values at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from brimful.core.errors import DataError, printable
+from brimful.data.readers.rows import Rows
+
+IS_IT_RIGHT = "is --label-column the right one?"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LabelColumn:
+    """The column `name` of `rows`, or its part at row_numbers (N,)."""
+
+    rows: Rows
+    name: str
+    row_numbers: npt.NDArray[np.int64] | None = None
+
+    @cached_property
+    def values(self) -> pa.ChunkedArray:
+        """As the rows have it."""
+        column = self.rows.table[self.name]
+        return column if self.row_numbers is None else column.take(pa.array(self.row_numbers))
+
+    @property
+    def holds_lists(self) -> bool:
+        return bool(pa.types.is_large_list(self.values.type))
+
+    @cached_property
+    def texts(self) -> pa.ChunkedArray:
+        """(N,) labels as text; null where a row has none: empty, blank, or not finite among numbers."""
+        return self._as_texts(self.values)
+
+    @cached_property
+    def distinct(self) -> pa.Array:
+        """The distinct `texts`, in order of appearance."""
+        return pc.unique(self.texts).drop_null()
+
+    @cached_property
+    def elements(self) -> pa.ChunkedArray:
+        """The labels in all lists after one another, as text."""
+        return self._as_texts(pc.list_flatten(self.values))
+
+    @cached_property
+    def owners(self) -> npt.NDArray[np.int64]:
+        """Which of the N lists each of `elements` stands in."""
+        lengths = pc.list_value_length(self.values).fill_null(0).to_numpy()
+        return np.repeat(np.arange(len(lengths)), lengths)
+
+    def bits(self, num_outputs: int | None = None) -> npt.NDArray[np.float32] | None:
+        """(N, C) of lists that each hold a 0 or 1 for each of C >= 2 labels (num_outputs, if known); else None."""
+        lengths, kind = pc.unique(pc.list_value_length(self.values)), self.values.type.value_type
+        size = lengths[0].as_py() if len(lengths) == 1 else None
+        if size is None or size < 2 or num_outputs not in (None, size) or not _is_numeric(kind):
+            return None
+        bits = _as_floats(pc.list_flatten(self.values))
+        return bits.astype(np.float32).reshape(-1, size) if np.isin(bits, (0, 1)).all() else None
+
+    def numbers(self, *, gaps: bool = False) -> npt.NDArray[np.float32]:
+        """(N,) the values as numbers. gaps: whether a row may have none, which is NaN then.
+
+        Raises: DataError for what is no number, not finite in float32, or missing.
+        """
+        kind = self.values.type
+        if pa.types.is_large_string(kind):
+            exact = self._parsed_numbers()
+        elif _is_numeric(kind):
+            exact = _as_floats(self.values)
+        else:
+            raise self.error(f"holds {printable(kind)}, not numbers")
+        with np.errstate(over="ignore"):
+            numbers = exact.astype(np.float32)
+        bad = np.isinf(numbers) if gaps else ~np.isfinite(numbers)
+        if bad.any():
+            first = int(bad.argmax())
+            hint = "give the row a number or remove it"
+            raise self.error_at(first, "holds no finite number", self.values[first].as_py(), hint)
+        return numbers
+
+    def check_present(self) -> None:
+        """Raises DataError for the first row without a label."""
+        if not self.holds_lists:
+            absent = self.texts.is_null()
+        else:
+            absent = self.values.is_null()
+            if self.elements.null_count:
+                owner = int(self.owners[pc.index(self.elements.is_null(), True).as_py()])
+                raise self.error_at(owner, "has a list with an empty label", hint="give it a label or remove the row")
+        first = pc.index(absent, True).as_py()
+        if first >= 0:
+            raise self.error_at(first, "has no label", hint="give the row a label or remove it")
+
+    def error(self, what: str, hint: str = IS_IT_RIGHT, value: object = None) -> DataError:
+        """The error about the whole column."""
+        return DataError(f"column '{printable(self.name)}' {what}", file=self.rows.name, value=value, hint=hint)
+
+    def error_at(self, index: int, what: str, value: object = None, hint: str | None = None) -> DataError:
+        """The error about row `index` of the N."""
+        row = index if self.row_numbers is None else int(self.row_numbers[index])
+        file, number = self.rows.place(row)
+        return DataError(f"column '{printable(self.name)}' {what}", file=file, row=number, value=value, hint=hint)
+
+    def _as_texts(self, column: pa.ChunkedArray) -> pa.ChunkedArray:
+        kind = column.type
+        if pa.types.is_large_string(kind):
+            return _tidy_numbers(_without_blanks(column))
+        if pa.types.is_floating(kind):
+            column = pc.if_else(pc.is_finite(column), column, pa.scalar(None, kind))
+            countable = pc.less(pc.abs(column), 2.0**53)  # beyond, floats and integers are not one to one
+            whole = pc.all(pc.and_(pc.equal(column, pc.round(column)), countable), min_count=0).as_py()
+            return (column.cast(pa.int64()) if whole else column).cast(pa.large_string())
+        if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):
+            return column.cast(pa.large_string())
+        raise self.error(f"holds {printable(kind)}, which cannot be a label")
+
+    def _parsed_numbers(self) -> npt.NDArray[Any]:
+        texts = _without_blanks(self.values)
+        distinct = pc.unique(texts).drop_null()
+        parsed = parse_numbers(distinct)
+        if parsed is None:
+            wrong = next(value for value in distinct if parse_numbers(pa.array([value], texts.type)) is None)
+            raise self.error_at(pc.index(texts, wrong).as_py(), "holds no number", wrong.as_py(), IS_IT_RIGHT)
+        places = pc.index_in(texts, distinct).fill_null(len(distinct)).to_numpy()
+        return np.asarray(np.append(parsed, np.nan)[places])
+
+
+def parse_numbers(texts: pa.Array) -> npt.NDArray[np.float64] | None:
+    """Texts as numbers, `true` and `false` as 1 and 0; None if one of them is no number."""
+    texts = pc.utf8_trim_whitespace(texts)
+    try:
+        return np.asarray(texts.cast(pa.float64()).to_numpy(zero_copy_only=False))
+    except pa.ArrowInvalid:
+        flags = pc.index_in(pc.utf8_lower(texts), pa.array(["false", "true"], texts.type))
+    return None if flags.null_count else np.asarray(flags.cast(pa.float64()).to_numpy(zero_copy_only=False))
+
+
+def _is_numeric(kind: pa.DataType) -> bool:
+    return any(is_kind(kind) for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
+
+
+def _as_floats(column: pa.ChunkedArray) -> npt.NDArray[Any]:
+    """Numbers or booleans as float64, NaN for null."""
+    numeric = column.cast(pa.int8()) if pa.types.is_boolean(column.type) else column
+    return np.asarray(numeric.cast(pa.float64(), safe=False).fill_null(float("nan")).to_numpy())
+
+
+def _without_blanks(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    return pc.if_else(pc.equal(pc.utf8_trim_whitespace(texts), ""), pa.scalar(None, texts.type), texts)
+
+
+def _tidy_numbers(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    """In a column of nothing but numbers, `nan` and `inf` become null, and 1.0 becomes 1 where all are written so."""
+    distinct = pc.unique(texts).drop_null()
+    numbers = parse_numbers(distinct)
+    if numbers is None:
+        return texts
+    finite = np.isfinite(numbers)
+    if not finite.all():
+        unusable = pc.is_in(texts, distinct.filter(pa.array(~finite)))
+        texts = pc.if_else(unusable, pa.scalar(None, texts.type), texts)
+    whole = pc.match_substring_regex(distinct.filter(pa.array(finite)), r"^-?\d+\.0+$")
+    return pc.replace_substring_regex(texts, r"\.0+$", "") if pc.all(whole, min_count=0).as_py() else texts

@@ -1,0 +1,218 @@
+"""Label columns -> what the outputs of a classifier mean, and the target of each row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from brimful.core.errors import DataError, printable
+from brimful.core.options import TaskChoice
+from brimful.core.records import LabelSpace, TaskName
+from brimful.data.labels.columns import Columns
+from brimful.data.labels.label_columns import IS_IT_RIGHT, LabelColumn, parse_numbers
+from brimful.data.labels.label_sets import detect_sets, known_sets, num_bits
+from brimful.data.readers.rows import Rows
+
+_MOST_NUMBERED_CLASSES = 50
+_MOST_CLASSES = 1000
+
+
+def detect_labels(rows: Rows, columns: Columns, task: TaskChoice = "auto") -> LabelSpace:
+    """What the label columns of the training rows mean.
+
+    auto: several columns of 0 and 1, lists, and texts such as `a|b` are multi_label. Several other numeric columns, or
+    one with numbers that are not whole or with more than 50 distinct ones, are regression. The rest is single_label.
+    Names are sorted, by number where all are whole numbers.
+
+    Raises: DataError for a single class, and for values that are neither classes nor numbers.
+    """
+    if not columns.labels:
+        raise DataError("there is no label column", file=rows.name, hint="name it by --label-column")
+    if len(columns.labels) > 1:
+        return _detect_several([LabelColumn(rows=rows, name=name) for name in columns.labels], task)
+    column = LabelColumn(rows=rows, name=columns.labels[0])
+    if column.holds_lists:
+        if task not in ("auto", "multi_label"):
+            raise column.error(f"holds lists, which are no {task}", "leave --task out, or name another --label-column")
+        return _classes(column, "multi_label", _names_in_lists(column))
+    if len(column.distinct) == 0:
+        raise column.error("has no values")
+    if task in ("auto", "multi_label") and (names := _names_in_sets(column, asked=task == "multi_label")):
+        return _classes(column, "multi_label", names)
+    if task == "regression" or (task == "auto" and _are_amounts(column.distinct)):
+        column.numbers(gaps=True)
+        return LabelSpace(task="regression", names=(column.name,))
+    if len(column.distinct) > max(_MOST_CLASSES, rows.num_rows / 2):
+        count = f"{len(column.distinct):,} distinct values in {rows.num_rows:,} rows"
+        raise column.error(f"looks like neither a class nor a number: {count}", value=column.distinct[0].as_py())
+    return _classes(column, "single_label", column.distinct.to_pylist())
+
+
+def encode_labels(
+    rows: Rows, columns: Columns, space: LabelSpace, row_numbers: npt.NDArray[np.int64] | None = None
+) -> npt.NDArray[Any]:
+    """The target of each row: single_label int64 (N,); multi_label float32 (N, C); regression float32 (N,) or (N, K).
+
+    row_numbers: (N,) the rows to encode; None for all.
+    Raises: DataError with file and row for a label that is missing, not finite, or not in `space`.
+    """
+    named = [LabelColumn(rows=rows, name=name, row_numbers=row_numbers) for name in columns.labels]
+    if space.task == "regression" and len(named) == space.num_outputs:
+        numbers = [column.numbers() for column in named]
+        return numbers[0] if len(numbers) == 1 else np.stack(numbers, axis=1)
+    if space.task == "multi_label" and len(named) > 1 and set(columns.labels) == set(space.values):
+        return _encode_flags(sorted(named, key=lambda column: space.values[column.name]))
+    if space.task == "regression" or len(named) != 1:
+        raise DataError(
+            f"the label columns do not fit the {space.num_outputs} outputs",
+            file=rows.name,
+            value=", ".join(columns.labels),
+            hint=f"the outputs are {_listed(space.names)}: name their columns by --label-column",
+        )
+    (column,) = named
+    if space.task == "multi_label":
+        return _encode_lists(column, space) if column.holds_lists else _encode_sets(column, space)
+    if column.holds_lists:
+        raise column.error("holds lists, and the task is single_label")
+    column.check_present()
+    return _outputs(column, column.texts, space)
+
+
+# What the labels are
+
+
+def _detect_several(columns: Sequence[LabelColumn], task: TaskChoice) -> LabelSpace:
+    names = tuple(column.name for column in columns)
+    if task == "single_label":
+        raise columns[0].error("is one of several label columns: they cannot be one label", "use --task multi_label")
+    not_flags = [column for column in columns if not _holds_flags(column)]
+    if task == "regression" or (task == "auto" and not_flags):
+        return LabelSpace(task="regression", names=names)
+    if not_flags:
+        raise not_flags[0].error("holds more than 0 and 1, for no and yes", "use --task regression")
+    return LabelSpace(task="multi_label", names=names, values={name: index for index, name in enumerate(names)})
+
+
+def _holds_flags(column: LabelColumn) -> bool:
+    numbers = column.numbers(gaps=True)
+    return bool(np.isin(numbers[~np.isnan(numbers)], (0, 1)).all())
+
+
+def _classes(column: LabelColumn, task: TaskName, classes: Iterable[str]) -> LabelSpace:
+    names = sorted(classes)
+    if all(re.fullmatch(r"-?[0-9]+", name) for name in names):
+        names.sort(key=int)
+    if not names:
+        raise column.error("has no label in any row")
+    if task == "single_label" and len(names) == 1:
+        raise column.error("has one class only", f"a classifier needs two or more: {IS_IT_RIGHT}", names[0])
+    return LabelSpace(task=task, names=tuple(names), values={name: index for index, name in enumerate(names)})
+
+
+def _names_in_lists(column: LabelColumn) -> list[str]:
+    bits = column.bits()
+    if bits is not None:
+        return _numbered(bits.shape[1])
+    names: list[str] = pc.unique(column.elements).drop_null().to_pylist()
+    if pa.types.is_floating(column.values.type.value_type) and _are_amounts(pa.array(names, pa.large_string())):
+        raise column.error("holds lists of amounts", "for several numbers per row, give each its own column")
+    return names
+
+
+def _names_in_sets(column: LabelColumn, *, asked: bool) -> list[str] | None:
+    """The labels in a column of texts that stand for several; None if they do not look so."""
+    may_be_sets = pc.match_substring_regex(column.distinct, r"^\s*\[|[|;]")
+    if not asked and not pc.any(may_be_sets, min_count=0).as_py():
+        return None
+    sets = detect_sets(column.distinct.to_pylist(), asked=asked)
+    if sets is None:
+        return None
+    return _numbered(num_bits(sets)) or list({label for several in sets.values() for label in several})
+
+
+def _numbered(count: int) -> list[str]:
+    return [str(index) for index in range(count)]
+
+
+def _are_amounts(distinct: pa.Array) -> bool:
+    numbers = parse_numbers(distinct)
+    if numbers is None:
+        return False
+    return len(numbers) > _MOST_NUMBERED_CLASSES or bool((numbers != np.round(numbers)).any())
+
+
+# Targets
+
+
+def _encode_flags(columns: Sequence[LabelColumn]) -> npt.NDArray[np.float32]:
+    """(N, C) of C columns of 0 and 1."""
+    flags = []
+    for column in columns:
+        numbers = column.numbers()
+        wrong = ~np.isin(numbers, (0, 1))
+        if wrong.any():
+            first = int(wrong.argmax())
+            said, shown = "says whether the row has this label, by 0 or 1", column.values[first].as_py()
+            raise column.error_at(first, said, shown, "write 1 for yes, 0 for no")
+        flags.append(numbers)
+    return np.stack(flags, axis=1)
+
+
+def _encode_lists(column: LabelColumn, space: LabelSpace) -> npt.NDArray[np.float32]:
+    """(N, C) with 1 where the list of a row has the label."""
+    column.check_present()
+    if _is_numbered(space) and (bits := column.bits(space.num_outputs)) is not None:
+        return bits
+    targets = np.zeros((len(column.values), space.num_outputs), np.float32)
+    targets[column.owners, _outputs(column, column.elements, space, column.owners)] = 1
+    return targets
+
+
+def _encode_sets(column: LabelColumn, space: LabelSpace) -> npt.NDArray[np.float32]:
+    """(N, C) with 1 where the text of a row stands for the label. An empty text stands for none."""
+    if column.values.null_count:
+        column.check_present()
+    sets = known_sets(column.distinct.to_pylist(), space.values)
+    by_bits = _is_numbered(space) and num_bits(sets) == space.num_outputs
+    targets_of_sets = np.zeros((len(sets) + 1, space.num_outputs), np.float32)
+    for place, (value, labels) in enumerate(sets.items()):
+        if by_bits:
+            targets_of_sets[place] = [float(bit) for bit in labels]
+            continue
+        for label in labels:
+            if label not in space.values:
+                raise _unknown(column, pc.index(column.texts, value).as_py(), label, space)
+            targets_of_sets[place, space.values[label]] = 1
+    places = pc.index_in(column.texts, column.distinct).fill_null(len(sets)).to_numpy()
+    return np.asarray(targets_of_sets[places])
+
+
+def _outputs(
+    column: LabelColumn, texts: pa.ChunkedArray, space: LabelSpace, owners: npt.NDArray[np.int64] | None = None
+) -> npt.NDArray[np.int64]:
+    """Index of the output of each label; owners: the row of each, where a row can have several."""
+    found = pc.index_in(texts, pa.array(list(space.values), pa.large_string()))
+    if found.null_count:
+        first = pc.index(found.is_null(), True).as_py()
+        raise _unknown(column, first if owners is None else int(owners[first]), texts[first].as_py(), space)
+    outputs = np.fromiter(space.values.values(), np.int64, len(space.values))
+    return np.asarray(outputs[found.to_numpy()])
+
+
+def _is_numbered(space: LabelSpace) -> bool:
+    return list(space.values) == _numbered(space.num_outputs)
+
+
+def _unknown(column: LabelColumn, index: int, label: str, space: LabelSpace) -> DataError:
+    return column.error_at(index, "has an unknown label", label, f"the labels are {_listed(list(space.values))}")
+
+
+def _listed(names: Sequence[str], limit: int = 20) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(printable(name, 40) for name in names[:limit]) + more

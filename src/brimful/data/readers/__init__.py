@@ -1,0 +1,1 @@
+"""Rows of files, pipes and hub data sets."""

@@ -1,0 +1,164 @@
+"""What a user calls their data -> where its rows are: files of a folder, of a glob, or a name on the hub."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from brimful.core.errors import DataError, printable
+from brimful.data.readers.compression import first_line
+from brimful.data.readers.formats import KINDS, is_data_file
+from brimful.data.readers.hub import looks_like_hub_name
+from brimful.data.writers.output_path import is_manifest
+
+_SPLIT = re.compile(r"(train|test|valid|validation|val|dev|eval)(?![a-z])")
+
+
+@dataclass(frozen=True)
+class Location:
+    """A file of rows; a .txt file, which is the text of one row of the class `label`; or a data set of the hub.
+
+    path: the file, or the name on the hub. otherwise: for a name on the hub, what else the user may have meant.
+    """
+
+    path: str
+    label: str | None = None
+    otherwise: str | None = None
+
+
+def locate(spec: str) -> list[Location]:
+    """Where the rows of `spec` are, in the order of the files' names. What can be given: `sources.read_rows` says.
+
+    Raises: DataError for what is not there, and for a folder without data or with several splits.
+    """
+    if not spec:
+        raise DataError("the data has no name", hint="give a file, a folder or a hub name")
+    return _locate(str(Path(spec).expanduser()) if spec.startswith("~") else spec)
+
+
+@contextlib.contextmanager
+def refusals(spec: str) -> Iterator[None]:
+    """Makes a DataError of what the system says when files of `spec` may not be read."""
+    try:
+        yield
+    except OSError as error:
+        file = str(error.filename or spec)
+        said = f"cannot be read ({error.strerror or first_line(error)})"
+        raise DataError(said, file=file, hint="may this user read it?") from error
+
+
+def _locate(spec: str) -> list[Location]:
+    if Path(spec).exists():
+        return _in_path(spec)
+    if any(character in spec for character in "*?["):
+        return _in_glob(spec)
+    otherwise = _nearest(spec)
+    if is_data_file(spec) or not looks_like_hub_name(spec):
+        raise DataError("there is no such file or folder", value=spec, hint=otherwise)
+    return [Location(spec, otherwise=otherwise)]
+
+
+def _in_path(path: str) -> list[Location]:
+    return _in_folder(path) if Path(path).is_dir() else [Location(path)]
+
+
+def _in_glob(pattern: str) -> list[Location]:
+    anchor = Path(pattern).anchor
+    try:
+        found = list(Path(anchor).glob(str(Path(pattern).relative_to(anchor))))
+    except ValueError as error:
+        said = f"cannot be read as a pattern ({first_line(error)})"
+        raise DataError(said, value=pattern, hint='give a file, a folder, or a glob such as "data/*.csv"') from error
+    matches = sorted(str(path) for path in found if not path.name.startswith(".") and not is_manifest(path))
+    if not matches:
+        raise DataError("no file has a name like this", value=pattern, hint=_nearest(pattern))
+    return [location for match in matches for location in _in_path(match)]
+
+
+def _in_folder(folder: str) -> list[Location]:
+    inside = sorted(path for path in Path(folder).iterdir() if not path.name.startswith("."))
+    names = [path.name for path in inside]
+    if "dataset_dict.json" in names:
+        return _in_saved(_train_split(folder))
+    if "state.json" in names:
+        return _in_saved(folder)
+    classes = [path for path in inside if path.is_dir() and any(path.glob("*.txt"))]
+    if classes:
+        return [Location(str(text), path.name) for path in classes for text in sorted(path.glob("*.txt"))]
+    files = [str(path) for path in inside if path.is_file() and is_data_file(path.name) and not is_manifest(path)]
+    if not files:
+        raise DataError("the folder holds no data", file=folder, hint=_hint_empty(folder, inside))
+    _check_one_split(folder, files)
+    return [Location(file) for file in files]
+
+
+def _in_saved(folder: str) -> list[Location]:
+    """A folder by `datasets.Dataset.save_to_disk`: state.json names its Arrow files in order."""
+    state = _json_of(Path(folder) / "state.json")
+    try:
+        files = [str(Path(folder) / each["filename"]) for each in state["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise DataError("does not name its files", file=f"{folder}/state.json", hint="save the data again") from error
+    if not files:
+        raise DataError("has no rows", file=folder, hint="it needs rows of texts: is it the right file?")
+    return [Location(file) for file in files]
+
+
+def _train_split(folder: str) -> str:
+    state = _json_of(Path(folder) / "dataset_dict.json")
+    splits = state.get("splits", []) if isinstance(state, dict) else []
+    if "train" in splits or len(splits) == 1:
+        return str(Path(folder) / ("train" if "train" in splits else splits[0]))
+    hint = f"give one of them: {_shown(f'{folder}/{split}' for split in splits)}" if splits else "save it again"
+    raise DataError("has no split called train", file=folder, hint=hint)
+
+
+def _json_of(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError("is not JSON", file=str(path), hint="save the data again") from error
+
+
+def _check_one_split(folder: str, files: list[str]) -> None:
+    """Training and test rows side by side are not one data set."""
+    splits: dict[str, str] = {}
+    for file in files:
+        if found := _SPLIT.match(Path(file).name.lower()):
+            splits.setdefault(found.group(1), file)
+    if len(splits) > 1:
+        first = splits.get("train", files[0])
+        raise DataError(
+            f"the folder holds several splits: {', '.join(sorted(splits))}",
+            file=folder,
+            hint=f"give one of them, as {_shown([first])}, or a glob",
+        )
+
+
+def _hint_empty(folder: str, inside: list[Path]) -> str:
+    folders = [f"{folder}/{path.name}" for path in inside if path.is_dir()]
+    if folders:
+        return f"give one of its folders: {_shown(folders)}"
+    return f"it can hold {KINDS}, or one sub-folder of .txt files per class"
+
+
+def _nearest(path: str) -> str:
+    """What the user may have meant by a path that is not there."""
+    folder = Path(path).parent
+    while not folder.is_dir():
+        path, folder = str(folder), folder.parent
+    near = difflib.get_close_matches(Path(path).name, sorted(each.name for each in folder.iterdir()), n=3)
+    if near:
+        return f"did you mean {_shown((str(folder / name) for name in near), ' or ')}?"
+    return f"nothing in the folder {_shown([str(folder.absolute())])} has a similar name"
+
+
+def _shown(names: Iterable[str], between: str = ", ") -> str:
+    return between.join(printable(name) for name in itertools.islice(names, 5))

@@ -1,0 +1,180 @@
+"""What a stream of rows is made of: parts, which give their rows piece by piece, and say which could not be read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+
+from brimful.core.errors import DataError, printable
+from brimful.data.readers.compression import first_line, not_utf8
+from brimful.data.readers.formats import tidy
+
+#: Most rows of a table from files that say how many rows they have.
+BATCH_ROWS = 16_384
+#: About the most bytes that are read at a time.
+BLOCK_BYTES = 4 << 20
+
+_FILES_AT_A_TIME = 256
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows of a part. first_row: rows of the part before it. faults: what is wrong with a row of it."""
+
+    first_row: int
+    table: pa.Table
+    faults: Mapping[int, str] = field(default_factory=dict)
+
+
+#: Rows, and what is wrong with a row of them.
+RowsRead = tuple[pa.Table, dict[int, str]]
+
+
+class Part(ABC):
+    """Rows that are read together, mostly those of one file.
+
+    files: the part's. size_bytes: how much there is to read, None for a pipe. num_rows: None where only reading tells.
+    share: how much was read, 0 to 1, where num_rows is None. schema: of all its tables.
+    """
+
+    files: Sequence[str]
+    size_bytes: int | None
+    num_rows: int | None = None
+    share: float = 0.0
+    schema: pa.Schema
+
+    @abstractmethod
+    def pieces(self, start: int) -> Iterator[Piece]:
+        """The rows in order, from `start` or from any row before it on."""
+
+    @property
+    def always(self) -> frozenset[str]:
+        """The columns that all rows have, as far as was looked."""
+        return frozenset(self.schema.names)
+
+    @property
+    def seen(self) -> frozenset[str]:
+        """The columns that any row has, as far as was looked."""
+        return frozenset(self.schema.names)
+
+    def peek(self) -> Piece | None:
+        """The first piece that has rows."""
+        return next((piece for piece in self.pieces(0) if piece.table.num_rows), None)
+
+    def place(self, row: int) -> tuple[str, int]:
+        """File, and 1-based row within it, of the part's 0-based `row`."""
+        return self.files[0], row + 1
+
+    def notes(self) -> list[str]:
+        """What was decided or left out so far, for the user."""
+        return []
+
+
+def batch_rows(num_bytes: int, num_rows: int) -> int:
+    """Rows to read at a time of `num_rows` that take `num_bytes`: about a block of them."""
+    return min(BATCH_ROWS, max(1, BLOCK_BYTES * num_rows // max(1, num_bytes)))
+
+
+def in_order(tables: Iterable[RowsRead]) -> Iterator[Piece]:
+    """Tables with their faults as pieces, from row 0 on."""
+    row = 0
+    for table, faults in tables:
+        yield Piece(row, table, faults)
+        row += table.num_rows
+
+
+def refit(table: pa.Table, fit: Callable[[pa.Table], pa.Table], refusal: type[Exception]) -> RowsRead:
+    """`fit(table)`; where that is refused because of some rows, their values that cannot be had are null, with why.
+
+    fit: works on each column by itself, and on any rows of a table. refusal: what it raises of values.
+    """
+    tables: list[pa.Table] = []
+    faults: dict[int, str] = {}
+    parts = [(0, table)]
+    while parts:
+        first_row, part = parts.pop()
+        try:
+            tables.append(fit(part))
+        except refusal:
+            if part.num_rows > 1:
+                half = part.num_rows // 2
+                parts += [(first_row + half, part.slice(half)), (first_row, part.slice(0, half))]
+            else:
+                row, faults[first_row] = _refit_row(part, fit, refusal)
+                tables.append(row)
+    return (pa.concat_tables(tables).combine_chunks() if faults else tables[0]), faults
+
+
+def _refit_row(row: pa.Table, fit: Callable[[pa.Table], pa.Table], refusal: type[Exception]) -> tuple[pa.Table, str]:
+    columns: dict[str, pa.ChunkedArray] = {}
+    faults: list[str] = []
+    for name in row.column_names:
+        alone = row.select([name])
+        try:
+            columns[name] = fit(alone)[name]
+        except refusal as error:
+            faults.append(f"column '{printable(name)}' {first_line(error)}")
+            columns[name] = pa.nulls(1, fit(alone.schema.empty_table()).schema.field(name).type)
+    return pa.table(columns), faults[0]
+
+
+def tidy_rows(table: pa.Table, file: str | None = None) -> pa.Table:
+    """`tidy` for rows of a stream, which are written again: decimals keep their digits."""
+    return tidy(table, file, decimals=True)
+
+
+def unread_row(schema: pa.Schema) -> pa.Table:
+    """One row of nulls."""
+    return pa.table([pa.nulls(1, kind) for kind in schema.types], schema=schema)
+
+
+def said(message: str, value: object) -> str:
+    """What is wrong with a row, with the value that shows it."""
+    return str(DataError(message, value=value))
+
+
+class TablePart(Part):
+    """Rows of a table that is in memory or mapped into it."""
+
+    def __init__(self, name: str, table: pa.Table) -> None:
+        self.files, self.size_bytes, self.num_rows = (name,), table.nbytes, table.num_rows
+        self._table = table
+        self.schema = tidy_rows(table.schema.empty_table(), name).schema
+
+    def pieces(self, start: int) -> Iterator[Piece]:
+        step = batch_rows(self._table.nbytes, self._table.num_rows)
+        for row in range(start, self._table.num_rows, step):
+            yield Piece(row, *refit(self._table.slice(row, step), tidy_rows, DataError))
+
+
+class TextFilesPart(Part):
+    """Files of text, a row each, with the class that each belongs to."""
+
+    schema = pa.schema([("text", pa.large_string()), ("label", pa.large_string())])
+
+    def __init__(self, labelled: Sequence[tuple[str, str]]) -> None:
+        """labelled: file and label of each row."""
+        self.files, self._labels = zip(*labelled, strict=True)
+        self.num_rows = len(labelled)
+        self.size_bytes = sum(Path(file).stat().st_size for file in self.files)
+
+    def pieces(self, start: int) -> Iterator[Piece]:
+        for row in range(start, len(self.files), _FILES_AT_A_TIME):
+            labels = self._labels[row : row + _FILES_AT_A_TIME]
+            texts: list[str | None] = []
+            faults: dict[int, str] = {}
+            for file in self.files[row : row + _FILES_AT_A_TIME]:
+                try:
+                    texts.append(Path(file).read_bytes().decode("utf-8-sig"))
+                except UnicodeDecodeError as error:
+                    faults[len(texts)] = str(not_utf8(error.object))
+                    texts.append(None)
+            arrays = [pa.array(values, pa.large_string()) for values in (texts, labels)]
+            yield Piece(row, pa.table(arrays, schema=self.schema), faults)
+
+    def place(self, row: int) -> tuple[str, int]:
+        return self.files[row], 1

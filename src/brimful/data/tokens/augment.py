@@ -1,0 +1,160 @@
+"""A user's function on each text, per sample and epoch, with tokenising, in worker processes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from brimful.core.cores import num_cores
+from brimful.core.errors import DataError, OptionError, printable
+from brimful.data.tokens.encoder import Encoder
+
+Transform = Callable[[str, random.Random], str]
+Encoded = list[tuple[np.ndarray, np.ndarray | None]]
+
+
+def load_transform(name: str) -> Transform:
+    """The function called `file.py:function` or `module:function`.
+
+    Raises: OptionError if there is no such file, module or function.
+    """
+    where, _, function = name.rpartition(":")
+    hint = "write file.py:function or module:function"
+    if not where:
+        raise OptionError(f"--transform {printable(name)!r} names no function", hint=hint)
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(f"brimful_transform_{Path(where).stem}", where)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+        found = getattr(module, function)
+    except Exception as error:  # the file is the user's, and may raise anything
+        why = f"{type(error).__name__}: {printable(error)}"
+        raise OptionError(f"--transform {printable(name)!r} cannot be loaded: {why}", hint=hint) from error
+    if not callable(found):
+        raise OptionError(f"--transform {printable(name)!r} is not a function", hint=hint)
+    return cast(Transform, found)
+
+
+class Augmenter:
+    """Worker processes that transform and tokenise. Results depend on (seed, epoch, sample), not on the workers."""
+
+    def __init__(self, transform: str, encoder: Encoder, *, seed: int, num_workers: int | None) -> None:
+        load_transform(transform)  # here first: a mistake is one line, not a broken pool
+        self._seed = seed
+        self._pool = ProcessPoolExecutor(
+            max_workers=num_workers or min(8, num_cores() or 1),
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(transform, encoder),
+        )
+
+    def submit(
+        self, epoch: int, samples: np.ndarray, texts: Sequence[str], pairs: Sequence[str] | None
+    ) -> Future[Encoded]:
+        """Ids and token types of each sample, in order, when they are done.
+
+        Raises: DataError, here or from the future, for a transform that failed. Read futures under `worker_errors`.
+        """
+        with worker_errors(), _interrupts_blocked():
+            return self._pool.submit(
+                _work, self._seed, epoch, samples.tolist(), list(texts), None if pairs is None else list(pairs)
+            )
+
+    def close(self) -> None:
+        """Ends the workers without waiting for work nobody will read."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Processes that start inside are born deaf to Ctrl-C, before they can say so themselves."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def worker_errors() -> Iterator[None]:
+    """Says in one line that a worker process is gone."""
+    try:
+        yield
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker process of --transform was ended, or did not start",
+            hint="it may have run out of memory: try fewer --num-workers; a script needs `if __name__ == '__main__':`",
+        ) from error
+
+
+class _Worker:
+    """What a worker process keeps between batches."""
+
+    transform: Transform
+    encoder: Encoder
+
+
+def _start_worker(transform: str, encoder: Encoder) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _Worker.transform = load_transform(transform)
+    _Worker.encoder = encoder
+
+
+def _end_with_parent() -> None:
+    """A main process that was killed can tell its workers nothing: they would wait for it for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(seed: int, epoch: int, samples: list[int], texts: list[str], pairs: list[str] | None) -> Encoded:
+    changed: list[list[str]] = []
+    for column, values in enumerate((texts, pairs)):
+        if values is None:
+            continue
+        row = []
+        for sample, text in zip(samples, values, strict=True):
+            try:
+                new = _Worker.transform(text, random.Random(f"{seed} {epoch} {sample} {column}"))
+            except Exception as error:
+                raise DataError(
+                    f"the transform failed with {type(error).__name__}: {printable(error)}",
+                    value=text,
+                    hint="it is called with the text and a random.Random",
+                ) from None
+            if not isinstance(new, str):
+                raise DataError(f"the transform gave {type(new).__name__}, not a text", value=text, hint="return a str")
+            row.append(new)
+        changed.append(row)
+    found = _Worker.encoder.encode(changed[0], changed[1] if pairs is not None else None)
+    if not found.lengths.all():
+        empty = int(found.lengths.argmin())
+        raise DataError(
+            f"the transform left no token the tokenizer knows: it gave {printable(changed[0][empty])!r}",
+            value=texts[empty],
+            hint="return the text as it was where nothing is left of it",
+        )
+    return [(found.sequence(i), found.sequence_types(i)) for i in range(len(found))]

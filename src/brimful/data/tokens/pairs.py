@@ -1,0 +1,173 @@
+"""Text pairs put together from token ids: N texts and M hypotheses are tokenised once each, not N x M times.
+
+A tokenizer makes a pair of two texts that it has tokenised apart, and special tokens before, between and behind them.
+These are read off a pair that it encoded itself. Whether that is all it does is not assumed: `assembly_is_exact` asks
+it, on the user's own texts, and `encode_pairs` is the plain way for a tokenizer that does more.
+
+Cutting is that of transformers' zero-shot pipeline: the text is cut, never the hypothesis (`only_first`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from brimful.core.errors import OptionError
+from brimful.data.tokens.encoder import Encoder, Tokens, chains, offsets_of
+
+#: Pairs that special tokens are looked for with: one of each is in every vocabulary that can be met.
+_PROBES = (("a text", "a hypothesis"), ("1", "2"), ("一", "二"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Specials:
+    """Special tokens at one place of a pair. ids: (S,) int32. types: (S,) uint8."""
+
+    ids: np.ndarray
+    types: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairTemplate:
+    """What a tokenizer puts around two texts: before, between, text, behind.
+
+    text_type, hypothesis_type: token types of the two. with_types: whether the model has any. max_length: tokens of the
+    longest pair. from_left: whether a text that is too long loses its beginning.
+    """
+
+    before: Specials
+    between: Specials
+    behind: Specials
+    text_type: int
+    hypothesis_type: int
+    with_types: bool
+    max_length: int
+    from_left: bool
+
+    @property
+    def num_special_tokens(self) -> int:
+        """Those of one pair."""
+        return len(self.before.ids) + len(self.between.ids) + len(self.behind.ids)
+
+
+def find_template(encoder: Encoder) -> PairTemplate | None:
+    """The special tokens of an encoder with truncation `only_first`; None if it does not frame pairs in this form."""
+    for text, hypothesis in _PROBES:
+        [encoding] = encoder.backend.encode_batch_fast([(text, hypothesis)])
+        origins = [-1 if origin is None else origin for origin in encoding.sequence_ids]
+        if not encoding.overflowing and {0, 1} <= set(origins):
+            return _template(encoder, np.array(origins), np.array(encoding.ids), np.array(encoding.type_ids))
+    return None
+
+
+def _template(encoder: Encoder, origin_T: np.ndarray, id_T: np.ndarray, type_T: np.ndarray) -> PairTemplate | None:
+    """origin_T: of each token of a pair, 0 for the text, 1 for the hypothesis, -1 for a special one."""
+    text, hypothesis = np.flatnonzero(origin_T == 0), np.flatnonzero(origin_T == 1)
+    in_order = text[-1] < hypothesis[0]
+    unbroken = all(np.ptp(part) == len(part) - 1 and np.ptp(type_T[part]) == 0 for part in (text, hypothesis))
+    if not (in_order and unbroken):
+        return None
+
+    def specials(start: int, stop: int) -> Specials:
+        return Specials(ids=id_T[start:stop].astype(np.int32), types=type_T[start:stop].astype(np.uint8))
+
+    return PairTemplate(
+        before=specials(0, text[0]),
+        between=specials(text[-1] + 1, hypothesis[0]),
+        behind=specials(hypothesis[-1] + 1, len(id_T)),
+        text_type=int(type_T[text[0]]),
+        hypothesis_type=int(type_T[hypothesis[0]]),
+        with_types=encoder.with_types,
+        max_length=encoder.max_length,
+        from_left=encoder.cuts_beginnings,
+    )
+
+
+def every_pair(num_texts: int, num_hypotheses: int) -> tuple[np.ndarray, np.ndarray]:
+    """(P,) numbers of texts and of hypotheses, each text with all hypotheses, text by text."""
+    return np.repeat(np.arange(num_texts), num_hypotheses), np.tile(np.arange(num_hypotheses), num_texts)
+
+
+def assemble(
+    template: PairTemplate, texts: Tokens, hypotheses: Tokens, text_P: np.ndarray, hypothesis_P: np.ndarray
+) -> Tokens:
+    """P pairs: text `text_P[p]` with hypothesis `hypothesis_P[p]`.
+
+    texts, hypotheses: of `encoder.without_special_tokens()`, of any number each.
+    Raises: OptionError if a hypothesis leaves no room for a token of its text. (The pipeline leaves such a pair as long
+    as it is, and longer than the model has positions.)
+    """
+    whole_P, hypothesis_length_P = texts.lengths[text_P], hypotheses.lengths[hypothesis_P]
+    room_P = template.max_length - template.num_special_tokens - hypothesis_length_P
+    if ((room_P < whole_P) & (room_P < 1)).any():
+        raise _no_room(int(hypothesis_length_P.max()), template)
+    kept_P = np.minimum(whole_P, room_P)
+    first_P = texts.offsets[text_P] + (whole_P - kept_P if template.from_left else 0)
+
+    ids, types = _pieces(template, texts, hypotheses)
+    before, between = len(template.before.ids), len(template.between.ids)
+    specials = template.num_special_tokens
+    segments = (  # of each pair: where it is among the pieces, and how long
+        (0, before),
+        (specials + first_P, kept_P),
+        (before, between),
+        (specials + len(texts.ids) + hypotheses.offsets[hypothesis_P], hypothesis_length_P),
+        (before + between, specials - before - between),
+    )
+    taken, lengths_P = chains(segments, len(text_P))
+    return Tokens(
+        ids=ids[taken],
+        offsets=offsets_of(lengths_P),
+        types=types[taken] if template.with_types else None,
+        truncated=(kept_P < whole_P) | texts.truncated[text_P],
+    )
+
+
+def _pieces(template: PairTemplate, texts: Tokens, hypotheses: Tokens) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and types of all that pairs are made of: special tokens, texts, hypotheses."""
+    specials = (template.before, template.between, template.behind)
+    text_types = np.full(len(texts.ids), template.text_type, np.uint8)
+    hypothesis_types = np.full(len(hypotheses.ids), template.hypothesis_type, np.uint8)
+    return (
+        np.concatenate([*(part.ids for part in specials), texts.ids, hypotheses.ids]),
+        np.concatenate([*(part.types for part in specials), text_types, hypothesis_types]),
+    )
+
+
+def _no_room(num_tokens: int, template: PairTemplate) -> OptionError:
+    return OptionError(
+        f"a hypothesis has {num_tokens:,} tokens, which leaves no room for the text: the longest pair has "
+        f"{template.max_length:,}, {template.num_special_tokens} special tokens counted",
+        hint="shorten the label or --hypothesis-template, or raise --max-length",
+    )
+
+
+def encode_pairs(
+    encoder: Encoder, texts: Sequence[str], hypotheses: Sequence[str], text_P: np.ndarray, hypothesis_P: np.ndarray
+) -> Tokens:
+    """What `assemble` gives, by the tokenizer itself, pair by pair. encoder: with truncation `only_first`.
+
+    Raises: OptionError if a hypothesis leaves no room for a token of its text.
+    """
+    return encoder.encode([texts[i] for i in text_P], [hypotheses[i] for i in hypothesis_P])
+
+
+def assembly_is_exact(
+    template: PairTemplate, encoder: Encoder, texts: Sequence[str], hypotheses: Sequence[str]
+) -> bool:
+    """Whether all pairs of these texts, a sample of the user's, come out id for id as the tokenizer makes them.
+
+    Raises: OptionError if a hypothesis leaves no room for a token of its text.
+    """
+    bare = encoder.without_special_tokens()
+    pairs = every_pair(len(texts), len(hypotheses))
+    assembled = assemble(template, bare.encode(texts), bare.encode(hypotheses), *pairs)
+    plain = encode_pairs(encoder, texts, hypotheses, *pairs)
+    same_types = plain.types is assembled.types is None or (
+        plain.types is not None and assembled.types is not None and np.array_equal(plain.types, assembled.types)
+    )
+    return same_types and all(
+        np.array_equal(getattr(plain, name), getattr(assembled, name)) for name in ("ids", "offsets", "truncated")
+    )

@@ -1,0 +1,1 @@
+"""Rows into files that are whole or absent."""

@@ -1,0 +1,123 @@
+"""Where the results of a classification go: what a name asks for, and whether it can be had."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from brimful.core.atomic_files import path_text
+from brimful.core.errors import OptionError, printable
+from brimful.data.writers.row_files import FORMS, PARQUET, Form, form_of
+
+#: Readers of folders of Parquet files pass over names that begin like this.
+MANIFEST = "_manifest.json"
+_MANIFEST_BESIDE = ".manifest.json"
+#: Bytes that Linux allows the name of a file.
+_LONGEST_NAME = 255
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One file, or a folder of shards.
+
+    path: the file or the folder. form: of the file, or of each shard. single: it is one file.
+    """
+
+    path: Path
+    form: Form
+    single: bool
+
+    @property
+    def folder(self) -> Path:
+        """Where files are while the run is not finished."""
+        return self.path.with_name(self.path.name + ".parts") if self.single else self.path
+
+    @property
+    def manifest(self) -> Path:
+        """The manifest of a finished run."""
+        return self.path.with_name(self.path.name + _MANIFEST_BESIDE) if self.single else self.path / MANIFEST
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether `path` is what a classification says about its results, and so no data."""
+    beside = path.with_name(path.name.removesuffix(_MANIFEST_BESIDE))
+    return path.name == MANIFEST or (path != beside and beside.exists())
+
+
+def place_of(path: Path) -> Place:
+    """What `path` asks for: by its suffix a file, without one a folder; what is a folder already stays one.
+
+    Raises: OptionError for a suffix of a form that cannot be written.
+    """
+    form = form_of(path)
+    if path.is_dir() or not path.suffix:
+        return Place(path=path, form=PARQUET, single=False)
+    if form is None:
+        raise OptionError(
+            f"--output {path_text(path)}: no form of file is known by the suffix '{printable(path.suffix)}'",
+            hint=f"use {FORMS}; or a name without a suffix, for a folder of Parquet files",
+        )
+    return Place(path=path, form=form, single=True)
+
+
+def check_output(path: Path, data: str, files: Iterable[Path] = ()) -> None:
+    """That results can be written to `path`, before they are made, and are not among what is read.
+
+    data: what the user calls the input. files: those that it was found to be.
+    Raises: OptionError.
+    """
+    place = place_of(path)
+    if len(os.fsencode(place.manifest.name)) > _LONGEST_NAME:
+        raise OptionError(
+            f"--output {path_text(path)}: the name is too long for its manifest's beside it", hint="shorten it"
+        )
+    above = next(folder for folder in (place.folder, *place.folder.absolute().parents) if folder.exists())
+    if not above.is_dir():
+        raise OptionError(f"--output {path_text(path)}: {path_text(above)} is a file", hint="give another name")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise OptionError(
+            f"--output {path_text(path)}: this user may not write into {path_text(above)}",
+            hint="choose another --output, or make this one writable",
+        )
+    for file in (Path(data), *files):
+        _check_apart(place, file)
+    _check_not_matched(place, data)
+
+
+def _check_apart(place: Place, file: Path) -> None:
+    """That `place` is neither a file of the input, nor a folder that holds one, nor in a folder that is the input."""
+    try:
+        given, ours = file.resolve(), place.path.resolve()
+        if not given.exists():
+            return
+        same = ours == given or (ours.exists() and ours.samefile(given))
+    except (OSError, ValueError, RuntimeError):  # `-`, or the name of something that is no file
+        return
+    shown = f"--output {path_text(place.path)}"
+    if same:
+        what = "the file" if place.single else "the folder"
+        raise OptionError(f"{shown} is {what} that is read", hint="give another name")
+    if given.is_dir() and given in ours.parents:
+        raise OptionError(
+            f"{shown} is in the folder that is read, whose files it would be one of the next time",
+            hint="give a name in another folder",
+        )
+    if not place.single and ours in given.parents:
+        raise OptionError(f"{shown} holds {path_text(file)}, which is read", hint="use a new folder")
+
+
+def _check_not_matched(place: Place, data: str) -> None:
+    """That a glob does not match what is written: the run would read it when it is resumed or repeated."""
+    if not any(character in data for character in "*?["):
+        return
+    pattern = str(Path(data).expanduser().absolute())
+    for written in (place.path, place.folder, place.manifest, place.folder / "part-00000.parquet"):
+        path = written.absolute()
+        if fnmatch.fnmatch(str(path), pattern.replace("**/", "*")) if "**" in pattern else path.match(pattern):
+            raise OptionError(
+                f"--output {path_text(place.path)}: {printable(data)}, which is read, matches {path_text(written)} too",
+                hint="give a name in another folder",
+            )

@@ -1,0 +1,443 @@
+"""The results of a classification on their way to the disk: whole or not at all, gone on with after a kill.
+
+One file:                                          A folder:
+    results.parquet.parts/   while it runs             results/
+        _manifest.json                                     _manifest.json
+        .journal-000000000000.arrow, ...                   part-00000.parquet, ...
+        .tmp-results.parquet                               .journal-000004000000.arrow, .tmp-part-00004.parquet
+    results.parquet, results.parquet.manifest.json     and no more than the first two kinds in the end
+
+Rows are appended to a journal and to the file of results, a window at a time. What the manifest names is on the disk. A
+run that is resumed makes the unfinished file of results once more from the journal, and so each is made of the same
+windows in the same order as if nothing had happened: its bytes are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import pyarrow as pa
+
+from brimful.core import atomic_files
+from brimful.core.atomic_files import path_text
+from brimful.core.classification import Classification, Tally
+from brimful.core.errors import BrimfulError, OutputError, printable
+from brimful.core.manifest import Column, Manifest, Shard, changes, plain_identity, read_manifest
+from brimful.core.records import to_json
+from brimful.data.writers.output_path import MANIFEST, place_of
+from brimful.data.writers.row_files import TableFile, json_lines
+from brimful.data.writers.write_ahead_log import Journal, is_kept, is_whole, journal_batches
+
+#: Seconds of answers, about, that a kill costs at most.
+COMMIT_S = 30.0
+
+_OURS = re.compile(rf"part-\d{{5,}}\.parquet|\.journal-\d+\.arrow|{re.escape(atomic_files.TEMPORARY)}.*")
+
+
+class ShardedOutput:
+    """Results in a file or a folder of shards, a context; no other process can write there meanwhile.
+
+    path: by its suffix a file; without one a folder of Parquet files.
+    identity: JSON facts that decide what is written, by a name to show (`--max-length`, `the model`): of the input, the
+    model, the options, the versions. A run is gone on with only where all are equal; pyarrow's version is added.
+    shard_rows: a shard of a folder ends with the write that brings it to as many rows, or more.
+    commit_s: seconds between two points that a killed run can go on from.
+
+    finished: the record, where the run to resume had finished: there is nothing to do. lost: what of that run was found
+    damaged and is done again, as a sentence, or None.
+
+    Leaving the context without `finish` keeps all that was written, for --resume.
+
+    Entering raises OutputError where there are other files, another run, or one with another identity; writing
+    raises DiskFullError or OutputError, and what is on the disk stays.
+    """
+
+    def __init__(
+        self, path: Path, *, identity: Mapping[str, Any], resume: bool, shard_rows: int, commit_s: float = COMMIT_S
+    ) -> None:
+        self.place = place_of(path)
+        self.finished: Classification | None = None
+        self.lost: str | None = None
+        also = {} if self.place.single else {"--shard-rows": shard_rows}
+        self._identity = plain_identity({**identity, **also, "pyarrow": pa.__version__})
+        self._resume, self._shard_rows, self._commit_s = resume, shard_rows, commit_s
+        self._folder = self.place.folder
+        self._manifest = Manifest(status="running", identity=self._identity)
+        self._schema: pa.Schema | None = None
+        self._columns: tuple[Column, ...] | None = None
+        self._live: TableFile | None = None
+        self._journal: Journal | None = None
+        self._committed_s = 0.0
+        self._lock: int | None = None
+        self._made_folder = False
+
+    @property
+    def rows_done(self) -> int:
+        """Rows written, by earlier runs and this one. Before the first `write` and after the context: on the disk."""
+        return sum(shard.num_rows for shard in self._manifest.shards) + self._rows_in_shard()
+
+    @property
+    def tally(self) -> Tally:
+        """What was counted of those rows."""
+        return sum((shard.tally for shard in self._manifest.shards), Tally()) + self._tally_in_shard()
+
+    def write(self, table: pa.Table, tally: Tally) -> None:
+        """Append the next window of rows.
+
+        Windows have the same rows however often a run is resumed. An empty one tells the columns where there are no
+        rows. Raises: OutputError for columns that the form of the file, or the run that is resumed, does not have.
+        """
+        assert self._lock is not None
+        assert self.finished is None
+        assert tally.num_rows == table.num_rows, f"{tally.num_rows} rows were counted of {table.num_rows}"
+        table = self._checked(table)
+        live = self._open_live()  # before the journal: a form that cannot hold the columns is no result to go on with
+        if batches := table.combine_chunks().to_batches() if table.num_rows else []:
+            self._open_journal().write(batches, tally)
+        self._append(live, batches)
+        self._end_shard_if_full()
+        if self._journal is not None and time.monotonic() - self._committed_s >= self._commit_s:
+            self._commit()
+
+    def finish(self, record: Classification) -> tuple[Path, ...]:
+        """Make the results what `path` asked for, with `record` in the manifest; returns the files."""
+        assert self._lock is not None
+        assert self.finished is None
+        if self._live is not None and (self._rows_in_shard() or not self._manifest.shards):
+            self._end_shard(status="finished", record=record)
+        else:
+            assert self._manifest.shards, "a result needs its columns: write an empty table where there are no rows"
+            self._replace_manifest(status="finished", record=record)
+        self.finished = record
+        if self.place.single:
+            self._move_into_place()
+            return self.place.path, self.place.manifest
+        return (*(self._folder / shard.file for shard in self._manifest.shards), self.place.manifest)
+
+    # --- the context --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> ShardedOutput:
+        self._check_folder()
+        self._made_folder = not self._folder.exists()
+        atomic_files.make_folder(self._folder)
+        self._lock = atomic_files.lock_folder(self._folder, output=self.place.path)
+        try:
+            self._begin()
+        except BaseException:
+            self._discard_live()
+            self._release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._discard_live()  # first: on a full disk, the journal may need its room
+            if self._journal is not None and self._journal.whole:
+                self._commit()
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+                self._journal = None
+            if not self._manifest.num_rows and not self.finished:
+                self._remove_all()
+            self._release()
+
+    def _release(self) -> None:
+        """Gives the lock back, and removes a folder that nothing was left in."""
+        assert self._lock is not None
+        with suppress(OSError):
+            (self._folder / atomic_files.LOCK).unlink()
+            if self.place.single or self._made_folder:
+                self._folder.rmdir()
+        os.close(self._lock)
+        self._lock = None
+
+    def _remove_all(self) -> None:
+        """Nothing was answered: nothing needs to be resumed."""
+        with suppress(BrimfulError):
+            self._clear()
+            atomic_files.remove(self._folder / MANIFEST)
+
+    # --- what an earlier run left -------------------------------------------------------------------------------------
+
+    def _check_folder(self) -> None:
+        """That a folder of results is empty or ours."""
+        with atomic_files.file_errors(self._folder):
+            names = sorted(each.name for each in self._folder.iterdir()) if self._folder.exists() else []
+        strange = [
+            name
+            for name in names
+            if name != atomic_files.LOCK and not name.startswith(atomic_files.TEMPORARY + MANIFEST)
+        ]
+        if strange and MANIFEST not in names and not self.place.single:
+            raise OutputError(
+                f"{path_text(self._folder)} is not empty: it holds {printable(strange[0])}", hint="use a new folder"
+            )
+
+    def _begin(self) -> None:
+        found = read_manifest(self._folder / MANIFEST)
+        if found is not None and found.status == "running" and not found.num_rows:
+            found = None
+        if found is not None and not self._resume:
+            self._refuse(found)
+        if self._resume and found is None and self.place.single:
+            found = read_manifest(self.place.manifest)
+            if found is not None and not self._made_folder and changes(found.identity, self._identity):
+                found = None  # of an older file; a run that was to replace it was killed before it had done anything
+        if found is not None:
+            self._go_on(found)
+        self._clear()
+        if self.finished is None:
+            self._replace_manifest()
+            self._replay()
+
+    def _refuse(self, found: Manifest) -> None:
+        shown = path_text(self.place.path)
+        if found.status == "finished" and not self.place.single:
+            raise OutputError(f"{shown} already holds results", hint="use another --output, or remove the folder")
+        raise OutputError(
+            f"{shown} was begun by a run that did not finish: {found.num_rows:,} rows are done",
+            hint=f"go on with --resume, or remove {path_text(self._folder)}",
+        )
+
+    def _go_on(self, found: Manifest) -> None:
+        """Takes up `found`, or as much of it as is still there.
+
+        Raises: OutputError naming what differs.
+        """
+        if differences := changes(found.identity, self._identity):
+            raise OutputError(
+                f"{path_text(self.place.path)} cannot be resumed: {'; '.join(differences)}",
+                hint="resume with what the run was started with, or start another one with another --output",
+            )
+        if found.status == "finished" and self.place.single:
+            self._go_on_at_the_end(found)
+            return
+        self._manifest = self._whole(found)
+        self.finished = self._manifest.record
+
+    def _go_on_at_the_end(self, found: Manifest) -> None:
+        """One file is finished: only moving it into place may have been left to do."""
+        [shard] = found.shards
+        if is_whole(self._live_path(), shard) or is_whole(self.place.path, shard):
+            self._manifest, self.finished = found, found.record
+            self._move_into_place()
+        elif self.place.path.exists():
+            raise OutputError(
+                f"{path_text(self.place.path)} is finished, and has been changed since",
+                hint="leave --resume out to make it anew, or use another --output",
+            )
+        else:
+            self.lost = f"{shard.file} is missing: all rows are done again"
+
+    def _whole(self, found: Manifest) -> Manifest:
+        """`found` up to the first file that is missing or damaged."""
+        whole = (is_whole(self._folder / shard.file, shard) for shard in found.shards)
+        kept = (is_kept(self._folder / shard.file, shard) for shard in found.journal)
+        shard = next((shard for shard, there in zip(found.files, chain(whole, kept), strict=True) if not there), None)
+        if shard is None:
+            return found
+        self.lost = f"{shard.file} is missing or damaged: row {shard.first_row + 1:,} and those after it are done again"
+        return dataclasses.replace(
+            found,
+            status="running",
+            record=None,
+            shards=tuple(each for each in found.shards if each.first_row < shard.first_row),
+            journal=tuple(each for each in found.journal if each.first_row < shard.first_row),
+        )
+
+    def _clear(self) -> None:
+        """Removes files of ours that the manifest does not name: no longer needed, or left half done by a kill."""
+        named = {shard.file for shard in self._manifest.files}
+        if self.place.single and self._manifest.shards:  # whole, and on its way to its place
+            named.add(self._live_path().name)
+        with atomic_files.file_errors(self._folder):
+            names = [each.name for each in self._folder.iterdir()]
+        for name in names:
+            if _OURS.fullmatch(name) and name not in named:
+                atomic_files.remove(self._folder / name)
+
+    def _replay(self) -> None:
+        """Makes the file of results that was not finished again, from the journal."""
+        for shard in self._manifest.journal:
+            for batch in journal_batches(self._folder / shard.file, shard):
+                self._schema = batch.schema
+                self._append(self._open_live(), [batch])
+        self._end_shard_if_full()
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _checked(self, table: pa.Table) -> pa.Table:
+        """`table` without what its schema says besides names and types, such as the index of a data frame it was."""
+        plain = pa.schema([pa.field(field.name, field.type) for field in table.schema])
+        if self._columns is None:
+            self._columns = tuple(Column(name=field.name, type=str(field.type)) for field in plain)
+            before = self._manifest.columns or self._columns
+            if self._columns != before:
+                raise OutputError(
+                    f"{path_text(self.place.path)} cannot be resumed: its columns were {_text(before)}, and are "
+                    f"{_text(self._columns)}",
+                    hint="resume with the versions that the run was started with, or start another one",
+                )
+            self._manifest = dataclasses.replace(self._manifest, columns=self._columns)
+            self._schema = plain
+        assert plain == self._schema, f"columns changed from {self._schema} to {plain}"
+        return pa.Table.from_arrays(table.columns, schema=plain)
+
+    def _open_journal(self) -> Journal:
+        if self._journal is None:
+            assert self._schema is not None
+            first_row = self.rows_done
+            path = self._folder / f".journal-{first_row:012d}.arrow"
+            self._journal, self._committed_s = Journal(path, self._schema, first_row), time.monotonic()
+        return self._journal
+
+    def _open_live(self) -> TableFile:
+        if self._live is None:
+            assert self._schema is not None
+            with atomic_files.file_errors(self.place.path):
+                self._live = TableFile(self._live_path(), self.place.form, self._schema)
+        return self._live
+
+    def _append(self, live: TableFile, batches: list[pa.RecordBatch]) -> None:
+        """Each batch is a table to the file: what was written at once is read from the journal as one."""
+        with atomic_files.file_errors(self.place.path):
+            for batch in batches:
+                live.write(pa.Table.from_batches([batch]))
+
+    def _live_path(self) -> Path:
+        """The file of results that grows."""
+        return self._folder / (atomic_files.TEMPORARY + self._name())
+
+    def _name(self) -> str:
+        return self.place.path.name if self.place.single else f"part-{len(self._manifest.shards):05d}.parquet"
+
+    def _rows_in_shard(self) -> int:
+        return sum(shard.num_rows for shard in self._kept()) + (self._journal.num_rows if self._journal else 0)
+
+    def _tally_in_shard(self) -> Tally:
+        kept = sum((shard.tally for shard in self._kept()), Tally())
+        return kept + self._journal.tally if self._journal else kept
+
+    def _kept(self) -> list[Shard]:
+        """Journals before the one that grows."""
+        current = self._journal.path.name if self._journal else None
+        return [shard for shard in self._manifest.journal if shard.file != current]
+
+    # --- what is on the disk ------------------------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        """Makes the rows of the journal ones that a killed run goes on from."""
+        assert self._journal is not None
+        self._replace_manifest(journal=(*self._kept(), self._journal.sync()))
+        self._committed_s = time.monotonic()
+
+    def _end_shard_if_full(self) -> None:
+        if self.place.single:
+            if self._journal is not None and self._journal.num_rows >= self._shard_rows:
+                self._commit()
+                self._journal.close()
+                self._journal = None
+        elif self._rows_in_shard() >= self._shard_rows:
+            self._end_shard()
+
+    def _end_shard(self, **changed: Any) -> None:
+        """The file of results that grows is whole, and its rows need no journal any more."""
+        shard = self._finish_live()
+        try:
+            self._replace_manifest(shards=(*self._manifest.shards, shard), journal=(), **changed)
+        except BrimfulError:  # on a full disk, leaving may still commit the journal where this file was
+            atomic_files.remove(self._live_path() if self.place.single else self._folder / shard.file)
+            raise
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+        self._clear()
+
+    def _finish_live(self) -> Shard:
+        """Closes the file of results that grows. In a folder it gets its name; the manifest does not name it yet."""
+        assert self._live is not None
+        with atomic_files.file_errors(self._live.path):
+            written = self._live.finish()
+            if not self.place.single:
+                self._live.path.replace(self._folder / self._name())
+        self._live = None
+        atomic_files.sync_folder(self._folder)
+        first_row = sum(shard.num_rows for shard in self._manifest.shards)
+        return Shard(
+            file=self._name(),
+            first_row=first_row,
+            num_rows=self._rows_in_shard(),
+            num_bytes=written.num_bytes,
+            sha256=written.sha256,
+            tally=self._tally_in_shard(),
+        )
+
+    def _discard_live(self) -> None:
+        if self._live is not None:
+            self._live.discard()
+            self._live = None
+
+    def _move_into_place(self) -> None:
+        """Any of this may be done already, and the rest of it is repeated by a run that is resumed."""
+        live, manifest = self._live_path(), self._folder / MANIFEST
+        with atomic_files.file_errors(self.place.path):
+            if live.exists():
+                live.replace(self.place.path)
+                atomic_files.sync_folder(self.place.path.parent)
+            if manifest.exists():
+                manifest.replace(self.place.manifest)
+                atomic_files.sync_folder(self.place.path.parent)
+
+    def _replace_manifest(self, **changed: Any) -> None:
+        """The only place that says what is on the disk, and after it is."""
+        manifest = dataclasses.replace(self._manifest, **changed)
+        atomic_files.write_bytes(self._folder / MANIFEST, to_json(manifest).encode())
+        self._manifest = manifest
+
+
+class LineOutput:
+    """Results as JSON lines into a stream such as stdout; each window is on its way when `write` returns."""
+
+    finished = None
+    lost = None
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.tally = Tally()
+
+    @property
+    def rows_done(self) -> int:
+        return self.tally.num_rows
+
+    def write(self, table: pa.Table, tally: Tally) -> None:
+        self._stream.write("".join(f"{line}\n" for line in json_lines(table)))
+        self._stream.flush()
+        self.tally += tally
+
+    def finish(self, record: Classification) -> tuple[Path, ...]:
+        """Nothing is left to do; there are no files."""
+        return ()
+
+    def __enter__(self) -> LineOutput:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is held back."""
+
+
+def _text(columns: tuple[Column, ...]) -> str:
+    return printable(", ".join(f"{column.name}: {column.type}" for column in columns), 300)

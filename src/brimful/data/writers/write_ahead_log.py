@@ -1,0 +1,91 @@
+"""Rows that were answered, kept as they came until the file of results that they belong to is whole.
+
+A file of results cannot be left half written and gone on with: Parquet has its index at its end, gzip its checksum. A
+stream of Arrow batches can: its beginning is a stream too. So each window of rows is appended to one first, which costs
+a hundredth of writing it in its form, and after a kill the files of results are made from it once more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from brimful.core import atomic_files
+from brimful.core.atomic_files import GrowingFile, Written
+from brimful.core.classification import Tally
+from brimful.core.manifest import Shard
+from brimful.data.writers.row_files import Sink
+
+
+class Journal:
+    """A file of answered rows that grows; `first_row` is the place of its first one in the input.
+
+    num_rows, tally: of all rows in it, safely on the disk or not. whole: no write was broken off.
+    Raises: DiskFullError or OutputError.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema, first_row: int) -> None:
+        self.num_rows, self.tally, self.whole = 0, Tally(), True
+        self._first_row = first_row
+        with atomic_files.file_errors(path):
+            self._file = GrowingFile(path)
+            options = pa.ipc.IpcWriteOptions(compression="lz4")
+            self._stream = pa.ipc.new_stream(pa.PythonFile(Sink(self._file.write), mode="w"), schema, options=options)
+
+    @property
+    def path(self) -> Path:
+        return self._file.path
+
+    def write(self, batches: list[pa.RecordBatch], tally: Tally) -> None:
+        """Append rows. Where it is broken off, the journal is worth what it was at its last `sync`, and no more."""
+        self.whole = False
+        with atomic_files.file_errors(self.path):
+            for batch in batches:
+                self._stream.write_batch(batch)
+        self.num_rows += sum(batch.num_rows for batch in batches)
+        self.tally += tally
+        self.whole = True
+
+    def sync(self) -> Shard:
+        """What is in it, when it is on the disk."""
+        with atomic_files.file_errors(self.path):
+            written = self._file.sync()
+        return Shard(
+            file=self.path.name,
+            first_row=self._first_row,
+            num_rows=self.num_rows,
+            num_bytes=written.num_bytes,
+            sha256=written.sha256,
+            tally=self.tally,
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def journal_batches(path: Path, shard: Shard) -> Iterator[pa.RecordBatch]:
+    """The rows of a journal that is whole; what was appended after its last `sync` is cut off.
+
+    Raises: OutputError if it cannot be read.
+    """
+    with atomic_files.file_errors(path):
+        os.truncate(path, shard.num_bytes)
+        with pa.memory_map(str(path)) as file:
+            yield from pa.ipc.open_stream(file)
+
+
+def is_whole(path: Path, shard: Shard) -> bool:
+    """Whether a file of results is what the manifest says that it holds, and nothing more."""
+    return atomic_files.holds(path, _written(shard))
+
+
+def is_kept(path: Path, shard: Shard) -> bool:
+    """Whether a journal begins with what the manifest says that it holds; more may have been appended since."""
+    return atomic_files.begins_with(path, _written(shard))
+
+
+def _written(shard: Shard) -> Written:
+    return Written(num_bytes=shard.num_bytes, sha256=shard.sha256)

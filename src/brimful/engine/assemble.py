@@ -1,0 +1,257 @@
+"""From what was asked to what runs: the model on its device, every lever with its reason, the step and its batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from brimful.core.callbacks import Listener
+from brimful.core.options import TrainOptions
+from brimful.core.records import Lever, Recipe
+from brimful.data.batches.batch import Layout, Order, PackedLayout, PaddedLayout
+from brimful.data.batches.packing import TILE, choose_budgets, length_buckets
+from brimful.data.batches.prefetch import Source
+from brimful.data.tokens.augment import Augmenter
+from brimful.engine.training.prepare import Part, Prepared
+from brimful.hardware.probe import device_name
+from brimful.levers.attention import AttentionKernels, choose_kernels, measure_attention, padded_lever
+from brimful.levers.execution import ExecutionMode, choose_execution
+from brimful.levers.float8 import choose_float8
+from brimful.levers.optimizer import Optimizer
+from brimful.levers.packing import Packing
+from brimful.levers.precision import Precision
+from brimful.models.hub.load import load_model
+from brimful.models.packed.equivalence import Proof, prove
+from brimful.models.packed.packed_forward import Execution, padding_id_of
+from brimful.step.graphs.captured_step import CapturedStep
+from brimful.step.step import Step, make_schedule
+
+#: Most tokens of a micro-batch unless --token-budget says otherwise: on a GPU enough to fill it, on a CPU few enough
+#: to stay near the caches.
+_DEFAULT_BUDGET = {"cuda": 32768, "cpu": 4096}
+#: Batches looked at to choose token budgets.
+_LOOKED_AT = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A run that could begin."""
+
+    model: Any
+    execution: Execution
+    layout: Layout
+    step: Step
+    source: Source
+    precision: Precision
+    recipe: Recipe
+    packing: Packing
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens that evaluation lays out at once: as many as the largest micro-batch of training has."""
+        return self.layout.budgets.tokens[-1] if isinstance(self.layout, PackedLayout) else _DEFAULT_BUDGET["cpu"]
+
+
+def optimizer_of(options: TrainOptions) -> Optimizer:
+    """The optimizer that was asked for."""
+    return Optimizer(
+        value=options.optim,
+        weight_decay=options.weight_decay,
+        beta1=options.adam_beta1,
+        beta2=options.adam_beta2,
+        epsilon=options.adam_epsilon,
+    )
+
+
+def build(
+    options: TrainOptions, prepared: Prepared, precision: Precision, optimizer: Optimizer, listener: Listener
+) -> Built:
+    """Loads the model and puts together how it runs.
+
+    Raises: ModelError for weights that do not fit the model.
+    """
+    device = precision.device
+    model = load_model(prepared.facts, prepared.space, head=prepared.alignment.head, seed=options.seed)
+    typical_length = round(float(prepared.training.tokens.lengths.mean()))
+    measured = measure_attention(model, precision, typical_length) if options.packing == "auto" else None
+    kernels = choose_kernels(model.config, precision, typical_length, measured)
+    proof = prove(
+        model,
+        max_length=prepared.max_length,
+        device=device,
+        precision=precision.value,
+        typical_length=typical_length,
+        attention=kernels.fastest,
+    )
+    packing = Packing(proof=proof, wanted=options.packing == "auto")
+    model = model.to(device).train()
+    execution = packing.apply(model)
+    layout, budget_lever = _layout(options, prepared, packing, kernels, precision, model.config)
+    schedule = make_schedule(
+        options.lr_scheduler_type, options.learning_rate, prepared.num_steps, prepared.num_warmup_steps
+    )
+    mode = _mode(options, prepared, packing, kernels, model, precision)
+    precision = _with_float8(precision, proof, layout, mode, listener)
+    mode.apply(execution, fused=kernels.fused, note=listener.warning)
+    arguments = (execution, prepared.task, optimizer, precision, schedule)
+    settings: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "seed": options.seed, "halves": proof.halves}
+    step = (
+        CapturedStep(
+            *arguments,
+            most_tokens=layout.most_tokens,
+            fused=mode.compiled and kernels.fused,
+            note=listener.warning,
+            **settings,
+        )
+        if mode.captured
+        else Step(*arguments, **settings)
+    )
+    levers = (
+        packing.lever(),
+        budget_lever,
+        precision.lever(),
+        optimizer.lever(),
+        kernels.lever() if packing.packed else padded_lever(model),
+    )
+    return Built(
+        model=model,
+        execution=execution,
+        layout=layout,
+        step=step,
+        source=_source(options, prepared, layout),
+        precision=precision,
+        recipe=Recipe(device=device_name(device), levers=(*levers, mode.lever(), _dropout())),
+        packing=packing,
+    )
+
+
+def make_layout(
+    packing: Packing,
+    kernels: AttentionKernels,
+    precision: Precision,
+    config: Any,
+    *,
+    batches: list[np.ndarray],
+    batch_size: int,
+    max_length: int,
+    token_budget: int | None,
+) -> tuple[Layout, Lever]:
+    """How batches are laid out for this model, and the lever that says so.
+
+    config: of the loaded model. batches: lengths of the sequences of batches as they will come. batch_size: most
+    sequences of a batch.
+    """
+    largest = token_budget or _largest_budget(config, precision)
+    padding_id = padding_id_of(config)
+    if packing.packed:
+        budgets = choose_budgets(batches, largest, max_length)
+        value = ", ".join(str(b) for b in budgets.tokens)
+        reason = f"tokens of a micro-batch, from the data's lengths; {100 * budgets.fill:.1f} % filled"
+        packed = PackedLayout(
+            budgets=budgets,
+            num_slots=batch_size,
+            max_length=max_length,
+            padding_id=padding_id,
+            groups=kernels.needs_groups,
+            typical_length=kernels.typical_length,
+            attention=kernels.fastest,
+        )
+        return packed, Lever(name="token_budget", value=value, arithmetic="exact", reason=reason)
+    split = packing.proof.independent
+    lengths = length_buckets(max_length)
+    reason = f"rows of {lengths[0]} to {lengths[-1]} tokens by length" if split else packing.proof.reason
+    padded = PaddedLayout(
+        lengths=lengths, num_tokens=max(largest, max_length), num_rows=batch_size, padding_id=padding_id, split=split
+    )
+    value = str(largest) if split else "whole batch"
+    return padded, Lever(name="token_budget", value=value, arithmetic="exact", reason=reason)
+
+
+def _largest_budget(config: Any, precision: Precision) -> int:
+    """Most tokens of a micro-batch: the default of the device, or what its free memory holds of activations.
+
+    34 bytes a hidden unit, layer and token in half precision (Korthikanti et al. 2022, arXiv 2205.05198, without the
+    scores that variable-length attention does not keep), a third more for what the formula leaves out, on half of what
+    is free once the optimizer has taken its part.
+    """
+    default = _DEFAULT_BUDGET[precision.device.type]
+    width, depth = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
+    if precision.device.type != "cuda" or not isinstance(width, int) or not isinstance(depth, int):
+        return default
+    free_bytes, _ = torch.cuda.mem_get_info(precision.device)
+    token_bytes = 45 * width * depth * (precision.dtype.itemsize // 2)
+    return max(TILE, min(default, free_bytes // 2 // token_bytes // TILE * TILE))
+
+
+def _layout(
+    options: TrainOptions, prepared: Prepared, packing: Packing, kernels: AttentionKernels, precision: Precision,
+    config: Any,
+) -> tuple[Layout, Lever]:  # fmt: skip
+    lengths, order = prepared.training.tokens.lengths, prepared.order
+    looked_at = min(_LOOKED_AT, prepared.num_batches or prepared.num_steps)
+    batches = [lengths[order.samples(number)] for number in range(looked_at)]
+    return make_layout(
+        packing,
+        kernels,
+        precision,
+        config,
+        batches=batches,
+        batch_size=options.batch_size,
+        max_length=prepared.max_length,
+        token_budget=options.token_budget,
+    )
+
+
+def _mode(
+    options: TrainOptions, prepared: Prepared, packing: Packing, kernels: AttentionKernels, model: Any,
+    precision: Precision,
+) -> ExecutionMode:  # fmt: skip
+    samples = prepared.num_steps * options.batch_size
+    return choose_execution(
+        options.execution,
+        precision.device,
+        model,
+        num_tokens=int(samples * prepared.training.tokens.lengths.mean()),
+        packed=packing.packed,
+        fixed=kernels.unfixed,
+        float8=precision.value == "fp8",
+    )
+
+
+def _with_float8(
+    precision: Precision, proof: Proof, layout: Layout, mode: ExecutionMode, listener: Listener
+) -> Precision:
+    """The precision with its plan where fp8 was asked for; bf16, which is said, where none of it is used."""
+    num_tokens = layout.budgets.tokens[-1] if isinstance(layout, PackedLayout) else 0
+    found = choose_float8(precision, proof, num_tokens=num_tokens, fused=mode.compiled)
+    if found.value != precision.value:
+        listener.warning(f"products run in {found.value}: {found.reason}")
+    return found
+
+
+def _source(options: TrainOptions, prepared: Prepared, layout: Layout) -> Source:
+    training: Part = prepared.training
+    augmenter = None
+    if options.transform is not None:
+        augmenter = Augmenter(options.transform, prepared.encoder, seed=options.seed, num_workers=options.num_workers)
+
+    def texts(samples: np.ndarray) -> tuple[list[str], list[str] | None]:
+        pairs = training.examples.pairs
+        return training.examples.texts.take(samples).to_pylist(), (
+            None if pairs is None else pairs.take(samples).to_pylist()
+        )
+
+    order: Order = prepared.order
+    return Source(training.tokens, training.targets_N, prepared.task, layout, order, augmenter=augmenter, texts=texts)
+
+
+def _dropout() -> Lever:
+    return Lever(
+        name="dropout",
+        value="by (seed, batch, micro-batch)",
+        arithmetic="exact",
+        reason="masks repeat on resume; they change with the split into micro-batches",
+    )

@@ -1,0 +1,77 @@
+"""A process of `fleet.Fleet`: makes its runner, warms it up, then computes windows until its connection ends."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from brimful.core.callbacks import Listener
+from brimful.core.errors import DeviceError, printable
+from brimful.data.tokens.encoder import Tokens
+from brimful.engine.classification.gpu_workers import READY, Job
+from brimful.engine.classification.runner import Result, Runner, check_model, make_runner
+from brimful.engine.inference import Done
+from brimful.hardware.probe import choose_device
+from brimful.levers.precision import choose_forward_precision
+
+
+def main(connection: Connection[Any, Any]) -> None:
+    """Says READY, then answers each window with its logits, in order; an exception with itself."""
+    job: Job = connection.recv()
+    precision = choose_forward_precision(job.precision, choose_device(job.options.device))  # type: ignore[arg-type]
+    with precision.apply():
+        runner = make_runner(
+            check_model(job.options),
+            job.options,
+            precision,
+            sample=job.sample,
+            num_tokens=job.num_tokens,
+            packing_wanted=job.packing_wanted,
+            listener=Listener(),
+        )
+        for _ in range(2):  # layers are compiled, and shapes met again are captured
+            runner.submit(job.sample).result()
+        connection.send(READY)
+        _serve(connection, runner)
+
+
+def _serve(connection: Connection[Any, Any], runner: Runner) -> None:
+    """A thread always reads: else both ends could wait for the other to read what they send."""
+    windows: queue.Queue[Tokens | None] = queue.Queue()
+    threading.Thread(target=_read, args=(connection, windows), name="brimful-read", daemon=True).start()
+    pending: deque[Result] = deque()
+    while (tokens := windows.get()) is not None:
+        pending.append(runner.submit(tokens))
+        while pending and (len(pending) > 1 or windows.empty()):
+            result = pending.popleft()
+            logits_NC = result.result()
+            connection.send(Done(logits_NC, result.busy_s))
+
+
+def _read(connection: Connection[Any, Any], windows: queue.Queue[Tokens | None]) -> None:
+    try:
+        while True:
+            windows.put(connection.recv())
+    except (EOFError, OSError):
+        windows.put(None)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides, and its end is ours
+    given: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    try:
+        main(given)
+    except (EOFError, BrokenPipeError):  # the parent is gone
+        sys.exit(0)
+    except Exception as error:
+        with suppress(OSError):
+            said = f"the process of a GPU failed with {type(error).__name__}: {printable(error, 300)}"
+            given.send(DeviceError(said, hint="--num-gpus 1 does without"))
+        raise

@@ -1,0 +1,211 @@
+"""Several GPUs: this process drives the first, a process of its own each of the others.
+
+The first begins at once; the others join when they have loaded the model and computed a sample, which takes them
+seconds. A window goes to the member that has the fewest under way. Its logits do not depend on which that is, and
+results are asked for in the order of submission, so rows keep their order. What goes to a process are arrays of token
+ids, what comes back are logits.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import numpy as np
+
+from brimful.core.errors import DeviceError
+from brimful.core.options import ClassifyOptions
+from brimful.data.tokens.encoder import Tokens
+from brimful.engine.classification.runner import Result, Runner
+from brimful.engine.inference import Done
+
+#: Windows that a process has at a time: one that it computes, one that it launches.
+_IN_FLIGHT = 2
+#: What a process says first.
+READY = "ready"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a process needs to make the same runner as this one has."""
+
+    options: ClassifyOptions
+    precision: str
+    packing_wanted: bool
+    sample: Tokens
+    num_tokens: int
+
+
+class Fleet:
+    """The forward pass by several runners. A context manager: leaving it ends the processes.
+
+    first: of this process. places: what is set in the environment of each other process, to show it its GPU.
+    Raises: DeviceError, where a result is asked for, if a process ended.
+    """
+
+    def __init__(self, first: Runner, job: Job, places: Sequence[Mapping[str, str]]) -> None:
+        self._first, self._others = first, [_Member(job, place) for place in places]
+        self._under_way: Counter[int] = Counter()  # windows of each member, the first's number being 0
+        self._lock = threading.Lock()  # results are asked for on another thread
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self._others:
+            member.close()
+
+    def __len__(self) -> int:
+        return 1 + len(self._others)
+
+    @property
+    def num_ready(self) -> int:
+        """Members that windows go to by now."""
+        return len(self._ready())
+
+    def _ready(self) -> list[int]:
+        return [0, *(number for number, other in enumerate(self._others, 1) if other.ready.is_set())]
+
+    @property
+    def num_used(self) -> int:
+        """Members that have had a window."""
+        return len(self._under_way)
+
+    def submit(self, tokens: Tokens) -> Result:
+        """Starts on a window."""
+        number = min(self._ready(), key=lambda each: self._under_way[each])
+        self._count(number, 1)
+        result = self._others[number - 1].submit(tokens) if number else self._first.submit(tokens)
+        return _Counted(result, lambda: self._count(number, -1))
+
+    def _count(self, number: int, more: int) -> None:
+        with self._lock:
+            self._under_way[number] += more
+
+
+class _Counted:
+    """A result that tells when it was there."""
+
+    def __init__(self, result: Result, done: Callable[[], None]) -> None:
+        self._result, self._done = result, done
+
+    @property
+    def busy_s(self) -> float:
+        return self._result.busy_s
+
+    def result(self) -> np.ndarray:
+        try:
+            return self._result.result()
+        finally:
+            self._done()
+
+
+class _Later:
+    """Logits that another process will send."""
+
+    def __init__(self) -> None:
+        self.future: Future[Done] = Future()
+        self.busy_s = 0.0
+
+    def result(self) -> np.ndarray:
+        done = self.future.result()
+        self.busy_s = done.busy_s
+        return done.logits_NC
+
+
+class _Member:
+    """A process and the thread that talks to it.
+
+    ready: set when it waits for windows; or when it has failed before, which the next window's result says.
+    """
+
+    def __init__(self, job: Job, place: Mapping[str, str]) -> None:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", "brimful.engine.classification.gpu_worker", str(theirs.fileno())]
+        environment = os.environ | dict(place)
+        self._process = subprocess.Popen(
+            command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        theirs.close()
+        self._connection: Connection[Any, Any] = ours
+        self.ready = threading.Event()
+        self._waiting: queue.Queue[tuple[Tokens, _Later] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._talk, args=(job,), name="brimful-gpu", daemon=True)
+        self._thread.start()
+
+    def submit(self, tokens: Tokens) -> _Later:
+        later = _Later()
+        self._waiting.put((tokens, later))
+        return later
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._waiting.put(None)
+        self._thread.join()
+        self._connection.close()
+
+    def _talk(self, job: Job) -> None:
+        in_flight: deque[_Later] = deque()
+        with suppress(OSError):
+            self._connection.send(job)
+        greeting = self._received()
+        self.ready.set()
+        while True:
+            if in_flight and (len(in_flight) == _IN_FLIGHT or self._waiting.empty()):
+                self._receive(in_flight.popleft())
+                continue
+            item = self._waiting.get()
+            if item is None:
+                return
+            if isinstance(greeting, Exception):
+                item[1].future.set_exception(greeting)
+                continue
+            with suppress(OSError):  # that it ended is told by what it does not send
+                self._connection.send(item[0])
+            in_flight.append(item[1])
+
+    def _receive(self, later: _Later) -> None:
+        found = self._received()
+        if isinstance(found, Exception):
+            later.future.set_exception(found)
+        else:
+            later.future.set_result(found)
+
+    def _received(self) -> Any:
+        """What the process says next: that it is ready, a window's logits, or an exception."""
+        try:
+            return self._connection.recv()
+        except Exception:  # it is gone, or what it sent cannot be read: nobody may wait for it
+            return DeviceError(
+                "the process of one of the GPUs ended before its work was done",
+                hint="its last words are above; --num-gpus 1 does without",
+            )
+
+
+def other_gpus(num_gpus: int) -> list[dict[str, str]]:
+    """The environments that show each GPU but the first to a process of its own."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = shown.split(",") if shown else [str(number) for number in range(num_gpus)]
+    return [{"CUDA_VISIBLE_DEVICES": name} for name in names[1:num_gpus]]
+
+
+def job_of(runner: Runner, options: ClassifyOptions, sample: Tokens, num_tokens: int) -> Job:
+    """What makes a runner such as this one."""
+    return Job(
+        options=replace(options, execution=runner.execution_mode),
+        precision=runner.precision.value,
+        packing_wanted=runner.packing.wanted,
+        sample=sample,
+        num_tokens=num_tokens,
+    )

@@ -1,0 +1,1 @@
+"""The training loop, its preparation, checkpoints and run folder."""

@@ -1,0 +1,342 @@
+"""Checkpoints that survive a kill, a power cut and a full disk: safetensors and JSON only, nothing is ever unpickled.
+
+    checkpoints/step-00000120/
+        model.safetensors, optimizer.safetensors, state.json    each written under a temporary name, synced, renamed
+        manifest.json                                           last: run, step, and size and SHA-256 of the others
+
+A folder without a manifest is no checkpoint. A manifest holds its own SHA-256 too, so no flipped bit goes unseen.
+Saving over a complete checkpoint writes the files under second names (model.1.safetensors) beside the first ones, until
+the new manifest has taken the place of the old one in one rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors
+import safetensors.torch
+import torch
+
+from brimful.core import atomic_files
+from brimful.core.atomic_files import Data, Written, path_text
+from brimful.core.errors import BrimfulError, CheckpointError, OutputError, printable
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+
+_FOLDER = re.compile(r"step-(\d{8,})")
+_FILE = re.compile(r"([A-Za-z0-9_-]+)(?:\.1)?\.(safetensors|json)")
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpoint:
+    """What was saved after `step` applied steps of the run with id `run`: tensors on the CPU by file stem and name."""
+
+    step: int
+    run: str
+    tensors: dict[str, dict[str, torch.Tensor]]
+    state: dict[str, Any]
+
+
+class _ReadError(CheckpointError):
+    """The disk would not give a file: passed over, and never removed, for it may be whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Manifest:
+    run: str
+    step: int
+    files: Mapping[str, Written]
+
+
+def save_checkpoint(
+    folder: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Mapping[str, Any]
+) -> Path:
+    """Save a checkpoint as `folder`/step-<step>, on the disk when this returns, and return its path.
+
+    tensors: by file stem, then by name; of any device and layout, tied ones are stored once per name.
+    state: JSON, NaN and infinities allowed. Keys come back as text and tuples as lists.
+
+    Raises: DiskFullError or OutputError; what was there before is then as whole as it was.
+    """
+    for stem in tensors:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", stem):
+            raise ValueError(f"{stem!r} is not a file stem of letters, digits, _ and -")
+    state_json = json.dumps(dict(state), indent=2).encode("ascii")
+    path = checkpoint_path(folder, step)
+    atomic_files.make_folder(folder)
+    atomic_files.make_folder(path)
+    try:
+        _write(path, _clear(path), run, step, tensors, state_json)
+    except BaseException:
+        # The manifest on the disk says what to keep: an error can come before it was replaced, or just after.
+        with suppress(BrimfulError):
+            if not _clear(path):
+                atomic_files.remove(path)
+        raise
+    _clear(path)
+    return path
+
+
+def _write(
+    path: Path,
+    taken: Collection[str],
+    run: str,
+    step: int,
+    tensors: Mapping[str, Mapping[str, torch.Tensor]],
+    state_json: bytes,
+) -> None:
+    mark = ".1" if taken and not any(name.count(".") > 1 for name in taken) else ""
+    files = {
+        name: atomic_files.write_chunks(path / name, _safetensors(group))
+        for name, group in ((f"{stem}{mark}.safetensors", group) for stem, group in tensors.items())
+    }
+    files[f"state{mark}.json"] = atomic_files.write_chunks(path / f"state{mark}.json", [state_json])
+    atomic_files.write_bytes(path / MANIFEST, _manifest_json(_Manifest(run=run, step=step, files=files)))
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in the folder `path`. Every file's size and SHA-256 are checked before it is parsed.
+
+    Raises: CheckpointError naming the file that is missing, truncated or changed.
+    """
+    return _load(path, _read_manifest(path))
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps that `folder` has something of, whole or not, in ascending order. Raises: CheckpointError."""
+    return sorted(step for step, _ in _step_folders(folder))
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, or would be."""
+    return folder / _folder_name(step)
+
+
+def newest_whole(folder: Path, run: str) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint of `run` with the highest step that is whole, and a line on each newer folder passed over.
+
+    None if there is no whole one. Damaged and incomplete folders, and those of other runs, are passed over.
+    Raises: CheckpointError if `folder` itself cannot be read.
+    """
+    passed_over: list[str] = []
+    for _, path in sorted(_step_folders(folder), reverse=True):
+        try:
+            manifest = _read_manifest(path)
+            if manifest.run != run:
+                raise CheckpointError(f"{path_text(path)} belongs to another run: {printable(manifest.run)}")
+            return _load(path, manifest), passed_over
+        except CheckpointError as error:
+            passed_over.append(str(error))
+    return None, passed_over
+
+
+def rotate(
+    folder: Path, keep: int, protect: Collection[int] = (), *, run: str, newest: int, passed_over: Collection[int] = ()
+) -> list[Path]:
+    """Remove old checkpoints of `run`, oldest first, and return them: all but the `keep` highest steps up to `newest`.
+
+    newest: the step just saved; never removed, and without it being complete nothing is. A number alone does not make
+    a checkpoint new: folders of later steps were passed over on resume and count for nothing; they are left alone.
+    protect: steps kept besides. passed_over: steps that resuming found damaged; they count for nothing and are left
+    alone, though their sizes may look whole. Incomplete folders up to `newest` are removed; unreadable ones and other
+    runs' are not.
+    """
+    complete: dict[int, Path] = {}
+    incomplete: dict[int, Path] = {}
+    for step, path in sorted(_step_folders(folder)):
+        if step <= newest and step not in passed_over:
+            _sort_in(step, path, run, complete, incomplete)
+    if newest not in complete:
+        return []
+    kept = {*sorted(complete)[-max(keep, 1) :], *protect}  # the newest is the last of them
+    surplus = [path for step, path in sorted({**complete, **incomplete}.items()) if step not in kept]
+    for path in surplus:
+        # The manifest goes first, and on the disk: half a checkpoint must not look like one.
+        atomic_files.remove(path / MANIFEST)
+        atomic_files.sync_folder(path)
+        atomic_files.remove(path)
+    return surplus
+
+
+def _sort_in(step: int, path: Path, run: str, complete: dict[int, Path], incomplete: dict[int, Path]) -> None:
+    """Put `path` where it belongs as far as sizes tell; hashing all content after each save would cost too much."""
+    try:
+        manifest = _read_manifest(path)
+        if manifest.run != run:
+            return
+        for name, stored in manifest.files.items():
+            _check_size(path / name, stored)
+    except _ReadError:
+        return
+    except CheckpointError:
+        incomplete[step] = path
+    else:
+        complete[step] = path
+
+
+def _folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _step_folders(folder: Path) -> list[tuple[int, Path]]:
+    try:
+        paths = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{path_text(folder)} cannot be read: {error.strerror}") from error
+    found = [(_FOLDER.fullmatch(path.name), path) for path in paths]
+    named = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
+    return [(step, path) for step, path in named if path.name == _folder_name(step)]
+
+
+def _clear(path: Path) -> frozenset[str]:
+    """Remove all from `path` but its manifest and the files that names; return what is kept, none if incomplete."""
+    try:
+        kept = frozenset({MANIFEST, *_read_manifest(path).files})
+    except _ReadError as error:
+        raise OutputError(str(error)) from error
+    except CheckpointError:
+        kept = frozenset()
+    with atomic_files.file_errors(path):
+        surplus = sorted(entry for entry in path.iterdir() if entry.name not in kept)
+    for entry in surplus:
+        atomic_files.remove(entry)
+    return kept
+
+
+def _safetensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[Data]:
+    """The bytes of a safetensors file, one tensor at a time.
+
+    The library's own writer holds up to three copies of a file in memory, too much for an optimizer's states.
+    Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, tensors without holes).
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
+    header: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        if name == "__metadata__" or tensor.dtype not in _DTYPES:
+            raise ValueError(f"a tensor {name!r} of {tensor.dtype} cannot be stored in a checkpoint")
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    header_json = json.dumps(header).encode("ascii")
+    header_json += b" " * (-len(header_json) % 8)
+    yield len(header_json).to_bytes(8, "little") + header_json
+    for name in names:
+        tensor = tensors[name].detach().to("cpu").contiguous()
+        # Not reshape(-1): a contiguous tensor of one element may keep a stride that cannot be viewed as bytes.
+        yield tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def _manifest_json(manifest: _Manifest) -> bytes:
+    files = {name: {"bytes": stored.num_bytes, "sha256": stored.sha256} for name, stored in manifest.files.items()}
+    body = {"schema": SCHEMA, "run": manifest.run, "step": manifest.step, "files": files}
+    return json.dumps({**body, "sha256": _own_sha256(body)}, indent=2).encode("ascii") + b"\n"
+
+
+def _own_sha256(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode("ascii")).hexdigest()
+
+
+def _read_manifest(path: Path) -> _Manifest:
+    """The manifest of the folder `path`. Raises: CheckpointError."""
+    where = path_text(path / MANIFEST)
+    try:
+        manifest = _parse_manifest((path / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path_text(path)} is incomplete: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise _ReadError(f"{where} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{where} cannot be used: it is not a manifest") from error
+    except ValueError as error:
+        raise CheckpointError(f"{where} cannot be used: {printable(error)}") from error
+    if _FOLDER.fullmatch(path.name) and path.name != _folder_name(manifest.step):
+        raise CheckpointError(f"{where} cannot be used: it is that of step {manifest.step}")
+    return manifest
+
+
+def _parse_manifest(content: bytes) -> _Manifest:
+    """Raises: ValueError with the reason; KeyError, TypeError or AttributeError for what is no manifest at all."""
+    body = json.loads(content)
+    own_sha256 = body.pop("sha256")
+    if body["schema"] != SCHEMA:
+        raise ValueError(f"it has schema {printable(body['schema'])}, this version reads {SCHEMA}")
+    if own_sha256 != _own_sha256(body):
+        raise ValueError("its SHA-256 is not the one it states")
+    for name in body["files"]:
+        if not _FILE.fullmatch(name):  # such as ../../elsewhere.json
+            raise ValueError(f"it names the file {printable(name)}")
+    files = {
+        name: Written(num_bytes=operator.index(entry["bytes"]), sha256=entry["sha256"])
+        for name, entry in body["files"].items()
+    }
+    return _Manifest(run=body["run"], step=operator.index(body["step"]), files=files)
+
+
+def _load(path: Path, manifest: _Manifest) -> Checkpoint:
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    state: Any = None
+    for name, stored in manifest.files.items():
+        content = _verified(path / name, stored)
+        stem, kind = cast(re.Match[str], _FILE.fullmatch(name)).groups()
+        try:
+            if kind == "safetensors":
+                tensors[stem] = safetensors.torch.load(content)
+            else:
+                state = json.loads(content)
+        except (ValueError, KeyError, RecursionError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{path_text(path / name)} cannot be parsed: {printable(error)}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path_text(path)} is damaged: its {MANIFEST} names no state.json")
+    return Checkpoint(step=manifest.step, run=manifest.run, tensors=tensors, state=state)
+
+
+def _check_size(file: Path, stored: Written) -> None:
+    where = path_text(file)
+    try:
+        num_bytes = file.stat().st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{where} is missing") from None
+    except OSError as error:
+        raise _ReadError(f"{where} cannot be read: {error.strerror}") from error
+    if num_bytes < stored.num_bytes:
+        raise CheckpointError(f"{where} is truncated: {num_bytes} of {stored.num_bytes} bytes")
+    if num_bytes > stored.num_bytes:
+        raise CheckpointError(f"{where} is damaged: {num_bytes} bytes instead of {stored.num_bytes}")
+
+
+def _verified(file: Path, stored: Written) -> bytes:
+    _check_size(file, stored)
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path_text(file)} cannot be read: {error.strerror}") from error
+    if hashlib.sha256(content).hexdigest() != stored.sha256:
+        raise CheckpointError(f"{path_text(file)} is damaged: its SHA-256 is not that of its {MANIFEST}")
+    return content

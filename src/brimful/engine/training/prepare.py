@@ -1,0 +1,269 @@
+"""Everything before the first step: rows, labels, model files and tokens, each checked before the next one costs time.
+
+Mistakes end here, with one line, before weights are loaded or a GPU is touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from brimful.core.callbacks import Listener
+from brimful.core.errors import OptionError
+from brimful.core.options import TrainOptions
+from brimful.core.records import LabelSpace
+from brimful.core.units import count_text
+from brimful.data.batches.batch import Order
+from brimful.data.labels.columns import Columns, find_columns
+from brimful.data.labels.examples import Examples, describe, make_examples, split_examples
+from brimful.data.labels.label_space import detect_labels
+from brimful.data.readers.sources import read_rows
+from brimful.data.tokens.augment import load_transform
+from brimful.data.tokens.encoder import Encoder, Tokens, tokenize
+from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
+from brimful.models.hub.label_alignment import Alignment, align_labels
+from brimful.models.packed.packed_forward import has_token_types
+from brimful.tasks.task import Task, make_task
+
+#: Sequences are cut here unless --max-length says otherwise or the model ends earlier.
+_DEFAULT_MAX_LENGTH = 512
+#: Most steps of a run: the learning rate of each is in memory.
+_MOST_STEPS = 10_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Examples of training or of evaluation, tokenised."""
+
+    examples: Examples
+    tokens: Tokens
+    targets_N: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a run is made of, resolved: nothing here is `auto` any more."""
+
+    facts: ModelFacts
+    alignment: Alignment
+    tokenizer: Any
+    encoder: Encoder
+    columns: Columns
+    task: Task
+    training: Part
+    evaluation: Part | None
+    max_length: int
+    order: Order
+    num_steps: int
+    num_batches: int | None
+    num_warmup_steps: int
+    data_fingerprint: str
+    report: dict[str, Any]
+
+    @property
+    def space(self) -> LabelSpace:
+        """What the outputs mean, in the model's order."""
+        return self.alignment.space
+
+
+def prepare(options: TrainOptions, listener: Listener) -> Prepared:
+    """Reads, checks, splits and tokenises all that a run needs, and reports what was inferred.
+
+    num_batches of the result: batches to consume, None where --max-steps counts applied steps instead.
+    Raises: InputError for anything that cannot be done as asked.
+    """
+    facts = inspect_model(options.model, trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle)
+    tokenizer = load_tokenizer(facts)
+    max_length = longest_sequence(options.max_length, facts, options.model)
+    encoder = Encoder.from_tokenizer(tokenizer, max_length, with_types=has_token_types(facts.config))
+    if options.transform is not None:
+        load_transform(options.transform)
+    listener.stage(f"reading {options.data}")
+    columns, space, training, evaluation, fingerprint, num_empty = _examples(options, listener)
+    alignment = align_labels(space, facts, label_map=options.label_map, new_head=options.new_head)
+    listener.note(f"head: {'new and untrained' if alignment.head == 'new' else 'kept'} ({alignment.reason})")
+    order = Order(num_samples=len(training), batch_size=options.batch_size, seed=options.seed)
+    num_batches = None if options.max_steps else math.ceil(options.num_train_epochs * order.batches_per_epoch)
+    num_steps = options.max_steps or num_batches or 1
+    num_warmup_steps = _num_warmup_steps(options, num_steps)
+    listener.note(_steps_text(options, order, num_steps, num_warmup_steps))
+    if num_warmup_steps > num_steps:
+        listener.warning(
+            f"the warm-up is longer than the run: the learning rate never reaches {options.learning_rate:g}"
+        )
+    training_part = _tokenized(training, alignment.space, encoder, options, listener, "training")
+    evaluation_part = (
+        None
+        if evaluation is None
+        else _tokenized(evaluation, alignment.space, encoder, options, listener, "evaluation")
+    )
+    task = make_task(alignment.space, training_part.targets_N, options.class_weights, options.label_smoothing_factor)
+    _check_metric(options, task, evaluation_part)
+    report = _report(training_part, evaluation_part, max_length, num_empty)
+    report["sha256"] = _fingerprints(facts, options.transform)
+    listener.data(report)
+    return Prepared(
+        facts=facts,
+        alignment=alignment,
+        tokenizer=tokenizer,
+        encoder=encoder,
+        columns=columns,
+        task=task,
+        training=training_part,
+        evaluation=evaluation_part,
+        max_length=max_length,
+        order=order,
+        num_steps=num_steps,
+        num_batches=num_batches,
+        num_warmup_steps=num_warmup_steps,
+        data_fingerprint=fingerprint,
+        report=report,
+    )
+
+
+def longest_sequence(asked: int | None, facts: ModelFacts, model: str) -> int:
+    """The longest sequence in tokens: what was asked for, else the model's limit and at most 512.
+
+    Raises: OptionError if more was asked for than the model has positions.
+    """
+    limit = facts.max_positions
+    if asked is not None and limit is not None and asked > limit:
+        raise OptionError(
+            f"--max-length is {asked}, and {model} has positions for {limit} tokens", hint=f"use at most {limit}"
+        )
+    return asked or min(_DEFAULT_MAX_LENGTH, limit or _DEFAULT_MAX_LENGTH)
+
+
+def _examples(
+    options: TrainOptions, listener: Listener
+) -> tuple[Columns, LabelSpace, Examples, Examples | None, str, int]:
+    """Columns, label space, training and evaluation examples, fingerprint of both, and rows dropped as empty."""
+    rows = read_rows(options.data)
+    columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=options.label_column)
+    tell_columns(columns, listener)
+    space = detect_labels(rows, columns, options.task)
+    listener.note(f"task: {space.task}, {_labels_text(space)}")
+    training, num_empty = make_examples(rows, columns, space)
+    fingerprint = rows.fingerprint
+    evaluation: Examples | None = None
+    if options.eval_data is not None:
+        eval_rows = read_rows(options.eval_data)
+        same = find_columns(eval_rows, text=columns.text, pair=columns.pair, label=",".join(columns.labels))
+        evaluation, num_eval_empty = make_examples(eval_rows, same, space)
+        num_empty += num_eval_empty
+        fingerprint = f"{fingerprint}+{eval_rows.fingerprint}"
+    elif options.eval_split > 0:
+        training, evaluation = split_examples(training, options.eval_split, options.seed)
+    return columns, space, training, evaluation, fingerprint, num_empty
+
+
+def tell_columns(columns: Columns, listener: Listener) -> None:
+    """Says which columns are read, and why these."""
+    named = {"text": columns.text, "pair": columns.pair, "label": ", ".join(columns.labels)}
+    for role, reason in columns.reasons.items():
+        listener.note(f"{role}: column '{named[role]}' ({reason})")
+
+
+def _labels_text(space: LabelSpace) -> str:
+    shown = ", ".join(space.names[:8]) + (", ..." if len(space.names) > 8 else "")
+    noun = "output" if space.task == "regression" else "label"
+    return f"{len(space.names)} {noun}{'s' if len(space.names) > 1 else ''}: {shown}"
+
+
+def _tokenized(
+    examples: Examples, space: LabelSpace, encoder: Encoder, options: TrainOptions, listener: Listener, name: str
+) -> Part:
+    listener.stage(f"tokenising {len(examples):,} rows for {name}")
+    tokens = tokenize(
+        encoder,
+        examples.texts,
+        examples.pairs,
+        progress=lambda done: listener.count(done, len(examples)),
+        place=examples.place,
+        warn=listener.warning,
+    )
+    return Part(examples=examples, tokens=tokens, targets_N=_in_order(examples, space))
+
+
+def _in_order(examples: Examples, space: LabelSpace) -> np.ndarray:
+    """Targets in the model's output order; those of examples are in the order of their own label space."""
+    targets, own = examples.targets, examples.space
+    assert targets is not None
+    assert own is not None
+    if space.task == "regression":
+        by_column = targets.reshape(len(examples), -1).astype(np.float32)
+        return by_column[:, [own.names.index(name) for name in space.names]]
+    place: np.ndarray = np.array(
+        [space.values[label] for label in sorted(own.values, key=lambda label: own.values[label])]
+    )
+    if space.task == "single_label":
+        classes: np.ndarray = place[targets]
+        return classes
+    moved = np.zeros((len(examples), space.num_outputs), dtype=np.float32)
+    for column, output in enumerate(place):  # --label-map may give two labels one output
+        moved[:, output] = np.maximum(moved[:, output], targets[:, column])
+    return moved
+
+
+def _check_metric(options: TrainOptions, task: Task, evaluation: Part | None) -> None:
+    """That --metric-for-best-model names a metric of this task, before hours of training say it does not."""
+    if options.metric_for_best_model is None or evaluation is None:
+        return
+    few = evaluation.targets_N[: min(64, len(evaluation.targets_N))]
+    random = np.random.default_rng(0).normal(size=(len(few), task.space.num_outputs)).astype(np.float32)
+    names = ["loss", *task.metrics(random, few)]
+    if options.metric_for_best_model.removeprefix("eval_") not in names:
+        raise OptionError(
+            f"--metric-for-best-model {options.metric_for_best_model!r} is no metric of {task.space.task}",
+            hint="one of " + ", ".join(names),
+        )
+
+
+def _steps_text(options: TrainOptions, order: Order, num_steps: int, num_warmup_steps: int) -> str:
+    """Raises: OptionError for more steps than anyone has time for, whose schedule alone would fill the memory."""
+    if num_steps > _MOST_STEPS:
+        asked = "--max-steps" if options.max_steps else "--num-train-epochs"
+        raise OptionError(
+            f"{asked} asks for {num_steps:,} steps, and the most is {_MOST_STEPS:,}", hint=f"lower {asked}"
+        )
+    epochs = num_steps / order.batches_per_epoch
+    return (
+        f"steps: {num_steps:,}, {options.batch_size:,} rows each ({count_text(order.num_samples)} rows, "
+        f"{epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}); learning rate {options.learning_rate:g}, "
+        f"{options.lr_scheduler_type}"
+        + (f", warm-up {num_warmup_steps:,} {'step' if num_warmup_steps == 1 else 'steps'}" if num_warmup_steps else "")
+    )
+
+
+def _num_warmup_steps(options: TrainOptions, num_steps: int) -> int:
+    if options.warmup_ratio is not None:
+        return math.ceil(options.warmup_ratio * num_steps)
+    return options.warmup_steps or 0
+
+
+def _fingerprints(facts: ModelFacts, transform: str | None) -> dict[str, str]:
+    """SHA-256 of the files that decide what is learned and can change under their names, by what they are."""
+    files = {"model's config.json": facts.folder / "config.json"}
+    if transform is not None:
+        with suppress(TypeError):  # not written in Python
+            files["file of --transform"] = Path(inspect.getsourcefile(load_transform(transform)) or "")
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
+
+
+def _report(training: Part, evaluation: Part | None, max_length: int, num_empty: int) -> dict[str, Any]:
+    lengths = training.tokens.lengths
+    quantiles = {f"p{p}": int(np.percentile(lengths, p)) for p in (0, 5, 25, 50, 75, 95, 100)}
+    return {
+        **describe(training.examples, evaluation.examples if evaluation else None, num_empty),
+        "max_length": max_length,
+        "token_lengths": {"mean": round(float(lengths.mean()), 1), **quantiles},
+        "truncated_share": training.tokens.num_truncated / len(lengths),
+        "truncated_rows": training.tokens.num_truncated,
+    }

@@ -1,0 +1,160 @@
+"""The folder of a run: its names, its record, and who may write into it.
+
+run.json        the record          model/         the classifier in Hugging Face form
+events.jsonl    one line an event   checkpoints/   complete checkpoints
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from brimful.core import atomic_files
+from brimful.core.errors import OutputError, printable
+from brimful.core.options import TrainOptions, differences
+from brimful.core.records import LabelSpace, Run, from_json, to_json
+from brimful.core.units import bytes_text
+
+#: What a run may leave in its folder without a run.json: no reason to refuse the folder. A model is: it comes after
+#: run.json, so it is somebody else's, perhaps the one to be trained.
+_OURS = ("events.jsonl", "checkpoints", atomic_files.LOCK, "tensorboard")
+
+
+class RunFolder:
+    """The folder of one run, locked against a second writer while it is open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.record = path / "run.json"
+        self.events = path / "events.jsonl"
+        self.model = path / "model"
+        self.checkpoints = path / "checkpoints"
+        self._lock = -1
+
+    def __enter__(self) -> RunFolder:
+        with atomic_files.file_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = atomic_files.lock_folder(self.path)
+        try:
+            atomic_files.clean_temporaries(self.path)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._lock)
+
+    def read(self) -> Run | None:
+        """The record of the run in the folder, None if there is none yet.
+
+        Raises: OutputError for a record that cannot be read.
+        """
+        try:
+            return from_json(Run, self.record.read_text("utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OutputError(
+                f"{atomic_files.path_text(self.record)} is not the record of a run: {printable(error)}",
+                hint="use another --output, or remove the folder",
+            ) from error
+
+    def write(self, run: Run) -> None:
+        """Makes `run` the record, whole or not at all."""
+        atomic_files.write_bytes(self.record, to_json(run).encode())
+
+
+def check_free(path: Path, *, resume: bool) -> None:
+    """That a new run may begin in `path`, before anything is read or written.
+
+    Raises: OutputError for a folder with another run, or with anything else, in it.
+    """
+    with atomic_files.file_errors(path):
+        if not path.exists():
+            return
+    if not path.is_dir():
+        raise OutputError(f"{atomic_files.path_text(path)} is a file", hint="--output is a folder")
+    if (path / "run.json").exists():
+        if resume:
+            return
+        raise OutputError(
+            f"{atomic_files.path_text(path)} already holds a run", hint="go on with --resume, or use another --output"
+        )
+    strange = [
+        name
+        for name in sorted(entry.name for entry in path.iterdir())
+        if name not in _OURS and not name.startswith((atomic_files.TEMPORARY, atomic_files.REPLACED))
+    ]
+    if strange:
+        raise OutputError(
+            f"{atomic_files.path_text(path)} is not empty: it holds {printable(strange[0])}", hint="use a new folder"
+        )
+
+
+def check_same(
+    run: Run, options: TrainOptions, space: LabelSpace, data_fingerprint: str, report: Mapping[str, Any]
+) -> None:
+    """That options, data, and the files behind options are those the run was started with.
+
+    report: of the data, with the SHA-256 of those files.
+    Raises: OutputError naming what differs.
+    """
+    changed = differences(dict(run.options), options)
+    if data_fingerprint != run.data_fingerprint:
+        changed.append("the data have changed")
+    if space != run.labels:
+        changed.append("what the model's outputs mean has changed")
+    before, now = run.data.get("sha256") or {}, report["sha256"]
+    changed += [f"the {name} has changed" for name in now if now[name] != before.get(name)]
+    if changed:
+        raise OutputError(
+            f"{printable(options.output, 200)} cannot be resumed: {'; '.join(changed)}",
+            hint="resume with what the run was started with, or start another one in a new folder",
+        )
+
+
+def differences_of_place(before: Run, now: Run) -> list[str]:
+    """What a run goes on with that is not what it began with: versions, processors, levers that were chosen for it."""
+
+    def facts(run: Run) -> dict[str, object]:
+        machine = run.machine
+        gpus = ", ".join(gpu.name for gpu in machine.gpus) or None
+        levers = {lever.name: lever.value for lever in run.recipe.levers}
+        return {**machine.versions, "CPU": machine.cpu, "CPU cores": machine.num_cores, "GPU": gpus, **levers}
+
+    then = facts(before)
+    return [f"{name} was {then.get(name)}, is {fact}" for name, fact in facts(now).items() if fact != then.get(name)]
+
+
+def check_space(path: Path, num_parameters: int, optimizer_bytes: int, num_checkpoints: int) -> None:
+    """That the checkpoints and the model of a run will fit on the disk of `path`, which may hold some of them already.
+
+    Raises: OutputError with both numbers.
+    """
+    weights = 4 * num_parameters
+    needed = weights + num_checkpoints * (weights + optimizer_bytes) + (64 << 20)
+    free = atomic_files.free_bytes(path)
+    held = _used_bytes(path / "checkpoints") + _used_bytes(path / "model")
+    if free is not None and free + held < needed:
+        besides = f" besides the {bytes_text(held)} of its checkpoints" if held else ""
+        raise OutputError(
+            f"{atomic_files.path_text(path)}: the run needs about {bytes_text(needed)} here, "
+            f"{bytes_text(free)} are free{besides}",
+            hint="free some space, use another --output, or lower --save-total-limit",
+        )
+
+
+def _used_bytes(folder: Path) -> int:
+    """Bytes that all files under `folder` take on the disk; those that go away meanwhile count for nothing."""
+    used = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            used += path.lstat().st_blocks * 512
+    return used

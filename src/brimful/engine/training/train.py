@@ -1,0 +1,485 @@
+"""Fine-tuning: from options to a finished run folder. The loop around the step.
+
+The host runs up to two steps ahead of the device. Where something must happen at an exact step (a checkpoint, an
+evaluation, the end), it first waits for the steps in flight and counts those that were really applied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import secrets
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from brimful.core.callbacks import Listener, Progress
+from brimful.core.errors import (
+    CheckpointError,
+    DataError,
+    DiskFullError,
+    Interrupted,
+    NonFiniteError,
+    OutputError,
+    printable,
+)
+from brimful.core.options import TrainOptions
+from brimful.core.records import Run
+from brimful.data.batches.batch import Batch
+from brimful.data.batches.prefetch import Feed
+from brimful.engine.assemble import Built, build, optimizer_of
+from brimful.engine.clock import Clock
+from brimful.engine.compilations import CompilationWatch
+from brimful.engine.inference import predict_logits
+from brimful.engine.signals import StopSignals
+from brimful.engine.training.checkpoint import (
+    Checkpoint,
+    checkpoint_path,
+    load_checkpoint,
+    newest_whole,
+    rotate,
+    save_checkpoint,
+    saved_steps,
+)
+from brimful.engine.training.events import EventLog
+from brimful.engine.training.prepare import Prepared, prepare
+from brimful.engine.training.run_folder import RunFolder, check_free, check_same, check_space, differences_of_place
+from brimful.hardware.memory import MemoryWatch
+from brimful.hardware.probe import choose_device, probe
+from brimful.levers.precision import choose_precision
+from brimful.models.hub.save import save_model
+from brimful.reports.card import model_card
+from brimful.step.step import Outcome, Pending
+from brimful.tasks.task import LOWER_IS_BETTER
+
+#: Steps that may be in flight while the host goes on.
+_IN_FLIGHT = 2
+#: Steps in a row without a finite loss and gradient after which training stops.
+_MOST_NON_FINITE = 5
+
+
+@dataclasses.dataclass
+class _State:
+    """What the loop itself must remember: JSON in every checkpoint."""
+
+    consumed: int = 0
+    applied: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    samples: int = 0
+    tokens: int = 0
+    train_s: float = 0.0
+    window_loss: float = 0.0
+    window_batches: int = 0
+    best_value: float | None = None
+    best_step: int | None = None
+    best_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    without_improvement: int = 0
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    metrics_step: int | None = None
+    ended_early: bool = False
+    events_position: int = 0
+
+
+def train(options: TrainOptions, *, command: str, listener: Listener) -> Run:
+    """Runs what `options` ask for and returns its record. With `dry_run`, returns what would run.
+
+    command: how the run was asked for, for the record.
+    Raises: InputError for what cannot be done; NonFiniteError, DiskFullError, CheckpointError; Interrupted after a
+    signal, when all is saved.
+    """
+    path = Path(options.output)
+    check_free(path, resume=options.resume)
+    device = choose_device(options.device)
+    precision = choose_precision(options.precision, device)
+    optimizer = optimizer_of(options)
+    prepared = prepare(options, listener)
+    if not _is_finished(RunFolder(path).read() if options.resume else None, path):
+        num_parameters = prepared.facts.num_parameters
+        # Besides those kept, the one being written, and the best one where it is looked for.
+        num_checkpoints = options.save_total_limit + 1 + (options.metric_for_best_model is not None)
+        check_space(path, num_parameters, optimizer.cost(num_parameters).resident_bytes, num_checkpoints)
+    if options.dry_run:
+        with precision.apply():
+            built = build(options, prepared, precision, optimizer, listener)
+        listener.recipe(built.recipe)
+        return _record(options, prepared, built, command, run="", status="planned")
+    with RunFolder(path) as folder, precision.apply(), deterministic(options.deterministic):
+        check_free(path, resume=options.resume)  # again: another process may have been here since, and gone
+        before = folder.read() if options.resume else None
+        if before is not None:
+            check_same(before, options, prepared.space, prepared.data_fingerprint, prepared.report)
+            if _is_finished(before, path):
+                listener.note("this run had finished; nothing was changed")
+                return dataclasses.replace(before, options=dataclasses.asdict(options))  # it may have been moved
+        listener.stage("loading the model")
+        built = build(options, prepared, precision, optimizer, listener)
+        listener.recipe(built.recipe)
+        run_id = before.run if before is not None else secrets.token_hex(6)
+        run = _record(options, prepared, built, command, run=run_id, status="running")
+        if before is not None and (moved := differences_of_place(before, run)):
+            listener.warning(f"rounding may differ from here on: {'; '.join(moved)}")
+        folder.write(run)
+        with EventLog(folder.events, report=listener.warning) as events:
+            return _Loop(options, prepared, built, folder, events, listener, run).run()
+
+
+def _is_finished(run: Run | None, path: Path) -> bool:
+    return run is not None and run.status == "finished" and RunFolder(path).model.exists()
+
+
+@contextmanager
+def deterministic(asked: bool) -> Iterator[None]:
+    """Only kernels that give equal bits from equal inputs; on the CPU all used here do, and nothing changes."""
+    if not asked or not torch.cuda.is_available():
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class _Loop:
+    """One run from its first step, or the one after its newest checkpoint, to its saved model."""
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        prepared: Prepared,
+        built: Built,
+        folder: RunFolder,
+        events: EventLog,
+        listener: Listener,
+        run: Run,
+    ) -> None:
+        self._options, self._prepared, self._built, self._folder = options, prepared, built, folder
+        self._events, self._listener, self._record = events, listener, run
+        self._state = _State()
+        self._saved_step: int | None = None
+        self._passed_over: set[int] = set()  # steps whose checkpoints were found damaged
+        self._signals = StopSignals()
+        self._flying: deque[Pending] = deque()
+        self._memory = MemoryWatch(built.step.device)
+        self._compilations = CompilationWatch(built.step)
+        self._clock = Clock()
+        self._logged = (0.0, 0, 0)  # seconds, samples and tokens when progress was last told
+
+    def run(self) -> Run:
+        """Trains to the end and saves the model. Raises what `train` raises."""
+        with self._signals, closing(self._built.source) as source:
+            self._take_up()
+            self._events.write("resumed" if self._state.consumed else "started", step=self._state.applied)
+            self._clock = Clock(self._state.train_s)
+            self._logged = (self._clock.seconds, self._state.samples, self._state.tokens)
+            self._do_what_is_due()  # a signal to stop may have come before it was done
+            if not self._ended():
+                device, start, stop = self._built.step.device, self._state.consumed, self._prepared.num_batches
+                with Feed(source, device, start=start, stop=stop) as feed:
+                    try:
+                        self._train(feed)
+                    except DataError:
+                        self._stop_if_told()  # the workers of a transform may have ended of the same signal
+                        raise
+            self._state.train_s = self._clock.seconds
+            with self._clock.paused():
+                return self._finish()
+
+    def _take_up(self) -> None:
+        """Continues from the newest whole checkpoint, if there is one; cuts the event log back to it."""
+        checkpoint, passed_over = newest_whole(self._folder.checkpoints, self._record.run)
+        for line in passed_over:
+            self._listener.warning(f"passed over: {line}")
+        whole_step = -1 if checkpoint is None else checkpoint.step
+        self._passed_over = {step for step in saved_steps(self._folder.checkpoints) if step > whole_step}
+        if checkpoint is not None:
+            self._require_same_weights(checkpoint)
+            self._state = _State(**checkpoint.state)
+            self._built.step.load_state_tensors(checkpoint.tensors)
+            self._saved_step = checkpoint.step
+            self._listener.note(f"going on after step {checkpoint.step}")
+        elif self._options.resume:
+            self._listener.note("no whole checkpoint yet: starting from the beginning")
+        self._events.cut(self._state.events_position)
+
+    def _require_same_weights(self, checkpoint: Checkpoint) -> None:
+        own = {name: tensor.shape for name, tensor in self._built.step.state_tensors()["weights"].items()}
+        saved = {name: tensor.shape for name, tensor in checkpoint.tensors["weights"].items()}
+        if other := sorted(name for name in {*own, *saved} if own.get(name) != saved.get(name)):
+            raise OutputError(
+                f"{printable(self._options.output, 200)} cannot be resumed: {printable(other[0])} of the model is not"
+                f" what it is in the checkpoint, one of {len(other)} such weights",
+                hint="resume with the model that the run was started with, or start another one in a new folder",
+            )
+
+    def _train(self, feed: Feed) -> None:
+        for batch in feed:
+            self._flying.append(self._built.step.run(batch))
+            self._compilations.look(batch.number + 1)
+            if len(self._flying) > _IN_FLIGHT:
+                self._land(self._flying.popleft())
+            self._stop_if_told()
+            if self._may_be_due(batch):
+                self._land_all()
+                self._do_what_is_due()
+                if self._ended():
+                    return
+
+    def _land_all(self) -> None:
+        while self._flying:
+            self._land(self._flying.popleft())
+
+    def _land(self, pending: Pending) -> None:
+        """Takes account of one step that the device has done."""
+        outcome, state = pending.read(), self._state
+        state.consumed += 1
+        if not outcome.applied:
+            self._skipped(outcome)
+            return
+        state.applied += 1
+        state.skipped_in_a_row = 0
+        state.samples += outcome.num_samples
+        state.tokens += outcome.num_tokens
+        state.window_loss += outcome.loss
+        state.window_batches += 1
+        if state.applied % self._options.logging_steps == 0:
+            self._tell(outcome)
+
+    def _skipped(self, outcome: Outcome) -> None:
+        if outcome.overflow:
+            self._events.write("overflow", step=self._state.applied, scale=outcome.scale)
+            self._state.skipped += 1
+            return
+        self._state.skipped += 1
+        self._state.skipped_in_a_row += 1
+        places = [self._prepared.training.examples.place(i) for i in outcome.culprits]
+        named = ", ".join(f"{printable(file, 80)} row {row}" for file, row in places[:5])
+        more = f" and {len(places) - 5} more" if len(places) > 5 else ""
+        what = "loss" if outcome.loss != outcome.loss or abs(outcome.loss) == float("inf") else "gradient"
+        self._events.write(
+            "skipped", step=self._state.applied, batch=outcome.number, what=what, rows=[list(p) for p in places]
+        )
+        said = f"batch {outcome.number + 1} skipped: its {what} is not finite; samples: {named}{more}"
+        self._listener.warning(said)
+        if self._state.skipped_in_a_row >= _MOST_NON_FINITE:
+            raise NonFiniteError(
+                f"{_MOST_NON_FINITE} steps in a row were not finite, after {self._state.applied} applied ones; {said}",
+                hint="lower --learning-rate, use --precision fp32 or bf16, or look at the rows named",
+            )
+
+    def _tell(self, outcome: Outcome) -> None:
+        state, (seconds, samples, tokens) = self._state, self._logged
+        now = self._clock.seconds
+        passed = max(now - seconds, 1e-9)
+        done = state.applied if self._prepared.num_batches is None else state.consumed
+        steps_left = max(0, self._prepared.num_steps - done)
+        progress = Progress(
+            step=state.applied,
+            num_steps=self._prepared.num_steps,
+            epoch=state.consumed / self._prepared.order.batches_per_epoch,
+            loss=state.window_loss / state.window_batches,
+            learning_rate=outcome.learning_rate,
+            grad_norm=outcome.grad_norm,
+            tokens_per_s=(state.tokens - tokens) / passed,
+            samples_per_s=(state.samples - samples) / passed,
+            left_s=steps_left * now / state.applied if state.applied else None,
+        )
+        self._events.write("step", **dataclasses.asdict(progress))
+        self._listener.progress(progress)
+        self._memory.look()
+        self._logged = (now, state.samples, state.tokens)
+        state.window_loss, state.window_batches = 0.0, 0
+
+    def _may_be_due(self, batch: Batch) -> bool:
+        """Whether something is to be done after this batch if all steps in flight turn out to be applied."""
+        applied = self._state.applied + len(self._flying)
+        every = [n for n in (self._options.eval_steps, self._options.save_steps) if n]
+        return (
+            (batch.number + 1) % self._prepared.order.batches_per_epoch == 0
+            or any(applied % n == 0 for n in every)
+            or batch.number + 1 == self._prepared.num_batches
+            or (self._options.max_steps is not None and applied >= self._options.max_steps)
+        )
+
+    def _do_what_is_due(self) -> None:
+        """Evaluates and saves if it is time to, by the state alone: a run stopped just before does it on resume."""
+        state, options = self._state, self._options
+        epoch_ends = state.consumed > 0 and state.consumed % self._prepared.order.batches_per_epoch == 0
+
+        def due(every: int | None) -> bool:
+            return epoch_ends if every is None else state.applied > 0 and state.applied % every == 0
+
+        state.train_s = self._clock.seconds
+        with self._clock.paused():
+            best = (state.best_value, state.best_step, state.best_metrics)
+            has_rows, is_new = self._prepared.evaluation is not None, state.metrics_step != state.applied
+            improved = due(options.eval_steps) and has_rows and is_new and self._evaluate()
+            if (due(options.save_steps) or improved) and self._saved_step != state.applied:
+                saved = self._save()
+                if improved and not saved:  # what is not there cannot be kept: the one before stays the best
+                    state.best_value, state.best_step, state.best_metrics = best
+
+    def _evaluate(self) -> bool:
+        """Evaluates, and says whether the metric that picks the model improved."""
+        evaluation, task, state = self._prepared.evaluation, self._prepared.task, self._state
+        assert evaluation is not None
+        logits_NC = predict_logits(
+            self._built.execution,
+            evaluation.tokens,
+            self._built.layout,
+            self._built.precision,
+            batch_tokens=self._built.batch_tokens,
+            most_rows=self._options.batch_size,
+            progress=lambda _: self._stop_if_told(),
+        )
+        loss = task.loss(logits_NC, evaluation.targets_N)
+        state.metrics = {"loss": loss, **task.metrics(logits_NC, evaluation.targets_N)}
+        state.metrics_step = state.applied
+        self._events.write("evaluated", step=state.applied, metrics=state.metrics)
+        self._listener.evaluated(state.applied, state.metrics)
+        return self._is_best()
+
+    def _is_best(self) -> bool:
+        name, state = self._options.metric_for_best_model, self._state
+        if name is None:
+            return False
+        name = name.removeprefix("eval_")
+        value, best = state.metrics.get(name, math.nan), state.best_value  # some are not defined for every prediction
+        better = math.isfinite(value) and (best is None or (value < best if name in LOWER_IS_BETTER else value > best))
+        if better:
+            state.best_value, state.best_step, state.best_metrics = value, state.applied, state.metrics
+            state.without_improvement = 0
+        else:
+            state.without_improvement += 1
+        patience = self._options.early_stopping_patience
+        if patience is not None and state.without_improvement >= patience:
+            state.ended_early = True
+            self._listener.note(f"{name} has not improved for {patience} evaluations: training ends")
+        return better
+
+    def _save(self, *, must: bool = False) -> bool:
+        """Saves a checkpoint. A full disk costs this checkpoint, not the run, unless it `must` be there."""
+        state = self._state
+        self._events.write("saving", step=state.applied)
+        state.events_position = self._events.position()
+        try:
+            save_checkpoint(
+                self._folder.checkpoints,
+                state.applied,
+                run=self._record.run,
+                tensors=self._built.step.state_tensors(),
+                state=dataclasses.asdict(state),
+            )
+        except DiskFullError as error:
+            if must:
+                raise
+            self._events.write("checkpoint_failed", step=state.applied, why=str(error))
+            self._listener.warning(f"no checkpoint after step {state.applied}: {error}; training goes on")
+            return False
+        self._saved_step = state.applied
+        self._passed_over.discard(state.applied)
+        protect = {state.best_step} if state.best_step is not None else set()
+        rotate(
+            self._folder.checkpoints,
+            self._options.save_total_limit,
+            protect,
+            run=self._record.run,
+            newest=state.applied,
+            passed_over=self._passed_over,
+        )
+        return True
+
+    def _ended(self) -> bool:
+        state, options = self._state, self._options
+        if options.max_steps is not None and state.applied >= options.max_steps:
+            return True
+        return state.ended_early or (
+            self._prepared.num_batches is not None and state.consumed >= self._prepared.num_batches
+        )
+
+    def _stop_if_told(self) -> None:
+        """Raises: Interrupted if a signal to stop has come, when all is saved."""
+        number = self._signals.received
+        if number is None:
+            return
+        self._land_all()
+        self._state.train_s = self._clock.seconds
+        if self._saved_step != self._state.applied:
+            self._save(must=True)
+        self._events.write("stopped", step=self._state.applied, signal=number)
+        raise Interrupted(
+            f"stopped by a signal after step {self._state.applied}; all is saved",
+            signal_number=number,
+            hint="go on with the same command and --resume",
+        )
+
+    def _finish(self) -> Run:
+        """Evaluates and saves what is to be kept, and closes the record."""
+        state = self._state
+        peak = self._memory.peak()
+        if self._prepared.evaluation is not None and state.metrics_step != state.applied:
+            self._evaluate()
+        if self._saved_step != state.applied:
+            self._save(must=True)
+        metrics, steps = self._take_best()
+        run = dataclasses.replace(
+            self._record,
+            status="finished",
+            metrics={name: value if math.isfinite(value) else None for name, value in metrics.items()},
+            steps=steps,
+            skipped_steps=state.skipped,
+            train_s=state.train_s,
+            samples_per_s=state.samples / state.train_s if state.train_s else None,
+            tokens_per_s=state.tokens / state.train_s if state.train_s else None,
+            peak_bytes=peak,
+            compilations=self._compilations.found,
+        )
+        self._built.step.update.release()
+        self._built.model.eval()
+        save_model(
+            self._built.model, self._prepared.tokenizer, self._prepared.space, self._folder.model, model_card(run)
+        )
+        self._events.write("finished", step=steps, metrics=metrics)
+        self._folder.write(run)
+        self._listener.finished(run, str(self._folder.path))
+        return run
+
+    def _take_best(self) -> tuple[Mapping[str, float], int]:
+        """Puts the best model's weights in place, if another than the last was best; its metrics and steps done."""
+        state = self._state
+        if state.best_step is None or state.best_step == state.applied:
+            return state.metrics, state.applied
+        try:
+            best = load_checkpoint(checkpoint_path(self._folder.checkpoints, state.best_step))
+        except CheckpointError as error:
+            self._events.write("best_lost", step=state.best_step, why=str(error))
+            self._listener.warning(f"the best model is lost, the last one is kept: {error}")
+            return state.metrics, state.applied
+        self._built.step.load_state_tensors(best.tensors)
+        self._listener.note(f"the model after step {best.step} was best, and is kept")
+        return state.best_metrics, state.applied
+
+
+def _record(options: TrainOptions, prepared: Prepared, built: Built, command: str, *, run: str, status: Any) -> Run:
+    verdict = built.packing.supports()
+    return Run(
+        run=run,
+        status=status,
+        model=options.model,
+        options=dataclasses.asdict(options),
+        command=command,
+        labels=prepared.space,
+        recipe=built.recipe,
+        machine=probe(),
+        data_fingerprint=prepared.data_fingerprint,
+        data=prepared.report,
+        packed=verdict.ok,
+        packed_reason=verdict.because,
+    )

@@ -1,0 +1,218 @@
+"""Variable-length attention in Triton, as operators with gradients; `attention.reference_attention` is its twin.
+
+How the kernels (`varlen_kernels`) are cut into tiles depends on how long segments are.
+"""
+
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from brimful.kernels.attention.varlen_kernels import (
+    varlen_attention_backward,
+    varlen_attention_delta,
+    varlen_attention_forward,
+)
+from brimful.kernels.layers.dropout import kept_factor, threshold
+from brimful.kernels.rng import draw_seed
+
+_LOG2_E = 1.4426950408889634
+
+
+def supports(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the kernel takes such queries: bf16, fp16 and fp32, heads of 16, 32, 64 or 128."""
+    return dtype in (torch.bfloat16, torch.float16, torch.float32) and head_dim in (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How a kernel is cut: rows that a program owns, rows it takes at a time of the others, warps, stages.
+
+    registers: most of a thread, so that more programs fit a multiprocessor; None for as many as the compiler likes.
+    split: whether blocks that need no mask have a loop of their own.
+    """
+
+    own: int
+    other: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    split: bool = False
+
+
+#: For heads of 64 in half precision on an H200 (benchmarks/attention): short segments, long ones forward and backward.
+#: MASKED: forward with causality or a window. DROPPED: backward with dropout and neither of them.
+SHORT = Tiles(own=64, other=32, warps=4, stages=1)
+LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3, registers=128, split=True)
+MASKED_LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3)
+LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=1, registers=128)
+DROPPED_LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=2, registers=128, split=True)
+#: Wide heads, and fp32: what fits.
+_SMALL = Tiles(own=32, other=32, warps=4, stages=2)
+#: Mean length beyond which segments are long: between two of `attention.LENGTH_CLASSES`.
+_LONG = 128
+
+
+def _tiles(q: Tensor, typical_length: int, long: Tiles) -> Tiles:
+    if q.dtype == torch.float32 or q.shape[2] > 64:
+        return _SMALL
+    return long if typical_length > _LONG else SHORT
+
+
+def _launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Grid, and the constants of all kernels that follow from the shapes."""
+    heads, _, head_dim = q.shape
+    grid = (triton.cdiv(max_length, tiles.own), offsets.shape[0] - 1, heads)
+    precision = "ieee" if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
+    constants = {"D": head_dim, "OWN": tiles.own, "OTHER": tiles.other, "SPLIT": tiles.split, "PRECISION": precision}
+    return grid, constants | {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers}
+
+
+def _factors(scale: float, softcap: float) -> tuple[float, float]:
+    """What products are multiplied with before the tanh of a soft cap, and before the exponential to the base 2."""
+    if softcap > 0:
+        return 2.0 * _LOG2_E * scale / softcap, softcap * _LOG2_E
+    return 1.0, scale * _LOG2_E
+
+
+@torch.library.custom_op("brimful::varlen_attention", mutates_args=())
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    seed: Tensor,
+    max_length: int,
+    typical_length: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    dropout: float,
+    site: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log of the weights' sums (H, T), and keys of the dropout mask's rows (H, T) if there is one."""
+    heads, tokens, head_dim = q.shape
+    out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
+    lse = q.new_empty(heads, tokens, dtype=torch.float32)
+    keys = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)
+    tiles = _tiles(q, typical_length, MASKED_LONG_FORWARD if causal or window else LONG_FORWARD)
+    grid, constants = _launch(q, offsets, max_length, tiles)
+    strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
+    varlen_attention_forward[grid](
+        q, k, v, out, lse, keys, offsets, seed, site, tokens, *strides,
+        *_factors(scale, softcap), threshold(dropout), kept_factor(dropout), CAUSAL=causal, WINDOW=window,
+        CAP=softcap > 0, DROPOUT=dropout > 0, **constants,
+    )  # fmt: skip
+    return out, lse, keys
+
+
+@attend.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, seed: Tensor, max_length: int, typical_length: int,
+    scale: float, causal: bool, window: int, softcap: float, dropout: float, site: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    heads, tokens, head_dim = q.shape
+    out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
+    keys = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)
+    return out, q.new_empty(heads, tokens, dtype=torch.float32), keys
+
+
+@torch.library.custom_op("brimful::varlen_attention_backward", mutates_args=())
+def attend_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Tensor, offsets: Tensor,
+    max_length: int, typical_length: int, scale: float, causal: bool, window: int, softcap: float, dropout: float,
+) -> Tensor:  # fmt: skip
+    """Gradients of queries, keys and values, (T, 3, H, D)."""
+    heads, tokens, head_dim = q.shape
+    packed = q.new_empty(tokens, 3, heads, head_dim)
+    found = [packed[:, part].transpose(0, 1) for part in range(3)]
+    gradient = gradient if gradient.stride(2) == 1 else gradient.contiguous()
+    dropped = dropout > 0 and not causal and not window
+    tiles = _tiles(q, typical_length, DROPPED_LONG_BACKWARD if dropped else LONG_BACKWARD)
+    grid, constants = _launch(q, offsets, max_length, tiles)
+    strides = [x.stride(axis) for x in (q, k, v, out, gradient, found[0]) for axis in (1, 0)]
+    more = kept_factor(dropout)
+    less = 1.0 / more if more else 0.0
+    ready = tiles in (LONG_BACKWARD, DROPPED_LONG_BACKWARD)
+    pairs = lse
+    if ready:
+        both = lse.new_empty(heads, tokens, 2)
+        varlen_attention_delta[(triton.cdiv(tokens, 64), heads)](
+            out, gradient, lse, both, tokens, *strides[6:10], less, PAIRED=True, D=head_dim, BLOCK=64
+        )
+        pairs = both.view(torch.int64)
+    varlen_attention_backward[grid](
+        q, k, v, out, gradient, *found, lse, pairs, keys, offsets, tokens, *strides, scale,
+        *_factors(scale, softcap), threshold(dropout), more, less, CAUSAL=causal, WINDOW=window, CAP=softcap > 0,
+        DROPOUT=dropout > 0, READY=ready, **constants,
+    )  # fmt: skip
+    return packed
+
+
+@attend_backward.register_fake
+def _(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Tensor, offsets: Tensor,
+    max_length: int, typical_length: int, scale: float, causal: bool, window: int, softcap: float, dropout: float,
+) -> Tensor:  # fmt: skip
+    heads, tokens, head_dim = q.shape
+    return q.new_empty(tokens, 3, heads, head_dim)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, offsets, _, *ctx.settings, _ = inputs
+    ctx.save_for_backward(q, k, v, *output, offsets)
+
+
+def _gradients(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    packed = attend_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    return *(part.transpose(0, 1) for part in packed.unbind(1)), *[None] * (3 + len(ctx.settings))
+
+
+attend.register_autograd(_gradients, setup_context=_setup)
+
+
+def varlen_attention_HTD(
+    q_HTD: Tensor,
+    k_HTD: Tensor,
+    v_HTD: Tensor,
+    offsets_N: Tensor,
+    *,
+    max_length: int,
+    scale: float,
+    typical_length: int | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """Attention within segments, (H, T, D); every token must be in one of them.
+
+    offsets_N: (N + 1,) int32, device. typical_length: mean one, by which kernels are cut. window: a token sees those
+    nearer than this. seed: () int64 on the device, drawn from torch's generator if it is None and there is dropout.
+    """
+    if seed is None:
+        seed = draw_seed(q_HTD.device, dropout)
+    q_HTD, k_HTD, v_HTD = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_HTD, v_HTD))
+    out: Tensor = attend(
+        q_HTD,
+        k_HTD,
+        v_HTD,
+        offsets_N,
+        seed,
+        max_length,
+        typical_length or 0,
+        scale,
+        causal,
+        window or 0,
+        softcap or 0.0,
+        dropout,
+    )[0]
+    return out

@@ -1,0 +1,1 @@
+"""Fused pieces of transformer layers, each beside its reference."""

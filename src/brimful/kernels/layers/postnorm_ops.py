@@ -1,0 +1,346 @@
+"""Pieces of a transformer layer with their gradients written out: matrix products and what surrounds them.
+
+Each is one autograd function whose plain twin is the composition that its docstring names. Products run in the dtype
+that autocast asks for, what surrounds them in fp32. Gradients of parameters are computed `beside` those of activations.
+
+Where a plan of `float8` is active, the products that it names are in fp8; all else is as it is.
+
+Normalised rows come twice, for residuals and, in the dtype of products, for those: the second travels with the first,
+as `halved`, so that nothing is cast twice. Where both dtypes are one, they share their memory, and only their gradients
+are two, which meet inside of the norm's backward kernel instead of in one of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from brimful.kernels.attention.varlen import attend, attend_backward
+from brimful.kernels.layers import dropout_add_layernorm, embedding, float8, gelu, matmul_gelu
+from brimful.kernels.residual_dtype import residuals_are_half
+from brimful.kernels.rng import next_site
+from brimful.kernels.side_stream import beside
+from brimful.kernels.split_reduction import sum_rows, sum_strips
+
+Gradients = tuple[Any, ...]
+
+#: Twins of tensors for products, and the versions they were made of, for as long as those live. They are no attribute
+#: of them, by which dynamo would trace a layer anew.
+_twins: Any = WeakTensorKeyDictionary()
+
+
+def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A fresh tensor in another shape, unless it is empty. No view of it, for which dynamo would trace a layer anew: so
+    autograd does not see a change of one in the other, and layers must leave both as they are."""
+    out: Tensor = torch.ops.aten._unsafe_view.default(x, shape) if x.numel() else x
+    return out
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What products of `x` run in here: autocast's dtype, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def halved(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`x` in `dtype`, or in that of products, as made along with it if it was."""
+    dtype = dtype or product_dtype(x)
+    half, version = _twins.get(x, (None, 0))
+    return half if half is not None and half.dtype == dtype and version == _version(x) else x.to(dtype)
+
+
+def _version(x: Tensor) -> int:
+    """How often `x` was changed in place; inference tensors do not count."""
+    return 0 if x.is_inference() else x._version
+
+
+def with_twin(x: Tensor, half: Tensor) -> Tensor:
+    """`x`, with its twin for `halved`."""
+    _twins[x] = (half, _version(x))
+    return x
+
+
+class _Made(NamedTuple):
+    """x w^T + bias, (T, N), and what the backward pass needs besides x.
+
+    saved: w (N, K), for the gradient of x; with a scale for each row if it is w^T in fp8, else with None.
+    in_fp8: whether the gradient of w is taken in fp8.
+    """
+
+    out_TN: Tensor
+    saved: tuple[Tensor, Tensor | None]
+    in_fp8: bool
+
+
+def _multiply(
+    ctx: Any, x_TK: Tensor, w_NK: Tensor, weight: Any, bias_N: Tensor | None = None, *, activated: bool = False
+) -> _Made:
+    """weight: the parameter, or the first of those, that `w_NK` shows or is a copy of. activated: what comes out."""
+    plan, chosen = float8.active_plan(), _fp8_products(x_TK, w_NK, activated=activated)
+    saved: tuple[Tensor, Tensor | None] = (w_NK, None)
+    keep = w_NK.data_ptr() == weight.data_ptr()
+    if plan is not None and chosen.input_gradient and ctx.needs_input_grad[0]:
+        saved = plan.weight(w_NK, transposed=True, keep=keep)
+    if plan is not None and chosen.output:
+        w = plan.weight(w_NK, transposed=False, keep=keep)
+        out_TN = float8.product(float8.cast(x_TK), w, x_TK.dtype, bias_N, quick=True)
+    else:
+        out_TN = x_TK @ w_NK.t() if bias_N is None else torch.addmm(bias_N, x_TK, w_NK.t())
+    return _Made(out_TN, saved, chosen.weight_gradient)
+
+
+def _fp8_products(x_TK: Tensor, w_NK: Tensor, *, activated: bool) -> float8.Products:
+    """Which products of these the active plan takes in fp8."""
+    plan = float8.active_plan()
+    if plan is None:
+        return float8.Products()
+    return plan.products(len(x_TK), (w_NK.shape[0], w_NK.shape[1]), activated=activated)
+
+
+def _input_gradient(g_TN: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
+    """g w, (T, K), of what `_multiply` saved."""
+    if scales is None:
+        return g_TN @ weight
+    return float8.product(float8.cast(g_TN), float8.Scaled(weight, scales), g_TN.dtype)
+
+
+def _are_leaves(*parameters: Tensor | None) -> bool:
+    """Whether nothing reads the gradients of these before the end of the backward pass."""
+    return all(each is None or each.is_leaf for each in parameters)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x_TK, w_NK = x.flatten(0, -2), weight.to(x.dtype)
+        made = _multiply(ctx, x_TK, w_NK, weight, None if bias is None else bias.to(x.dtype))
+        ctx.save_for_backward(x_TK, *made.saved)
+        ctx.dtypes, ctx.shape = (weight.dtype, None if bias is None else bias.dtype), x.shape
+        ctx.leaf, ctx.in_fp8 = _are_leaves(weight, bias), made.in_fp8
+        return made.out_TN.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
+        x_TK, *weight = ctx.saved_tensors
+        g_TN = gradient.reshape(len(x_TK), -1).contiguous()
+        dweight, dbias = beside(
+            lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8), g_TN, x_TK, leaf=ctx.leaf
+        )
+        return _input_gradient(g_TN, *weight).view(ctx.shape), dweight, dbias
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear(x, weight, bias), (..., N), in the dtype of products."""
+    out: Tensor = _Linear.apply(halved(x), weight, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _LinearGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        x_TK, w_FK = x.flatten(0, -2), weight.to(x.dtype)
+        h_TF, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_FK, weight, activated=True)
+        ctx.save_for_backward(x_TK, bias, h_TF, *saved)
+        ctx.dtypes, ctx.shape, ctx.leaf = (weight.dtype, None), x.shape, _are_leaves(weight, bias)
+        return gelu.fused_forward(h_TF, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
+        x_TK, bias, h_TF, *weight = ctx.saved_tensors
+        dh_TF, strips = gelu.fused_backward(gradient.reshape(h_TF.shape).contiguous(), h_TF, bias)
+
+        def parameters() -> tuple[Tensor, Tensor]:
+            dweight, _ = _weight_gradients(dh_TF, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8)
+            return dweight, sum_strips(strips, strips.shape[1], bias.dtype)[1]
+
+        dweight, dbias = beside(parameters, dh_TF, x_TK, strips, leaf=ctx.leaf)
+        return _input_gradient(dh_TF, *weight).view(ctx.shape), dweight, dbias
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """F.gelu(F.linear(x, weight, bias)), by the error function. In one kernel where no gradient is asked for."""
+    half = halved(x)
+    if not torch.is_grad_enabled():
+        x_TK, w_FK = half.flatten(0, -2), weight.to(half.dtype)
+        if matmul_gelu.suits(x_TK, w_FK) and not _fp8_products(x_TK, w_FK, activated=True).output:
+            return matmul_gelu.fused(x_TK, w_FK, bias).view(*x.shape[:-1], -1)
+    out: Tensor = _LinearGelu.apply(half, weight, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _LinearDropoutAddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, eps: float,
+        p: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x_TK, w_HK = x.flatten(0, -2), weight.to(x.dtype)
+        residual_TH = residual.reshape(-1, residual.shape[-1]).contiguous()
+        if len(residual_TH) != len(x_TK):
+            raise ValueError(f"a residual of shape {tuple(residual.shape)} does not fit rows of {tuple(x.shape)}")
+        h_TH, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_HK, weight)
+        seed, ctx.site = next_site(h_TH, p)
+        dtype = h_TH.dtype if residuals_are_half() else gain.dtype
+        y_TH, half_TH, statistics = dropout_add_layernorm.fused_forward(
+            h_TH, bias, residual_TH, gain, shift, seed, ctx.site, eps, p, h_TH.dtype != dtype, dtype
+        )
+        ctx.save_for_backward(x_TK, bias, residual_TH, gain, h_TH, statistics, seed, *saved)
+        ctx.set_materialize_grads(False)
+        ctx.p, ctx.dtypes, ctx.shapes = p, (weight.dtype, None), (x.shape, residual.shape)
+        ctx.leaf = _are_leaves(weight, bias, gain, shift)
+        return _shaped(y_TH, residual.shape), _shaped(y_TH if half_TH is None else half_TH, residual.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None, of_half: Tensor | None) -> Gradients:
+        x_TK, bias, residual_TH, gain, h_TH, statistics, seed, *weight = ctx.saved_tensors
+        dy, dhalf = (None if g is None else g.reshape(h_TH.shape).contiguous() for g in (gradient, of_half))
+        dh_TH, dresidual_TH, strips = dropout_add_layernorm.fused_backward(
+            dy, dhalf, h_TH, bias, residual_TH, gain, statistics, seed, ctx.site, ctx.p
+        )
+
+        def parameters() -> tuple[Tensor, ...]:
+            dweight, _ = _weight_gradients(dh_TH, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8)
+            return dweight, *dropout_add_layernorm.parameter_gradients(strips, bias.dtype)
+
+        dweight, dgain, dshift, dbias = beside(parameters, dh_TH, x_TK, strips, leaf=ctx.leaf)
+        dx, dresidual = _input_gradient(dh_TH, *weight).view(ctx.shapes[0]), dresidual_TH.view(ctx.shapes[1])
+        return dx, dweight, dbias, dresidual, dgain, dshift, None, None
+
+
+def linear_dropout_add_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, eps: float, p: float
+) -> Tensor:
+    """F.layer_norm(F.dropout(F.linear(x, weight, bias), p) + residual, ...), in that of residuals (`residuals`)."""
+    y, half = _LinearDropoutAddNorm.apply(  # type: ignore[no-untyped-call]
+        halved(x), weight, bias, residual, gain, shift, eps, p
+    )
+    return with_twin(y, half)
+
+
+class _ProjectedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, offsets: Tensor, num_heads: int, settings: Any, *parameters: Tensor | None
+    ) -> Tensor:
+        x_TK = x.flatten(0, -2)
+        w_NK = side_by_side(parameters[:3], x.dtype)
+        b_N = side_by_side(parameters[3:], x.dtype) if parameters[3] is not None else None
+        qkv_TN, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_NK, parameters[0], b_N)
+        q, k, v = qkv_TN.view(len(x_TK), 3, num_heads, -1).transpose(0, 2).unbind(1)
+        seed, site = next_site(offsets, settings[-1])
+        out_HTD: Tensor
+        out_HTD, lse, keys = attend(q, k, v, offsets, seed, *settings, site)
+        ctx.save_for_backward(x_TK, qkv_TN, out_HTD, lse, keys, offsets, *saved)
+        ctx.num_heads, ctx.settings, ctx.shape = num_heads, settings, x.shape
+        ctx.dtypes = [None if p is None else p.dtype for p in (parameters[0], parameters[3])]
+        ctx.leaf = _are_leaves(*parameters)
+        return out_HTD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
+        x_TK, qkv_TN, out_HTD, lse, keys, offsets, *weight = ctx.saved_tensors
+        q, k, v = qkv_TN.view(len(x_TK), 3, ctx.num_heads, -1).transpose(0, 2).unbind(1)
+        g_TN = attend_backward(gradient, q, k, v, out_HTD, lse, keys, offsets, *ctx.settings).flatten(1)
+        dweight, dbias = beside(
+            lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8), g_TN, x_TK, leaf=ctx.leaf
+        )
+        dbiases = (None,) * 3 if dbias is None else dbias.chunk(3)
+        return _input_gradient(g_TN, *weight).view(ctx.shape), None, None, None, *dweight.chunk(3), *dbiases
+
+
+def projected_attention(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], offsets: Tensor, num_heads: int,
+    settings: Sequence[Any],
+) -> Tensor:  # fmt: skip
+    """Variable-length attention (H, T, D) of three projections of x, all with H heads, computed as one product.
+
+    settings: of `varlen.attend`, from the longest segment to the dropout.
+    """
+    out: Tensor = _ProjectedAttention.apply(  # type: ignore[no-untyped-call]
+        halved(x), offsets, num_heads, tuple(settings), *weights, *biases
+    )
+    return out
+
+
+class _EmbeddingsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Sequence[Tensor], paddings: Sequence[int | None], gain: Tensor, shift: Tensor, eps: float,
+        p: float, *tables: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        flat = [each.reshape(-1) for each in ids]
+        seed, ctx.site = next_site(gain, p)
+        products = product_dtype(gain)
+        dtype = products if residuals_are_half() else gain.dtype
+        half = None if products == dtype else products
+        y_TH, half_TH, statistics = embedding.fused_forward(
+            flat, tables, gain, shift, seed, ctx.site, eps, p, half, dtype
+        )
+        ctx.save_for_backward(gain, statistics, seed, *flat, *tables)
+        ctx.set_materialize_grads(False)
+        ctx.paddings, ctx.p = paddings, p
+        shape = (*ids[0].shape, gain.shape[0])
+        return _shaped(y_TH, shape), _shaped(y_TH if half_TH is None else half_TH, shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None, of_half: Tensor | None) -> Gradients:
+        gain, statistics, seed, *rest = ctx.saved_tensors
+        ids, tables = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        dy, dhalf = (None if g is None else g.reshape(-1, gain.shape[0]).contiguous() for g in (gradient, of_half))
+        dtables, dgain, dshift = embedding.fused_backward(
+            dy, dhalf, ids, tables, ctx.paddings, gain, statistics, seed, ctx.site, ctx.p
+        )
+        return None, None, dgain, dshift, None, None, *dtables
+
+
+def embeddings_norm(
+    ids: Sequence[Tensor], tables: Sequence[Tensor], paddings: Sequence[int | None], gain: Tensor, shift: Tensor | None,
+    eps: float, p: float,
+) -> Tensor:  # fmt: skip
+    """F.dropout(F.layer_norm(sum of F.embedding(ids, table), ...), p), (..., H). paddings: rows not learned."""
+    shift = torch.zeros_like(gain) if shift is None else shift
+    shape = torch.broadcast_shapes(*(each.shape for each in ids))
+    y, half = _EmbeddingsNorm.apply(  # type: ignore[no-untyped-call]
+        [each.expand(shape) for each in ids], tuple(paddings), gain, shift, eps, p, *tables
+    )
+    return with_twin(y, half)
+
+
+def _weight_gradients(
+    g_TN: Tensor, x_TK: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype | None, *, in_fp8: bool
+) -> tuple[Tensor, Tensor | None]:
+    if in_fp8:
+        g_NT, x_KT = (float8.cast(each, transposed=True) for each in (g_TN, x_TK))
+        dweight = float8.product(g_NT, x_KT, g_TN.dtype).to(weight_dtype)
+    else:
+        dweight = (g_TN.t() @ x_TK).to(weight_dtype)
+    return dweight, None if bias_dtype is None else sum_rows(g_TN, bias_dtype)
+
+
+def side_by_side(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+    """Parameters one below the other: a view of them where they lie so, else a copy."""
+    found = [part for part in parts if part is not None]
+    if len(found) == 1:
+        return found[0].to(dtype)
+    first, rows = found[0], [0, *itertools.accumulate(len(part) for part in found)]
+    adjacent = all(
+        part.data_ptr() == first.data_ptr() + before * first.stride(0) * first.element_size()
+        and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and (part.dtype, part.stride(), part.shape[1:]) == (dtype, first.stride(), first.shape[1:])
+        for part, before in zip(found, rows, strict=False)
+    )
+    if not adjacent:
+        return torch.cat([part.to(dtype) for part in found])
+    packed: Tensor = first.detach().as_strided((rows[-1], *first.shape[1:]), first.stride())
+    return packed

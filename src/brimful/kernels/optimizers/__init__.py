@@ -1,0 +1,1 @@
+"""Optimizer updates as kernels, each beside its reference."""

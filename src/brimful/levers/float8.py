@@ -1,0 +1,181 @@
+"""Products of layers in fp8: those that are faster so, measured on this device before the run begins.
+
+fp8 doubles the rate of the matrix units, and operands must be cast to it, which takes memory's time: whether it pays
+depends on shapes and device. Each product of each shape of weight is timed in bf16 and in fp8, casts included, and
+taken in fp8 where it wins by a margin; the seconds are kept in the user's cache folder. Without gradients, a product
+that GELU follows is timed with it, since in bf16 both may be one kernel.
+
+Products in fp8 are those of layers on fused kernels. Heads, embeddings, norms and attention stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from brimful.core.cache import cache_path, read_cached, write_cached
+from brimful.kernels.layers.float8 import Plan, Products, Shape, cast, product
+from brimful.levers.precision import Precision
+from brimful.measurement.peaks import median_seconds
+from brimful.models.packed.equivalence import Proof
+
+SOURCE = "Micikevicius et al. 2022, arXiv 2209.05433; rowwise scales as in torchao.float8"
+
+#: fp8 must be faster by this factor: the same buffers again and again lie in caches as those of a step do not.
+MARGIN = 1.05
+#: With so many times fewer tokens than products are timed with, none is in fp8: of the first tokens alone, for one.
+_FEWER = 8
+#: Seconds that timing one product may take.
+_WITHIN_S = 0.02
+#: Raised when the kernels change, so that old timings are not believed.
+_REVISION = 2
+
+#: Seconds of a layer's three products, (bf16, fp8) each, by the names of `Products`.
+Timing = Mapping[str, tuple[float, float]]
+
+
+def choose_float8(
+    precision: Precision, proof: Proof, *, num_tokens: int, fused: bool, forward_only: bool = False
+) -> Precision:
+    """`precision` with its plan, or bf16 with the reason why no product is in fp8. Other precisions as they are.
+
+    num_tokens: of the largest micro-batch. fused: whether layers are to run on fused kernels. forward_only: for a model
+    that is only read, which has no gradients' products.
+    """
+    if precision.value != "fp8":
+        return precision
+    refused = _refusal(proof, fused)
+    if refused is not None:
+        return precision.in_bf16(refused)
+    activated = frozenset(proof.float8_activated if forward_only else ())
+    timings = time_shapes(precision.device, proof.float8_shapes, num_tokens, activated=activated)
+    if forward_only:
+        timings = {shape: {"output": timing["output"]} for shape, timing in timings.items()}
+    chosen = {shape: faster_products(timing) for shape, timing in timings.items()}
+    if not any(any(products) for products in chosen.values()):
+        return precision.in_bf16(f"no product is faster in it here: {_factors(timings)} at {num_tokens:,} tokens")
+    plan = Plan(chosen, fewest=num_tokens // _FEWER)
+    return replace(precision, plan=plan, reason=_reason(timings, chosen, num_tokens), source=SOURCE)
+
+
+def _refusal(proof: Proof, fused: bool) -> str | None:
+    if not proof.packed:
+        return "the model does not run packed"
+    if not fused:
+        return "its products are those of fused layers, which this execution does not have"
+    if proof.float8_error is None:
+        return "our fused kernels do not cover the model's layers"
+    if not proof.float8_error <= 1.0:
+        return f"the model loses {proof.float8_error:.1f} times what is allowed in it"
+    return None
+
+
+def faster_products(timing: Timing) -> Products:
+    """Those that are faster in fp8 by the margin."""
+    return Products(**{name: bf16_s > MARGIN * fp8_s for name, (bf16_s, fp8_s) in timing.items()})
+
+
+def time_shapes(
+    device: torch.device, shapes: tuple[Shape, ...], num_tokens: int, *, activated: Set[Shape] = frozenset(),
+    cache: bool = True,
+) -> dict[Shape, Timing]:  # fmt: skip
+    """Timings of each shape of weight, (N, K), read from the cache where they are known. activated: those whose output
+    is timed with bias and GELU, without gradients."""
+    return {
+        shape: _known_timing(device, shape, num_tokens, activated=shape in activated, cache=cache) for shape in shapes
+    }
+
+
+def _known_timing(device: torch.device, shape: Shape, num_tokens: int, *, activated: bool, cache: bool) -> Timing:
+    path = timing_path(device, shape, num_tokens, activated=activated) if cache else None
+    known = None if path is None else read_cached(path)
+    if known is not None and known.keys() == set(Products._fields):
+        return {name: (float(bf16_s), float(fp8_s)) for name, (bf16_s, fp8_s) in known.items()}
+    timing = time_products(device, shape, num_tokens, activated=activated)
+    if path is not None:
+        write_cached(path, timing)
+    return timing
+
+
+def timing_path(device: torch.device, shape: Shape, num_tokens: int, *, activated: bool = False) -> Path | None:
+    """Where the timing of one shape is kept: by device, versions, shape, tokens and what follows."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    import triton
+
+    versions = [torch.__version__, torch.version.cuda, triton.__version__, _REVISION]
+    return cache_path("float8", [name, versions, list(shape), num_tokens, activated])
+
+
+def time_products(device: torch.device, shape: Shape, num_tokens: int, *, activated: bool = False) -> Timing:
+    """Seconds of the products with one weight, casts included. That of the weight is paid once a step, and is counted
+    as if every micro-batch paid it, unless the output is `activated`."""
+    rows, columns = shape
+    random = torch.Generator(device).manual_seed(0)
+    x_TK, w_NK, g_TN = (
+        torch.randn(*size, device=device, generator=random).to(torch.bfloat16)
+        for size in ((num_tokens, columns), (rows, columns), (num_tokens, rows))
+    )
+    timing = {}
+    pairs = {name: pair for name, *pair in _pairs(x_TK, w_NK, g_TN)}
+    if activated:
+        pairs["output"] = _activated(x_TK, w_NK)
+    for name, (in_bf16, in_fp8) in pairs.items():
+        times_s = [median_seconds(device, call, within_s=_WITHIN_S) for call in (in_bf16, in_fp8)]
+        timing[name] = (times_s[0], times_s[1])
+    return timing
+
+
+def _pairs(
+    x_TK: Tensor, w_NK: Tensor, g_TN: Tensor
+) -> Iterator[tuple[str, Callable[[], Tensor], Callable[[], Tensor]]]:
+    """The three products in bf16 and in fp8, as fused layers take them."""
+    bf16 = torch.bfloat16
+    yield "output", lambda: x_TK @ w_NK.t(), lambda: product(cast(x_TK), cast(w_NK), bf16, quick=True)
+    yield "input_gradient", lambda: g_TN @ w_NK, lambda: product(cast(g_TN), cast(w_NK, transposed=True), bf16)
+    yield (
+        "weight_gradient",
+        lambda: g_TN.t() @ x_TK,
+        lambda: product(cast(g_TN, transposed=True), cast(x_TK, transposed=True), bf16),
+    )
+
+
+def _activated(x_TK: Tensor, w_NK: Tensor) -> list[Callable[[], Tensor]]:
+    """The output with bias and GELU in bf16 and in fp8, as a layer without gradients takes it."""
+    from brimful.kernels.layers.postnorm_ops import linear_gelu
+
+    bias_N, all_in_fp8 = w_NK.new_zeros(len(w_NK)), Plan()
+
+    def in_bf16() -> Tensor:
+        with torch.no_grad():
+            return linear_gelu(x_TK, w_NK, bias_N)
+
+    def in_fp8() -> Tensor:
+        with all_in_fp8.active():
+            return in_bf16()
+
+    return [in_bf16, in_fp8]
+
+
+def _reason(timings: Mapping[Shape, Timing], chosen: Mapping[Shape, Products], num_tokens: int) -> str:
+    number = sum(sum(products) for products in chosen.values())
+    total = sum(len(timing) for timing in timings.values())
+    text = f"asked for; {number} of {total} products of layers are faster in it here at {num_tokens:,} tokens"
+    left = {
+        shape: {name: pair for name, pair in timing.items() if not getattr(chosen[shape], name)}
+        for shape, timing in timings.items()
+    }
+    return f"{text}; bf16 stays in {_factors(left)}" if any(left.values()) else text
+
+
+def _factors(timings: Mapping[Shape, Timing]) -> str:
+    """How many times as fast fp8 is as bf16: `768x768 output 0.91x, input gradient 0.88x; 3072x768 output 1.2x`."""
+    return "; ".join(
+        f"{shape[0]}x{shape[1]} "
+        + ", ".join(f"{name.replace('_', ' ')} {bf16_s / fp8_s:.2g}x" for name, (bf16_s, fp8_s) in timing.items())
+        for shape, timing in timings.items()
+        if timing
+    )

@@ -1,0 +1,1 @@
+"""Find, inspect, load and save Hugging Face models."""

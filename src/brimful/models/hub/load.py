@@ -1,0 +1,132 @@
+"""Weights into memory: a classifier in fp32 for the labels asked for, from the files that intake found whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from brimful.core.atomic_files import path_text
+from brimful.core.errors import ModelError, printable
+from brimful.core.records import LabelSpace, TaskName
+from brimful.models.hub.inspection import OTHER_CONFIG, POOLER, ModelFacts, empty_model, head_parameters, load_tokenizer
+from brimful.models.hub.quiet import first_line, quiet_transformers
+from brimful.models.hub.weight_files import AGAIN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+#: transformers' name of each task, by ours.
+PROBLEM_TYPES: Mapping[TaskName, str] = {
+    "single_label": "single_label_classification",
+    "multi_label": "multi_label_classification",
+    "regression": "regression",
+}
+_MOST_NAMED = 4
+
+
+def load_model(facts: ModelFacts, space: LabelSpace, *, head: Literal["kept", "new"], seed: int) -> PreTrainedModel:
+    """The classifier on the CPU, in fp32 whatever its files hold, in evaluation mode, outputs named after `space`.
+
+    head: `kept` takes the head in the weights; `new` draws it from `seed` as transformers does after
+    `torch.manual_seed(seed)`, and leaves torch's own generators as they are. What a base model holds of a head
+    (ModernBERT's dense layer) is taken; of a whole head nothing is.
+    The model owns its memory: the files can be replaced afterwards.
+
+    Raises: ModelError if the weights lack part of the model, or part of it has another shape.
+    """
+    config = config_for(facts.config, space)
+    empty = empty_model(facts.folder, config, facts.runs_own_code)
+    head_names = head_parameters(empty).keys()
+    try:
+        state = _read_tensors(facts.weight_files)
+        if head == "new" and head_names <= state.keys():
+            state = {name: tensor for name, tensor in state.items() if name not in head_names}
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            model, info = type(empty).from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # conversions of weights fail in their own ways
+        raise ModelError(
+            f"{path_text(facts.folder)}: its weights cannot be loaded: {first_line(error)}", hint=AGAIN
+        ) from error
+    _require_whole(facts, info, head_names if head == "new" else ())
+    _record_padding_token(model, facts)
+    return model
+
+
+def config_for(config: PreTrainedConfig, space: LabelSpace) -> PreTrainedConfig:
+    """A copy of `config` for the task and the outputs of `space`."""
+    config = copy.deepcopy(config)
+    config.id2label = dict(enumerate(space.names))
+    config.label2id = {name: index for index, name in enumerate(space.names)}
+    config.problem_type = PROBLEM_TYPES[space.task]
+    return config
+
+
+def _read_tensors(files: tuple[Path, ...]) -> dict[str, Tensor]:
+    """All tensors of the files, floating ones in fp32, in memory of their own (not mapped from the files)."""
+    from safetensors import safe_open
+
+    state: dict[str, Tensor] = {}
+    for file in files:
+        if file.suffix != ".safetensors":
+            pickled = torch.load(file, map_location="cpu", weights_only=True, mmap=False)
+            state.update({name: _owned(tensor) for name, tensor in pickled.items()})
+            continue
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for name in opened.keys():  # noqa: SIM118  (it is not a mapping)
+                state[name] = _owned(opened.get_tensor(name))
+    return state
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    return tensor.to(dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+
+def _require_whole(facts: ModelFacts, info: Mapping[str, Any], may_be_new: Collection[str]) -> None:
+    """Raises: ModelError unless everything but the parameters in `may_be_new`, and then the pooler, was loaded."""
+
+    def excused(name: str) -> bool:
+        return name in may_be_new or (bool(may_be_new) and POOLER.search(name) is not None)
+
+    if missing := sorted(name for name in info["missing_keys"] if not excused(name)):
+        raise ModelError(
+            f"{path_text(facts.folder)}: its weights lack {len(missing)} tensors of a {facts.model_type} model: "
+            f"{_some(missing)}",
+            hint=OTHER_CONFIG,
+        )
+    misfits = sorted(tuple(found) for found in info["mismatched_keys"] if not excused(found[0]))
+    if misfits:
+        name, in_file, in_model = misfits[0][:3]
+        raise ModelError(
+            f"{path_text(facts.folder)}: {printable(name)} is {tuple(in_file)} in its weights and {tuple(in_model)} by "
+            f"its config.json, one of {len(misfits)} such tensors",
+            hint=OTHER_CONFIG,
+        )
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return printable(", ".join(names[:_MOST_NAMED]), 400) + rest
+
+
+def _record_padding_token(model: PreTrainedModel, facts: ModelFacts) -> None:
+    """Tell a model that reads its last token which tokens are padding, and any model that was not told."""
+    text = model.config.get_text_config()
+    reads_last_token = hasattr(model, "score")  # what transformers calls the head of a decoder
+    if not reads_last_token and getattr(text, "pad_token_id", None) is not None:
+        return
+    # After the model is built: an embedding built with a padding token never trains that token, here end of text.
+    pad_id = load_tokenizer(facts).pad_token_id
+    model.config.pad_token_id = text.pad_token_id = pad_id

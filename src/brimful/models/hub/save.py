@@ -1,0 +1,94 @@
+"""A trained classifier into a folder in Hugging Face form, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from brimful.core.atomic_files import (
+    REPLACED,
+    TEMPORARY,
+    file_errors,
+    make_folder,
+    remove,
+    replace_folder,
+    temporary_path,
+)
+from brimful.core.records import LabelSpace
+from brimful.models.hub.load import config_for
+from brimful.models.hub.quiet import quiet_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, space: LabelSpace, folder: Path, card: str
+) -> None:
+    """Write weights (fp32 safetensors), configuration, tokenizer and README.md (`card`) as `folder`.
+
+    Until all of it is on the disk, `folder` is what it was before: not there, or an older model. `model` is left as it
+    is; how it runs (its attention) is not saved.
+
+    Raises: DiskFullError or OutputError naming `folder`.
+    """
+    temporary = temporary_path(folder)
+    try:
+        with file_errors(folder), _system_errors(), quiet_transformers():
+            make_folder(folder.parent)
+            _write(model, tokenizer, space, temporary, card)
+            replace_folder(temporary, folder)
+            _remove_leftovers(folder)
+    except BaseException:
+        with suppress(Exception):
+            remove(temporary)
+        raise
+
+
+def _write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, space: LabelSpace, folder: Path, card: str
+) -> None:
+    folder.mkdir()
+    state = {
+        name: tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in model.state_dict().items()
+    }
+    model.save_pretrained(folder, state_dict=state)
+    config = config_for(model.config, space)
+    config.dtype = torch.float32
+    config._attn_implementation = None
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what saves that were killed left beside `folder`, which is whole."""
+    for path in list(folder.parent.iterdir()):
+        if path.name.startswith(f"{TEMPORARY}{folder.name}-") or path.name == REPLACED + folder.name:
+            remove(path)
+
+
+@contextmanager
+def _system_errors() -> Iterator[None]:
+    """Raise what others made of a failed write, libraries in Rust above all, as the OSError that it was."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        found = _OS_ERROR.search(str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number)) from error

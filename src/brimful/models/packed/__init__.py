@@ -1,0 +1,1 @@
+"""The packed forward pass and the equivalence check that admits a model to it."""

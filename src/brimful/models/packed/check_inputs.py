@@ -1,0 +1,131 @@
+"""What a proof is made on: a copy of a model with few layers, and sequences that show what the whole one would do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from brimful.kernels.layers import float8
+from brimful.kernels.layout import Inputs, PackedShape, packed_inputs, padded_inputs
+from brimful.models.model_stats import layers_of
+from brimful.models.packed.packed_forward import padding_id_of
+from brimful.models.packed.relative_bias import farthest_bucket
+
+#: Most positions of models that have a learned table of them; packed rows in the proof are longer.
+_SHORT_TABLE = 1026
+
+#: What the attention kernel is chosen by: the typical length, and its name, where each is known.
+Kernel = tuple[int | None, str | None]
+
+
+def one_layer_of_each_kind(model: Any) -> Any:
+    """A copy of the model with its own weights and its first layers: as many as have one of each kind, and one more.
+
+    Of the last layer only pooled tokens are read: what attention makes of the others is seen by a layer above.
+    Two layers are of one kind if they have the same modules with the same settings, their number left out, and the same
+    entry in the configuration's `layer_types`. A model whose layers are shared or nested is copied whole.
+    """
+    layers = layers_of(model)
+    if layers is None:
+        return copy.deepcopy(model)
+    everything = layers._modules
+    types = getattr(model.config, "layer_types", None) or [None] * len(layers)
+    kinds = [(types[index], str(layer), _settings(layer)) for index, layer in enumerate(layers)]
+    kept = min(2 + max(kinds.index(kind) for kind in set(kinds)), len(layers))
+    layers._modules = {name: everything[name] for name in list(everything)[:kept]}
+    try:
+        small = copy.deepcopy(model)
+    finally:
+        layers._modules = everything
+    field = small.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    object.__setattr__(small.config, field, kept)
+    if types[0] is not None:
+        object.__setattr__(small.config, "layer_types", types[:kept])
+    return small
+
+
+def _settings(layer: nn.Module) -> str:
+    """What a layer's modules were made with: windows, scales, switches."""
+    return str(
+        [
+            (name, key, value)
+            for name, module in layer.named_modules()
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, bool | int | float | str) and key not in _LAYER_NUMBERS
+        ]
+    )
+
+
+_LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"})
+
+
+def make_sequences(config: Any, max_length: int) -> list[np.ndarray]:
+    """Random token ids without padding and end tokens: short ones, and one longer than any window that can matter, or
+    than the distances that a bias tells apart.
+
+    Encoder-decoders get one end token each: it is what their heads read.
+    """
+    windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_window")]
+    windows.append(farthest_bucket(config))
+    longest = max([48, *(w + 40 for w in windows if isinstance(w, int))])
+    lengths = [min(n, max_length) for n in (5, 17, longest, 2, 31)]
+    avoided = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
+    allowed = np.setdiff1d(np.arange(config.vocab_size), [a for a in avoided if isinstance(a, int)])
+    random = np.random.default_rng(0)
+    sequences = [random.choice(allowed, size=length) for length in lengths]
+    if getattr(config, "is_encoder_decoder", False) and isinstance(config.eos_token_id, int):
+        for sequence in sequences:
+            sequence[-1] = config.eos_token_id
+    return sequences
+
+
+def packed_row(sequences: Sequence[np.ndarray], config: Any, max_length: int, kernel: Kernel = (None, None)) -> Inputs:
+    """The sequences in one row whose unused tail is longer than one of them, so that the tail is tested too.
+
+    The row is longer than any short table of positions, so that nothing that is made for one sequence has its length.
+    """
+    longest = max(len(s) for s in sequences)
+    total = sum(len(s) for s in sequences) + longest + 9
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions <= _SHORT_TABLE:
+        total = max(total, positions + 1)
+    total += -total % float8.ALIGNMENT
+    shape = PackedShape(
+        num_tokens=total,
+        num_slots=len(sequences) + 2,
+        max_length=min(max_length, longest),
+        typical_length=kernel[0],
+        attention=kernel[1],
+    )
+    types = [_types(s) for s in sequences]
+    return packed_inputs(sequences, shape, padding_id=padding_id_of(config), types=types, groups=True)
+
+
+def padded_rows(sequences: Sequence[np.ndarray], config: Any) -> Inputs:
+    """The sequences as rows of one length, as Hugging Face's forward takes them."""
+    longest, types = max(len(s) for s in sequences), [_types(s) for s in sequences]
+    return padded_inputs(sequences, len(sequences), longest, padding_id=padding_id_of(config), types=types)
+
+
+def proof_inputs(config: Any, max_length: int) -> Inputs:
+    """The sequences of the proof, as padded rows: any model of a family takes them."""
+    return padded_rows(make_sequences(config, max_length), config)
+
+
+def _types(sequence: np.ndarray) -> np.ndarray:
+    """Token types of a text pair whose second text begins in the middle."""
+    return (np.arange(len(sequence)) >= len(sequence) // 2).astype(np.int64)
+
+
+def wake(small: nn.Module) -> None:
+    """Random values for parameters that are all zero: behind a new head or a closed gate everything looks equal."""
+    random = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in small.parameters():
+            if not parameter.any():
+                parameter.normal_(0, 0.02, generator=random)

@@ -1,0 +1,327 @@
+"""Two ways to run one classifier: packed, without padding, and padded as Hugging Face does. Same parameters, same head.
+
+The packed way runs the unmodified base model on one row of T tokens, with attention told where sequences end; then it
+pools one hidden state a sequence and lets the model's own classification code finish on these states, as if they were
+sequences of one token. Nothing here knows a family by name except `_pooled_output`, and `relative.py` for the families
+whose attention has a bias of its own; `proof.py` finds out whether the result is right, and which pooling and first
+position the model has.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+
+from brimful.kernels.attention.dispatch import Attention, Pattern, choose_attention, reference_attention
+from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments
+from brimful.models.model_stats import layers_of, matmul_parameters
+from brimful.models.packed.relative_bias import RelativeForm, has_form
+
+Pooling = Literal["first", "last", "mean"]
+
+PACKED = "brimful_packed"
+
+
+#: What layers hand on to everything in them. Anything else may change what attention computes, be it a little: sinks,
+#: biases, caps under other names. A little is what a proof on weights that were never trained does not see.
+_NOT_FOR_ATTENTION = frozenset(
+    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "deterministic"}
+)
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segments: Segments | None = None,
+    plain: bool = False,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of Hugging Face layers on one packed row, (1, H, T, D) in and (1, T, H, D) out."""
+    if segments is None:
+        raise TypeError(f"{type(module).__name__} does not hand keyword arguments on to its attention")
+    unknown = [name for name, value in others.items() if value is not None and name not in _NOT_FOR_ATTENTION]
+    if unknown:
+        raise TypeError(f"packed attention does not know {', '.join(unknown)}, which {type(module).__name__} gives it")
+    pattern = Pattern(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        causal=bool(getattr(module, "is_causal", False) if is_causal is None else is_causal),
+        window=sliding_window,
+        softcap=softcap,
+        dropout=dropout,
+    )
+    return _attend(query[0], key[0], value[0], segments, pattern, plain).transpose(0, 1)[None], None
+
+
+def _attend(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern, plain: bool) -> Tensor:
+    """Attention in the dtype of products, by the kernel chosen for it or by the reference if `plain`."""
+    device = q_HTD.device
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else v_KTD.dtype
+    attend: Attention = (
+        reference_attention
+        if plain
+        else choose_attention(device, dtype, pattern, q_HTD.shape[-1], segments.typical_length, segments.attention)
+    )
+    return attend(q_HTD.to(dtype), k_KTD.to(dtype), v_KTD.to(dtype), segments, pattern)
+
+
+AttentionInterface.register(PACKED, _packed_attention)
+AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
+
+
+class _GivenStates(nn.Module):
+    """Stands where the base model stands, and answers with hidden states that were computed already."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "base", base)  # not a submodule: its parameters are the classifier's already
+        self.states_S1H: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        assert self.states_S1H is not None
+        pooled_SH = _pooled_output(cast(nn.Module, self.base), self.states_S1H)
+        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.states_S1H, pooler_output=pooled_SH)
+
+
+def _pooled_output(base: nn.Module, states_S1H: Tensor) -> Tensor | None:
+    """The pooler's output where a base model has one. ALBERT's is a linear layer with its activation beside it."""
+    pooler = getattr(base, "pooler", None)
+    if pooler is None:
+        return None
+    if isinstance(pooler, nn.Linear):
+        pooled: Tensor = base.pooler_activation(pooler(states_S1H[:, 0]))  # type: ignore[operator]
+    else:
+        pooled = pooler(states_S1H)
+    return pooled
+
+
+class Execution:
+    """Runs a classifier on a layout: `execution(inputs)` are the logits, (slots, C).
+
+    Gradients flow into `model`'s own parameters. `train()` and `eval()` of the model are obeyed.
+    """
+
+    model: Any
+    packed: bool
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        raise NotImplementedError
+
+
+class PaddedExecution(Execution):
+    """The plain Hugging Face forward on padded rows."""
+
+    packed = False
+
+    def __init__(self, model: Any, attention: str = "sdpa") -> None:
+        self.model = model
+        try:
+            model.set_attn_implementation(attention)
+        except (ValueError, ImportError):  # families without it: they say so, and have another
+            model.set_attn_implementation("eager")
+        self._takes_types = has_token_types(model.config)
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        assert isinstance(inputs, PaddedInputs)
+        types = {"token_type_ids": inputs.types_RL} if self._takes_types and inputs.types_RL is not None else {}
+        logits: Tensor = self.model(input_ids=inputs.ids_RL, attention_mask=inputs.mask_RL, **types).logits
+        return logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedForm:
+    """How a model runs packed: what its head reads, and the number its positions start at.
+
+    short: whether what follows attention in the last layer is given the tokens that the head reads, and no others.
+    """
+
+    pooling: Pooling
+    first_position: int
+    short: bool = False
+
+
+class LeftOut(NamedTuple):
+    """What a pass does not compute in the last layer for tokens that the head does not read.
+
+    parameters: of the matrices that they are not multiplied with. attention: whether their queries too.
+    """
+
+    parameters: int = 0
+    attention: bool = False
+
+
+class ShortLayer(Protocol):
+    """A last layer that may be compiled to give the first token of each segment only, (1, N, H).
+
+    pooled: whether it did in the last pass. shared: parameters of matrices that it multiplies all tokens with even so.
+    """
+
+    pooled: bool
+    shared: int
+
+
+class PackedExecution(Execution):
+    """The unmodified base model on one packed row, and the model's own head on one pooled state a sequence.
+
+    plain: run with the reference attention instead of the kernel chosen for the device and dtype.
+    last: the backend that layers were compiled by, if that may leave out in the last one what the head does not read.
+    The model is then this execution's alone: another one would take what is left for all.
+    """
+
+    packed = True
+
+    def __init__(self, model: Any, form: PackedForm, *, plain: bool = False) -> None:
+        self.model, self.form, self.plain = model, form, plain
+        self._relative = RelativeForm(model, _attend) if has_form(model.config) else None
+        if self._relative is None:
+            model.set_attn_implementation(PACKED)
+        self._base: Any = model.base_model
+        self._takes_types = has_token_types(model.config)
+        caches = "use_cache" in inspect.signature(self._base.forward).parameters
+        self._settings = {"use_cache": False} if caches else {}  # keys and values of one pass are for no other
+        self._head = copy.copy(model)
+        self._head._modules = dict(model._modules)
+        self._given = _GivenStates(self._base)
+        self._head._modules[model.base_model_prefix] = self._given
+        self._dummy_id = _token_that_is_not_padding(model.config)
+        self.last: ShortLayer | None = None
+        self._follows = what_follows_attention(model) if form.short else None
+
+    @property
+    def left_out(self) -> LeftOut:
+        """What the last pass left out."""
+        layers = layers_of(self.model)
+        if layers is None:
+            return LeftOut()
+        if self._short_layer is not None:
+            return LeftOut(matmul_parameters(layers[-1]) - self._short_layer.shared, attention=True)
+        if self._follows is None:
+            return LeftOut()
+        before = matmul_parameters(cast(nn.Module, layers[-1].attention)) - matmul_parameters(self._follows)
+        return LeftOut(matmul_parameters(layers[-1]) - before)
+
+    def run_whole(self) -> None:
+        """From now on the last layer is run as it is, but for what a backend that it was compiled by leaves out."""
+        self._follows = None
+
+    @property
+    def _short_layer(self) -> ShortLayer | None:
+        return self.last if self.last is not None and self.last.pooled else None
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        assert isinstance(inputs, PackedInputs)
+        if self.last is not None:
+            self.last.pooled = False  # it says so itself, where what it was compiled to is run
+        states_TH = self.hidden_states_TH(inputs)
+        return self.head(self._pool_SH(states_TH, inputs))
+
+    def hidden_states_TH(self, inputs: PackedInputs) -> Tensor:
+        """The base model's last hidden states: one a token, or one a slot or segment if there are no others."""
+        types = {"token_type_ids": inputs.types_T[None]} if self._takes_types and inputs.types_T is not None else {}
+        with self._told(inputs) as told, self._shortened(inputs):
+            states: Tensor = self._base(
+                input_ids=inputs.ids_T[None],
+                position_ids=inputs.positions_T[None] + self.form.first_position,
+                **told,
+                **types,
+                **self._settings,
+            )[0]
+        return states[0]
+
+    @contextmanager
+    def _told(self, inputs: PackedInputs) -> Iterator[dict[str, Any]]:
+        """What tells attention where sequences end: arguments that layers hand on, or an encoder that was told."""
+        if self._relative is None:
+            yield {"segments": inputs.segments, "plain": self.plain}
+            return
+        with self._relative.told(inputs.segments, plain=self.plain):
+            # A mask without padding: else the model makes one, or looks for padding with a host that waits.
+            yield {"attention_mask": torch.ones_like(inputs.ids_T)[None, None, None]}
+
+    @contextmanager
+    def _shortened(self, inputs: PackedInputs) -> Iterator[None]:
+        """Within, what follows attention in the last layer is given pooled tokens only."""
+        if self._follows is None:
+            yield
+            return
+        chosen_S = self._chosen_S(inputs)
+
+        def choose(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(x_1TH.index_select(1, chosen_S) for x_1TH in given)
+
+        hook = self._follows.register_forward_pre_hook(choose)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _chosen_S(self, inputs: PackedInputs) -> Tensor:
+        return inputs.first_S if self.form.pooling == "first" else inputs.last_S
+
+    def _pool_SH(self, states_TH: Tensor, inputs: PackedInputs) -> Tensor:
+        if self._follows is not None or self._short_layer is not None:  # a row a slot already, or a row a segment
+            return states_TH[: inputs.first_S.shape[0]]
+        if self.form.pooling == "mean":
+            num_slots = inputs.first_S.shape[0]
+            num_segments = inputs.segments.offsets_N.shape[0] - 1
+            sums_NH = states_TH.new_zeros(num_segments, states_TH.shape[1])
+            sums_NH = sums_NH.index_add(0, inputs.segments.segment_T, states_TH)[:num_slots]
+            counts_S = inputs.segments.offsets_N.diff()[:num_slots].clamp(min=1)
+            return sums_NH / counts_S[:, None].to(sums_NH.dtype)
+        return states_TH.index_select(0, self._chosen_S(inputs))
+
+    def head(self, states_SH: Tensor) -> Tensor:
+        """Logits (S, C) of the model's own classification code on pooled states."""
+        self._head.training = self.model.training
+        self._given.states_S1H = states_SH[:, None]
+        ids_S1 = torch.full((states_SH.shape[0], 1), self._dummy_id, device=states_SH.device)
+        try:
+            logits: Tensor = self._head(input_ids=ids_S1, attention_mask=torch.ones_like(ids_S1)).logits
+        finally:
+            self._given.states_S1H = None
+        return logits
+
+
+def what_follows_attention(model: Any) -> nn.Module | None:
+    """The module of the last layer that takes what attention made, and the residual beside it, where there is one: then
+    the rest of the layer works on as many tokens as it is given (BERT and its kin)."""
+    layers = layers_of(model)
+    found = None if layers is None else getattr(getattr(layers[-1], "attention", None), "output", None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def has_token_types(config: Any) -> bool:
+    """Whether a model must be told token types: it has several, or embeds them as if they were words, as GPT-2 does."""
+    num_types = getattr(config, "type_vocab_size", None)
+    if num_types is not None:
+        return bool(num_types > 1)
+    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    return kind is not None and "token_type_ids" in inspect.signature(kind.forward).parameters
+
+
+def padding_id_of(config: Any) -> int:
+    """The token that fills what no sequence uses: the model's own for padding, 0 where it names none."""
+    padding_id = getattr(config, "pad_token_id", None)
+    return padding_id if isinstance(padding_id, int) else 0
+
+
+def _token_that_is_not_padding(config: Any) -> int:
+    return 1 if getattr(config, "pad_token_id", None) != 1 else 0

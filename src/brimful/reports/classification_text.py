@@ -1,0 +1,258 @@
+"""A classification as text: what was found, how fast, what the others waited for, and whether it can be trusted.
+
+`classification_page` shows the same record as a page, and says it in the sentences that are made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+
+from brimful.core.classification import CONFIDENCE_BINS, LENGTH_ENDS, Classification, Parity, StageName
+from brimful.core.errors import printable
+from brimful.core.units import bytes_text, count_text, part_text, seconds_text, share_text
+from brimful.reports.text_columns import fitted, padded
+
+#: Labels that are listed with their counts.
+_MOST_LABELS = 20
+#: Widest name of a label, and most labels named in a sentence.
+_NAME, _FEW = 40, 5
+#: Confidences that are told apart in words: sure from the one on, unsure below the other.
+_SURE, _UNSURE = 0.9, 0.5
+_NOTHING_TO_COMPARE = "none of the first rows can be asked about"
+STAGES: dict[StageName, str] = {
+    "read": "reading",
+    "tokenise": "tokenising",
+    "compute": "computing",
+    "write": "writing",
+}
+
+
+def classification_text(record: Classification) -> str:
+    """The whole report, without a line break at its end."""
+    warnings = [f"warning: {printable(said, 1000)}" for said in concerns(record)]
+    parts = (_pass(record), warnings, _stages(record), _texts(record), _labels(record), _parity(record))
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def _pass(record: Classification) -> list[str]:
+    whence = "standard input" if record.data == "-" else printable(record.data, 200)
+    lines = [f"Classified  {headline(record)}", f"  {whence} by {printable(record.model, 200)}"]
+    if said := rates(record):
+        lines.append("  " + ", ".join(said))
+    if record.start_s is not None:
+        lines.append(f"  {seconds_text(record.start_s)} before it: loading the model and proving how it runs")
+    if record.resumed_rows:
+        lines.append(f"  went on after {record.resumed_rows:,} rows of an interrupted run")
+    if peak := memory_text(record):
+        lines.append(f"  peak memory {peak}")
+    return lines
+
+
+def headline(record: Classification) -> str:
+    """How many texts, in what time, on which device."""
+    within = "" if record.wall_s is None else f" in {seconds_text(record.wall_s)}"
+    return f"{record.tally.num_rows:,} text{_s(record.tally.num_rows)}{within} on {printable(record.recipe.device)}"
+
+
+def _s(number: int) -> str:
+    """The ending of a noun after a number."""
+    return "" if number == 1 else "s"
+
+
+def rates(record: Classification) -> list[str]:
+    """What is known of texts/s, tokens/s and MFU."""
+    known = (
+        (record.texts_per_s, f"{count_text(record.texts_per_s)} texts/s"),
+        (record.tokens_per_s, f"{count_text(record.tokens_per_s)} tokens/s"),
+        (record.mfu, f"MFU {share_text(record.mfu)}"),
+    )
+    return [said for value, said in known if value is not None]
+
+
+def memory_text(record: Classification) -> str | None:
+    """Peak memory by whoever knows it, None if nobody does."""
+    peak = record.peak_bytes
+    known = ((peak.allocated, "allocated"), (peak.reserved, "reserved"), (peak.nvml, "by the driver"))
+    return ", ".join(f"{bytes_text(value)} {by}" for value, by in known if value is not None) or None
+
+
+def concerns(record: Classification) -> list[str]:
+    """What to know before the figures: what was guessed or left out, slower paths, failed proofs, rows that were cut or
+    have an error."""
+    tally, parity = record.tally, record.parity
+    said = list(record.notes)
+    if record.fallback is not None:
+        said.append(f"a slower path ran than was planned: {record.fallback}")
+    if is_unchecked(record) and record.options.get("verify"):
+        said.append(f"nothing was compared with the plain model: {_NOTHING_TO_COMPARE}")
+    if parity is not None and not parity.passed:
+        said.append(f"the comparison with the plain model was not passed: {parity_findings(record, parity)}")
+    counts = (
+        (tally.num_errors, "were not read or classified in full: see the column `error`", tally.first_errors),
+        (tally.num_empty, "had no text, and have no answer", ()),
+        (tally.num_unlabelled, "had no candidate labels, and have no answer", ()),
+        (tally.num_truncated, "were longer than the longest sequence, and were cut (--max-length)", ()),
+    )
+    for count, what, first in counts:
+        if count:
+            singular = what.replace("were", "was").replace("have", "has") if count == 1 else what
+            said.append(f"{part_text(count, tally.num_rows)} of {tally.num_rows:,} rows {singular}")
+            said += [f"row {each.row:,} of {printable(each.file)}: {each.error}" for each in first]
+    return said
+
+
+def _stages(record: Classification) -> list[str]:
+    if not record.stages:
+        return []
+    lines = [f"{'Stages':<14}{'busy':>14}{'of the time':>14}"]
+    for stage in record.stages:
+        share = share_text(stage.busy_s / record.wall_s) if record.wall_s else ""
+        limit = "  the limit" if stage.name == record.limit else ""
+        lines.append(f"  {STAGES[stage.name]:<12}{seconds_text(stage.busy_s):>14}{share:>14}{limit}".rstrip())
+    if (advice := limit_text(record)) is not None:
+        lines.append(f"  {advice}")
+    return lines
+
+
+def limit_text(record: Classification) -> str | None:
+    """Which stage the others waited for, and what to do about it. None where it is not known."""
+    on_gpu = record.recipe.device != "CPU"
+    if record.limit == "read":
+        packed = "a .gz is unpacked by one core: " if record.data.endswith(".gz") else ""
+        return f"Reading is the limit: {packed}Parquet on a local disk is read fastest."
+    if record.limit == "tokenise":
+        waits = ", and the GPU waits for it" if on_gpu else ""
+        return f"Tokenising is the limit{waits}: use more cores, or more processes for it (--num-workers)."
+    if record.limit == "write":
+        better = "a faster disk helps" if (record.output or "").endswith(".parquet") else "Parquet is written fastest"
+        return f"Writing is the limit: {better}."
+    if record.limit == "compute":
+        more = "more GPUs (--num-gpus)" if on_gpu else "a GPU"
+        return (
+            f"Computing is the limit, as it should be. Faster: {more}, shorter texts (--max-length), a smaller model."
+        )
+    return None
+
+
+def _texts(record: Classification) -> list[str]:
+    lines = (
+        ("tokens", lengths_text(record.tally.num_tokens, record.tally.lengths)),
+        ("confidence", confidence_text(record.tally.confidences)),
+    )
+    known = [f"  {name:<12}{said}" for name, said in lines if said is not None]
+    return ["Texts", *known] if known else []
+
+
+def lengths_text(num_tokens: int, lengths: Sequence[int]) -> str | None:
+    """How long the texts are, None if there are none."""
+    counted = sum(lengths)
+    if not counted:
+        return None
+    said = [f"{num_tokens / counted:,.1f} on average"]
+    for share, whom in ((0.5, "half of the texts have"), (0.95, "95 % have")):
+        if (end := _length_of(share, lengths)) is not None:
+            said.append(f"{whom} at most {end:,}")
+    return ", ".join(said)
+
+
+def _length_of(share: float, lengths: Sequence[int]) -> int | None:
+    """The end of the class up to which there are this many of the texts; None for the class that has no end."""
+    reached = 0
+    for count, end in zip(lengths, LENGTH_ENDS, strict=False):
+        reached += count
+        if reached >= share * sum(lengths):
+            return end
+    return None
+
+
+def confidence_text(confidences: Sequence[int]) -> str | None:
+    """In how many texts the likeliest label is likely, and in how many it is not. None if nothing is known."""
+    counted = sum(confidences)
+    if not counted:
+        return None
+    sure = sum(confidences[round(_SURE * CONFIDENCE_BINS) :])
+    unsure = sum(confidences[: round(_UNSURE * CONFIDENCE_BINS)])
+    return (
+        f"{_SURE} or more in {part_text(sure, counted)} of the texts, below {_UNSURE} in {part_text(unsure, counted)}"
+    )
+
+
+def _labels(record: Classification) -> list[str]:
+    listed, rest = ranked_labels(record, _MOST_LABELS)
+    if not listed:
+        return []
+    rows = [(fitted(name, _NAME), part_text(count, record.tally.num_rows)) for name, count in listed]
+    width = max(cell_len(name) for name, _ in rows)
+    lines = ["Labels", *(f"  {padded(name, width)}  {said:>20}" for name, said in rows)]
+    if rest:
+        lines.append(f"  {rest_text(rest)}")
+    if (absent := absent_text(record)) is not None:
+        lines.append(f"  {absent}")
+    return lines
+
+
+def ranked_labels(record: Classification, most: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Labels that were given with their counts, the most frequent first: at most so many of them, and the others."""
+    given = [(name, count) for name, count in record.tally.labels.items() if count]
+    ranked = sorted(given, key=lambda label: (-label[1], label[0]))
+    return ranked[:most], ranked[most:]
+
+
+def rest_text(rest: Sequence[tuple[str, int]]) -> str:
+    """The labels that are not listed, in one line."""
+    times = sum(count for _, count in rest)
+    return f"{len(rest):,} more label{_s(len(rest))}, given {times:,} time{_s(times)}"
+
+
+def absent_text(record: Classification) -> str | None:
+    """Which labels no text was given, None if there are none or nothing was given at all."""
+    given = {name for name, count in record.tally.labels.items() if count}
+    absent = [name for name in record.labels.names if name not in given]
+    if record.labels.task == "regression" or not given or not absent:
+        return None
+    named = ", ".join(printable(name, _NAME) for name in absent[:_FEW])
+    more = f" and {len(absent) - _FEW:,} more" if len(absent) > _FEW else ""
+    return f"Never given: {named}{more}."
+
+
+def _parity(record: Classification) -> list[str]:
+    parity = record.parity
+    if parity is None or is_unchecked(record):
+        return [f"Parity  not checked: nothing was compared with the plain model ({unchecked_text(record)})"]
+    return [f"Parity  {'passed' if parity.passed else 'NOT passed'}: {parity_findings(record, parity)}"]
+
+
+def is_unchecked(record: Classification) -> bool:
+    """Whether no row was compared with the plain model."""
+    return record.parity is None or not record.parity.num_rows
+
+
+def unchecked_text(record: Classification) -> str:
+    """Why not."""
+    return _NOTHING_TO_COMPARE if record.options.get("verify") else "--verify"
+
+
+def parity_findings(record: Classification, parity: Parity) -> str:
+    """What the comparison with the plain model found, in one line."""
+    said = f"{parity.precision} against plain fp32 "
+    if record.labels.task == "regression":
+        said += f"on {parity.num_rows:,} rows"
+    else:
+        said += f"has the {same_label(record)} in {parity.num_rows - parity.num_flips:,} of {parity.num_rows:,} rows"
+        said += f", {flips_text(parity)}" if parity.num_flips else ""
+    relatively = " (relative)" if record.labels.task == "regression" else ""
+    return f"{said}; off by at most {parity.largest_difference:.2g} of {parity.tolerance:g}{relatively}"
+
+
+def same_label(record: Classification) -> str:
+    """What a row of this task has in common with its twin."""
+    return "same labels" if record.labels.task == "multi_label" else "same label"
+
+
+def flips_text(parity: Parity) -> str:
+    """Of the rows with another label, how many can be explained."""
+    if parity.num_unexplained:
+        return f"{parity.num_unexplained:,} of the {parity.num_flips:,} others are no near-ties"
+    return "the other one a near-tie" if parity.num_flips == 1 else f"the {parity.num_flips:,} others near-ties"

@@ -1,0 +1,1 @@
+"""Steps and forward passes as CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Optimizer updates: from gradients to weights."""

@@ -1,0 +1,314 @@
+"""The update in three kernels, on weights that lie in one arena; products in half precision read copies that it writes.
+
+Under autocast every step casts each Linear weight to half precision, and its gradient back. Here the model's Linear
+layers hold the half-precision copies themselves: the same products, the same gradients, no casts. Masters and moments
+stay fp32, and what is saved are the masters.
+
+Gradients of a batch that is a single micro-batch are read where the backward pass left them. Those of several are
+added up in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from brimful.levers.optimizer import Optimizer, decays
+from brimful.models.half_weights import arena_order
+from brimful.models.model_stats import linear_parameters
+from brimful.step.updates.update import Update
+
+try:
+    import triton
+
+    from brimful.kernels.optimizers import adamw
+    from brimful.kernels.side_stream import Overlap
+except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
+    triton = adamw = None  # type: ignore[assignment]
+
+#: Graphs that read gradients where they find them.
+MOST_GRAPHS = 64
+
+
+def can_fuse(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether this update works here: AdamW on fp32 parameters of one GPU."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    on_gpu = all(p.is_cuda and p.dtype == torch.float32 for p in trained)
+    return adamw is not None and on_gpu and optimizer.value.startswith("adamw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Places:
+    """Where each of P parameters lies in the arenas, as tables on the device.
+
+    blocks_B3: parameter of each block, where in it the block begins, and where it ends. starts_P: first place.
+    copied_P: whether it has a half-precision copy; those that do come first, so that the copies' arena ends with them.
+    """
+
+    blocks_B3: Tensor
+    starts_P: Tensor
+    decays_P: Tensor
+    copied_P: Tensor
+
+
+class _Launch(NamedTuple):
+    """A kernel, how many programs of it, and what they are told."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.arguments, **self.constants)
+
+    def compile(self) -> None:
+        self.kernel.warmup(*self.arguments, grid=self.grid, **self.constants)
+
+
+class FusedUpdate(Update):
+    """`Update` with the same results, for AdamW on a GPU."""
+
+    def _set_up(self, optimizer: Optimizer) -> None:
+        self._betas, self._epsilon = (optimizer.beta1, optimizer.beta2), optimizer.epsilon
+        half = self.precision.dtype if self.precision.dtype.itemsize == 2 else None
+        copied = linear_parameters(self.model) if half is not None and self.halves else set()
+        self._half = half or torch.float32
+        order = sorted(range(len(self.parameters)), key=arena_order(self.named, copied))
+        starts, end, end_of_copies = [0] * len(order), 0, 0
+        for index in order:
+            starts[index] = end
+            end += -(-self.parameters[index].numel() // adamw.ALIGNMENT) * adamw.ALIGNMENT
+            if id(self.parameters[index]) in copied:
+                end_of_copies = end
+        tables = {id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)}
+        self._block_sizes = [_whole_rows(p) if id(p) in tables else adamw.BLOCK for p in self.parameters]
+        self._places = self._tables(starts, copied, optimizer.weight_decay)
+        device, count = self.device, len(order)
+        self._touched = torch.zeros(len(self._places.blocks_B3), dtype=torch.int32, device=device)
+        self._master, self._moment1, self._moment2 = (torch.zeros(end, device=device) for _ in range(3))
+        self._copy = torch.zeros(max(end_of_copies, 1), dtype=self._half, device=device)
+        self._sum: Tensor | None = None  # fp32 gradients of several micro-batches, made when first needed
+        self._steps = torch.zeros(count, device=device)
+        self._used = torch.zeros(count, dtype=torch.int32, device=device)
+        self._nowhere = torch.zeros(count, dtype=torch.int64, device=device)
+        self._no_halves = torch.zeros(count, dtype=torch.int32, device=device)
+        self._corrections = torch.zeros(count, 2, device=device)
+        self._control = torch.zeros(3, device=device)
+        self._gathered = torch.zeros((), dtype=torch.int32, device=device)
+        self._parts = torch.zeros(adamw.PARTIALS, device=device)
+        self._overlap = Overlap(device) if device.type == "cuda" else None
+        # Tables of graphs, made beforehand: memory of a capture is written to at every replay. Those that a capture has
+        # taken wait for its end to be filled.
+        self._spare = list(self._nowhere.new_zeros(MOST_GRAPHS, count + count % 2)[:, :count].unbind(0))
+        self._waiting: list[tuple[Tensor, list[int]]] = []
+        self._views = [
+            self._master.narrow(0, start, p.numel()).view(p.shape)
+            for p, start in zip(self.parameters, starts, strict=True)
+        ]
+        with torch.no_grad():
+            for parameter, master, start in zip(self.parameters, self._views, starts, strict=True):
+                master.copy_(parameter)
+                if id(parameter) in copied:
+                    parameter.data = self._copy.narrow(0, start, parameter.numel()).view(parameter.shape)
+                    parameter.copy_(master)
+                else:
+                    parameter.data = master
+
+    def _tables(self, starts: list[int], copied: set[int], weight_decay: float) -> _Places:
+        def table(values: list[Any], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device)
+
+        blocks = [
+            (index, start, min(start + size, parameter.numel()))
+            for index, (parameter, size) in enumerate(zip(self.parameters, self._block_sizes, strict=True))
+            for start in range(0, parameter.numel(), size)
+        ]
+        return _Places(
+            blocks_B3=table(blocks, torch.int32),
+            starts_P=table(starts, torch.int64),
+            decays_P=table([weight_decay if decays(p) else 0.0 for p in self.parameters], torch.float32),
+            copied_P=table([id(p) in copied for p in self.parameters], torch.int32),
+        )
+
+    def before(self) -> None:
+        """Each backward pass leaves gradients of its own, wherever it likes."""
+        self._waiting.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        """In a graph, gradients of weights run beside those of activations: nobody adds to them on the way."""
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._overlap.active() if capturing and self._overlap is not None else nullcontext()
+
+    def prepare_gathering(self) -> None:
+        """Makes the arena of sums: memory of a capture is written to at every replay."""
+        if self._sum is None:
+            self._sum = torch.empty_like(self._master)
+
+    def gather(self) -> None:
+        """Adds the gradients of one micro-batch to the batch's, in fp32."""
+        self._gathering().run()
+        self._gathered.fill_(1)
+
+    def apply(self, *, gathered: bool) -> Tensor:
+        """As `Update.apply`, in three launches."""
+        readings = self._readings()
+        for launch in self._updating(readings, gathered=gathered):
+            launch.run()
+        self.precision.after_update()
+        self._rescale(self._control[0])
+        return readings
+
+    def compile_kernels(self, *, gathered: bool) -> None:
+        """As `Update` does."""
+        gathering = [self._gathering()] if gathered else []
+        for launch in (*gathering, *self._updating(self._readings(), gathered=gathered)):
+            launch.compile()
+
+    def _readings(self) -> Tensor:
+        return torch.empty(5, dtype=torch.float64, device=self.device)
+
+    def _gathering(self) -> _Launch:
+        self.prepare_gathering()
+        places = self._places
+        gathered = (
+            places.blocks_B3, places.starts_P, places.copied_P, self._addresses(), self._used, self._gathered,
+            self._sum,
+        )  # fmt: skip
+        constants = {"HALF": _triton_type(self._half), "SIZE": adamw.BLOCK}
+        return _Launch(adamw.gather_gradients, (len(places.blocks_B3),), gathered, constants)
+
+    def _updating(self, readings: Tensor, *, gathered: bool) -> Iterator[_Launch]:
+        places, blocks = self._places, len(self._places.blocks_B3)
+        addresses, halves = (self._sums(), self._no_halves) if gathered else (self._addresses(), places.copied_P)
+        constants: Any = {"HALF": _triton_type(self._half), "SIZE": adamw.BLOCK}
+        programs = min(adamw.PARTIALS, blocks)
+        yield _Launch(
+            adamw.adamw_norm, (programs,), (places.blocks_B3, halves, addresses, self._parts, blocks), constants
+        )
+        decided = (
+            self._parts, self._nowhere if gathered else addresses, self._used, self._steps, self._corrections,
+            self.loss, self.scale, self.applied, self.schedule, self._control, readings, self._gathered,
+            len(self.parameters), programs, len(self.schedule), self.max_grad_norm or 0.0,
+        )  # fmt: skip
+        logs = {"LOG_BETA1": math.log(self._betas[0]), "LOG_BETA2": math.log(self._betas[1])}
+        yield _Launch(adamw.adamw_decide, (1,), decided, logs | {"SIZE": adamw.PARTIALS})
+        updated = (
+            places.blocks_B3, self._touched, places.starts_P, places.decays_P, places.copied_P, halves, addresses,
+            self._used, self._corrections, self._control, self._master, self._moment1, self._moment2, self._copy,
+            *self._betas, self._epsilon,
+        )  # fmt: skip
+        yield _Launch(adamw.adamw_update, (blocks,), updated, constants)
+
+    def _addresses(self) -> Tensor:
+        """(P,) int64: where each parameter's gradient is, 0 where there is none."""
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is not None and (not gradient.is_contiguous() or gradient.data_ptr() % 16):
+                parameter.grad = gradient.clone(memory_format=torch.contiguous_format)  # a view of something larger
+        return self._to_device([0 if p.grad is None else p.grad.data_ptr() for p in self.parameters])
+
+    def _sums(self) -> Tensor:
+        assert self._sum is not None
+        first = self._sum.data_ptr()
+        return self._places.starts_P * 4 + first
+
+    def _to_device(self, addresses: list[int]) -> Tensor:
+        if not self.parameters[0].is_cuda:
+            return torch.tensor(addresses)
+        if torch.cuda.is_current_stream_capturing():
+            if not self._spare:
+                raise RuntimeError(f"more than {MOST_GRAPHS} graphs read gradients")
+            self._waiting.append((self._spare.pop(), addresses))
+            return self._waiting[-1][0]
+        return torch.tensor(addresses).pin_memory().to(self.device, non_blocking=True)
+
+    def num_idle(self) -> int:
+        """As `Update`'s, by blocks."""
+        _, starts_B, ends_B = self._places.blocks_B3.unbind(1)
+        return int(((ends_B - starts_B) * (self._touched == 0)).sum())
+
+    def captured(self) -> Any:
+        """Writes the addresses that the graph found its gradients at; it reads them at every replay."""
+        for table, addresses in self._waiting:
+            table.copy_(torch.tensor(addresses).pin_memory(), non_blocking=True)
+        tables = [table for table, _ in self._waiting]
+        self.before()  # gradients are the graph's, and its memory is free for the next one's
+        return tables
+
+    def release(self) -> None:
+        """The model's parameters are the masters."""
+        self.precision.after_training()
+        for parameter, master in zip(self.parameters, self._views, strict=True):
+            parameter.grad = None
+            parameter.data = master
+
+    def _masters(self) -> dict[str, Tensor]:
+        return dict(zip(self.named, self._views, strict=True))
+
+    def _in_use(self) -> Tensor:
+        return self._used.bool()
+
+    def _state_views(self) -> dict[str, dict[str, Tensor]]:
+        starts = self._places.starts_P.tolist()
+        views = {}
+        for index, (name, parameter) in enumerate(self.named.items()):
+            moments = (m.narrow(0, starts[index], parameter.numel()).view(parameter.shape) for m in
+                       (self._moment1, self._moment2))  # fmt: skip
+            views[name] = {"step": self._steps[index], **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
+        return views
+
+    def _optimizer_states(self) -> dict[str, Tensor]:
+        used = dict(zip(self.named, self._used.tolist(), strict=True))
+        return {
+            f"{name}/{key}": value
+            for name, state in self._state_views().items()
+            if used[name]
+            for key, value in state.items()
+        }
+
+    def _have_moments(self) -> Tensor:
+        """(B,) int32: the blocks that have a moment which is not zero."""
+        found = []
+        for start, parameter, size in zip(
+            self._places.starts_P.tolist(), self.parameters, self._block_sizes, strict=True
+        ):
+            moments = (each.narrow(0, start, parameter.numel()) != 0 for each in (self._moment1, self._moment2))
+            some = torch.logical_or(*moments)
+            found.append(F.pad(some, (0, -len(some) % size)).view(-1, size).any(1))
+        return torch.cat(found).int()
+
+    def _load_optimizer_states(self, by_name: dict[str, dict[str, Tensor]], in_use: Tensor) -> None:
+        self._used.copy_(in_use)
+        for name, state in self._state_views().items():
+            for key, target in state.items():
+                target.copy_(by_name[name][key]) if name in by_name else target.zero_()
+        self._touched.copy_(self._have_moments())
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self._views, strict=True):
+                if parameter.dtype != master.dtype:
+                    parameter.copy_(master)
+        self._gathered.zero_()
+
+
+def _whole_rows(table: Tensor) -> int:
+    """Numbers of a block of a table of embeddings: as many rows as it holds, if they lie as blocks must."""
+    width = table.shape[1]
+    return (
+        max(adamw.BLOCK // width, 1) * width if width <= adamw.BLOCK and width % adamw.ALIGNMENT == 0 else adamw.BLOCK
+    )
+
+
+def _triton_type(dtype: torch.dtype) -> Any:
+    return {torch.bfloat16: triton.language.bfloat16, torch.float16: triton.language.float16}.get(
+        dtype, triton.language.float32
+    )

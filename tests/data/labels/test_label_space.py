@@ -1,0 +1,352 @@
+"""What labels are taken to mean, and the targets that rows get."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from brimful.core.errors import DataError
+from brimful.core.options import TaskChoice
+from brimful.core.records import LabelSpace
+from brimful.data.labels.columns import Columns
+from brimful.data.labels.label_space import detect_labels, encode_labels
+from brimful.data.readers.formats import tidy
+from brimful.data.readers.rows import Rows, join_files
+from brimful.data.readers.sources import read_rows
+
+
+def labelled(*values: Any, **more: list[Any]) -> tuple[Rows, Columns]:
+    columns = {"label": list(values), **more} if values else more
+    table = tidy(pa.table(columns), "rows.csv")
+    return join_files("rows.csv", [("rows.csv", table)]), Columns(
+        text="text", pair=None, labels=tuple(columns), reasons={}
+    )
+
+
+def detected(*values: Any, task: TaskChoice = "auto", **more: list[Any]) -> LabelSpace:
+    return detect_labels(*labelled(*values, **more), task)
+
+
+def encoded(*values: Any, task: TaskChoice = "auto", **more: list[Any]) -> list[Any]:
+    rows, columns = labelled(*values, **more)
+    targets = encode_labels(rows, columns, detect_labels(rows, columns, task))
+    return list(targets.tolist())
+
+
+def detection_refused(*values: Any, task: TaskChoice = "auto", **more: list[Any]) -> DataError:
+    rows, columns = labelled(*values, **more)
+    with pytest.raises(DataError) as caught:
+        detect_labels(rows, columns, task)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def encoding_refused(space: LabelSpace, *values: Any, **more: list[Any]) -> DataError:
+    rows, columns = labelled(*values, **more)
+    with pytest.raises(DataError) as caught:
+        encode_labels(rows, columns, space)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def space(task: Any, *names: str) -> LabelSpace:
+    values = {} if task == "regression" else {name: i for i, name in enumerate(names)}
+    return LabelSpace(task=task, names=names, values=values)
+
+
+# One label a row
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (["pos", "neg", "pos"], ["neg", "pos"]),
+        (["10", "9", "-1"], ["-1", "9", "10"]),
+        ([10, 9, 2], ["2", "9", "10"]),
+        ([2.0, 1.0, 2.0], ["1", "2"]),
+        (["1.0", "0.0"], ["0", "1"]),
+        (["1.0", "x"], ["1.0", "x"]),
+        (["007", "7"], ["007", "7"]),
+        ([True, False], ["false", "true"]),
+        (["True", "False"], ["False", "True"]),
+        (["Food; drinks", "Music", "Art"], ["Art", "Food; drinks", "Music"]),
+        (["a|b", "c|d", "a|d", "c|b", "a|c"], ["a|b", "a|c", "a|d", "c|b", "c|d"]),
+        (["[x]", "y"], ["[x]", "y"]),
+        (["tab\there", "\x1b[31m"], ["\x1b[31m", "tab\there"]),
+        (list(range(50)), [str(i) for i in range(50)]),
+    ],
+)
+def test_single_label(values: list[Any], names: list[str]) -> None:
+    seen = detected(*values)
+    assert (seen.task, list(seen.names)) == ("single_label", names)
+    assert dict(seen.values) == {name: index for index, name in enumerate(names)}
+    assert sorted(set(encoded(*values))) == list(range(len(names)))
+
+
+def test_single_label_targets() -> None:
+    rows, columns = labelled("b", "a", "b")
+    targets = encode_labels(rows, columns, space("single_label", "a", "b"))
+    assert (targets.tolist(), targets.dtype) == ([1, 0, 1], np.int64)
+    chosen = encode_labels(rows, columns, space("single_label", "a", "b"), np.array([2, 1]))
+    assert chosen.tolist() == [1, 0]
+
+
+def test_numbers_are_one_label_however_they_are_written() -> None:
+    known = detected(0, 1, 1)
+    for values in ([1, 0], [1.0, 0.0], ["1", "0"], ["1.0", "0.0"], ["1.00", "0.0"]):
+        assert encode_labels(*labelled(*values), known).tolist() == [1, 0]
+    truth = detected(True, False)
+    assert encode_labels(*labelled("true", "false"), truth).tolist() == [1, 0]
+
+
+def test_names_of_outputs_may_differ_from_values_in_the_data() -> None:
+    mapped = LabelSpace(task="single_label", names=("POSITIVE", "NEGATIVE"), values={"pos": 0, "neg": 1, "bad": 1})
+    assert encode_labels(*labelled("neg", "pos", "bad"), mapped).tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "values", [["a", "b", None], ["a", "b", ""], ["a", "b", "  "], [1, 2, None], ["1", "2", "nan"]]
+)
+def test_missing_label(values: list[Any]) -> None:
+    seen = detected(*values)
+    assert (seen.task, seen.num_outputs) == ("single_label", 2)
+    error = encoding_refused(seen, *values)
+    assert str(error) == "rows.csv, row 3: column 'label' has no label"
+    assert (error.row, error.hint) == (3, "give the row a label or remove it")
+
+
+def test_nan_is_a_missing_label() -> None:
+    assert detected(1.0, 2.0, float("nan")).names == ("1", "2")
+    assert encoding_refused(space("single_label", "1", "2"), 1.0, float("nan")).row == 2
+
+
+def test_unknown_label() -> None:
+    error = encoding_refused(space("single_label", "neg", "pos"), "pos", "neutral", "other")
+    assert str(error) == "rows.csv, row 2: column 'label' has an unknown label: 'neutral'"
+    assert (error.file, error.row, error.value) == ("rows.csv", 2, "neutral")
+    assert error.hint == "the labels are neg, pos"
+
+
+def test_unknown_label_is_escaped_and_the_known_ones_are_not_all_listed() -> None:
+    known = space("single_label", "\x1b[31m", *[f"label{i}" for i in range(30)])
+    error = encoding_refused(known, "evil\x1b[2J\nline")
+    assert "\x1b" not in str(error)
+    assert "\x1b" not in (error.hint or "")
+    assert (error.hint or "").startswith("the labels are \\x1b[31m, label0")
+    assert (error.hint or "").endswith("label18 and 11 more")
+
+
+def test_places_of_chosen_rows() -> None:
+    rows, columns = labelled("a", "b", "x")
+    with pytest.raises(DataError, match="row 3"):
+        encode_labels(rows, columns, space("single_label", "a", "b"), np.array([1, 2]))
+
+
+def test_one_class() -> None:
+    error = detection_refused("pos", "pos")
+    assert str(error) == "rows.csv: column 'label' has one class only: 'pos'"
+    assert error.hint == "a classifier needs two or more: is --label-column the right one?"
+
+
+def test_no_values() -> None:
+    for values in (["", None], [None, None], [float("nan"), None]):
+        assert str(detection_refused(*values)) == "rows.csv: column 'label' has no values"
+
+
+def test_no_label_column() -> None:
+    rows, _ = labelled("a")
+    with pytest.raises(DataError, match="there is no label column"):
+        detect_labels(rows, Columns(text="text", pair=None, labels=(), reasons={}))
+
+
+def test_neither_a_class_nor_a_number() -> None:
+    error = detection_refused(*[f"text {i}" for i in range(1001)], *["again"] * 100)
+    assert "column 'label' looks like neither a class nor a number: 1,002 distinct values in 1,101 rows" in str(error)
+    assert error.value == "text 0"
+    many = [f"class {i % 1200}" for i in range(2400)]
+    assert detected(*many).num_outputs == 1200
+
+
+def test_types_that_no_label_has() -> None:
+    for values in ([{"a": 1}], [[[1]]]):
+        assert "cannot be a label" in str(detection_refused(*values))
+
+
+# Several labels a row
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "targets"),
+    [
+        ([["x", "y"], [], ["y"]], ["x", "y"], [[1, 1], [0, 0], [0, 1]]),
+        ([[3, 10], [10], []], ["3", "10"], [[1, 1], [0, 1], [0, 0]]),
+        ([[1.0], [2.0, 1.0]], ["1", "2"], [[1, 0], [1, 1]]),
+        ([[0, 1, 1], [0, 0, 0]], ["0", "1", "2"], [[0, 1, 1], [0, 0, 0]]),
+        ([[True, False], [True, True]], ["0", "1"], [[1, 0], [1, 1]]),
+        (['["x", "y"]', "[]", " ['y'] "], ["x", "y"], [[1, 1], [0, 0], [0, 1]]),
+        (["[0, 1]", "[1, 1]"], ["0", "1"], [[0, 1], [1, 1]]),
+        (["x|y", "x", "y|z", "z", ""], ["x", "y", "z"], [[1, 1, 0], [1, 0, 0], [0, 1, 1], [0, 0, 1], [0, 0, 0]]),
+        (["x; y", "x", "y"], ["x", "y"], [[1, 1], [1, 0], [0, 1]]),
+    ],
+)
+def test_multi_label(values: list[Any], names: list[str], targets: list[list[int]]) -> None:
+    seen = detected(*values)
+    assert (seen.task, list(seen.names)) == ("multi_label", names)
+    assert encoded(*values) == targets
+    assert encode_labels(*labelled(*values), seen).dtype == np.float32
+
+
+def test_multi_label_when_asked_for() -> None:
+    seen = detected("x,y", "z", task="multi_label")
+    assert (seen.task, seen.names) == ("multi_label", ("x", "y", "z"))
+    assert encoded("x,y", "z", task="multi_label") == [[1, 1, 0], [0, 0, 1]]
+    assert encoded("x", "z", task="multi_label") == [[1, 0], [0, 1]]
+
+
+def test_multi_label_of_texts_in_other_combinations() -> None:
+    known = space("multi_label", "x", "y", "a|b")
+    assert encode_labels(*labelled("y|x"), known).tolist() == [[1, 1, 0]]
+    assert encode_labels(*labelled("a|b", "x"), known).tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert encode_labels(*labelled('["y"]'), known).tolist() == [[0, 1, 0]]
+
+
+def test_multi_label_of_columns() -> None:
+    seen = detected(toxic=[0, 1], rude=[1, 1], calm=["True", "False"])
+    assert (seen.task, seen.names) == ("multi_label", ("toxic", "rude", "calm"))
+    assert encoded(toxic=[0, 1], rude=[1, 1], calm=["True", "False"]) == [[0, 1, 1], [1, 1, 0]]
+
+
+def test_columns_are_put_in_the_order_of_the_outputs() -> None:
+    known = space("multi_label", "b", "a")
+    assert encode_labels(*labelled(a=[1, 0], b=[0, 0]), known).tolist() == [[0, 1], [0, 0]]
+
+
+def test_chosen_rows_of_lists() -> None:
+    rows, columns = labelled(["x"], ["x", "y"], ["y"])
+    known = space("multi_label", "x", "y")
+    assert encode_labels(rows, columns, known, np.array([1, 2])).tolist() == [[1, 1], [0, 1]]
+    rows, columns = labelled(["x"], ["x", "z"])
+    with pytest.raises(DataError, match=r"row 2: column 'label' has an unknown label: 'z'"):
+        encode_labels(rows, columns, known, np.array([1]))
+
+
+def test_missing_and_unknown_labels_of_sets() -> None:
+    known = space("multi_label", "x", "y")
+    assert encoding_refused(known, ["x"], None).row == 2
+    assert "has a list with an empty label" in str(encoding_refused(known, ["x"], ["y", None]))
+    assert encoding_refused(known, "x|y", None).row == 2
+    for values in ([["x"], ["y", "z"]], ["x", "y|z"], ['["x"]', '["y", "z"]']):
+        error = encoding_refused(known, *values)
+        assert (error.row, error.value, error.hint) == (2, "z", "the labels are x, y")
+
+
+def test_flags_that_are_none() -> None:
+    known = space("multi_label", "a", "b")
+    error = encoding_refused(known, a=[0, 1], b=[0, 2])
+    assert str(error) == "rows.csv, row 2: column 'b' says whether the row has this label, by 0 or 1: '2'"
+    assert "column 'b' holds no finite number" in str(encoding_refused(known, a=["0", "1"], b=["", "1"]))
+    assert "holds more than 0 and 1, for no and yes" in str(detection_refused(a=[0, 1], b=[0, 2], task="multi_label"))
+
+
+def test_lists_of_amounts() -> None:
+    assert "holds lists of amounts" in str(detection_refused([0.5, 0.1], [0.2]))
+    assert "has no label in any row" in str(detection_refused([], []))
+
+
+def test_tasks_that_do_not_fit_the_columns() -> None:
+    assert "holds lists, which are no regression" in str(detection_refused([1], [2], task="regression"))
+    assert detection_refused(a=[0, 1], b=[0, 1], task="single_label").hint == "use --task multi_label"
+    for known in (space("multi_label", "a", "c"), space("single_label", "a", "b"), space("regression", "a")):
+        error = encoding_refused(known, a=[0, 1], b=[0, 1])
+        assert str(error) == f"rows.csv: the label columns do not fit the {known.num_outputs} outputs: 'a, b'"
+    assert "holds lists" in str(encoding_refused(space("single_label", "a", "b"), ["a"]))
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[0.5, 1.5], ["0.5", "1", "-2e3"], list(range(51)), [str(i) for i in range(51)], ["0.5", "nan"], ["1.5", ""]],
+)
+def test_regression(values: list[Any]) -> None:
+    seen = detected(*values)
+    assert (seen.task, seen.names, dict(seen.values)) == ("regression", ("label",), {})
+
+
+def test_regression_targets() -> None:
+    rows, columns = labelled("0.5", " 1 ", "-2e3")
+    targets = encode_labels(rows, columns, space("regression", "label"))
+    assert (targets.tolist(), targets.dtype, targets.shape) == ([0.5, 1, -2000], np.float32, (3,))
+    assert encoded(3, 4, task="regression") == [3, 4]
+    assert encoded(True, False, task="regression") == [1, 0]
+
+
+def test_regression_of_columns() -> None:
+    assert detected(joy=[0.5, 1], fear=[1, 0]).task == "regression"
+    assert encoded(joy=[0.5, 1], fear=["1", "0.25"]) == [[0.5, 1], [1, 0.25]]
+    assert encoded(joy=[0, 1], fear=[1, 0], task="regression") == [[0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf", "1e39", "", None])
+def test_targets_that_are_not_finite(bad: str | None) -> None:
+    number = float(bad) if bad else None
+    for values in (["0.5", bad], [0.5, number]):
+        error = encoding_refused(space("regression", "label"), *values)
+        assert str(error).startswith("rows.csv, row 2: column 'label' holds no finite number")
+        assert error.hint == "give the row a number or remove it"
+
+
+def test_targets_that_are_no_numbers() -> None:
+    error = encoding_refused(space("regression", "label"), "1", "two", "3")
+    assert str(error) == "rows.csv, row 2: column 'label' holds no number: 'two'"
+    assert detection_refused("1", "two", task="regression").row == 2
+    assert detection_refused(a=["1", "2"], b=["1", "two"]).row == 2
+    assert "not numbers" in str(encoding_refused(space("regression", "label"), [1]))
+
+
+# The whole way
+
+
+def test_labels_of_every_format_meet(tmp_path: Path) -> None:
+    records = [{"text": "a", "label": "1"}, {"text": "b", "label": "0"}]
+    with (tmp_path / "rows.csv").open("w", newline="") as out:
+        writer = csv.DictWriter(out, ["text", "label"])
+        writer.writeheader()
+        writer.writerows(records)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**r, "label": int(r["label"])}) + "\n" for r in records))
+    columns = Columns(text="text", pair=None, labels=("label",), reasons={})
+    from_csv, from_json = (read_rows(str(tmp_path / name)) for name in ("rows.csv", "rows.jsonl"))
+    known = detect_labels(from_csv, columns)
+    assert known == detect_labels(from_json, columns)
+    assert (
+        encode_labels(from_json, columns, known).tolist() == encode_labels(from_csv, columns, known).tolist() == [1, 0]
+    )
+
+
+#: Never a number, nor a list of them.
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=5).map("l".__add__)
+
+
+@given(st.lists(names, min_size=2, max_size=30).filter(lambda values: len(set(values)) > 1))
+def test_single_labels_come_back(values: list[str]) -> None:
+    rows, columns = labelled(*values)
+    known = detect_labels(rows, columns, "single_label")
+    assert [known.names[target] for target in encode_labels(rows, columns, known)] == values
+
+
+@given(st.lists(st.lists(names, max_size=4, unique=True), min_size=1, max_size=20).filter(any))
+def test_lists_of_labels_come_back(values: list[list[str]]) -> None:
+    for written in (values, [json.dumps(each) for each in values], [json.dumps(e, ensure_ascii=False) for e in values]):
+        rows, columns = labelled(*written)
+        known = detect_labels(rows, columns, "multi_label")
+        targets = encode_labels(rows, columns, known)
+        assert [{known.names[i] for i in np.flatnonzero(row)} for row in targets] == [set(each) for each in values]

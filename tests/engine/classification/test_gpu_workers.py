@@ -1,0 +1,97 @@
+"""Several runners, a process each: on the CPU, where each process is as good as a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from brimful.core.callbacks import Listener
+from brimful.core.errors import DeviceError
+from brimful.core.options import ClassifyOptions
+from brimful.data.tokens.encoder import Tokens
+from brimful.engine.classification.gpu_workers import Fleet, job_of, other_gpus
+from brimful.engine.classification.runner import Runner, check_model, make_runner
+from brimful.levers.precision import choose_precision
+from tiny_files import review, save_classifier
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, ClassifyOptions, list[Tokens]]:
+    model = save_classifier(tmp_path_factory.mktemp("fleet") / "m", ["a", "b", "c"])
+    options = ClassifyOptions(model=str(model), data="", device="cpu", precision="fp32")
+    checked = check_model(options)
+    windows = [checked.encoder.encode([review(i % 2 == 0, i + j) * (1 + i % 3) for i in range(20)]) for j in range(6)]
+    runner = make_runner(
+        checked,
+        options,
+        choose_precision("fp32", torch.device("cpu")),
+        sample=windows[0],
+        num_tokens=0,
+        packing_wanted=True,
+        listener=Listener(),
+    )
+    return runner, options, windows
+
+
+def test_windows_keep_their_order(made: tuple[Runner, ClassifyOptions, list[Tokens]]) -> None:
+    """Those before the other process is ready are computed here; then each takes what the other has no hands for."""
+    runner, options, windows = made
+    with Fleet(runner, job_of(runner, options, windows[0], 0), [{"OMP_NUM_THREADS": "1"}]) as fleet:
+        assert len(fleet) == 2
+        assert fleet.num_ready == 1
+        assert np.array_equal(fleet.submit(windows[1]).result(), runner.submit(windows[1]).result())
+        assert fleet._others[0].ready.wait(240)
+        results = [fleet.submit(window) for window in windows]
+        assert fleet._under_way == {0: 3, 1: 3}
+        assert (fleet.num_ready, fleet.num_used) == (2, 2)
+        for window, result in zip(windows, results, strict=True):
+            assert np.allclose(result.result(), runner.submit(window).result(), atol=1e-6)
+            assert result.busy_s > 0
+        assert fleet._under_way.total() == 0
+
+
+def test_windows_larger_than_what_a_socket_holds(made: tuple[Runner, ClassifyOptions, list[Tokens]]) -> None:
+    runner, options, windows = made
+    large = Tokens.join([windows[0]] * 1500)
+    with Fleet(runner, job_of(runner, options, windows[0], 0), [{"OMP_NUM_THREADS": "1"}]) as fleet:
+        member: Any = fleet._others[0]
+        results = [member.submit(large) for _ in range(4)]
+        for result in results:
+            assert result.future.result(timeout=240).logits_NC.shape == (30000, 3)
+
+
+def test_a_process_that_ended_is_told(made: tuple[Runner, ClassifyOptions, list[Tokens]], tmp_path: Path) -> None:
+    runner, options, windows = made
+    with Fleet(runner, job_of(runner, options, windows[0], 0), [{"PYTHONPATH": str(tmp_path), "PATH": ""}]) as fleet:
+        fleet._others[0]._process.kill()
+        assert fleet._others[0].ready.wait(60)
+        results = [fleet.submit(window) for window in windows[:2]]
+        assert results[0].result().shape == (20, 3)
+        with pytest.raises(DeviceError, match="ended before its work was done"):
+            results[1].result()
+
+
+def test_why_a_process_did_not_start_is_told(
+    made: tuple[Runner, ClassifyOptions, list[Tokens]], tmp_path: Path
+) -> None:
+    runner, options, windows = made
+    job = job_of(runner, dataclasses.replace(options, model=str(tmp_path / "nowhere")), windows[0], 0)
+    with Fleet(runner, job, [{"OMP_NUM_THREADS": "1"}]) as fleet:
+        assert fleet._others[0].ready.wait(240)
+        results = [fleet.submit(window) for window in windows[:2]]
+        assert results[0].result().shape == (20, 3)
+        with pytest.raises(DeviceError, match="there is no folder"):
+            results[1].result()
+
+
+def test_what_shows_each_process_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert other_gpus(1) == []
+    assert other_gpus(3) == [{"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "2"}]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    assert other_gpus(2) == [{"CUDA_VISIBLE_DEVICES": "6"}]

@@ -1,0 +1,184 @@
+"""A disk without room: refused ahead where it can be known, survived where it comes later, on a real small disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import brimful
+from brimful.core import atomic_files
+from brimful.core.callbacks import Listener, Progress
+from brimful.core.errors import DiskFullError, OutputError
+from brimful.core.units import bytes_text
+from brimful.engine.training.checkpoint import newest_whole
+from runs import Runner, checkpoints, contents, events, learned
+
+OPTIONS: dict[str, Any] = {
+    "max_length": 48, "batch_size": 8, "max_steps": 12, "save_steps": 3, "eval_steps": 3, "learning_rate": 3e-3,
+    "logging_steps": 1,
+}  # fmt: skip
+WORDS = [word for name, value in OPTIONS.items() for word in ("--" + name.replace("_", "-"), str(value))]
+#: Room for events, but for no checkpoint of the tiny model.
+LITTLE = 24 << 10
+
+
+class Filler(Listener):
+    """Fills the disk up to LITTLE after one step, frees it after another, and keeps what it hears."""
+
+    def __init__(self, folder: Path, full_after: int, free_after: int | None = None) -> None:
+        self._file, self._full_after, self._free_after = folder / "hog", full_after, free_after
+        self.warnings: list[str] = []
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def progress(self, progress: Progress) -> None:
+        if progress.step == self._full_after:
+            free = atomic_files.free_bytes(self._file.parent)
+            assert free is not None
+            self._file.write_bytes(bytes(free - LITTLE))
+        if progress.step == self._free_after:
+            self.free()
+
+    def free(self) -> None:
+        self._file.unlink()
+
+
+@pytest.fixture(scope="session")
+def alone(home: Path, model: Path, rows: Path) -> Path:
+    """The run with room."""
+    brimful.train(rows, model=model, output=home / "roomy", **OPTIONS)
+    return home / "roomy"
+
+
+# --- ahead ----------------------------------------------------------------------------------------------------------
+
+
+def test_refused_ahead_with_both_numbers(runner: Runner, model: Path, rows: Path, disk: Callable[[str], Path]) -> None:
+    output = disk("8m") / "run"
+    ended = runner(["train", str(rows), "--model", str(model), "--output", str(output), *WORDS])
+    assert ended.code == 2
+    assert "the run needs about 64.3 MiB here, 8.0 MiB are free" in ended.said
+    assert "hint: free some space" in ended.said
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(("limit", "best"), [(1, None), (4, None), (4, "loss")])
+def test_what_a_run_needs_is_from_the_models_size(
+    limit: int, best: str | None, model: Path, rows: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = load_file(alone / "model" / "model.safetensors")
+    numbers = sum(weight.numel() for weight in weights.values())
+    num_checkpoints = limit + 1 + (best is not None)  # those kept, the one being written, the best one
+    needed = 4 * numbers + num_checkpoints * 12 * numbers + (64 << 20)
+    options = OPTIONS | {"save_total_limit": limit, "metric_for_best_model": best, "dry_run": True}
+    monkeypatch.setattr(atomic_files, "free_bytes", lambda path: needed)
+    assert brimful.train(rows, model=model, output=tmp_path / "run", **options).status == "planned"
+    monkeypatch.setattr(atomic_files, "free_bytes", lambda path: needed - 1)
+    with pytest.raises(OutputError, match="the run needs about") as caught:
+        brimful.train(rows, model=model, output=tmp_path / "run", **options)
+    assert bytes_text(needed) in str(caught.value)
+
+
+def test_resuming_counts_the_room_that_the_run_has_already(
+    model: Path, rows: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(alone, output)
+    before = contents(output)
+    monkeypatch.setattr(atomic_files, "free_bytes", lambda path: 0)
+    assert brimful.train(rows, model=model, output=output, resume=True, **OPTIONS).status == "finished"
+    assert contents(output) == before
+    shutil.rmtree(output / "model")  # now there is something to do
+    with pytest.raises(OutputError, match=r"0 B are free besides the .* of its checkpoints"):
+        brimful.train(rows, model=model, output=output, resume=True, **OPTIONS)
+    monkeypatch.setattr(atomic_files, "free_bytes", lambda path: 65 << 20)
+    brimful.train(rows, model=model, output=output, resume=True, **OPTIONS)
+    assert learned(output) == learned(alone)
+
+
+# --- later ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    model: Path, rows: Path, alone: Path, disk: Callable[[str], Path]
+) -> None:
+    output = disk("80m") / "run"
+    filler = Filler(output.parent, full_after=5, free_after=8)
+    brimful.train(rows, model=model, output=output, listener=filler, **OPTIONS)
+    [warning] = filler.warnings
+    assert warning.startswith("no checkpoint after step 6: cannot write ")
+    assert "No space left on device" in warning
+    assert warning.endswith("training goes on")
+    [failed] = events(output, "checkpoint_failed")
+    assert (failed["step"], failed["why"] in warning) == (6, True)
+    assert learned(output) == learned(alone)
+    assert checkpoints(output) == [9, 12]
+
+
+def test_full_at_the_end(model: Path, rows: Path, alone: Path, disk: Callable[[str], Path]) -> None:
+    output = disk("80m") / "run"
+    filler = Filler(output.parent, full_after=7)
+    with pytest.raises(DiskFullError, match="No space left on device") as caught:
+        brimful.train(rows, model=model, output=output, listener=filler, **OPTIONS)
+    assert caught.value.exit_code == 4
+    assert caught.value.hint is not None
+    assert "--resume" in caught.value.hint
+    assert [event["step"] for event in events(output, "checkpoint_failed")] == [9, 12]
+    whole, passed_over = newest_whole(output / "checkpoints", json.loads((output / "run.json").read_text())["run"])
+    assert whole is not None
+    assert (whole.step, passed_over) == (6, [])
+    assert not (output / "model").exists()
+    filler.free()
+    brimful.train(rows, model=model, output=output, resume=True, **OPTIONS)
+    assert learned(output) == learned(alone)
+
+
+def test_the_best_model_that_could_not_be_saved(model: Path, rows: Path, disk: Callable[[str], Path]) -> None:
+    """It is not there to be kept: of those that are, the best one is."""
+    options = OPTIONS | {"metric_for_best_model": "loss", "learning_rate": 5e-2, "eval_steps": 1, "save_steps": 12}
+    options["seed"] = 1  # by which the loss is lowest in the middle, with a margin
+    output = disk("80m") / "roomy"
+    brimful.train(rows, model=model, output=output, **options)
+    losses = {event["step"]: event["metrics"]["loss"] for event in events(output, "evaluated")}
+    best = min(losses, key=lambda step: losses[step])
+    assert 1 < best < 12
+    shutil.rmtree(output)
+    output = output.with_name("run")
+    filler = Filler(output.parent, full_after=best, free_after=best + 1)
+    run = brimful.train(rows, model=model, output=output, listener=filler, **options)
+    assert f"no checkpoint after step {best}" in filler.warnings[0]
+    assert len(filler.warnings) == 1
+    del losses[best]
+    assert run.metrics["loss"] == min(losses.values())
+
+
+def test_an_exit_code_and_a_way_on_without_a_mount(
+    runner: Runner, model: Path, rows: Path, alone: Path, tmp_path: Path
+) -> None:
+    """A limit on the size of a file is a full disk to a checkpoint."""
+    words = ["train", str(rows), "--model", str(model), "--output", str(tmp_path / "run"), *WORDS]
+    ended = runner(words, file_bytes=LITTLE)
+    assert ended.code == 4, ended.said
+    assert ended.said.count("warning: no checkpoint after step") == 4
+    assert "error: cannot write " in ended.said
+    assert "hint: free some space, then go on with --resume" in ended.said
+    assert len(events(tmp_path / "run", "checkpoint_failed")) == 4
+    assert checkpoints(tmp_path / "run") == []
+    ended = runner([*words, "--resume"])
+    assert ended.code == 0, ended.said
+    assert learned(tmp_path / "run") == learned(alone)
+
+
+def test_stopped_on_a_full_disk(runner: Runner, model: Path, rows: Path, tmp_path: Path) -> None:
+    """What cannot be saved is not said to be."""
+    words = ["train", str(rows), "--model", str(model), "--output", str(tmp_path / "run"), *WORDS]
+    ended = runner(words, "term:event:step:2", file_bytes=LITTLE)
+    assert ended.code == 4, ended.said
+    assert "all is saved" not in ended.said

@@ -1,0 +1,193 @@
+"""`brimful.train` from Python: each task and the levers that must not change what it learns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import brimful
+from brimful.core.callbacks import Listener, Progress
+from brimful.core.errors import OptionError
+from runs import contents, events, learned, save_tiny_model, single_label_rows, texts, write_rows
+from tolerances import MODEL_FP32, RUN_LOSS_FP32, difference
+
+SIZES = {"max_length": 48, "batch_size": 8, "max_steps": 10, "learning_rate": 1e-3, "logging_steps": 1}
+NUMBERS = np.random.default_rng(3).normal(size=60)
+#: Rows of each kind of task.
+TASKS: dict[str, list[dict[str, Any]]] = {
+    "single label": single_label_rows(60),
+    "multi-label": [
+        {"text": text, "labels": [name for bit, name in enumerate("abc") if (index >> bit) & 1]}
+        for index, text in enumerate(texts(60))
+    ],
+    "regression": [{"text": text, "label": NUMBERS[index]} for index, text in enumerate(texts(60))],
+    "pairs": [
+        {"text": first, "text_pair": second, "label": ("no", "yes")[index % 2]}
+        for index, (first, second) in enumerate(zip(texts(60, longest=20), texts(60, 1, longest=20), strict=True))
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def plain_model(home: Path) -> Path:
+    """Without dropout: masks depend on the split into micro-batches."""
+    return save_tiny_model(home / "plain", dropout=0.0)
+
+
+@pytest.fixture(scope="session")
+def data(home: Path) -> dict[str, Path]:
+    return {name: write_rows(home / f"{name.replace(' ', '-')}.jsonl", rows) for name, rows in TASKS.items()}
+
+
+def losses(folder: Path) -> np.ndarray:
+    return np.array([event["loss"] for event in events(folder, "step")])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_levers_that_are_exact(task: str, plain_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    """Packed or padded, in one micro-batch or many: the same losses, and models that answer alike."""
+    levers: dict[str, dict[str, Any]] = {
+        "packed": {},
+        "padded": {"packing": "off"},
+        "split": {"token_budget": 48},
+        "padded, split": {"packing": "off", "token_budget": 48},
+    }
+    runs = {
+        name: brimful.train(data[task], model=plain_model, output=tmp_path / name, **SIZES, **lever)
+        for name, lever in levers.items()
+    }
+    assert [run.packed for run in runs.values()] == [True, False, True, False]
+    expected = losses(tmp_path / "padded")
+    assert len(expected) == 10
+    for name, run in runs.items():
+        assert difference(losses(tmp_path / name), expected) <= RUN_LOSS_FP32, name
+        assert run.metrics["loss"] == pytest.approx(runs["padded"].metrics["loss"], rel=MODEL_FP32), name
+    assert runs["packed"].recipe.value("token_budget") != runs["split"].recipe.value("token_budget")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_transformers_loads_what_was_saved(task: str, plain_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    """And gives the logits of the run, by its evaluation: loss and metrics on the held-out rows."""
+    evaluation = write_rows(tmp_path / "evaluation.jsonl", TASKS[task][:20])
+    run = brimful.train(data[task], model=plain_model, output=tmp_path / "run", eval_data=str(evaluation), **SIZES)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    rows = TASKS[task][:20]
+    both = [[row["text"] for row in rows]] + ([[row["text_pair"] for row in rows]] if task == "pairs" else [])
+    encoded = tokenizer(*both, padding=True, truncation=True, max_length=48, return_tensors="pt")
+    labels = torch.tensor([target(model, row) for row in rows])
+    with torch.no_grad():
+        answer = model(**encoded, labels=labels)
+    assert float(answer.loss) == pytest.approx(run.metrics["loss"], rel=MODEL_FP32)
+    if task in ("single label", "pairs"):
+        assert float((answer.logits.argmax(-1) == labels).float().mean()) == pytest.approx(run.metrics["accuracy"])
+    assert model.dtype == torch.float32
+
+
+def target(model: Any, row: dict[str, Any]) -> Any:
+    """A row's label as transformers' own loss wants it."""
+    if "labels" in row:
+        return [float(name in row["labels"]) for name in model.config.label2id]
+    return model.config.label2id[row["label"]] if isinstance(row["label"], str) else row["label"]
+
+
+def test_more_tasks_than_one_learn(plain_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    options = SIZES | {"max_steps": 60, "learning_rate": 1e-2}
+    for task in ("single label", "regression"):
+        brimful.train(data[task], model=plain_model, output=tmp_path / task, **options)
+        found = losses(tmp_path / task)
+        assert found[-5:].mean() < 0.7 * found[:5].mean(), task
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_near(precision: str, plain_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    brimful.train(data["single label"], model=plain_model, output=tmp_path / "fp32", **SIZES)
+    run = brimful.train(data["single label"], model=plain_model, output=tmp_path / "half", precision=precision, **SIZES)
+    assert run.recipe.value("precision") == precision
+    difference_to_fp32 = difference(losses(tmp_path / "half"), losses(tmp_path / "fp32"))
+    assert 0 < difference_to_fp32 < 0.02
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "half" / "model")
+    assert model.dtype == torch.float32
+
+
+def test_equal_seeds_equal_bits(model: Path, rows: Path, tmp_path: Path) -> None:
+    for name, seed in (("one", 1), ("again", 1), ("other", 2)):
+        brimful.train(rows, model=model, output=tmp_path / name, seed=seed, **SIZES)
+    assert learned(tmp_path / "one") == learned(tmp_path / "again")
+    assert learned(tmp_path / "one") != learned(tmp_path / "other")
+
+
+def test_trained_on_every_row(model: Path, rows: Path, tmp_path: Path) -> None:
+    run = brimful.train(rows, model=model, output=tmp_path / "run", eval_split=0.0, **SIZES)
+    assert dict(run.metrics) == {}
+    assert run.data["rows"] == 60
+    assert events(tmp_path / "run", "evaluated") == []
+
+
+def test_a_dry_run_writes_nothing(model: Path, rows: Path, tmp_path: Path) -> None:
+    before = contents(tmp_path)
+    run = brimful.train(rows, model=model, output=tmp_path / "run", dry_run=True, report_to="tensorboard", **SIZES)
+    assert (run.status, run.packed, run.steps) == ("planned", True, 0)
+    assert run.recipe.value("precision") == "fp32"
+    assert contents(tmp_path) == before
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_has_what_the_log_has(model: Path, rows: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    brimful.train(rows, model=model, output=tmp_path / "run", report_to="tensorboard", eval_steps=5, **SIZES)
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    board.Reload()
+    found = [(point.step, point.value) for point in board.Scalars("train/loss")]
+    assert found == [(e["step"], pytest.approx(e["loss"])) for e in events(tmp_path / "run", "step")]
+    assert [point.step for point in board.Scalars("eval/accuracy")] == [5, 10]
+
+
+def test_a_listener_hears_the_run(model: Path, rows: Path, tmp_path: Path) -> None:
+    class Heard(Listener):
+        steps: list[int] = []
+        evaluated_after: list[int] = []
+
+        def progress(self, progress: Progress) -> None:
+            self.steps.append(progress.step)
+
+        def evaluated(self, step: int, metrics: object) -> None:
+            self.evaluated_after.append(step)
+
+    heard = Heard()
+    brimful.train(rows, model=model, output=tmp_path / "run", listener=heard, **SIZES | {"logging_steps": 4})
+    assert (heard.steps, heard.evaluated_after) == ([4, 8], [7, 10])
+
+
+def test_the_record_repeats_the_run(model: Path, rows: Path, tmp_path: Path) -> None:
+    run = brimful.train(rows, model=model, output=tmp_path / "run", **SIZES)
+    record = json.loads((tmp_path / "run" / "run.json").read_text("utf-8"))
+    assert record["metrics"] == dict(run.metrics)
+    assert record["options"]["max_steps"] == 10
+    again = {name: value for name, value in record["options"].items() if name not in ("data", "model", "output")}
+    brimful.train(rows, model=model, output=tmp_path / "again", **again)
+    assert learned(tmp_path / "again") == learned(tmp_path / "run")
+
+
+def test_an_option_there_is_not(model: Path, rows: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="learning_rte") as caught:
+        brimful.train(rows, model=model, output=tmp_path / "run", learning_rte=1.0)
+    assert "learning_rate" in str(caught.value.hint)
+
+
+def test_a_machine_without_triton(tmp_path: Path) -> None:
+    """torch for CPUs comes without it."""
+    modules = "brimful.engine.training.train, brimful.engine.profiling.profile"
+    code = f"import sys; sys.modules['triton'] = None; import {modules}; print('whole')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "whole\n", done.stderr

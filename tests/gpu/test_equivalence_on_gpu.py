@@ -1,0 +1,60 @@
+"""The proof on a GPU: every listed family is admitted in every precision, with the kernel that would be chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from brimful.models.packed.equivalence import prove
+
+pytestmark = pytest.mark.gpu
+
+_SMALL = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "vocab_size": 1000,
+    "num_labels": 3,
+    "pad_token_id": 0,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "roberta": {"pad_token_id": 1},
+    "xlm-roberta": {"pad_token_id": 1},
+    "distilbert": {"dim": 128, "n_layers": 2, "n_heads": 4, "hidden_dim": 256},
+    "electra": {"embedding_size": 64},
+    "albert": {"embedding_size": 64},
+    "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    "deberta-v2": {
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 64,
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+    },
+    "mpnet": {"pad_token_id": 1},
+    "modernbert": {"local_attention": 16, "num_hidden_layers": 4, "cls_token_id": 2, "sep_token_id": 3},
+    "llama": {"num_key_value_heads": 2},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 16},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 32},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": 16},
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": 16, "num_hidden_layers": 7},
+    "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4},
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_admitted(family: str, precision: str) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**_SMALL, **_FAMILIES[family]})
+    model = AutoModelForSequenceClassification.from_config(config)
+    proof = prove(model, max_length=128, device=torch.device("cuda"), precision=precision, cache=False)
+    print(f"{family:12} {precision}: {proof}")
+    assert proof.packed, proof.reason

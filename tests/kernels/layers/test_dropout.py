@@ -1,0 +1,81 @@
+"""The masks that kernels compute are as good as drawn ones: probabilities, independence of rows, columns, squares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from brimful.kernels.layers.dropout import kept_mask_PRC, threshold
+from brimful.kernels.rng import next_site, one_seed
+
+SIZE = 512
+
+
+def scores(p: float, seed: int, planes: int = 1, site: int = 0) -> torch.Tensor:
+    """Masks as numbers of mean 0 and variance 1, (planes, SIZE, SIZE)."""
+    dropped = ~kept_mask_PRC(torch.tensor(seed), planes, SIZE, SIZE, p, site)
+    return (dropped.double() - p) / (p * (1 - p)) ** 0.5
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**40 + 5, 2**61])
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5])
+def test_rows_columns_and_squares_are_independent(p: float, seed: int) -> None:
+    z = scores(p, seed)[0]
+    assert abs(float(z.mean())) < 5 / SIZE
+    for axis in (0, 1):
+        sums = z.sum(axis) / SIZE**0.5
+        assert 0.8 < float(sums.std()) < 1.2
+    for matrix in (z, z.T):
+        pairs = (matrix @ matrix.T / SIZE**0.5)[tuple(torch.triu_indices(SIZE, SIZE, 1))]
+        assert 0.95 < float(pairs.std()) < 1.05
+        assert float(pairs.abs().max()) < (7 if p >= 0.1 else 20)  # a rare event's product has a long tail
+    for step in (1, 2, 5, 13, 64):
+        one, two, three = z[:, : -2 * step], z[:, step:-step], z[:, 2 * step :]
+        for product in (z[:, :-step] * z[:, step:], one * two * three):
+            assert abs(float(product.sum())) / product.numel() ** 0.5 < (5 if p >= 0.1 else 100)
+        squares = z[:-step, :-step] * z[step:, :-step] * z[:-step, step:] * z[step:, step:]
+        assert abs(float(squares.sum())) / (SIZE - step) < (5 if p >= 0.1 else 100)
+
+
+def test_planes_sites_and_seeds_draw_other_masks() -> None:
+    masks = [*scores(0.1, 3, planes=3), scores(0.1, 4)[0], scores(0.1, 3, site=1)[0]]
+    for i, one in enumerate(masks):
+        for other in masks[:i]:
+            assert abs(float((one * other).mean())) < 5 / SIZE
+
+
+def test_a_forward_pass_draws_one_seed_and_numbers_its_sites() -> None:
+    like = torch.zeros(3)
+    torch.manual_seed(0)
+    with one_seed():
+        first, second = next_site(like, 0.1), next_site(like, 0.1)
+    with one_seed():
+        third = next_site(like, 0.1)
+    assert first[0] is second[0]
+    assert (first[1], second[1], third[1]) == (0, 1, 0)
+    assert first[0] != third[0]
+
+
+def test_thresholds_span_32_bits() -> None:
+    assert threshold(0.0) == -(2**31)
+    assert threshold(0.5) == 0
+
+
+def test_what_was_drawn_outside_a_forward_pass_is_not_kept() -> None:
+    like = torch.zeros(3)
+    next_site(like, 0.1)
+    torch.manual_seed(1)
+    with one_seed():
+        first = next_site(like, 0.1)[0]
+    torch.manual_seed(1)
+    with one_seed():
+        assert torch.equal(next_site(like, 0.1)[0], first)
+
+
+def test_without_dropout_there_is_no_seed_to_make() -> None:
+    like = torch.zeros(3)
+    seed, site = next_site(like, 0.0)
+    assert seed is like
+    assert site == 0

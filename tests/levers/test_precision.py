@@ -1,0 +1,17 @@
+"""What a precision puts around forward passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from brimful.kernels.residual_dtype import residuals_are_half
+from brimful.levers.precision import Precision
+
+
+@pytest.mark.parametrize(("value", "half"), [("fp32", False), ("tf32", False), ("bf16", True), ("fp16", True)])
+def test_sums_between_layers_are_in_half_precision_where_products_are(value: str, half: bool) -> None:
+    precision = Precision(value=value, device=torch.device("cpu"), reason="a test")
+    with precision.autocast():
+        assert residuals_are_half() == half == torch.is_autocast_enabled("cpu")
+    assert not residuals_are_half()
