@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from brimful.core.classification import CONFIDENCE_BINS, LENGTH_ENDS, Classification, Parity, Stage, Tally
+from brimful.core.classification import CONFIDENCE_BINS, LENGTH_ENDS, Classification, Counts, Parity, Stage
 from brimful.core.records import Gpu, LabelSpace, Lever, Machine, PeakMemory, Recipe
 
 PARITY = Parity(
@@ -48,7 +48,7 @@ RECORD = Classification(
         gpus=(Gpu(name="NVIDIA H200", total_bytes=139 << 30, compute_capability=(9, 0)),),
         versions={"brimful": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0"},
     ),
-    tally=Tally(
+    counts=Counts(
         num_rows=1_000_000,
         num_tokens=24_100_000,
         num_truncated=34,
@@ -76,7 +76,7 @@ assert len(CONFIDENCES) == CONFIDENCE_BINS
 
 
 def changed(**changes: Any) -> Classification:
-    """RECORD with other fields; `tally` is a mapping of the tally's fields that change."""
-    if isinstance(changes.get("tally"), dict):
-        changes["tally"] = dataclasses.replace(RECORD.tally, **changes["tally"])
+    """RECORD with other fields; `counts` is a mapping of the counts's fields that change."""
+    if isinstance(changes.get("counts"), dict):
+        changes["counts"] = dataclasses.replace(RECORD.counts, **changes["counts"])
     return dataclasses.replace(RECORD, **changes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from brimful.cli import run
+from brimful.cli.commands import run
 
 
 @dataclass(frozen=True, kw_only=True)

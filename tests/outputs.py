@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from brimful.core.classification import Classification, Tally
+from brimful.core.classification import Classification, Counts
 from brimful.core.records import LabelSpace, Machine, Recipe
 
 RECORD = Classification(
@@ -47,9 +47,9 @@ def windows(sizes: list[int], seed: int = 0) -> list[pa.Table]:
     return [window(sum(sizes[:index]), size, seed) for index, size in enumerate(sizes)]
 
 
-def tally_of(table: pa.Table) -> Tally:
+def tally_of(table: pa.Table) -> Counts:
     labels = [label for label in table["label"].to_pylist() if label]
-    return Tally(
+    return Counts(
         num_rows=table.num_rows,
         num_tokens=7 * table.num_rows,
         labels={label: labels.count(label) for label in dict.fromkeys(labels)},

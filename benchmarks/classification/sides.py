@@ -21,7 +21,7 @@ from shapes import max_length
 from works import TEMPLATE, Sample, Work, model_folder
 
 import brimful
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.records import Recipe
 
 Settings = dict[str, Any]
@@ -169,7 +169,7 @@ class BrimfulSide:
         self._work, self._folder, self._device = work, model_folder(inputs, work), device
         self._longest = max_length(smoke)
         self._classifier: brimful.Classifier | None = None
-        self._listener, self._asked = _Notes(), Settings()
+        self._callbacks, self._asked = _Notes(), Settings()
 
     def prepare(self, settings: Settings) -> Run:
         """See `Side`."""
@@ -181,8 +181,8 @@ class BrimfulSide:
         if self._classifier is None or options != self._asked:
             if self._classifier is not None:
                 self._classifier.close()
-            self._listener, self._asked = _Notes(), options
-            self._classifier = brimful.Classifier(self._folder, listener=self._listener, **options)
+            self._callbacks, self._asked = _Notes(), options
+            self._classifier = brimful.Classifier(self._folder, callbacks=self._callbacks, **options)
         answer = self._objects if settings["returns"] == "objects" else self._logits
         return lambda sample: answer(sample)
 
@@ -206,17 +206,17 @@ class BrimfulSide:
 
     def _facts(self) -> dict[str, Any]:
         assert self._classifier is not None
-        return {"recipe": _levers(self._classifier.recipe), "warnings": self._listener.lines}
+        return {"recipe": _levers(self._classifier.recipe), "warnings": self._callbacks.lines}
 
     def _file_to_file(self, options: Settings, sample: Sample) -> Answered:
-        listener = _Notes()
+        callbacks = _Notes()
         with tempfile.TemporaryDirectory() as folder:
             source, target = _write(sample, Path(folder)), Path(folder) / "out.parquet"
-            record = brimful.classify(self._folder, source, target, listener=listener, **options)
+            record = brimful.classify(self._folder, source, target, callbacks=callbacks, **options)
         assert record.wall_s is not None
         facts = {
             "recipe": _levers(record.recipe),
-            "warnings": listener.lines,
+            "warnings": callbacks.lines,
             "start_s": record.start_s,
             "stages_s": {stage.name: stage.busy_s for stage in record.stages},
             "limit": record.limit,
@@ -226,7 +226,7 @@ class BrimfulSide:
         return Answered(seconds=record.wall_s, facts=facts)
 
 
-class _Notes(Listener):
+class _Notes(Callbacks):
     """Keeps what a user would be warned of: a fallback must not go unseen."""
 
     def __init__(self) -> None:

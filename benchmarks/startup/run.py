@@ -2,7 +2,8 @@
 
     python benchmarks/startup/run.py --tokenizer MODEL_FOLDER
 
-Random weights in a folder on the disk, bf16, batch 32. Cold: no compiled kernel, no proof, no traced layer is kept from
+Random weights in a folder on the disk, bf16, batch 32. Cold: no compiled kernel, no checked model, no traced layer is
+kept from
 before, as on a fresh machine; warm: the same command again. Python's bytecode is there in both, as pip leaves it and as
 Python keeps it from the second start on; with --no-bytecode there is none, as in containers that forbid it.
 """
@@ -36,19 +37,19 @@ def measure(folder: Path, execution: str, began: float) -> None:
     now("torch, transformers, CUDA")
     import brimful
     import brimful.api
-    from brimful.core.callbacks import Listener, Progress
+    from brimful.core.callbacks import Callbacks, Progress
     from brimful.core.records import Recipe
 
     gc.enable()
     gc.freeze()
     now("brimful")
 
-    class Marks(Listener):
+    class Marks(Callbacks):
         def stage(self, text: str) -> None:
             now(f"until: {text.split('/')[0].strip()}")
 
         def recipe(self, recipe: Recipe) -> None:
-            now("data, model, proof")
+            now("data, model, equivalence")
 
         def progress(self, progress: Progress) -> None:
             now(f"step {progress.step}")
@@ -57,7 +58,7 @@ def measure(folder: Path, execution: str, began: float) -> None:
         folder / "tweets.jsonl",
         model=folder / "model",
         output=tempfile.mkdtemp(),
-        listener=Marks(),
+        callbacks=Marks(),
         new_head=True,
         max_steps=20,
         logging_steps=1,

@@ -16,7 +16,7 @@ from chip import operations
 from shapes import max_length
 from works import Work, data_file, model_folder
 
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.options import TrainOptions
 from brimful.data.batches.prefetch import Feed
 from brimful.engine.assemble import Built, build
@@ -31,7 +31,7 @@ _RUN_STEPS = 10_000
 
 
 @dataclass
-class _Warnings(Listener):
+class _Warnings(Callbacks):
     """Keeps what a user would be warned of: a fallback must not go unseen."""
 
     lines: list[str] = field(default_factory=list)
@@ -57,11 +57,11 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
             precision=settings["precision"],
             execution=settings["execution"],
         )
-        listener = _Warnings()
+        callbacks = _Warnings()
         precision = choose_precision(options.precision, choose_device(options.device))
-        prepared = prepare(options, listener)
+        prepared = prepare(options, callbacks)
         with precision.apply():
-            built = build(options, prepared, precision, Optimizer(value=options.optim), listener)
+            built = build(options, prepared, precision, Optimizer(value=options.optim), callbacks)
             warm_up, steps, rounds = plan["warm_up"], plan["steps"], plan["rounds"]
             if options.batch_size > 32:
                 warm_up, steps = warm_up // 2, steps // 2
@@ -93,7 +93,7 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
             "precision_reason": built.precision.reason,
             "packed": built.packing.packed,
             "packed_reason": built.packing.supports().because,
-            "warnings": listener.lines,
+            "warnings": callbacks.lines,
             "graphs_at_marks": graphs,
             "waited_for_input_s": wait_s,
         }

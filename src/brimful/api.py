@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from brimful.core import atomic_files
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.classification import Classification
 from brimful.core.errors import DiskFullError, OptionError, OutputError, printable
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flag, flags_of
@@ -37,32 +37,32 @@ _OF_A_FILE = (
 
 
 def train(
-    data: str | Path, *, model: str | Path, output: str | Path, listener: Listener | None = None, **options: Any
+    data: str | Path, *, model: str | Path, output: str | Path, callbacks: Callbacks | None = None, **options: Any
 ) -> Run:
     """Fine-tunes a classifier on a file of texts and saves it under `output`/model.
 
     options: the fields of TrainOptions, e.g. `learning_rate=2e-5, num_train_epochs=3`.
-    listener: hears what is inferred and how training goes. Default: nobody.
+    callbacks: hears what is inferred and how training goes. Default: nobody.
     Raises: BrimfulError, of the kind that `core.errors` draws; OptionError for an option there is not.
     """
     _check_known("train", TrainOptions, options)
     asked = TrainOptions(data=_path(data), model=_path(model), output=_path(output), **options)
-    return run_training(asked, listener or Listener())
+    return run_training(asked, callbacks or Callbacks())
 
 
-def run_training(options: TrainOptions, listener: Listener) -> Run:
+def run_training(options: TrainOptions, callbacks: Callbacks) -> Run:
     """Runs `options`; what `train` and the command line share."""
     if options.report_to == "tensorboard" and not options.dry_run:
         from brimful.integrations.tensorboard import TensorBoard
 
-        listener = Fanout(listener, TensorBoard(Path(options.output) / "tensorboard"))
-    run = _train(options, command=command_of("train", options), listener=listener)
+        callbacks = Fanout(callbacks, TensorBoard(Path(options.output) / "tensorboard"))
+    run = _train(options, command=command_of("train", options), callbacks=callbacks)
     if options.dry_run:
-        listener.stage("this was a dry run: nothing was trained, nothing was written")
+        callbacks.stage("this was a dry run: nothing was trained, nothing was written")
     return run
 
 
-def profile(data: str | Path, *, model: str | Path, listener: Listener | None = None, **options: Any) -> Profile:
+def profile(data: str | Path, *, model: str | Path, callbacks: Callbacks | None = None, **options: Any) -> Profile:
     """Says where the time of one training step goes, on these data. Nothing is saved but the trace asked for.
 
     options: the fields of TrainOptions that a step depends on, and `steps` and `trace`.
@@ -70,12 +70,12 @@ def profile(data: str | Path, *, model: str | Path, listener: Listener | None = 
     """
     _check_known("profile", ProfileOptions, options)
     asked = {name: _path(value) if name == "trace" else value for name, value in options.items()}
-    return run_profile(ProfileOptions(data=_path(data), model=_path(model), **asked), listener or Listener())
+    return run_profile(ProfileOptions(data=_path(data), model=_path(model), **asked), callbacks or Callbacks())
 
 
-def run_profile(options: ProfileOptions, listener: Listener) -> Profile:
+def run_profile(options: ProfileOptions, callbacks: Callbacks) -> Profile:
     """Profiles what `options` ask for; what `profile` and the command line share."""
-    return _profile(options, listener)
+    return _profile(options, callbacks)
 
 
 def classify(
@@ -83,7 +83,7 @@ def classify(
     data: str | Path,
     output: str | Path,
     *,
-    listener: Listener | None = None,
+    callbacks: Callbacks | None = None,
     **options: Any,
 ) -> Classification:
     """Labels every row of a file of texts, into another file or a folder, in constant memory.
@@ -100,7 +100,7 @@ def classify(
     if output is None or output == "-":
         raise OptionError("classify needs an output", hint="for texts in memory there is Classifier")
     asked = ClassifyOptions(model=_path(model), data=_path(data), output=_path(output), **options)
-    return run_classification(asked, listener or Listener())
+    return run_classification(asked, callbacks or Callbacks())
 
 
 def _joined(labels: Sequence[object]) -> str:
@@ -114,7 +114,7 @@ def _joined(labels: Sequence[object]) -> str:
     return ",".join(cast(Sequence[str], labels))
 
 
-def run_classification(options: ClassifyOptions, listener: Listener, stdout: TextIO | None = None) -> Classification:
+def run_classification(options: ClassifyOptions, callbacks: Callbacks, stdout: TextIO | None = None) -> Classification:
     """Classifies what `options` ask for; what `classify` and the command line share.
 
     stdout: where answers go without `options.output`.
@@ -123,7 +123,7 @@ def run_classification(options: ClassifyOptions, listener: Listener, stdout: Tex
         check_charts()
         _check_report(Path(options.report))
     lines = None if stdout is None or options.output is not None else LineOutput(stdout)
-    record = classify_file(options, command=command_of("classify", options), listener=listener, output=lines)
+    record = classify_file(options, command=command_of("classify", options), callbacks=callbacks, output=lines)
     if options.report is not None:
         page = classification_page(record).encode()
         try:
@@ -131,7 +131,7 @@ def run_classification(options: ClassifyOptions, listener: Listener, stdout: Tex
         except (OutputError, DiskFullError) as error:
             alone = "" if options.output is None else ": with --resume the report alone is made, here or elsewhere"
             raise type(error)(str(error), hint=f"the results are whole{alone}") from error
-        listener.note(f"report: {options.report}")
+        callbacks.note(f"report: {options.report}")
     return record
 
 
@@ -159,9 +159,9 @@ class Classifier(ModelClassifier):
     Raises: BrimfulError; OptionError for an option there is not. Weights are read by the first call.
     """
 
-    def __init__(self, model: str | Path, *, listener: Listener | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path, *, callbacks: Callbacks | None = None, **options: Any) -> None:
         _check_known("Classifier", ClassifyOptions, options, without=_OF_A_FILE)
-        super().__init__(ClassifyOptions(model=_path(model), data="", **options), listener or Listener())
+        super().__init__(ClassifyOptions(model=_path(model), data="", **options), callbacks or Callbacks())
 
 
 def _check_known(function: str, kind: type[Any], options: Mapping[str, Any], without: Sequence[str] = ()) -> None:

@@ -18,7 +18,7 @@ _POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsiz
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class OutputPath:
     """Where one mistake is made: a folder of its own, and the session's files."""
 
     folder: Path
@@ -56,17 +56,17 @@ class Mistake:
     name: str
     said: tuple[str, ...]
     hint: str
-    data: Callable[[Place], object] = lambda place: place.files.reviews
-    model: Callable[[Place], object] = lambda place: place.files.base
-    words: Callable[[Place], Words] = lambda place: ()
+    data: Callable[[OutputPath], object] = lambda place: place.files.reviews
+    model: Callable[[OutputPath], object] = lambda place: place.files.base
+    words: Callable[[OutputPath], Words] = lambda place: ()
 
 
-def more(*words: object) -> Callable[[Place], Words]:
+def more(*words: object) -> Callable[[OutputPath], Words]:
     return lambda place: words
 
 
-def broken_model(change: Callable[[Path], object]) -> Callable[[Place], object]:
-    def make(place: Place) -> Path:
+def broken_model(change: Callable[[Path], object]) -> Callable[[OutputPath], object]:
+    def make(place: OutputPath) -> Path:
         folder = place.model()
         change(folder)
         return folder
@@ -99,25 +99,25 @@ def corrupt(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:8] + b"\xff" * 50 + path.read_bytes()[58:])
 
 
-def another_run(place: Place) -> Words:
+def another_run(place: OutputPath) -> Words:
     folder = place.folder / "taken"
     folder.mkdir()
     (folder / "run.json").write_text("{}")
     return ("--output", folder)
 
 
-def foreign_folder(place: Place) -> Words:
+def foreign_folder(place: OutputPath) -> Words:
     folder = place.folder / "taken"
     folder.mkdir()
     (folder / "thesis.tex").write_text("years of work")
     return ("--output", folder)
 
 
-def unknown_in_eval(place: Place) -> Words:
+def unknown_in_eval(place: OutputPath) -> Words:
     return ("--eval-data", write_reviews(place.folder / "eval.csv", 8, labels=("bad", "excellent")))
 
 
-def eval_without_label(place: Place) -> Words:
+def eval_without_label(place: OutputPath) -> Words:
     return ("--eval-data", write_csv(place.folder / "eval.csv", ["text"], [["the film"]]))
 
 
@@ -434,7 +434,7 @@ MISTAKES = [
 def test_a_mistake_is_two_lines_and_changes_nothing(
     mistake: Mistake, brimful: Brimful, files: Files, tmp_path: Path
 ) -> None:
-    place = Place(folder=tmp_path, files=files)
+    place = OutputPath(folder=tmp_path, files=files)
     words = train_words(mistake.data(place), mistake.model(place), tmp_path / "run", *mistake.words(place))
     before = sorted(tmp_path.rglob("*"))
 

@@ -159,8 +159,8 @@ def test_the_call_and_the_command_write_the_same_and_the_record_says_how(
         brimful("classify", files.classifier, files.reviews, "-o", tmp_path / "cli.jsonl", "--precision=fp32").code == 0
     )
     assert (tmp_path / "call.jsonl").read_bytes() == (tmp_path / "cli.jsonl").read_bytes()
-    assert (record.tally.num_rows, sum(record.tally.labels.values())) == (40, 40)
-    assert record.tally.num_tokens == sum(row["num_tokens"] for row in read_back(tmp_path / "call.jsonl"))
+    assert (record.counts.num_rows, sum(record.counts.labels.values())) == (40, 40)
+    assert record.counts.num_tokens == sum(row["num_tokens"] for row in read_back(tmp_path / "call.jsonl"))
     assert [stage.name for stage in record.stages] == ["read", "tokenise", "compute", "write"]
     assert record.parity is not None
     assert record.parity.passed

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import brimful as package
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.errors import Interrupted
 from brimful.data.readers.streams.parts import BLOCK_BYTES
 from brimful.engine.classification import verify
@@ -258,7 +258,7 @@ def test_a_mended_input_is_not_resumed(brimful: Brimful, files: Files, tmp_path:
 # --- stopped, and resumed -------------------------------------------------------------------------------------------
 
 
-class Stopper(Listener):
+class Stopper(Callbacks):
     """Sends a signal to this process when so many rows are done."""
 
     def __init__(self, number: signal.Signals, after_rows: int) -> None:
@@ -302,7 +302,7 @@ def test_a_pass_that_was_stopped_goes_on_to_the_same_bytes(
     output = tmp_path / name
     with pytest.raises(Interrupted) as caught:
         package.classify(
-            files.classifier, many, output, max_length=16, verify=8, listener=Stopper(number, after_rows=500)
+            files.classifier, many, output, max_length=16, verify=8, callbacks=Stopper(number, after_rows=500)
         )
     assert caught.value.exit_code == code
     assert "the same command with --resume goes on" in (caught.value.hint or "")
@@ -314,7 +314,7 @@ def test_a_pass_that_was_stopped_goes_on_to_the_same_bytes(
     assert "going on after" in said.err
     resumed = manifest(output)["record"]["resumed_rows"]
     assert 500 <= resumed < 2560
-    assert manifest(output)["record"]["tally"]["num_rows"] == 2560
+    assert manifest(output)["record"]["counts"]["num_rows"] == 2560
 
     again = call("classify", files.classifier, many, "--output", output, "--max-length", 16, "--verify", 8, "--resume")
     assert again.code == 0
@@ -392,7 +392,7 @@ def test_labels_of_zero_shot_on_record(
     assert said.code == 0, said.err
     record = manifest(output)["record"]
     assert record["labels"] == {"task": task, "names": ["good", "film", "z"], "values": {}}
-    absent = [name for name in ("good", "film", "z") if name not in record["tally"]["labels"]]
+    absent = [name for name in ("good", "film", "z") if name not in record["counts"]["labels"]]
     never = f"Never given: {', '.join(absent)}."
     assert (never in said.err) == (never in page.read_text("utf-8")) == bool(absent)
     assert not any(name in said.err for name in NLI)
@@ -412,9 +412,9 @@ def test_rows_without_candidate_labels_and_with_one_twice(nli: Path, brimful: Br
     answered = [row["label"] is not None for row in lines(output.read_bytes())]
     assert answered == [True, False, False, False, True, False, True, True, False, False]
     record = manifest(output)["record"]
-    counts = {name: record["tally"][f"num_{name}"] for name in ("rows", "empty", "unlabelled", "errors")}
+    counts = {name: record["counts"][f"num_{name}"] for name in ("rows", "empty", "unlabelled", "errors")}
     assert counts == {"rows": 10, "empty": 2, "unlabelled": 3, "errors": 1}
-    assert record["labels"]["names"] == sorted(record["tally"]["labels"])
+    assert record["labels"]["names"] == sorted(record["counts"]["labels"])
     shown = page.read_text("utf-8")
     for text in (said.err, shown):
         assert "of 10 rows had no candidate labels, and have no answer" in text
@@ -463,7 +463,7 @@ def test_the_report_the_document_and_the_manifest_say_the_same(brimful: Brimful,
     assert record["parity"]["passed"]
     assert 0 <= record["parity"]["largest_difference"] < 1e-5
     assert record["fallback"] is None
-    assert record["tally"]["num_rows"] == 40
+    assert record["counts"]["num_rows"] == 40
     html = page.read_text("utf-8")
     assert html.startswith("<!")
     assert "16 of your own rows were also given to the plain Hugging Face model in fp32" in html
@@ -479,14 +479,14 @@ def test_rows_with_errors_are_named(brimful: Brimful, files: Files, tmp_path: Pa
     (folder / "b.csv").write_text("text\n" + "one,too many\n" * 6, "utf-8")
     options = ("classify", files.classifier, folder, *FP32, "-o", output, "--shard-rows", 2)
     said = brimful(*options)
-    found = manifest(output)["record"]["tally"]["first_errors"]
+    found = manifest(output)["record"]["counts"]["first_errors"]
     expected = [("a.csv", 2), *[("b.csv", row) for row in range(1, 5)]]
     assert [(Path(each["file"]).name, each["row"]) for each in found] == expected
     assert f"row 4 of {folder / 'b.csv'}: 2 columns, the header has 1: 'one,too many'" in said.err
     assert "row 5 of" not in said.err
     again = brimful(*options, "--resume")
     assert again.code == 0, again.err
-    assert manifest(output)["record"]["tally"]["first_errors"] == found
+    assert manifest(output)["record"]["counts"]["first_errors"] == found
 
 
 def test_texts_to_compare_are_looked_for_across_files(brimful: Brimful, files: Files, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def _help_of(command: str) -> str:
     import contextlib
     import io
 
-    from brimful.cli import run
+    from brimful.cli.commands import run
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
@@ -124,7 +124,7 @@ def test_python_in_the_readme_calls_what_there_is() -> None:
         r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
     assert blocks
-    options = {field.name for field in dataclasses.fields(TrainOptions)} | {"listener"}
+    options = {field.name for field in dataclasses.fields(TrainOptions)} | {"callbacks"}
     for block in blocks:
         compile(block, "README.md", "exec")
         assert set(re.findall(r"brimful\.([a-zA-Z_]+)", block)) <= set(package.__all__)

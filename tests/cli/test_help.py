@@ -16,7 +16,7 @@ import sys
 heavy = {{"torch", "transformers", "pyarrow", "numpy"}} & set(sys.modules)
 assert not heavy, heavy
 """
-_COMMAND = "from brimful.cli import run\ntry:\n    run({words!r})\nexcept SystemExit as end:\n    assert end.code == 0"
+_COMMAND = "from brimful.cli.commands import run\ntry:\n    run({words!r})\nexcept SystemExit as end:\n    assert end.code == 0"
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_help_and_import_load_neither_torch_nor_transformers(code: str) -> None:
 
 
 def test_mistakes_in_words_are_told_before_anything_heavy_is_loaded() -> None:
-    code = "from brimful.cli import run\nassert run(['train', 'a.csv', '--modle', 'b']) == 2"
+    code = "from brimful.cli.commands import run\nassert run(['train', 'a.csv', '--modle', 'b']) == 2"
     process = subprocess.run(
         [sys.executable, "-c", _LIGHT.format(code=code)], capture_output=True, check=False, timeout=60
     )

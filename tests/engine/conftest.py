@@ -31,7 +31,8 @@ def rows(home: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def poisoned(home: Path) -> tuple[Path, Path]:
-    """A model that gives NaN for one word, which the proof of packing does not try; and rows of which one has it."""
+    """A model that gives NaN for one word, which the equivalence check of packing does not try; and rows of which one
+    has it."""
     poison = tiny_tokenizer().convert_tokens_to_ids(POISON)
     folder = save_tiny_model(home / "poisoned", dropout=0.1, eos_token_id=poison)
     weights = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The attention kernel that was measured goes to the proof and with every batch."""
+"""The attention kernel that was measured goes to the equivalence check and with every batch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.options import TrainOptions
 from brimful.data.batches.batch import PackedLayout
 from brimful.engine import assemble as building
 from brimful.engine.training.prepare import prepare
 from brimful.levers.attention import Measured
 from brimful.levers.precision import choose_precision
-from brimful.models.packed.equivalence import prove
+from brimful.models.packed.equivalence import check_equivalence
 from tiny_files import review, save_classifier, write_csv
 
 
@@ -26,9 +26,9 @@ def test_the_measured_kernel_is_proved_and_used(tmp_path: Path, monkeypatch: pyt
 
     def seen(model: Any, **given: Any) -> Any:
         proved.append(given["attention"])
-        return prove(model, **given)
+        return check_equivalence(model, **given)
 
-    monkeypatch.setattr(building, "prove", seen)
+    monkeypatch.setattr(building, "check_equivalence", seen)
     monkeypatch.setattr(building, "measure_attention", lambda *_: Measured(fastest="flash_attention", said="1 ms"))
     model = save_classifier(tmp_path / "model", ["bad", "good"])
     rows = ([review(bool(i % 2), i), str(i % 2)] for i in range(24))
@@ -37,7 +37,9 @@ def test_the_measured_kernel_is_proved_and_used(tmp_path: Path, monkeypatch: pyt
         model=str(model), data=str(data), output=str(tmp_path / "run"), new_head=True, packing=packing, eval_split=0.0
     )
     precision = choose_precision("fp32", torch.device("cpu"))
-    built = building.build(options, prepare(options, Listener()), precision, building.optimizer_of(options), Listener())
+    built = building.build(
+        options, prepare(options, Callbacks()), precision, building.optimizer_of(options), Callbacks()
+    )
     expected = "flash_attention" if packing == "auto" else None
     assert proved == [expected]
     if packing == "auto":

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, BertConfig, DebertaV2Config, MPNetConfig
 
 from brimful.core.records import LabelSpace
-from brimful.data.batches.batch import Batch, Order, PackedLayout
+from brimful.data.batches.batch import Batch, PackedLayout, Sampler
 from brimful.data.batches.packing import Budgets, choose_budgets
 from brimful.data.batches.prefetch import Feed, Source
 from brimful.data.tokens.encoder import Tokens
@@ -45,7 +45,7 @@ def source(token_budget: int, batch_size: int = 16, budgets: Budgets | None = No
         truncated=np.zeros(300, dtype=np.bool_),
     )
     space = LabelSpace(task="single_label", names=("a", "b", "c"), values={"a": 0, "b": 1, "c": 2})
-    order = Order(num_samples=300, batch_size=batch_size, seed=1)
+    order = Sampler(num_samples=300, batch_size=batch_size, seed=1)
     batches = [lengths[order.samples(number)] for number in range(100)]
     layout = PackedLayout(
         budgets=budgets or choose_budgets(batches, token_budget, 128),
@@ -202,8 +202,8 @@ def test_a_non_finite_step_is_not_applied() -> None:
         embedding[token] = float("nan")
     outcome = step.run(bad).read()
     assert not outcome.applied
-    assert int(bad.micro_batches[0].samples[3]) in outcome.culprits
-    assert len(outcome.culprits) < len(bad.samples)
+    assert int(bad.micro_batches[0].samples[3]) in outcome.bad_samples
+    assert len(outcome.bad_samples) < len(bad.samples)
     with torch.no_grad():
         embedding[token] = saved
     assert all(torch.equal(a, b) for a, b in zip(before, step.update.parameters, strict=True))
@@ -286,9 +286,9 @@ def test_bf16_copies_are_the_masters_rounded() -> None:
     step = make_step(CapturedStep, dropout=0.1, compiled=True)
     losses(step, source(8192))
     masters = step.state_tensors()["weights"]
-    halves = {n: p for n, p in step.execution.model.named_parameters() if p.dtype == torch.bfloat16}
-    assert len(halves) > 10
-    assert all(torch.equal(p, masters[name].bfloat16()) for name, p in halves.items())
+    half_weights = {n: p for n, p in step.execution.model.named_parameters() if p.dtype == torch.bfloat16}
+    assert len(half_weights) > 10
+    assert all(torch.equal(p, masters[name].bfloat16()) for name, p in half_weights.items())
 
 
 @pytest.mark.parametrize("token_budget", [8192, 256], ids=["whole", "pieces"])
@@ -307,6 +307,6 @@ def test_the_fused_update_is_torchs(token_budget: int, monkeypatch: pytest.Monke
 
 def test_side_streams_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     beside = losses(make_step(CapturedStep, dropout=0.1, compiled=True), source(8192))
-    monkeypatch.setattr("brimful.step.updates.fused_adamw.Overlap", lambda _: None)
+    monkeypatch.setattr("brimful.step.updates.fused_adamw.SideStream", lambda _: None)
     alone = losses(make_step(CapturedStep, dropout=0.1, compiled=True), source(8192))
     assert beside == pytest.approx(alone, rel=2e-2)  # atomic sums of embeddings differ in their last bits

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, TextClassificationPipeline
 
 import brimful
-from brimful.core.callbacks import Listener
-from brimful.engine.classification.gpu_workers import Fleet
+from brimful.core.callbacks import Callbacks
+from brimful.engine.classification.gpu_workers import GpuWorkers
 from brimful.step.graphs.captured_forward import PackedForward
 from gpu.waits import no_waiting
 from tiny_files import BAD, GOOD, OTHER, save_tokenizer
@@ -94,7 +94,7 @@ def test_company_changes_a_logit_by_rounding_only(model: Path, precision: str, e
         assert largest < {"fp32": 1e-4, "bf16": 0.08, "fp16": 0.01}[precision]
 
 
-class _StopHalfway(Listener):
+class _StopHalfway(Callbacks):
     def count(self, done: int, total: int | None, share: float | None = None) -> None:
         if total is not None and done > total / 2:
             raise KeyboardInterrupt
@@ -106,9 +106,9 @@ def test_a_resumed_run_ends_with_the_same_bytes(model: Path, tmp_path: Path) -> 
     options: dict[str, Any] = {"max_length": 64, "top_k": 0, "shard_rows": 500, "execution": "compiled"}
     brimful.classify(model, tmp_path / "rows.parquet", tmp_path / "alone", **options)
     with pytest.raises(KeyboardInterrupt):
-        brimful.classify(model, tmp_path / "rows.parquet", tmp_path / "stopped", listener=_StopHalfway(), **options)
+        brimful.classify(model, tmp_path / "rows.parquet", tmp_path / "stopped", callbacks=_StopHalfway(), **options)
     done = brimful.classify(model, tmp_path / "rows.parquet", tmp_path / "stopped", resume=True, **options)
-    assert done.tally.num_rows == 3000
+    assert done.counts.num_rows == 3000
     alone, stopped = ({p.name: p.read_bytes() for p in (tmp_path / n).glob("*.parquet")} for n in ("alone", "stopped"))
     assert len(alone) == 6
     assert alone == stopped
@@ -139,17 +139,17 @@ def test_several_gpus_write_what_one_writes(model: Path, tmp_path: Path, monkeyp
         pytest.skip("one GPU here")
     used: list[int] = []
 
-    def all_ready(fleet: Fleet) -> Fleet:
-        assert all(other.ready.wait(240) for other in fleet._others)
-        return fleet
+    def all_ready(gpu_workers: GpuWorkers) -> GpuWorkers:
+        assert all(other.ready.wait(240) for other in gpu_workers._others)
+        return gpu_workers
 
-    def leave(fleet: Fleet, *given: object) -> None:
-        used.append(fleet.num_used)
-        exit_fleet(fleet, *given)
+    def leave(gpu_workers: GpuWorkers, *given: object) -> None:
+        used.append(gpu_workers.num_used)
+        exit_gpu_workers(gpu_workers, *given)
 
-    exit_fleet = Fleet.__exit__
-    monkeypatch.setattr(Fleet, "__enter__", all_ready)
-    monkeypatch.setattr(Fleet, "__exit__", leave)
+    exit_gpu_workers = GpuWorkers.__exit__
+    monkeypatch.setattr(GpuWorkers, "__enter__", all_ready)
+    monkeypatch.setattr(GpuWorkers, "__exit__", leave)
     long = [f"{text} {'and so on ' * 1600}" for text in texts(3000)]
     pq.write_table(pa.table({"text": long}), tmp_path / "rows.parquet")
     options: dict[str, Any] = {"max_length": 64, "shard_rows": 500, "execution": "compiled"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import brimful
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.options import TrainOptions
 from brimful.data.readers.packaged import bbc_news, minilm, tweets
 from brimful.engine.assemble import build
@@ -60,10 +60,10 @@ def test_a_steady_epoch_makes_nothing_anew(execution: Any, texts: Path) -> None:
     options = TrainOptions(
         data=str(texts), model=str(minilm()), output="", eval_split=0.0, precision="bf16", execution=execution
     )
-    listener, precision = Listener(), choose_precision("bf16", choose_device("cuda"))
-    prepared = prepare(options, listener)
+    callbacks, precision = Callbacks(), choose_precision("bf16", choose_device("cuda"))
+    prepared = prepare(options, callbacks)
     with precision.apply():
-        built = build(options, prepared, precision, Optimizer(value=options.optim), listener)
+        built = build(options, prepared, precision, Optimizer(value=options.optim), callbacks)
         epoch = range(prepared.order.batches_per_epoch)
         for _ in range(2):
             run_steps(built, epoch)

@@ -1,4 +1,5 @@
-"""The proof on a GPU: every listed family is admitted in every precision, with the kernel that would be chosen."""
+"""The equivalence check on a GPU: every listed family is admitted in every precision, with the kernel that would be
+chosen."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from brimful.models.packed.equivalence import prove
+from brimful.models.packed.equivalence import check_equivalence
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +56,8 @@ def test_admitted(family: str, precision: str) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**_SMALL, **_FAMILIES[family]})
     model = AutoModelForSequenceClassification.from_config(config)
-    proof = prove(model, max_length=128, device=torch.device("cuda"), precision=precision, cache=False)
-    print(f"{family:12} {precision}: {proof}")
-    assert proof.packed, proof.reason
+    equivalence = check_equivalence(
+        model, max_length=128, device=torch.device("cuda"), precision=precision, cache=False
+    )
+    print(f"{family:12} {precision}: {equivalence}")
+    assert equivalence.packed, equivalence.reason

@@ -19,7 +19,7 @@ from brimful.kernels.layers import float8, postnorm_ops
 from brimful.kernels.layers.float8 import Plan, Products, Scaled, cast, columns_of, product, rows_of
 from brimful.levers.float8 import choose_float8, time_shapes
 from brimful.levers.precision import Precision, choose_precision
-from brimful.models.packed.equivalence import prove
+from brimful.models.packed.equivalence import check_equivalence
 from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.step import Step
 from gpu.test_captured_on_gpu import make_step, source
@@ -135,11 +135,11 @@ def run_on_gpu(function: Any, leaves: list[Tensor], plan: Plan) -> tuple[Tensor,
 def test_projected_attention() -> None:
     _, plain, (x, w, b) = attention()
     exact, exact_gradients = run(lambda *given: plain(torch.nn.functional.linear, *given), [x, w, b])
-    offsets_N = torch.tensor([0, 5, 75, 76, 109, 160], dtype=torch.int32, device=GPU)
+    cu_seqlens_N = torch.tensor([0, 5, 75, 76, 109, 160], dtype=torch.int32, device=GPU)
 
     def ours(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         settings = (80, 30, 0.25, False, 0, 0.0, 0.0)
-        return postnorm_ops.projected_attention(x, w.chunk(3), b.chunk(3), offsets_N, 4, settings)
+        return postnorm_ops.projected_attention(x, w.chunk(3), b.chunk(3), cu_seqlens_N, 4, settings)
 
     with torch.autocast("cuda", torch.bfloat16):
         found, gradients = run_on_gpu(ours, [each.to(GPU) for each in (x, w, b)], Plan())
@@ -181,13 +181,15 @@ def test_the_proof_and_the_choice() -> None:
     """Measured on this GPU; what was found is printed."""
     step = make_step(Step, dropout=0.0)
     precision = choose_precision("fp8", GPU)
-    proof = prove(step.execution.model, max_length=128, device=GPU, precision="fp8", typical_length=60, cache=False)
-    print(proof)
-    assert proof.packed
-    assert proof.float8_error is not None
-    assert proof.float8_error <= 1
-    assert set(proof.float8_shapes) == {(384, 128), (128, 128), (256, 128), (128, 256)}
-    print(choose_float8(precision, proof, num_tokens=8192, fused=True).lever())
+    equivalence = check_equivalence(
+        step.execution.model, max_length=128, device=GPU, precision="fp8", typical_length=60, cache=False
+    )
+    print(equivalence)
+    assert equivalence.packed
+    assert equivalence.float8_error is not None
+    assert equivalence.float8_error <= 1
+    assert set(equivalence.float8_shapes) == {(384, 128), (128, 128), (256, 128), (128, 256)}
+    print(choose_float8(precision, equivalence, num_tokens=8192, fused=True).lever())
     for tokens, shapes in ((1344, ((2304, 768), (768, 768), (3072, 768), (768, 3072))),
                            (16384, ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)))):  # fmt: skip
         for shape, timing in time_shapes(GPU, shapes, tokens, cache=False).items():

@@ -20,7 +20,7 @@ from kernels.test_blocks import (
 from triton import knobs
 
 from brimful.kernels.layers import gelu, matmul_gelu, postnorm_ops
-from brimful.kernels.precompile import compiled_together
+from brimful.kernels.precompile import precompiled
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def test_a_product_activated_in_its_own_kernel(dtype: torch.dtype, num_rows: int
 def test_a_kernel_of_descriptors_is_compiled_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.randn(300, 64, device="cuda").bfloat16(), torch.randn(256, 64, device="cuda").bfloat16()
     matmul_gelu.gelu_product.device_caches.clear()
-    with compiled_together():
+    with precompiled():
         matmul_gelu.fused(x, w, torch.zeros(256, device="cuda"))
     compiled: list[str] = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda *, key, **told: compiled.append(key))

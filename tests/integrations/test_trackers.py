@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from brimful.core.callbacks import Listener, Progress
+from brimful.core.callbacks import Callbacks, Progress
 from brimful.core.errors import OptionError
 from brimful.integrations.fanout import Fanout
 from brimful.integrations.tensorboard import TensorBoard
 
-METHODS = sorted(name for name, _ in inspect.getmembers(Listener, inspect.isfunction))
+METHODS = sorted(name for name, _ in inspect.getmembers(Callbacks, inspect.isfunction))
 PROGRESS = Progress(
     step=3, num_steps=9, epoch=0.3, loss=0.5, learning_rate=1e-5, grad_norm=1.0, tokens_per_s=9.0, samples_per_s=1.0,
     left_s=None,
 )  # fmt: skip
 
 
-class Recorder(Listener):
+class Recorder(Callbacks):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Recorder(Listener):
 @pytest.mark.parametrize("method", METHODS)
 def test_each_of_several_listeners_hears_everything(method: str) -> None:
     first, second = Recorder(), Recorder()
-    said = tuple(range(len(inspect.signature(getattr(Listener, method)).parameters) - 1))
+    said = tuple(range(len(inspect.signature(getattr(Callbacks, method)).parameters) - 1))
     getattr(Fanout(first, second), method)(*said)
     assert first.heard == second.heard == [(method, said)]
 

@@ -39,8 +39,8 @@ lengths_and_shapes = st.lists(st.integers(1, 30), min_size=1, max_size=10).flatm
 def test_segments_cover_a_row_once(case: tuple[list[int], PackedShape]) -> None:
     lengths, shape = case
     segments = make_segments(lengths, shape)
-    offsets = segments.offsets_N.tolist()
-    assert segments.offsets_N.dtype == torch.int32
+    offsets = segments.cu_seqlens_N.tolist()
+    assert segments.cu_seqlens_N.dtype == torch.int32
     assert len(offsets) == shape.num_segments + 1  # whatever the sequences are: kernels are captured with it
     assert (offsets[0], offsets[-1]) == (0, shape.num_tokens)
     sizes = np.diff(offsets)

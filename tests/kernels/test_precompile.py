@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 from triton import knobs
 
-from brimful.kernels.precompile import compiled_together
+from brimful.kernels.precompile import precompiled
 
 
 class Function:
@@ -46,7 +46,7 @@ def launch(
 
 def test_each_is_compiled_once_at_the_end() -> None:
     function, broken = Function(), Function(broken=True)
-    with compiled_together():
+    with precompiled():
         assert [launch(function), launch(function), launch(function, "two")] == [True] * 3
         assert launch(broken, "three")
         assert function.asked == []
@@ -57,7 +57,7 @@ def test_each_is_compiled_once_at_the_end() -> None:
 
 def test_a_kernel_of_someone_elses_ends_it() -> None:
     ours, others, reached = Function(), Function(), []
-    with compiled_together():
+    with precompiled():
         launch(ours)
         launch(others, module="a_model_of_the_users")
         reached.append(True)
@@ -67,7 +67,7 @@ def test_a_kernel_of_someone_elses_ends_it() -> None:
 
 def test_errors_within_are_of_no_use_either() -> None:
     function = Function()
-    with compiled_together():
+    with precompiled():
         launch(function)
         raise ValueError("a result was not finite")
     assert function.asked == ["one"]
@@ -76,7 +76,7 @@ def test_errors_within_are_of_no_use_either() -> None:
 
 def test_other_threads_launch_as_ever() -> None:
     found: list[Any] = []
-    with compiled_together():
+    with precompiled():
         thread = threading.Thread(target=lambda: found.append(launch(Function())))
         thread.start()
         thread.join()
@@ -86,7 +86,7 @@ def test_other_threads_launch_as_ever() -> None:
 def test_a_hook_of_the_users_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **what: told.append(what["key"]))
-    with compiled_together():
+    with precompiled():
         launch(Function(), "ours")
         thread = threading.Thread(target=lambda: launch(Function(), "another's"))
         thread.start()
@@ -99,6 +99,6 @@ def test_backward_passes_stay_in_the_thread() -> None:
     threads: list[int] = []
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda _: threads.append(threading.get_ident()))
-    with compiled_together():
+    with precompiled():
         (x * 2).sum().backward()
     assert threads == [threading.get_ident()]

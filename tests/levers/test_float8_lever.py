@@ -16,12 +16,12 @@ from brimful.kernels.layers.float8 import Products
 from brimful.levers.execution import choose_execution
 from brimful.levers.float8 import MARGIN, choose_float8, faster_products, time_products, time_shapes, timing_path
 from brimful.levers.precision import Precision, choose_precision
-from brimful.models.packed.equivalence import Proof
+from brimful.models.packed.equivalence import Equivalence
 from tiny import FAMILIES
 
 CPU = torch.device("cpu")
 FP8 = Precision(value="fp8", device=CPU, reason="asked for")
-PROOF = Proof(
+PROOF = Equivalence(
     packed=True, independent=True, reason="a test", float8_error=0.5, float8_shapes=((48, 32), (32, 48))
 )  # fmt: skip
 
@@ -53,15 +53,15 @@ def test_timings_are_kept_by_shape_and_tokens() -> None:
 
 
 def test_an_activated_output_is_timed_with_its_activation_where_nothing_else_is_asked_for() -> None:
-    proof = replace(PROOF, float8_activated=((48, 32),))
+    equivalence = replace(PROOF, float8_activated=((48, 32),))
     for shape, activated, output in (((48, 32), False, 2.0), ((48, 32), True, 0.9), ((32, 48), False, 0.8)):
         path = timing_path(CPU, shape, 64, activated=activated)
         assert path is not None
         write_cached(path, {name: [output, 1.0] for name in Products._fields})
-    with_gradients = choose_float8(FP8, proof, num_tokens=64, fused=True)
+    with_gradients = choose_float8(FP8, equivalence, num_tokens=64, fused=True)
     assert with_gradients.plan is not None
     assert with_gradients.plan.products(64, (48, 32)).output
-    assert choose_float8(FP8, proof, num_tokens=64, fused=True, forward_only=True).value == "bf16"
+    assert choose_float8(FP8, equivalence, num_tokens=64, fused=True, forward_only=True).value == "bf16"
     assert time_products(CPU, (16, 16), 16, activated=True).keys() == set(Products._fields)
 
 
@@ -101,15 +101,15 @@ def test_where_no_product_is_faster_bf16_runs_and_says_so() -> None:
     assert found.reason.startswith("fp8 was asked for, but no product is faster in it here: 48x32 output 0.5x, input")
 
 
-@pytest.mark.parametrize(("proof", "fused", "said"), [
+@pytest.mark.parametrize(("equivalence", "fused", "said"), [
     (replace(PROOF, packed=False), True, "does not run packed"),
     (PROOF, False, "which this execution does not have"),
     (replace(PROOF, float8_error=None), True, "our fused kernels do not cover the model's layers"),
     (replace(PROOF, float8_error=1.7), True, "loses 1.7 times what is allowed"),
     (replace(PROOF, float8_error=float("nan")), True, "loses nan times what is allowed"),
 ])  # fmt: skip
-def test_what_cannot_be_in_fp8_is_in_bf16(proof: Proof, fused: bool, said: str) -> None:
-    found = choose_float8(FP8, proof, num_tokens=64, fused=fused)
+def test_what_cannot_be_in_fp8_is_in_bf16(equivalence: Equivalence, fused: bool, said: str) -> None:
+    found = choose_float8(FP8, equivalence, num_tokens=64, fused=fused)
     assert found.value == "bf16"
     assert said in found.lever().reason
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from brimful.core.classification import LENGTH_ENDS, Classification, Stage, Tally
+from brimful.core.classification import LENGTH_ENDS, Classification, Counts, Stage
 from brimful.core.records import LabelSpace, Machine, PeakMemory, Recipe, to_json
 from brimful.reports.classification_page import classification_page
 from brimful.reports.classification_text import classification_text
@@ -61,7 +61,7 @@ def test_the_facts() -> None:
 
 def test_what_went_wrong_stands_before_the_figures() -> None:
     failed = dataclasses.replace(PARITY, passed=False, num_flips=6, num_unexplained=2)
-    text, found = shown(changed(fallback="the window was not honoured", parity=failed, tally={"num_errors": 12}))
+    text, found = shown(changed(fallback="the window was not honoured", parity=failed, counts={"num_errors": 12}))
     for fact in ("window was not honoured", "was not passed", "2 of the 6 others are no near-ties", "12 (< 0.1 %)"):
         assert text.index(fact) < text.index("Stages")
         assert found.text.index(fact) < found.text.index("Texts per second")
@@ -69,12 +69,14 @@ def test_what_went_wrong_stands_before_the_figures() -> None:
 
 
 def test_rows_without_candidate_labels() -> None:
-    both_say(changed(tally={"num_unlabelled": 2}), "2 (< 0.1 %) of 1,000,000 rows had no candidate labels, and have no")
-    both_say(changed(tally={"num_unlabelled": 1}), "rows had no candidate labels, and has no answer")
+    both_say(
+        changed(counts={"num_unlabelled": 2}), "2 (< 0.1 %) of 1,000,000 rows had no candidate labels, and have no"
+    )
+    both_say(changed(counts={"num_unlabelled": 1}), "rows had no candidate labels, and has no answer")
 
 
 def test_a_clean_pass_has_no_warning() -> None:
-    text, found = shown(changed(tally={"num_empty": 0, "num_truncated": 0}))
+    text, found = shown(changed(counts={"num_empty": 0, "num_truncated": 0}))
     assert "warning" not in text
     assert "Warning" not in found.text
     assert "None of them had to be cut" in found.text
@@ -90,7 +92,7 @@ def test_what_is_not_known_is_not_said() -> None:
         labels=RECORD.labels,
         recipe=Recipe(device="CPU", levers=()),
         machine=Machine(cpu=None, num_cores=None, memory_bytes=None),
-        tally=Tally(num_rows=3),
+        counts=Counts(num_rows=3),
     )
     text, found = shown(bare)
     for word in ("unknown", "None", "MFU", "texts/s", "Peak", "0.0"):
@@ -105,7 +107,7 @@ def test_what_is_not_known_is_not_said() -> None:
 
 def test_no_rows() -> None:
     empty = changed(
-        tally=Tally(), wall_s=0.0, texts_per_s=None, tokens_per_s=None, mfu=None, limit=None,
+        counts=Counts(), wall_s=0.0, texts_per_s=None, tokens_per_s=None, mfu=None, limit=None,
         stages=(Stage(name="read", busy_s=0.0),), parity=dataclasses.replace(PARITY, num_rows=0, num_flips=0),
     )  # fmt: skip
     both_say(empty, "0 texts in 0.0 s")
@@ -116,16 +118,16 @@ def test_no_rows() -> None:
 def test_one_text_and_one_label(count: int) -> None:
     one = LabelSpace(task="single_label", names=("only",), values={"only": 0})
     lengths = (count,) + (0,) * len(LENGTH_ENDS)
-    tally = Tally(
+    counts = Counts(
         num_rows=count, num_tokens=3, labels={"only": count}, lengths=lengths, confidences=(0,) * 19 + (count,)
     )
     noun = "1 text in" if count == 1 else "2 texts in"
-    both_say(changed(labels=one, tally=tally), noun, f"{count} (100.0 %)")
+    both_say(changed(labels=one, counts=counts), noun, f"{count} (100.0 %)")
 
 
 def test_a_regression_has_neither_labels_nor_confidences() -> None:
     space = LabelSpace(task="regression", names=("stars", "<b>"))
-    text, found = shown(changed(labels=space, tally={"labels": {}, "confidences": ()}))
+    text, found = shown(changed(labels=space, counts={"labels": {}, "confidences": ()}))
     assert "Labels" not in text
     assert "label" not in text.lower()
     assert "on 256 rows; off by at most 0.0031 of 0.02 (relative)" in text
@@ -137,7 +139,7 @@ def test_a_regression_has_neither_labels_nor_confidences() -> None:
 def test_many_labels_are_cut_and_said() -> None:
     counts = {name: 2000 - i for i, name in enumerate(MANY)}
     space = LabelSpace(task="multi_label", names=(*MANY, "z1", "z2", "z3", "z4", "z5", "z6"), values={})
-    text, found = shown(changed(labels=space, tally={"labels": counts, "num_rows": 100_000}))
+    text, found = shown(changed(labels=space, counts={"labels": counts, "num_rows": 100_000}))
     assert f"980 more labels, given {sum(counts.values()) - sum(range(1981, 2001)):,} times" in text
     assert f"970 more labels, given {sum(counts.values()) - sum(range(1971, 2001)):,} times" in found.text
     assert "Never given: z1, z2, z3, z4, z5 and 1 more." in text
@@ -149,7 +151,7 @@ def test_many_labels_are_cut_and_said() -> None:
 
 def test_long_names_are_cut_in_the_chart_and_whole_in_the_numbers() -> None:
     long = "a name that is long " * 10
-    text, found = shown(changed(tally={"labels": {long: 7, "标签名称在这里很长很长很长很长很长很长很长": 5, "": 3}}))
+    text, found = shown(changed(counts={"labels": {long: 7, "标签名称在这里很长很长很长很长很长很长很长": 5, "": 3}}))
     assert long.strip() in found.text
     assert "a name that is long…" in found.text
     assert "(empty)" in text
@@ -160,7 +162,7 @@ def test_long_names_are_cut_in_the_chart_and_whole_in_the_numbers() -> None:
 def test_hostile_text_everywhere() -> None:
     lever = dataclasses.replace(RECORD.recipe.levers[0], value=HOSTILE, reason=HOSTILE)
     record = dataclasses.replace(
-        changed(tally={"labels": {HOSTILE: 3}}),
+        changed(counts={"labels": {HOSTILE: 3}}),
         model=HOSTILE,
         data=HOSTILE,
         output=HOSTILE,
@@ -205,7 +207,7 @@ def test_partly_known_memory() -> None:
 
 def test_texts_longer_than_any_class() -> None:
     lengths = (0,) * len(LENGTH_ENDS) + (5,)
-    text, found = shown(changed(tally={"lengths": lengths, "num_tokens": 50_000}))
+    text, found = shown(changed(counts={"lengths": lengths, "num_tokens": 50_000}))
     assert "10,000.0 on average" in text
     assert "at most" not in text.split("Texts\n")[1].split("\n")[0]
     assert "8,193 on" in found.text

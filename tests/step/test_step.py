@@ -174,7 +174,7 @@ def test_ten_steps_are_those_of_a_plain_loop(family: str, optim: Any, max_grad_n
     assert difference(weights(model), weights(plain)) < RUN_WEIGHTS_FP32
     assert difference(weights(model) - before, weights(plain) - before) < 1e-3  # what was learned, not what was there
     assert [o.number for o in outcomes] == list(range(STEPS))
-    assert all(o.applied and not o.overflow and o.culprits == () and o.scale == 1 for o in outcomes)
+    assert all(o.applied and not o.overflow and o.bad_samples == () and o.scale == 1 for o in outcomes)
     assert [o.num_samples for o in outcomes] == [6] * 9 + [2]
     assert [o.num_tokens for o in outcomes] == [sum(lengths) for lengths in ROWS.lengths]
     assert int(step.update.applied) == STEPS
@@ -263,20 +263,20 @@ def spoiled(execution: Execution, batch: Batch, samples: set[int], value: float)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("culprits", [{23}, {20, 25}])
-def test_samples_that_are_not_finite_are_named_and_cost_one_step(culprits: set[int], value: float) -> None:
+@pytest.mark.parametrize("bad_samples", [{23}, {20, 25}])
+def test_samples_that_are_not_finite_are_named_and_cost_one_step(bad_samples: set[int], value: float) -> None:
     step = make_step(FAMILIES["bert"].model())
     for number in (0, 1):
         assert step.run(ROWS.batch(number)).read().applied
     before, batch = snapshot(step), ROWS.batch(2)
     assert len(batch.micro_batches) > 1
-    with spoiled(step.execution, batch, culprits, value):
+    with spoiled(step.execution, batch, bad_samples, value):
         outcome = step.run(batch).read()
     assert not outcome.applied
     assert not outcome.overflow
     assert not math.isfinite(outcome.loss)
-    assert set(outcome.culprits) == culprits
-    assert len(outcome.culprits) == len(culprits)
+    assert set(outcome.bad_samples) == bad_samples
+    assert len(outcome.bad_samples) == len(bad_samples)
     assert same(snapshot(step), before)
     assert int(step.update.applied) == 2
     clean = make_step(copy.deepcopy(step.execution.model))
@@ -309,7 +309,7 @@ def test_a_sequence_that_is_not_finite_spoils_no_other() -> None:
         model.bert.embeddings.word_embeddings.weight[rare] = float("nan")
     outcome = make_step(model).run(batch).read()
     assert not outcome.applied
-    assert outcome.culprits == (23,)
+    assert outcome.bad_samples == (23,)
 
 
 def test_a_gradient_that_is_not_finite_names_the_whole_batch() -> None:
@@ -322,7 +322,7 @@ def test_a_gradient_that_is_not_finite_names_the_whole_batch() -> None:
     assert not outcome.applied
     assert math.isfinite(outcome.loss)
     assert not math.isfinite(outcome.grad_norm)
-    assert sorted(outcome.culprits) == ROWS.samples(4).tolist()
+    assert sorted(outcome.bad_samples) == ROWS.samples(4).tolist()
     assert same(snapshot(step), before, "weights")
 
 
@@ -370,7 +370,7 @@ def test_a_sample_that_is_not_finite_is_no_overflow_in_fp16() -> None:
     batch = ROWS.batch(2)
     with spoiled(step.execution, batch, {21}, math.nan):
         outcome = step.run(batch).read()
-    assert (outcome.applied, outcome.overflow, outcome.culprits) == (False, False, (21,))
+    assert (outcome.applied, outcome.overflow, outcome.bad_samples) == (False, False, (21,))
 
 
 def test_fp16_learns_what_fp32_learns() -> None:

@@ -198,16 +198,16 @@ def test_raw_logits_are_not_rounded() -> None:
 
 
 def test_a_tally_counts_what_was_given() -> None:
-    tally = answer_form(config(NAMES)).tally(LOGITS_NC)
-    assert tally.labels == {"fair": 1, "bad": 2}
-    assert [(i / CONFIDENCE_BINS, n) for i, n in enumerate(tally.confidences) if n] == [(0.3, 1), (0.65, 1), (0.9, 1)]
-    assert answer_form(config(NAMES), threshold=0.7).tally(LOGITS_NC).labels == {"bad": 1}
-    several = answer_form(config(NAMES, "multi_label_classification")).tally(LOGITS_NC)
+    counts = answer_form(config(NAMES)).counts(LOGITS_NC)
+    assert counts.labels == {"fair": 1, "bad": 2}
+    assert [(i / CONFIDENCE_BINS, n) for i, n in enumerate(counts.confidences) if n] == [(0.3, 1), (0.65, 1), (0.9, 1)]
+    assert answer_form(config(NAMES), threshold=0.7).counts(LOGITS_NC).labels == {"bad": 1}
+    several = answer_form(config(NAMES, "multi_label_classification")).counts(LOGITS_NC)
     assert several.labels == {"bad": 2, "fair": 1, "good": 2}
     assert sum(several.confidences) == 3
-    assert answer_form(config(NAMES, "regression")).tally(LOGITS_NC).confidences == ()
-    assert answer_form(config(["x", "x"])).tally(np.eye(2, dtype=np.float32)).labels == {"x": 2}
-    assert sum(answer_form(config(NAMES)).tally(1000 * LOGITS_NC).confidences) == 3  # a probability of 1 is in a class
+    assert answer_form(config(NAMES, "regression")).counts(LOGITS_NC).confidences == ()
+    assert answer_form(config(["x", "x"])).counts(np.eye(2, dtype=np.float32)).labels == {"x": 2}
+    assert sum(answer_form(config(NAMES)).counts(1000 * LOGITS_NC).confidences) == 3  # a probability of 1 is in a class
 
 
 # --- columns and objects say the same -------------------------------------------------------------------------------

@@ -236,9 +236,9 @@ def test_columns_and_objects_agree(
     table = pa.table(form.columns(logits_PC, candidates))
     assert table.schema.equals(form.schema)
     answers = form.objects(logits_PC, candidates, [DEFAULT_TEMPLATE] * num_rows)
-    tally = form.tally(logits_PC, candidates)
+    counts = form.counts(logits_PC, candidates)
 
-    assert sum(tally.confidences) == sum(bool(answer["labels"]) for answer in answers)
+    assert sum(counts.confidences) == sum(bool(answer["labels"]) for answer in answers)
     for row, answer, (begin, end) in zip(table.to_pylist(), answers, pairwise(candidates.offsets_N1), strict=True):
         if not np.isfinite(logits_PC[begin:end]).all() or begin == end:
             assert set(row.values()) == {None}

@@ -94,11 +94,11 @@ def _train(words: list[str]) -> int:
     from brimful.cli.flags import train_options
 
     options = train_options(words)
-    with _terminal() as listener:
+    with _terminal() as callbacks:
         with _importing():
             from brimful.api import run_training, summary_json
 
-        record = run_training(options, listener)
+        record = run_training(options, callbacks)
     if options.json:
         print(summary_json(record))
     return 0
@@ -108,14 +108,14 @@ def _classify(words: list[str]) -> int:
     from brimful.cli.flags import classify_options
 
     options = classify_options(words)
-    with _terminal() as listener:
+    with _terminal() as callbacks:
         with _importing():
             from brimful.api import run_classification
             from brimful.core.records import to_json
             from brimful.reports.classification_text import classification_text
 
-        record = run_classification(options, listener, sys.stdout)
-        listener.text(classification_text(record))
+        record = run_classification(options, callbacks, sys.stdout)
+        callbacks.text(classification_text(record))
     if options.json and options.output is not None:
         print(to_json(record).rstrip())
     return 0
@@ -125,13 +125,13 @@ def _profile(words: list[str]) -> int:
     from brimful.cli.flags import profile_options
 
     options = profile_options(words)
-    with _terminal() as listener:
+    with _terminal() as callbacks:
         with _importing():
             from brimful.api import run_profile
             from brimful.core.records import to_json
             from brimful.reports.profile_text import anatomy_text
 
-        record = run_profile(options, listener)
+        record = run_profile(options, callbacks)
     print(to_json(record).rstrip() if options.json else anatomy_text(record))
     return 0
 
@@ -140,12 +140,12 @@ def _demo(words: list[str]) -> int:
     from brimful.cli.flags import demo_options
 
     options = demo_options(words)
-    with _terminal() as listener:
+    with _terminal() as callbacks:
         with _importing():
             from brimful.api import summary_json
             from brimful.cli.demo import run_demo
 
-        record = run_demo(options, listener)
+        record = run_demo(options, callbacks)
     if options.json:
         print(summary_json(record))
     return 0
@@ -165,7 +165,7 @@ def _importing() -> Iterator[None]:
 
 
 def _terminal() -> closing[Terminal]:
-    """The terminal as a listener, whose live display ends with the block."""
+    """The terminal as a callbacks, whose live display ends with the block."""
     from brimful.reports.terminal import Terminal
 
     return closing(Terminal())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from brimful.api import Classifier, command_of, run_training
 from brimful.core.atomic_files import make_folder, write_bytes
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.errors import OptionError
 from brimful.core.options import DemoOptions, TrainOptions
 from brimful.core.records import Run
@@ -28,7 +28,7 @@ _EXAMPLES = (
 )
 
 
-def run_demo(options: DemoOptions, listener: Listener) -> Run:
+def run_demo(options: DemoOptions, callbacks: Callbacks) -> Run:
     """Writes BBC News as JSONL, fine-tunes MiniLM on it, and classifies a few sentences with the result.
 
     Raises: InputError if the packages with model and text are not installed; what training raises.
@@ -49,13 +49,13 @@ def run_demo(options: DemoOptions, listener: Listener) -> Run:
     articles = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bbc_news())
     make_folder(folder)
     write_bytes(data, articles.encode())
-    listener.stage(f"BBC News is now in {data}. What runs is this command:")
-    listener.note(command_of("train", asked))
-    run = run_training(asked, listener)
-    listener.stage("Sentences that nobody trained on, each with its label and how sure the model is:")
+    callbacks.stage(f"BBC News is now in {data}. What runs is this command:")
+    callbacks.note(command_of("train", asked))
+    run = run_training(asked, callbacks)
+    callbacks.stage("Sentences that nobody trained on, each with its label and how sure the model is:")
     with Classifier(folder / "run" / "model") as classifier:
         for text, answer in zip(_EXAMPLES, classifier(_EXAMPLES), strict=True):
-            listener.note(f"{answer['label']:<13}  {answer['score']:.2f}  {text}")
+            callbacks.note(f"{answer['label']:<13}  {answer['score']:.2f}  {text}")
     return run
 
 

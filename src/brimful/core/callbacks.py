@@ -28,7 +28,7 @@ class Progress:
     left_s: float | None
 
 
-class Listener:
+class Callbacks:
     """Hears everything and says nothing. Subclasses override what they care about; none may raise."""
 
     def stage(self, text: str) -> None:

@@ -13,7 +13,7 @@ StageName = Literal["read", "tokenise", "compute", "write"]
 
 #: Rows with an error that are named; all of them have theirs in the output.
 FEW_ERRORS = 5
-#: Upper ends of the classes of token lengths that a tally counts, the last one open.
+#: Upper ends of the classes of token lengths that a counts counts, the last one open.
 LENGTH_ENDS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 #: Classes of confidence: as many of equal width from 0 to 1.
 CONFIDENCE_BINS = 20
@@ -29,13 +29,13 @@ class RowError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tally:
+class Counts:
     """Counts of rows that were answered. Tallies of parts add up to that of the whole.
 
     num_empty: rows without text, or without a token that the model knows. num_unlabelled: of zero-shot, rows with text
     and without candidate labels. num_errors: rows with an error beside.
     first_errors: the first of these rows, FEW_ERRORS at the most.
-    num_not_by_words: rows whose words were not looked up any more, as `tokenizers` had given other ids.
+    num_tokenizer_fallback: rows whose words were not looked up any more, as `tokenizers` had given other ids.
     labels: how often each label was given. lengths: texts by number of tokens, a class per end in LENGTH_ENDS and one
     beyond. confidences: texts by their highest probability, in CONFIDENCE_BINS; empty for a regression.
     """
@@ -46,14 +46,14 @@ class Tally:
     num_empty: int = 0
     num_unlabelled: int = 0
     num_errors: int = 0
-    num_not_by_words: int = 0
+    num_tokenizer_fallback: int = 0
     labels: Mapping[str, int] = field(default_factory=dict)
     lengths: tuple[int, ...] = (0,) * (len(LENGTH_ENDS) + 1)
     confidences: tuple[int, ...] = ()
     first_errors: tuple[RowError, ...] = ()
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
             first_errors=(self.first_errors + other.first_errors)[:FEW_ERRORS],
             labels=dict(Counter(self.labels) + Counter(other.labels)),
             lengths=_added(self.lengths, other.lengths),
@@ -115,7 +115,7 @@ class Classification:
     labels: LabelSpace
     recipe: Recipe
     machine: Machine
-    tally: Tally = Tally()
+    counts: Counts = Counts()
     parity: Parity | None = None
     fallback: str | None = None
     notes: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from brimful.core.atomic_files import path_text
-from brimful.core.classification import Classification, Tally
+from brimful.core.classification import Classification, Counts
 from brimful.core.errors import OutputError, printable
 from brimful.core.records import from_json, json_text
 
@@ -40,7 +40,7 @@ class Shard:
     num_rows: int
     num_bytes: int
     sha256: str
-    tally: Tally
+    counts: Counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ class Manifest:
         return sum(shard.num_rows for shard in self.files)
 
     @property
-    def tally(self) -> Tally:
-        return sum((shard.tally for shard in self.files), Tally())
+    def counts(self) -> Counts:
+        return sum((shard.counts for shard in self.files), Counts())
 
     @property
     def files(self) -> tuple[Shard, ...]:

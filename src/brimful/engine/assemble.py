@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.options import TrainOptions
 from brimful.core.records import Lever, Recipe
-from brimful.data.batches.batch import Layout, Order, PackedLayout, PaddedLayout
+from brimful.data.batches.batch import Layout, PackedLayout, PaddedLayout, Sampler
 from brimful.data.batches.packing import TILE, choose_budgets, length_buckets
 from brimful.data.batches.prefetch import Source
 from brimful.data.tokens.augment import Augmenter
@@ -24,7 +24,7 @@ from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing
 from brimful.levers.precision import Precision
 from brimful.models.hub.load import load_model
-from brimful.models.packed.equivalence import Proof, prove
+from brimful.models.packed.equivalence import Equivalence, check_equivalence
 from brimful.models.packed.packed_forward import Execution, padding_id_of
 from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.step import Step, make_schedule
@@ -67,7 +67,7 @@ def optimizer_of(options: TrainOptions) -> Optimizer:
 
 
 def build(
-    options: TrainOptions, prepared: Prepared, precision: Precision, optimizer: Optimizer, listener: Listener
+    options: TrainOptions, prepared: Prepared, precision: Precision, optimizer: Optimizer, callbacks: Callbacks
 ) -> Built:
     """Loads the model and puts together how it runs.
 
@@ -78,7 +78,7 @@ def build(
     typical_length = round(float(prepared.training.tokens.lengths.mean()))
     measured = measure_attention(model, precision, typical_length) if options.packing == "auto" else None
     kernels = choose_kernels(model.config, precision, typical_length, measured)
-    proof = prove(
+    equivalence = check_equivalence(
         model,
         max_length=prepared.max_length,
         device=device,
@@ -86,7 +86,7 @@ def build(
         typical_length=typical_length,
         attention=kernels.fastest,
     )
-    packing = Packing(proof=proof, wanted=options.packing == "auto")
+    packing = Packing(equivalence=equivalence, wanted=options.packing == "auto")
     model = model.to(device).train()
     execution = packing.apply(model)
     layout, budget_lever = _layout(options, prepared, packing, kernels, precision, model.config)
@@ -94,16 +94,20 @@ def build(
         options.lr_scheduler_type, options.learning_rate, prepared.num_steps, prepared.num_warmup_steps
     )
     mode = _mode(options, prepared, packing, kernels, model, precision)
-    precision = _with_float8(precision, proof, layout, mode, listener)
-    mode.apply(execution, fused=kernels.fused, note=listener.warning)
+    precision = _with_float8(precision, equivalence, layout, mode, callbacks)
+    mode.apply(execution, fused=kernels.fused, note=callbacks.warning)
     arguments = (execution, prepared.task, optimizer, precision, schedule)
-    settings: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "seed": options.seed, "halves": proof.halves}
+    settings: dict[str, Any] = {
+        "max_grad_norm": options.max_grad_norm,
+        "seed": options.seed,
+        "half_weights": equivalence.half_weights,
+    }
     step = (
         CapturedStep(
             *arguments,
             most_tokens=layout.most_tokens,
             fused=mode.compiled and kernels.fused,
-            note=listener.warning,
+            note=callbacks.warning,
             **settings,
         )
         if mode.captured
@@ -160,9 +164,9 @@ def make_layout(
             attention=kernels.fastest,
         )
         return packed, Lever(name="token_budget", value=value, arithmetic="exact", reason=reason)
-    split = packing.proof.independent
+    split = packing.equivalence.independent
     lengths = length_buckets(max_length)
-    reason = f"rows of {lengths[0]} to {lengths[-1]} tokens by length" if split else packing.proof.reason
+    reason = f"rows of {lengths[0]} to {lengths[-1]} tokens by length" if split else packing.equivalence.reason
     padded = PaddedLayout(
         lengths=lengths, num_tokens=max(largest, max_length), num_rows=batch_size, padding_id=padding_id, split=split
     )
@@ -222,13 +226,13 @@ def _mode(
 
 
 def _with_float8(
-    precision: Precision, proof: Proof, layout: Layout, mode: ExecutionMode, listener: Listener
+    precision: Precision, equivalence: Equivalence, layout: Layout, mode: ExecutionMode, callbacks: Callbacks
 ) -> Precision:
     """The precision with its plan where fp8 was asked for; bf16, which is said, where none of it is used."""
     num_tokens = layout.budgets.tokens[-1] if isinstance(layout, PackedLayout) else 0
-    found = choose_float8(precision, proof, num_tokens=num_tokens, fused=mode.compiled)
+    found = choose_float8(precision, equivalence, num_tokens=num_tokens, fused=mode.compiled)
     if found.value != precision.value:
-        listener.warning(f"products run in {found.value}: {found.reason}")
+        callbacks.warning(f"products run in {found.value}: {found.reason}")
     return found
 
 
@@ -244,7 +248,7 @@ def _source(options: TrainOptions, prepared: Prepared, layout: Layout) -> Source
             None if pairs is None else pairs.take(samples).to_pylist()
         )
 
-    order: Order = prepared.order
+    order: Sampler = prepared.order
     return Source(training.tokens, training.targets_N, prepared.task, layout, order, augmenter=augmenter, texts=texts)
 
 

@@ -5,48 +5,48 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from brimful.core.callbacks import Listener, Progress
+from brimful.core.callbacks import Callbacks, Progress
 from brimful.core.records import Recipe, Run
 
 
-class Fanout(Listener):
+class Fanout(Callbacks):
     """Tells each of several listeners, in order."""
 
-    def __init__(self, *listeners: Listener) -> None:
+    def __init__(self, *listeners: Callbacks) -> None:
         self._listeners = listeners
 
     def stage(self, text: str) -> None:
-        for listener in self._listeners:
-            listener.stage(text)
+        for callbacks in self._listeners:
+            callbacks.stage(text)
 
     def note(self, text: str) -> None:
-        for listener in self._listeners:
-            listener.note(text)
+        for callbacks in self._listeners:
+            callbacks.note(text)
 
     def warning(self, text: str) -> None:
-        for listener in self._listeners:
-            listener.warning(text)
+        for callbacks in self._listeners:
+            callbacks.warning(text)
 
     def data(self, report: Mapping[str, Any]) -> None:
-        for listener in self._listeners:
-            listener.data(report)
+        for callbacks in self._listeners:
+            callbacks.data(report)
 
     def recipe(self, recipe: Recipe) -> None:
-        for listener in self._listeners:
-            listener.recipe(recipe)
+        for callbacks in self._listeners:
+            callbacks.recipe(recipe)
 
     def progress(self, progress: Progress) -> None:
-        for listener in self._listeners:
-            listener.progress(progress)
+        for callbacks in self._listeners:
+            callbacks.progress(progress)
 
     def count(self, done: int, total: int | None, share: float | None = None) -> None:
-        for listener in self._listeners:
-            listener.count(done, total, share)
+        for callbacks in self._listeners:
+            callbacks.count(done, total, share)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        for listener in self._listeners:
-            listener.evaluated(step, metrics)
+        for callbacks in self._listeners:
+            callbacks.evaluated(step, metrics)
 
     def finished(self, run: Run, folder: str) -> None:
-        for listener in self._listeners:
-            listener.finished(run, folder)
+        for callbacks in self._listeners:
+            callbacks.finished(run, folder)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from brimful.core.callbacks import Listener, Progress
+from brimful.core.callbacks import Callbacks, Progress
 from brimful.core.errors import OptionError
 from brimful.core.records import Run
 
 
-class TensorBoard(Listener):
+class TensorBoard(Callbacks):
     """Writes scalars by applied step into `folder`, made when there is something to write.
 
     A resumed run writes on from where it resumes: what stood behind that step is hidden.

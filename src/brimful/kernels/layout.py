@@ -34,7 +34,7 @@ class Group:
 class Segments:
     """Where sequences start and end in one packed row of T tokens. Every token, the unused tail's too, is in a segment.
 
-    offsets_N: (N + 1,) int32, non-decreasing from 0 to T; N is constant, what is not needed repeats T.
+    cu_seqlens_N: (N + 1,) int32, non-decreasing from 0 to T; N is constant, what is not needed repeats T.
     segment_T: (T,) int64, the segment of each token.
     max_length: longest segment allowed, a host number that kernels are compiled for.
     typical_length: mean length of the sequences to come, by which a kernel is chosen; None if it is not known.
@@ -44,7 +44,7 @@ class Segments:
     tokens stand there as they do in the packed row.
     """
 
-    offsets_N: Tensor
+    cu_seqlens_N: Tensor
     segment_T: Tensor
     max_length: int
     typical_length: int | None = None
@@ -137,11 +137,11 @@ def make_segments(lengths: Sequence[int], shape: PackedShape) -> Segments:
     sizes_N[: len(lengths)] = lengths
     sizes_N[shape.num_slots : shape.num_slots + whole] = shape.max_length
     sizes_N[shape.num_slots + whole] = rest
-    offsets_N = np.zeros(shape.num_segments + 1, dtype=np.int32)
-    np.cumsum(sizes_N, out=offsets_N[1:])
+    cu_seqlens_N = np.zeros(shape.num_segments + 1, dtype=np.int32)
+    np.cumsum(sizes_N, out=cu_seqlens_N[1:])
     segment_T = np.repeat(np.arange(shape.num_segments), sizes_N)
     return Segments(
-        offsets_N=torch.from_numpy(offsets_N),
+        cu_seqlens_N=torch.from_numpy(cu_seqlens_N),
         segment_T=torch.from_numpy(segment_T),
         max_length=shape.max_length,
         typical_length=shape.typical_length,
@@ -167,7 +167,7 @@ def packed_inputs(
     if not all(lengths):
         raise ValueError(f"of {len(ids)} sequences one is empty")
     segments = make_segments(lengths, shape)
-    offsets_N = segments.offsets_N.numpy().astype(np.int64)
+    cu_seqlens_N = segments.cu_seqlens_N.numpy().astype(np.int64)
     segment_T = segments.segment_T.numpy()
     used = sum(lengths)
     ids_T = np.full(shape.num_tokens, padding_id, dtype=np.int64)
@@ -177,13 +177,13 @@ def packed_inputs(
         types_T = np.zeros(shape.num_tokens, dtype=np.int64)
         types_T[:used] = np.concatenate(types)
     first_S, last_S = np.zeros((2, shape.num_slots), dtype=np.int64)
-    first_S[: len(ids)] = offsets_N[: len(ids)]
-    last_S[: len(ids)] = offsets_N[1 : len(ids) + 1] - 1
+    first_S[: len(ids)] = cu_seqlens_N[: len(ids)]
+    last_S[: len(ids)] = cu_seqlens_N[1 : len(ids) + 1] - 1
     for slot in np.flatnonzero(ids_T[last_S[: len(ids)]] == padding_id).tolist():
-        last_S[slot] = offsets_N[slot] + _last_read(ids[slot], padding_id)
+        last_S[slot] = cu_seqlens_N[slot] + _last_read(ids[slot], padding_id)
     return PackedInputs(
         ids_T=torch.from_numpy(ids_T),
-        positions_T=torch.from_numpy(np.arange(shape.num_tokens) - offsets_N[segment_T]),
+        positions_T=torch.from_numpy(np.arange(shape.num_tokens) - cu_seqlens_N[segment_T]),
         types_T=None if types_T is None else torch.from_numpy(types_T),
         segments=with_groups(segments) if groups else segments,
         first_S=torch.from_numpy(first_S),
@@ -229,7 +229,7 @@ def padded_inputs(
 
 def with_groups(segments: Segments, ratio: float = 1.25, slack: int = 8) -> Segments:
     """The same segments, also as padded rows in groups whose lengths differ by at most `ratio` and `slack` tokens."""
-    lengths_N = segments.offsets_N.diff().long()
+    lengths_N = segments.cu_seqlens_N.diff().long()
     order = torch.argsort(lengths_N, stable=True)
     order = order[lengths_N[order] > 0]
     groups, sizes = [], lengths_N[order].tolist()
@@ -238,7 +238,7 @@ def with_groups(segments: Segments, ratio: float = 1.25, slack: int = 8) -> Segm
         end = start
         while end < len(sizes) and sizes[end] <= ratio * sizes[start] + slack:
             end += 1
-        groups.append(_group(segments.offsets_N[order[start:end]].long(), lengths_N[order[start:end]]))
+        groups.append(_group(segments.cu_seqlens_N[order[start:end]].long(), lengths_N[order[start:end]]))
         start = end
     groups.sort(key=lambda group: int(group.index_RL[0, 0]))
     flat = torch.cat([group.index_RL.where(group.valid_RL, -1).flatten() for group in groups])

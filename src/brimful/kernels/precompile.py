@@ -31,7 +31,7 @@ class _NotOursError(Exception):
 
 
 @contextmanager
-def compiled_together() -> Iterator[None]:
+def precompiled() -> Iterator[None]:
     """Within, a kernel of ours that this process has not compiled yet is not launched; at the end all of these are
     compiled.
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 _IN_FLIGHT = 6
 
 
-class Overlap:
+class SideStream:
     """A side stream. While it is `active`, `beside` runs there."""
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-_active: Overlap | None = None
+_active: SideStream | None = None
 
 
 def beside(work: Callable[[], T], *inputs: Tensor, leaf: bool) -> T:

@@ -21,7 +21,7 @@ from brimful.core.cache import cache_path, read_cached, write_cached
 from brimful.kernels.layers.float8 import Plan, Products, Shape, cast, product
 from brimful.levers.precision import Precision
 from brimful.measurement.peaks import median_seconds
-from brimful.models.packed.equivalence import Proof
+from brimful.models.packed.equivalence import Equivalence
 
 SOURCE = "Micikevicius et al. 2022, arXiv 2209.05433; rowwise scales as in torchao.float8"
 
@@ -39,7 +39,7 @@ Timing = Mapping[str, tuple[float, float]]
 
 
 def choose_float8(
-    precision: Precision, proof: Proof, *, num_tokens: int, fused: bool, forward_only: bool = False
+    precision: Precision, equivalence: Equivalence, *, num_tokens: int, fused: bool, forward_only: bool = False
 ) -> Precision:
     """`precision` with its plan, or bf16 with the reason why no product is in fp8. Other precisions as they are.
 
@@ -48,11 +48,11 @@ def choose_float8(
     """
     if precision.value != "fp8":
         return precision
-    refused = _refusal(proof, fused)
+    refused = _refusal(equivalence, fused)
     if refused is not None:
         return precision.in_bf16(refused)
-    activated = frozenset(proof.float8_activated if forward_only else ())
-    timings = time_shapes(precision.device, proof.float8_shapes, num_tokens, activated=activated)
+    activated = frozenset(equivalence.float8_activated if forward_only else ())
+    timings = time_shapes(precision.device, equivalence.float8_shapes, num_tokens, activated=activated)
     if forward_only:
         timings = {shape: {"output": timing["output"]} for shape, timing in timings.items()}
     chosen = {shape: faster_products(timing) for shape, timing in timings.items()}
@@ -62,15 +62,15 @@ def choose_float8(
     return replace(precision, plan=plan, reason=_reason(timings, chosen, num_tokens), source=SOURCE)
 
 
-def _refusal(proof: Proof, fused: bool) -> str | None:
-    if not proof.packed:
+def _refusal(equivalence: Equivalence, fused: bool) -> str | None:
+    if not equivalence.packed:
         return "the model does not run packed"
     if not fused:
         return "its products are those of fused layers, which this execution does not have"
-    if proof.float8_error is None:
+    if equivalence.float8_error is None:
         return "our fused kernels do not cover the model's layers"
-    if not proof.float8_error <= 1.0:
-        return f"the model loses {proof.float8_error:.1f} times what is allowed in it"
+    if not equivalence.float8_error <= 1.0:
+        return f"the model loses {equivalence.float8_error:.1f} times what is allowed in it"
     return None
 
 

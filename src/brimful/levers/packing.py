@@ -1,4 +1,5 @@
-"""Packing: sequences end to end in one row, no padding computed, where the proof has shown it equal to plain."""
+"""Packing: sequences end to end in one row, no padding computed, where the equivalence check has shown it equal to
+plain."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 from brimful.core.records import Arithmetic, Lever
 from brimful.levers.lever import Cost, Verdict
-from brimful.models.packed.equivalence import Proof
+from brimful.models.packed.equivalence import Equivalence
 from brimful.models.packed.packed_forward import Execution, PackedExecution, PaddedExecution
 
 
@@ -15,10 +16,10 @@ from brimful.models.packed.packed_forward import Execution, PackedExecution, Pad
 class Packing:
     """How one model runs: packed if it was proved and asked for, on padded rows otherwise.
 
-    proof: of this model, which also says whether its batches may be split. wanted: False for --packing off.
+    equivalence: of this model, which also says whether its batches may be split. wanted: False for --packing off.
     """
 
-    proof: Proof
+    equivalence: Equivalence
     wanted: bool = True
     source: str = "Krell et al. 2021, arXiv 2107.02027; Portes et al. 2023, arXiv 2312.17482"
 
@@ -33,10 +34,10 @@ class Packing:
         return self.supports().ok
 
     def supports(self) -> Verdict:
-        """What the proof says."""
+        """What the equivalence check says."""
         if not self.wanted:
             return Verdict(ok=False, because="turned off by --packing off")
-        return Verdict(ok=self.proof.packed, because=self.proof.reason)
+        return Verdict(ok=self.equivalence.packed, because=self.equivalence.reason)
 
     def cost(self, num_parameters: int) -> Cost:
         """Nothing: it saves the padding."""
@@ -53,8 +54,8 @@ class Packing:
 
     def apply(self, model: Any) -> Execution:
         """The execution that runs the model."""
-        if self.packed and self.proof.form is not None:
-            return PackedExecution(model, self.proof.form)
+        if self.packed and self.equivalence.form is not None:
+            return PackedExecution(model, self.equivalence.form)
         return PaddedExecution(model, plain_attention(model))
 
 

@@ -14,7 +14,7 @@ import torch
 from brimful.core.cache import cache_path, read_cached, write_cached
 from brimful.kernels.attention.dispatch import LENGTH_CLASSES, Attention, Pattern
 from brimful.kernels.layout import PackedShape, Segments, make_segments, map_tensors
-from brimful.kernels.precompile import compiled_together
+from brimful.kernels.precompile import precompiled
 from brimful.measurement.peaks import median_seconds
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def attention_seconds(
     if known is not None and list(known) == names and all(map(_is_time, known.values())):
         return known
     found: dict[str, float] = {}
-    with compiled_together():  # those without dropout too: evaluation's, and the proof's
+    with precompiled():  # those without dropout too: evaluation's, and the equivalence check's
         for each, drawn in itertools.product(kernels, {pattern, replace(pattern, dropout=0.0)}):
             _unless_refused(device, partial(_call_once, each, device, dtype, drawn, heads, length))
     for _ in range(_ROUNDS):

@@ -96,12 +96,12 @@ def _capital(text: str) -> str:
 
 
 def _key_figures(record: Classification) -> Markup:
-    parity, tally = record.parity, record.tally
+    parity, counts = record.parity, record.counts
     same = None
     if parity is not None and not is_unchecked(record) and record.labels.task != "regression":
         same = f"{parity.num_rows - parity.num_flips:,} / {parity.num_rows:,}"
     return tiles([
-        Tile("Texts", f"{tally.num_rows:,}", _after(record)),
+        Tile("Texts", f"{counts.num_rows:,}", _after(record)),
         Tile("Texts per second", _known(record.texts_per_s)),
         Tile("Tokens per second", _known(record.tokens_per_s)),
         Tile("MFU", None if record.mfu is None else share_text(record.mfu), "of the datasheet's peak"),
@@ -119,11 +119,11 @@ def _after(record: Classification) -> str:
 
 
 def _before(record: Classification) -> str:
-    return "" if record.start_s is None else f"and {seconds_text(record.start_s)} before it, to load and to prove"
+    return "" if record.start_s is None else f"and {seconds_text(record.start_s)} before it, to load and to check"
 
 
 def _found(record: Classification) -> tuple[Markup, ...]:
-    if not record.tally.num_rows:
+    if not record.counts.num_rows:
         return (paragraph("The input had no rows."),)
     if record.labels.task == "regression":
         names = sentence(*_joined([isolated(name) for name in record.labels.names]))
@@ -138,7 +138,7 @@ def _joined(pieces: Sequence[Content]) -> list[Content]:
 
 def _label_chart(record: Classification) -> Markup:
     listed, rest = ranked_labels(record, _MOST_LABELS)
-    whole = record.tally.num_rows
+    whole = record.counts.num_rows
     if not listed:
         return paragraph("No text was given a label.")
     bars = [Bar(name, count, part_text(count, whole), strong=True) for name, count in listed]
@@ -160,7 +160,7 @@ def _share(count: int, whole: int) -> str:
 
 
 def _confidence_chart(record: Classification) -> Markup:
-    counts = record.tally.confidences
+    counts = record.counts.confidences
     said = confidence_text(counts)
     if said is None:
         return Markup("")
@@ -204,20 +204,20 @@ def _time(record: Classification) -> tuple[Markup, ...]:
 
 
 def _lengths(record: Classification) -> tuple[Markup, ...]:
-    tally = record.tally
-    said = lengths_text(tally.num_tokens, tally.lengths)
+    counts = record.counts
+    said = lengths_text(counts.num_tokens, counts.lengths)
     if said is None:
         return ()
-    filled = [i for i, count in enumerate(tally.lengths) if count]
-    counts = tally.lengths[: filled[-1] + 1]
-    cut = f"{part_text(tally.num_truncated, tally.num_rows) if tally.num_truncated else 'None'} of them"
+    filled = [i for i, count in enumerate(counts.lengths) if count]
+    by_length = counts.lengths[: filled[-1] + 1]
+    cut = f"{part_text(counts.num_truncated, counts.num_rows) if counts.num_truncated else 'None'} of them"
     caption = f"Tokens in a text: {said}. {cut} had to be cut to the longest sequence."
     chart = histogram(
-        "lengths", counts, edges=_edges(len(counts)), axis="tokens in a text", alt=f"Histogram. {caption}"
+        "lengths", by_length, edges=_edges(len(by_length)), axis="tokens in a text", alt=f"Histogram. {caption}"
     )
     spans = (f"{end + 1:,} to {following:,}" for end, following in itertools.pairwise(LENGTH_ENDS))
     names = (f"up to {LENGTH_ENDS[0]}", *spans, f"{LENGTH_ENDS[-1] + 1:,} on")
-    rows = [(n, f"{c:,}", _share(c, sum(counts))) for n, c in zip(names, counts, strict=False)]
+    rows = [(n, f"{c:,}", _share(c, sum(by_length))) for n, c in zip(names, by_length, strict=False)]
     numbers = table("Lengths", ("Tokens", "Texts", "Share"), rows, numeric={1, 2})
     return (figure(chart, caption, folded("Numbers", numbers)),)
 

@@ -53,7 +53,7 @@ def _pass(record: Classification) -> list[str]:
 def headline(record: Classification) -> str:
     """How many texts, in what time, on which device."""
     within = "" if record.wall_s is None else f" in {seconds_text(record.wall_s)}"
-    return f"{record.tally.num_rows:,} text{_s(record.tally.num_rows)}{within} on {printable(record.recipe.device)}"
+    return f"{record.counts.num_rows:,} text{_s(record.counts.num_rows)}{within} on {printable(record.recipe.device)}"
 
 
 def _s(number: int) -> str:
@@ -81,7 +81,7 @@ def memory_text(record: Classification) -> str | None:
 def concerns(record: Classification) -> list[str]:
     """What to know before the figures: what was guessed or left out, slower paths, failed proofs, rows that were cut or
     have an error."""
-    tally, parity = record.tally, record.parity
+    counts, parity = record.counts, record.parity
     said = list(record.notes)
     if record.fallback is not None:
         said.append(f"a slower path ran than was planned: {record.fallback}")
@@ -89,16 +89,16 @@ def concerns(record: Classification) -> list[str]:
         said.append(f"nothing was compared with the plain model: {_NOTHING_TO_COMPARE}")
     if parity is not None and not parity.passed:
         said.append(f"the comparison with the plain model was not passed: {parity_findings(record, parity)}")
-    counts = (
-        (tally.num_errors, "were not read or classified in full: see the column `error`", tally.first_errors),
-        (tally.num_empty, "had no text, and have no answer", ()),
-        (tally.num_unlabelled, "had no candidate labels, and have no answer", ()),
-        (tally.num_truncated, "were longer than the longest sequence, and were cut (--max-length)", ()),
+    warnings = (
+        (counts.num_errors, "were not read or classified in full: see the column `error`", counts.first_errors),
+        (counts.num_empty, "had no text, and have no answer", ()),
+        (counts.num_unlabelled, "had no candidate labels, and have no answer", ()),
+        (counts.num_truncated, "were longer than the longest sequence, and were cut (--max-length)", ()),
     )
-    for count, what, first in counts:
+    for count, what, first in warnings:
         if count:
             singular = what.replace("were", "was").replace("have", "has") if count == 1 else what
-            said.append(f"{part_text(count, tally.num_rows)} of {tally.num_rows:,} rows {singular}")
+            said.append(f"{part_text(count, counts.num_rows)} of {counts.num_rows:,} rows {singular}")
             said += [f"row {each.row:,} of {printable(each.file)}: {each.error}" for each in first]
     return said
 
@@ -138,8 +138,8 @@ def limit_text(record: Classification) -> str | None:
 
 def _texts(record: Classification) -> list[str]:
     lines = (
-        ("tokens", lengths_text(record.tally.num_tokens, record.tally.lengths)),
-        ("confidence", confidence_text(record.tally.confidences)),
+        ("tokens", lengths_text(record.counts.num_tokens, record.counts.lengths)),
+        ("confidence", confidence_text(record.counts.confidences)),
     )
     known = [f"  {name:<12}{said}" for name, said in lines if said is not None]
     return ["Texts", *known] if known else []
@@ -183,7 +183,7 @@ def _labels(record: Classification) -> list[str]:
     listed, rest = ranked_labels(record, _MOST_LABELS)
     if not listed:
         return []
-    rows = [(fitted(name, _NAME), part_text(count, record.tally.num_rows)) for name, count in listed]
+    rows = [(fitted(name, _NAME), part_text(count, record.counts.num_rows)) for name, count in listed]
     width = max(cell_len(name) for name, _ in rows)
     lines = ["Labels", *(f"  {padded(name, width)}  {said:>20}" for name, said in rows)]
     if rest:
@@ -195,7 +195,7 @@ def _labels(record: Classification) -> list[str]:
 
 def ranked_labels(record: Classification, most: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """Labels that were given with their counts, the most frequent first: at most so many of them, and the others."""
-    given = [(name, count) for name, count in record.tally.labels.items() if count]
+    given = [(name, count) for name, count in record.counts.labels.items() if count]
     ranked = sorted(given, key=lambda label: (-label[1], label[0]))
     return ranked[:most], ranked[most:]
 
@@ -208,7 +208,7 @@ def rest_text(rest: Sequence[tuple[str, int]]) -> str:
 
 def absent_text(record: Classification) -> str | None:
     """Which labels no text was given, None if there are none or nothing was given at all."""
-    given = {name for name, count in record.tally.labels.items() if count}
+    given = {name for name, count in record.counts.labels.items() if count}
     absent = [name for name in record.labels.names if name not in given]
     if record.labels.task == "regression" or not given or not absent:
         return None

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.callbacks import Progress as TrainingProgress
 from brimful.core.errors import printable
 from brimful.core.records import Arithmetic, Lever, Recipe, Run
@@ -38,7 +38,7 @@ _ARITHMETIC: Mapping[Arithmetic, str] = {
 }
 
 
-class Terminal(Listener):
+class Terminal(Callbacks):
     """Tells a person about a run."""
 
     def __init__(self) -> None:

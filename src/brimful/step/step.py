@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from brimful.data.batches.batch import Batch, MicroBatch
-from brimful.kernels.precompile import compiled_together
+from brimful.kernels.precompile import precompiled
 from brimful.kernels.rng import one_seed
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.precision import Precision
@@ -35,7 +35,7 @@ class Outcome:
 
     loss: mean over the batch as the plain loss has it. grad_norm: before clipping. applied: whether weights changed.
     overflow: fp16 only, the gradients did not fit under the loss scale, which was lowered.
-    culprits: dataset indices of the samples whose own loss is not finite; of all the batch's if none is.
+    bad_samples: dataset indices of the samples whose own loss is not finite; of all the batch's if none is.
     """
 
     number: int
@@ -45,7 +45,7 @@ class Outcome:
     scale: float
     applied: bool
     overflow: bool
-    culprits: tuple[int, ...]
+    bad_samples: tuple[int, ...]
     num_samples: int
     num_tokens: int
 
@@ -69,9 +69,9 @@ class Pending:
         if self._event is not None:
             self._event.synchronize()
         loss, grad_norm, learning_rate, scale, skipped = self._readings.tolist()
-        culprits: tuple[int, ...] = ()
+        bad_samples: tuple[int, ...] = ()
         if skipped:
-            culprits = self._culprits()
+            bad_samples = self._bad_samples()
         return Outcome(
             number=self._batch.number,
             loss=loss,
@@ -80,12 +80,12 @@ class Pending:
             scale=scale,
             applied=not skipped,
             overflow=bool(skipped) and self._scaled and bool(np.isfinite(loss)) and scale > 1.0,
-            culprits=culprits,
+            bad_samples=bad_samples,
             num_samples=self._batch.num_samples,
             num_tokens=self._batch.num_tokens,
         )
 
-    def _culprits(self) -> tuple[int, ...]:
+    def _bad_samples(self) -> tuple[int, ...]:
         named: list[int] = []
         for micro, rows_S in zip(self._batch.micro_batches, self._rows, strict=True):
             finite = torch.isfinite(rows_S).cpu().numpy()[: len(micro.samples)]
@@ -96,8 +96,8 @@ class Pending:
 class Step:
     """One optimizer step of one model, eager. State that training must keep is in its `update`.
 
-    schedule: (steps + 1,) fp32 learning rate by applied steps; the last one holds for any step beyond. halves: whether
-    the model's Linear layers may hold half-precision copies of their weights, which its proof says.
+    schedule: (steps + 1,) fp32 learning rate by applied steps; the last one holds for any step beyond. half_weights:
+    whether the model's Linear layers may hold half-precision copies of their weights, which its equivalence check says.
     """
 
     def __init__(
@@ -110,11 +110,13 @@ class Step:
         *,
         max_grad_norm: float,
         seed: int,
-        halves: bool = True,
+        half_weights: bool = True,
     ) -> None:
         self.execution, self.task, self.precision, self.seed = execution, task, precision, seed
         kind = FusedUpdate if can_fuse(execution.model, optimizer) else Update
-        self.update = kind(execution.model, optimizer, precision, schedule, max_grad_norm=max_grad_norm, halves=halves)
+        self.update = kind(
+            execution.model, optimizer, precision, schedule, max_grad_norm=max_grad_norm, half_weights=half_weights
+        )
         self.device = self.update.device
         # `torch.manual_seed` looks at every device there is, for as long as a tenth of a small model's step.
         self._generators = {torch.default_generator, generator_of(self.device)}
@@ -176,7 +178,7 @@ class Step:
         gradients = [parameter.grad for parameter in parameters]
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
         first_of = {micro.shape: index for index, micro in reversed(list(enumerate(batch.micro_batches)))}
-        with compiled_together():
+        with precompiled():
             for index in first_of.values():
                 for parameter in parameters:
                     parameter.grad = None

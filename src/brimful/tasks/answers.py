@@ -1,4 +1,5 @@
-"""What the logits of a classifier mean: as columns of a file, as a tally, and as the objects of transformers' pipeline.
+"""What the logits of a classifier mean: as columns of a file, as a counts, and as the objects of transformers'
+pipeline.
 
     form = answer_form(config, threshold=0.9)
     form.columns(logits_NC)                     {"label": ..., "score": ...}, arrays of N
@@ -21,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from brimful.core.classification import CONFIDENCE_BINS, Tally
+from brimful.core.classification import CONFIDENCE_BINS, Counts
 from brimful.core.errors import OptionError, printable
 from brimful.core.records import LabelSpace, TaskName
 from brimful.tasks.ranking import Ranking, Singles, as_lists, finite_rows, offsets_of, ranked, unranked
@@ -114,11 +115,11 @@ class Form(ABC):
         ranking = ranking if self.listed else ranking.top(1)
         return ranking if self.least is None else ranking.at_least(self.least)
 
-    def _tally(self, ranking: Ranking) -> Tally:
+    def _tally(self, ranking: Ranking) -> Counts:
         best_A = ranking.scores_P[ranking.offsets_N1[:-1][ranking.answered_N]]
         bins_A = np.minimum((best_A * CONFIDENCE_BINS).astype(np.int64), CONFIDENCE_BINS - 1)
         confidences = np.bincount(bins_A, minlength=CONFIDENCE_BINS)
-        return Tally(labels=self._given(ranking).counts(), confidences=tuple(confidences.tolist()))
+        return Counts(labels=self._given(ranking).counts(), confidences=tuple(confidences.tolist()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +150,9 @@ class AnswerForm(Form):
         """
         return self._columns(self._ranking(logits_NC), lambda: _logit_lists(logits_NC))
 
-    def tally(self, logits_NC: Singles) -> Tally:
-        """Labels given and confidences. The other counts are the caller's to add: `tally + Tally(num_rows=...)`."""
-        return Tally() if self.numeric else self._tally(self._ranking(logits_NC))
+    def counts(self, logits_NC: Singles) -> Counts:
+        """Labels given and confidences. The other counts are the caller's to add: `counts + Counts(num_rows=...)`."""
+        return Counts() if self.numeric else self._tally(self._ranking(logits_NC))
 
     def score_blocks(self, logits_NC: Singles) -> list[Singles]:
         """[(N, C)]: probabilities, for regression the numbers; rows without an answer are NaN."""

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from brimful.core.classification import Tally
+from brimful.core.classification import Counts
 from brimful.core.errors import DataError, ModelError, OptionError, encodes, printable
 from brimful.core.options import ClassifyOptions
 from brimful.tasks.answers import LOGITS, Form, softmax
@@ -177,8 +177,8 @@ class ZeroShotForm(Form):
         """
         return self._columns(self._ranking(logits_PC, candidates), lambda: _logit_lists(logits_PC, candidates))
 
-    def tally(self, logits_PC: Singles, candidates: Candidates) -> Tally:
-        """Labels given and confidences. The other counts are the caller's to add: `tally + Tally(num_rows=...)`."""
+    def counts(self, logits_PC: Singles, candidates: Candidates) -> Counts:
+        """Labels given and confidences. The other counts are the caller's to add: `counts + Counts(num_rows=...)`."""
         return self._tally(self._ranking(logits_PC, candidates))
 
     def objects(self, logits_PC: Singles, candidates: Candidates, texts: Sequence[str | None]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from brimful.core.records import LabelSpace
-from brimful.data.batches.batch import Layout, Order, PackedLayout, PaddedLayout, make_batch
+from brimful.data.batches.batch import Layout, PackedLayout, PaddedLayout, Sampler, make_batch
 from brimful.data.batches.packing import Budgets
 from brimful.kernels.layout import PackedInputs, PaddedInputs
 from brimful.tasks.task import MultiLabel, SingleLabel
@@ -32,7 +32,7 @@ UNSPLIT = PaddedLayout(lengths=(8, 16, 30), num_tokens=64, num_rows=20, padding_
 
 @given(st.integers(1, 200), st.integers(1, 40), st.integers(0, 2**64 - 1), st.integers(0, 5))
 def test_every_sample_once_an_epoch(num_samples: int, batch_size: int, seed: int, epoch: int) -> None:
-    order = Order(num_samples=num_samples, batch_size=batch_size, seed=seed)
+    order = Sampler(num_samples=num_samples, batch_size=batch_size, seed=seed)
     first = epoch * order.batches_per_epoch
     batches = [order.samples(first + i) for i in range(order.batches_per_epoch)]
     assert sorted(np.concatenate(batches).tolist()) == list(range(num_samples))
@@ -44,30 +44,30 @@ def test_every_sample_once_an_epoch(num_samples: int, batch_size: int, seed: int
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 60), min_size=1, max_size=20))
 def test_a_function_of_seed_epoch_and_position_alone(seed: int, numbers: list[int]) -> None:
     """Whatever was asked before, of this order or of another, and whatever torch and numpy have drawn."""
-    order = Order(num_samples=37, batch_size=5, seed=seed)
+    order = Sampler(num_samples=37, batch_size=5, seed=seed)
     expected = [order.samples(n).tolist() for n in range(61)]
     np.random.seed(0)
-    Order(num_samples=37, batch_size=5, seed=seed + 1).samples(3)
-    fresh = Order(num_samples=37, batch_size=5, seed=seed)
+    Sampler(num_samples=37, batch_size=5, seed=seed + 1).samples(3)
+    fresh = Sampler(num_samples=37, batch_size=5, seed=seed)
     assert [fresh.samples(n).tolist() for n in numbers] == [expected[n] for n in numbers]
 
 
 def test_a_batch_size_does_not_change_the_shuffle() -> None:
-    orders = [Order(num_samples=20, batch_size=size, seed=1) for size in (3, 7)]
+    orders = [Sampler(num_samples=20, batch_size=size, seed=1) for size in (3, 7)]
     flat = [np.concatenate([o.samples(i) for i in range(o.batches_per_epoch)]) for o in orders]
     assert np.array_equal(*flat)
 
 
 def test_epochs_and_seeds_differ() -> None:
     def first(seed: int, epoch: int) -> list[int]:
-        return Order(num_samples=100, batch_size=100, seed=seed).samples(epoch).tolist()
+        return Sampler(num_samples=100, batch_size=100, seed=seed).samples(epoch).tolist()
 
     assert len({tuple(first(seed, epoch)) for seed in (0, 1, 2**40) for epoch in (0, 1, 2)}) == 9
 
 
 def test_a_batch_cannot_be_written_to() -> None:
     """It is a view of an order that is kept: who changed it would change a later batch."""
-    samples = Order(num_samples=10, batch_size=4, seed=0).samples(0)
+    samples = Sampler(num_samples=10, batch_size=4, seed=0).samples(0)
     with pytest.raises(ValueError, match="read-only"):
         samples.sort()
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from brimful.core.errors import DataError
 from brimful.core.records import LabelSpace
-from brimful.data.batches.batch import Batch, Order, PackedLayout
+from brimful.data.batches.batch import Batch, PackedLayout, Sampler
 from brimful.data.batches.packing import Budgets
 from brimful.data.batches.prefetch import Feed, Source
 from brimful.data.tokens.augment import Augmenter
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 TASK = SingleLabel(LabelSpace(task="single_label", names=("a", "b", "c")))
 ROWS = [f"this is row {i} " + "and more " * (i % 6) for i in range(23)]
 TARGETS = np.arange(23) % 3
-ORDER = Order(num_samples=23, batch_size=5, seed=3)
+ORDER = Sampler(num_samples=23, batch_size=5, seed=3)
 LAYOUT = PackedLayout(budgets=Budgets(tokens=(32, 64), fill=1.0), num_slots=5, max_length=24, padding_id=0, groups=True)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import brimful
 import trained_tokenizers
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.classification import Classification
 from brimful.core.errors import Interrupted
 from brimful.core.options import TrainOptions
@@ -29,7 +29,7 @@ WINDOW, ROWS = 256, 12 * 256
 WRONG = {300, 2 * WINDOW, *range(2 * WINDOW + 44, ROWS, 100)}
 
 
-class Notes(Listener):
+class Notes(Callbacks):
     """Keeps warnings; sends this process a signal when so many rows are done."""
 
     def __init__(self, stop_after: int = 1 << 60) -> None:
@@ -78,9 +78,9 @@ def zebra_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def run(model: Path, rows: Path, output: Path, listener: Listener, **options: Any) -> Classification:
+def run(model: Path, rows: Path, output: Path, callbacks: Callbacks, **options: Any) -> Classification:
     return brimful.classify(
-        model, rows, output, device="cpu", precision="fp32", max_length=32, verify=8, listener=listener, **options
+        model, rows, output, device="cpu", precision="fp32", max_length=32, verify=8, callbacks=callbacks, **options
     )
 
 
@@ -92,7 +92,7 @@ def num_tokens(output: Path) -> list[int]:
 def test_words_that_are_right_are_kept(model: Path, rows: Path, tmp_path: Path) -> None:
     notes = Notes()
     record = run(model, rows, tmp_path / "out.parquet", notes)
-    assert (notes.warnings, record.fallback, record.tally.num_not_by_words) == ([], None, 0)
+    assert (notes.warnings, record.fallback, record.counts.num_tokenizer_fallback) == ([], None, 0)
 
 
 @pytest.mark.usefixtures("zebra_is_wrong")
@@ -111,7 +111,7 @@ def test_from_the_window_where_they_differ_on(
         run(model, rows, tmp_path / "again.parquet", stopped)
     again = run(model, rows, tmp_path / "again.parquet", resumed, resume=True)
     assert 3 * WINDOW <= again.resumed_rows < ROWS
-    assert (again.tally, again.fallback, resumed.warnings) == (record.tally, record.fallback, [])
+    assert (again.counts, again.fallback, resumed.warnings) == (record.counts, record.fallback, [])
     assert (tmp_path / "again.parquet").read_bytes() == (tmp_path / "out.parquet").read_bytes()
 
     monkeypatch.undo()
@@ -125,7 +125,7 @@ def test_from_the_first_row_on_where_the_first_rows_differ(model: Path, tmp_path
     pq.write_table(pa.table({"text": ["one", "a zebra", "two zebra"] * 10}), tmp_path / "rows.parquet")
     notes = Notes()
     record = run(model, tmp_path / "rows.parquet", tmp_path / "out.parquet", notes)
-    assert record.tally.num_not_by_words == 30
+    assert record.counts.num_tokenizer_fallback == 30
     assert ["for 20 of 30 texts" in line for line in notes.warnings] == [True]
     assert num_tokens(tmp_path / "out.parquet") == [3, 4, 4] * 10
 
@@ -134,7 +134,7 @@ def test_from_the_first_row_on_where_the_first_rows_differ(model: Path, tmp_path
 def test_lists_of_texts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said once, and holds for later calls."""
     calls, notes = (["a zebra", "the film"], ["the film", "the zebra"]), Notes()
-    with brimful.Classifier(model, device="cpu", precision="fp32", listener=notes) as classifier:
+    with brimful.Classifier(model, device="cpu", precision="fp32", callbacks=notes) as classifier:
         found = [classifier.logits(texts) for texts in calls]
     assert len(notes.warnings) == 1
     monkeypatch.undo()
@@ -162,9 +162,9 @@ def test_zero_shot(tmp_path: Path, request: pytest.FixtureRequest, first: bool) 
     texts = [f"the film {i}" + (" zebra" if i == (0 if first else WINDOW) else "") for i in range(2 * WINDOW)]
     pq.write_table(pa.table({"text": texts}), tmp_path / "rows.parquet")
 
-    def answers(output: str, listener: Notes) -> tuple[Classification, Any]:
-        record = run(model, tmp_path / "rows.parquet", tmp_path / output, listener, labels=labels)
-        with brimful.Classifier(model, device="cpu", precision="fp32", listener=listener) as classifier:
+    def answers(output: str, callbacks: Notes) -> tuple[Classification, Any]:
+        record = run(model, tmp_path / "rows.parquet", tmp_path / output, callbacks, labels=labels)
+        with brimful.Classifier(model, device="cpu", precision="fp32", callbacks=callbacks) as classifier:
             return record, classifier(texts, labels=labels)
 
     _, expected = answers("right.parquet", Notes())
@@ -173,7 +173,7 @@ def test_zero_shot(tmp_path: Path, request: pytest.FixtureRequest, first: bool) 
     record, found = answers("out.parquet", notes)
     assert found == expected
     assert pq.read_table(tmp_path / "out.parquet") == pq.read_table(tmp_path / "right.parquet")
-    assert record.tally.num_not_by_words == (0 if first else WINDOW)
+    assert record.counts.num_tokenizer_fallback == (0 if first else WINDOW)
     assert sum("words looked up" in line for line in notes.warnings) == (0 if first else 2)  # of the file, and the list
 
 

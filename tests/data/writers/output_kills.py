@@ -43,7 +43,7 @@ def write(path: Path, *, resume: bool, old: bool = False) -> None:
                 output.write(window, tally_of(window))
                 returned[0] = 1 + row // 40
             row += window.num_rows
-        assert output.tally.num_rows == row
+        assert output.counts.num_rows == row
         output.finish(RECORD)
 
 

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brimful.core.classification import Tally
+from brimful.core.classification import Counts
 from brimful.core.errors import DataError, DiskFullError, OutputError
 from brimful.core.manifest import Manifest, changes, plain_identity, read_manifest
 from brimful.data.readers.sources import read_rows
@@ -86,7 +86,7 @@ def test_a_file(tmp_path: Path) -> None:
     assert pq.read_table(final[0]).to_pylist() == pa.concat_tables(windows(SIZES)).to_pylist()
     manifest = manifest_of(final[1])
     assert (manifest.status, manifest.record, manifest.num_rows) == ("finished", RECORD, ROWS)
-    assert manifest.tally == sum(map(tally_of, windows(SIZES)), Tally())
+    assert manifest.counts == sum(map(tally_of, windows(SIZES)), Counts())
     assert [(column.name, column.type) for column in manifest.columns][:2] == [
         ("id", "int64"),
         ("text", "large_string"),
@@ -123,8 +123,8 @@ def test_a_folder(tmp_path: Path) -> None:
         ("part-00000.parquet", 0, 80),
         ("part-00001.parquet", 80, 65),
     ]
-    assert [shard.tally for shard in shards] == [
-        sum(map(tally_of, half), Tally()) for half in (windows(SIZES)[:2], windows(SIZES)[2:])
+    assert [shard.counts for shard in shards] == [
+        sum(map(tally_of, half), Counts()) for half in (windows(SIZES)[:2], windows(SIZES)[2:])
     ]
 
 
@@ -159,7 +159,7 @@ def test_columns_do_not_change(tmp_path: Path) -> None:
     with opened(tmp_path / "results.csv") as output:
         output.write(window(0, 3), tally_of(window(0, 3)))
         with pytest.raises(AssertionError, match="columns changed"):
-            output.write(window(3, 3).drop_columns(["raw"]), Tally(num_rows=3))
+            output.write(window(3, 3).drop_columns(["raw"]), Counts(num_rows=3))
 
 
 # --- stopped, and gone on with ----------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_the_same_bytes_wherever_it_was_stopped(
             path = path if goodbye else copy
         with opened(path, resume=True, **options) as output:
             write_all(output, windows(sizes))
-            assert output.tally.num_rows == sum(sizes)
+            assert output.counts.num_rows == sum(sizes)
             output.finish(RECORD)
         assert contents(path) == expected
 
@@ -216,7 +216,7 @@ def test_a_manifest_without_a_count_that_came_later(tmp_path: Path) -> None:
     assert before != kept
     place.write_text(before, "utf-8")
     with opened(tmp_path / "results", resume=True) as output:
-        assert (output.rows_done, output.tally.num_unlabelled) == (ROWS, 0)
+        assert (output.rows_done, output.counts.num_unlabelled) == (ROWS, 0)
 
 
 @pytest.mark.parametrize("name", ["results.parquet", "results"])
@@ -441,12 +441,12 @@ def test_a_column_that_parquet_does_not_have(tmp_path: Path) -> None:
         pytest.raises(OutputError, match=r"column 'mixed' cannot be written to a \.parquet file") as caught,
         opened(tmp_path / "results") as output,
     ):
-        output.write(table, Tally(num_rows=1))
+        output.write(table, Counts(num_rows=1))
     assert "jsonl" in (caught.value.hint or "")
     assert list(tmp_path.iterdir()) == []
     run_one = tmp_path / "results.jsonl"
     with opened(run_one) as output:
-        output.write(table, Tally(num_rows=1))
+        output.write(table, Counts(num_rows=1))
         output.finish(RECORD)
     assert json.loads(run_one.read_text("utf-8")) == {"text": "a", "mixed": 1}
 
@@ -513,7 +513,7 @@ def test_lines() -> None:
             assert len(stream.getvalue().splitlines()) == output.rows_done
         assert output.finish(RECORD) == ()
     assert [json.loads(line)["id"] for line in stream.getvalue().splitlines()] == list(range(ROWS))
-    assert output.tally == sum(map(tally_of, windows(SIZES)), Tally())
+    assert output.counts == sum(map(tally_of, windows(SIZES)), Counts())
 
 
 def test_errors_elsewhere_are_not_changed(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import brimful as package
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DataError, ModelError, OptionError
 from brimful.models import onednn_prepack
 from same import SCORE, same_objects
@@ -53,7 +53,7 @@ def fp32(model: Path, **options: Any) -> package.Classifier:
     return package.Classifier(model, precision="fp32", **options)
 
 
-class Heard(Listener):
+class Heard(Callbacks):
     """Keeps warnings."""
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ def test_zero_shot_and_texts_take_turns(tmp_path: Path) -> None:
 
 def test_a_model_that_names_no_entailment_is_used_with_a_warning_and_one_output_not_at_all(tmp_path: Path) -> None:
     heard = Heard()
-    with fp32(save_classifier(tmp_path / "two", ["no", "yes"]), listener=heard) as classifier:
+    with fp32(save_classifier(tmp_path / "two", ["no", "yes"]), callbacks=heard) as classifier:
         assert classifier("good", labels=["a", "b"])["sequence"] == "good"
     assert any("no label of the model begins with 'entail'" in said for said in heard.warnings)
     with fp32(save_classifier(tmp_path / "one", ["yes"])) as classifier, pytest.raises(ModelError, match="zero-shot"):
@@ -301,7 +301,7 @@ def test_any_pair_of_strings_has_the_pipelines_answer(
 
 def test_what_cannot_be_encoded_is_counted_aloud(tmp_path: Path) -> None:
     heard = Heard()
-    with fp32(save_classifier(tmp_path, ["a", "b"]), listener=heard) as classifier:
+    with fp32(save_classifier(tmp_path, ["a", "b"]), callbacks=heard) as classifier:
         found = classifier(["good", "\ud800", None, "bad"])
         assert [answer["label"] is None for answer in found] == [False, True, True, False]
         assert found[1] == {"label": None, "score": None}

@@ -104,7 +104,7 @@ def results(output: Path) -> dict[str, Any]:
         "files": {path.relative_to(output.parent).as_posix(): sha256(path) for path in files},
         "shards": said["shards"],
         "journal": said["journal"],
-        "tally": said["record"]["tally"],
+        "counts": said["record"]["counts"],
         "status": said["status"],
     }
 
@@ -140,8 +140,8 @@ def test_a_run_that_was_left_alone(alone: dict[str, dict[str, Any]], home: Path)
     assert table["text"].to_pylist() == [long_text(number) for number in range(ROWS)]
     assert len(shards) >= 4
     assert pa.concat_tables(shards).equals(table)
-    assert alone["results.parquet"]["tally"]["num_empty"] == sum(not long_text(number) for number in range(ROWS))
-    assert alone["results.csv"]["tally"]["num_errors"] == 1
+    assert alone["results.parquet"]["counts"]["num_empty"] == sum(not long_text(number) for number in range(ROWS))
+    assert alone["results.csv"]["counts"]["num_errors"] == 1
 
 
 # --- the campaign ---------------------------------------------------------------------------------------------------

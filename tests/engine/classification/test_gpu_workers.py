@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DeviceError
 from brimful.core.options import ClassifyOptions
 from brimful.data.tokens.encoder import Tokens
-from brimful.engine.classification.gpu_workers import Fleet, job_of, other_gpus
+from brimful.engine.classification.gpu_workers import GpuWorkers, job_of, other_gpus
 from brimful.engine.classification.runner import Runner, check_model, make_runner
 from brimful.levers.precision import choose_precision
 from tiny_files import review, save_classifier
@@ -22,7 +22,7 @@ from tiny_files import review, save_classifier
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, ClassifyOptions, list[Tokens]]:
-    model = save_classifier(tmp_path_factory.mktemp("fleet") / "m", ["a", "b", "c"])
+    model = save_classifier(tmp_path_factory.mktemp("gpu_workers") / "m", ["a", "b", "c"])
     options = ClassifyOptions(model=str(model), data="", device="cpu", precision="fp32")
     checked = check_model(options)
     windows = [checked.encoder.encode([review(i % 2 == 0, i + j) * (1 + i % 3) for i in range(20)]) for j in range(6)]
@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, ClassifyOpti
         sample=windows[0],
         num_tokens=0,
         packing_wanted=True,
-        listener=Listener(),
+        callbacks=Callbacks(),
     )
     return runner, options, windows
 
@@ -41,25 +41,25 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, ClassifyOpti
 def test_windows_keep_their_order(made: tuple[Runner, ClassifyOptions, list[Tokens]]) -> None:
     """Those before the other process is ready are computed here; then each takes what the other has no hands for."""
     runner, options, windows = made
-    with Fleet(runner, job_of(runner, options, windows[0], 0), [{"OMP_NUM_THREADS": "1"}]) as fleet:
-        assert len(fleet) == 2
-        assert fleet.num_ready == 1
-        assert np.array_equal(fleet.submit(windows[1]).result(), runner.submit(windows[1]).result())
-        assert fleet._others[0].ready.wait(240)
-        results = [fleet.submit(window) for window in windows]
-        assert fleet._under_way == {0: 3, 1: 3}
-        assert (fleet.num_ready, fleet.num_used) == (2, 2)
+    with GpuWorkers(runner, job_of(runner, options, windows[0], 0), [{"OMP_NUM_THREADS": "1"}]) as gpu_workers:
+        assert len(gpu_workers) == 2
+        assert gpu_workers.num_ready == 1
+        assert np.array_equal(gpu_workers.submit(windows[1]).result(), runner.submit(windows[1]).result())
+        assert gpu_workers._others[0].ready.wait(240)
+        results = [gpu_workers.submit(window) for window in windows]
+        assert gpu_workers._under_way == {0: 3, 1: 3}
+        assert (gpu_workers.num_ready, gpu_workers.num_used) == (2, 2)
         for window, result in zip(windows, results, strict=True):
             assert np.allclose(result.result(), runner.submit(window).result(), atol=1e-6)
             assert result.busy_s > 0
-        assert fleet._under_way.total() == 0
+        assert gpu_workers._under_way.total() == 0
 
 
 def test_windows_larger_than_what_a_socket_holds(made: tuple[Runner, ClassifyOptions, list[Tokens]]) -> None:
     runner, options, windows = made
     large = Tokens.join([windows[0]] * 1500)
-    with Fleet(runner, job_of(runner, options, windows[0], 0), [{"OMP_NUM_THREADS": "1"}]) as fleet:
-        member: Any = fleet._others[0]
+    with GpuWorkers(runner, job_of(runner, options, windows[0], 0), [{"OMP_NUM_THREADS": "1"}]) as gpu_workers:
+        member: Any = gpu_workers._others[0]
         results = [member.submit(large) for _ in range(4)]
         for result in results:
             assert result.future.result(timeout=240).logits_NC.shape == (30000, 3)
@@ -67,10 +67,12 @@ def test_windows_larger_than_what_a_socket_holds(made: tuple[Runner, ClassifyOpt
 
 def test_a_process_that_ended_is_told(made: tuple[Runner, ClassifyOptions, list[Tokens]], tmp_path: Path) -> None:
     runner, options, windows = made
-    with Fleet(runner, job_of(runner, options, windows[0], 0), [{"PYTHONPATH": str(tmp_path), "PATH": ""}]) as fleet:
-        fleet._others[0]._process.kill()
-        assert fleet._others[0].ready.wait(60)
-        results = [fleet.submit(window) for window in windows[:2]]
+    with GpuWorkers(
+        runner, job_of(runner, options, windows[0], 0), [{"PYTHONPATH": str(tmp_path), "PATH": ""}]
+    ) as gpu_workers:
+        gpu_workers._others[0]._process.kill()
+        assert gpu_workers._others[0].ready.wait(60)
+        results = [gpu_workers.submit(window) for window in windows[:2]]
         assert results[0].result().shape == (20, 3)
         with pytest.raises(DeviceError, match="ended before its work was done"):
             results[1].result()
@@ -81,9 +83,9 @@ def test_why_a_process_did_not_start_is_told(
 ) -> None:
     runner, options, windows = made
     job = job_of(runner, dataclasses.replace(options, model=str(tmp_path / "nowhere")), windows[0], 0)
-    with Fleet(runner, job, [{"OMP_NUM_THREADS": "1"}]) as fleet:
-        assert fleet._others[0].ready.wait(240)
-        results = [fleet.submit(window) for window in windows[:2]]
+    with GpuWorkers(runner, job, [{"OMP_NUM_THREADS": "1"}]) as gpu_workers:
+        assert gpu_workers._others[0].ready.wait(240)
+        results = [gpu_workers.submit(window) for window in windows[:2]]
         assert results[0].result().shape == (20, 3)
         with pytest.raises(DeviceError, match="there is no folder"):
             results[1].result()

@@ -63,7 +63,8 @@ def test_every_family(
 
 
 class _ReadsForLongTexts(nn.Module):
-    """As a model of its own code may: a Linear layer that is called, but for more tokens than the proof's."""
+    """As a model of its own code may: a Linear layer that is called, but for more tokens than the equivalence
+    check's."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()

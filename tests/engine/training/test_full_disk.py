@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import brimful
 from brimful.core import atomic_files
-from brimful.core.callbacks import Listener, Progress
+from brimful.core.callbacks import Callbacks, Progress
 from brimful.core.errors import DiskFullError, OutputError
 from brimful.core.units import bytes_text
 from brimful.engine.training.checkpoint import newest_whole
@@ -28,7 +28,7 @@ WORDS = [word for name, value in OPTIONS.items() for word in ("--" + name.replac
 LITTLE = 24 << 10
 
 
-class Filler(Listener):
+class Filler(Callbacks):
     """Fills the disk up to LITTLE after one step, frees it after another, and keeps what it hears."""
 
     def __init__(self, folder: Path, full_after: int, free_after: int | None = None) -> None:
@@ -111,7 +111,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
 ) -> None:
     output = disk("80m") / "run"
     filler = Filler(output.parent, full_after=5, free_after=8)
-    brimful.train(rows, model=model, output=output, listener=filler, **OPTIONS)
+    brimful.train(rows, model=model, output=output, callbacks=filler, **OPTIONS)
     [warning] = filler.warnings
     assert warning.startswith("no checkpoint after step 6: cannot write ")
     assert "No space left on device" in warning
@@ -126,7 +126,7 @@ def test_full_at_the_end(model: Path, rows: Path, alone: Path, disk: Callable[[s
     output = disk("80m") / "run"
     filler = Filler(output.parent, full_after=7)
     with pytest.raises(DiskFullError, match="No space left on device") as caught:
-        brimful.train(rows, model=model, output=output, listener=filler, **OPTIONS)
+        brimful.train(rows, model=model, output=output, callbacks=filler, **OPTIONS)
     assert caught.value.exit_code == 4
     assert caught.value.hint is not None
     assert "--resume" in caught.value.hint
@@ -152,7 +152,7 @@ def test_the_best_model_that_could_not_be_saved(model: Path, rows: Path, disk: C
     shutil.rmtree(output)
     output = output.with_name("run")
     filler = Filler(output.parent, full_after=best, free_after=best + 1)
-    run = brimful.train(rows, model=model, output=output, listener=filler, **options)
+    run = brimful.train(rows, model=model, output=output, callbacks=filler, **options)
     assert f"no checkpoint after step {best}" in filler.warnings[0]
     assert len(filler.warnings) == 1
     del losses[best]

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 import brimful
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.errors import NonFiniteError
-from brimful.data.batches.batch import Order
+from brimful.data.batches.batch import Sampler
 from brimful.engine.training.checkpoint import load_checkpoint
 from runs import POISON, Runner, checkpoints, events, texts, write_rows
 
@@ -23,7 +23,7 @@ SIZES = {"max_length": 48, "batch_size": 8, "learning_rate": 1e-3, "lr_scheduler
 NO_LOSS, NO_GRADIENT = 1e30, 1.5e19
 
 
-class Warnings(Listener):
+class Warnings(Callbacks):
     def __init__(self) -> None:
         self.said: list[str] = []
 
@@ -43,11 +43,11 @@ def train(rows: Path, model: Path, output: Path, **more: Any) -> tuple[brimful.R
     """All rows are trained on, so that sample i is row i + 1."""
     heard = Warnings()
     options = SIZES | {"eval_split": 0.0, "num_train_epochs": 1.0} | more
-    return brimful.train(rows, model=model, output=output, listener=heard, **options), heard
+    return brimful.train(rows, model=model, output=output, callbacks=heard, **options), heard
 
 
-def order(number: int) -> Order:
-    return Order(num_samples=number, batch_size=8, seed=42)
+def order(number: int) -> Sampler:
+    return Sampler(num_samples=number, batch_size=8, seed=42)
 
 
 def test_the_row_is_named_on_the_terminal_and_in_the_record(

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import brimful
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.errors import OutputError
 from brimful.engine.signals import StopSignals
 from brimful.engine.training.checkpoint import load_checkpoint
@@ -554,10 +554,10 @@ def test_a_run_that_another_process_made_meanwhile_is_not_overwritten(
 ) -> None:
     """It was not there when this one looked first, and it is finished, and its lock free, when this one begins."""
 
-    class Slow(Listener):
+    class Slow(Callbacks):
         def data(self, report: object) -> None:
             assert start("epochs").code == 0
 
     with pytest.raises(OutputError, match="already holds a run"):
-        brimful.train(rows, model=model, output=tmp_path / "run", listener=Slow())
+        brimful.train(rows, model=model, output=tmp_path / "run", callbacks=Slow())
     assert learned(tmp_path / "run")["status"] == "finished"

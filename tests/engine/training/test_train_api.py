@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import brimful
-from brimful.core.callbacks import Listener, Progress
+from brimful.core.callbacks import Callbacks, Progress
 from brimful.core.errors import OptionError
 from runs import contents, events, learned, save_tiny_model, single_label_rows, texts, write_rows
 from tolerances import MODEL_FP32, RUN_LOSS_FP32, difference
@@ -154,7 +154,7 @@ def test_tensorboard_has_what_the_log_has(model: Path, rows: Path, tmp_path: Pat
 
 
 def test_a_listener_hears_the_run(model: Path, rows: Path, tmp_path: Path) -> None:
-    class Heard(Listener):
+    class Heard(Callbacks):
         steps: list[int] = []
         evaluated_after: list[int] = []
 
@@ -165,7 +165,7 @@ def test_a_listener_hears_the_run(model: Path, rows: Path, tmp_path: Path) -> No
             self.evaluated_after.append(step)
 
     heard = Heard()
-    brimful.train(rows, model=model, output=tmp_path / "run", listener=heard, **SIZES | {"logging_steps": 4})
+    brimful.train(rows, model=model, output=tmp_path / "run", callbacks=heard, **SIZES | {"logging_steps": 4})
     assert (heard.steps, heard.evaluated_after) == ([4, 8], [7, 10])
 
 

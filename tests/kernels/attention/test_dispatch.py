@@ -83,7 +83,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def by_formula(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
     """Attention of each segment and head on its own, as papers write it."""
-    offsets = segments.offsets_N.tolist()
+    offsets = segments.cu_seqlens_N.tolist()
     repeats = q_HTD.shape[0] // k_KTD.shape[0]
     heads = []
     for head in range(q_HTD.shape[0]):

@@ -63,7 +63,7 @@ def by_formula(given: list[Tensor], segments: Segments, tables: str, dropout: fl
     """Each segment on its own, its scores as the docstring of `RelativeBias` has them."""
     q, k, v, keys, queries, bias = given
     outputs = []
-    for start, end in itertools.pairwise(segments.offsets_N.tolist()):
+    for start, end in itertools.pairwise(segments.cu_seqlens_N.tolist()):
         place_L = torch.arange(end - start)
         bucket_LL = buckets(segments)[place_L - place_L[:, None] + segments.max_length]
         scores = q[:, start:end] @ k[:, start:end].transpose(1, 2) * SCALE
@@ -139,7 +139,7 @@ def kernel(given: list[Tensor], segments: Segments, tables: str, dropout: float 
     bias = bias_of(given, segments, tables)
     return relative_attention_HTD(
         *given[:3],
-        segments.offsets_N,
+        segments.cu_seqlens_N,
         keys_HRD=bias.keys_HRD,
         queries_HRD=bias.queries_HRD,
         bias_HR=bias.bias_HR,
@@ -171,7 +171,7 @@ def test_what_one_sequence_holds_reaches_no_other() -> None:
 def test_the_compiler_is_told_of_the_shapes() -> None:
     segments = row([3, 2])
     q, k, v, keys, queries, bias = (x.float().requires_grad_() for x in tensors(segments))
-    arguments = (q, k, v, keys, queries, bias, buckets(segments), segments.offsets_N, SEED, 4, SCALE, 0.0)
+    arguments = (q, k, v, keys, queries, bias, buckets(segments), segments.cu_seqlens_N, SEED, 4, SCALE, 0.0)
     torch.library.opcheck(
         attend, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
     )
@@ -184,7 +184,7 @@ def test_what_it_refuses() -> None:
         kernel(given, segments, "")
     with pytest.raises(ValueError, match="8 distances do not reach over segments of 5 tokens"):
         relative_attention_HTD(
-            *given[:3], segments.offsets_N, keys_HRD=given[3], queries_HRD=None, bias_HR=None,
+            *given[:3], segments.cu_seqlens_N, keys_HRD=given[3], queries_HRD=None, bias_HR=None,
             bucket_W=buckets(segments), max_length=5, scale=SCALE,
         )  # fmt: skip
 

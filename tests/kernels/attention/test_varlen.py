@@ -33,7 +33,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, sof
     weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), -1)
     if p:
         kept_HTL = kept_mask_PRC(SEED, len(q), q.shape[1], SHAPE.max_length, p)
-        column_T = place_T - segments.offsets_N.long()[segments.segment_T]
+        column_T = place_T - segments.cu_seqlens_N.long()[segments.segment_T]
         weights = torch.where(kept_HTL.gather(2, column_T.expand_as(weights)), weights / (1 - p), 0.0)
     return weights @ v
 
@@ -47,10 +47,10 @@ def test_equal_to_plain_attention(causal: bool, window: int | None, softcap: flo
     q, k, v, g = (torch.randn(160, 2, 16, generator=generator).transpose(0, 1) for _ in range(4))
     ours = [x.clone().requires_grad_(True) for x in (q, k, v)]
     twins = [x.double().requires_grad_(True) for x in (q, k, v)]
-    offsets_N = make_segments(LENGTHS, SHAPE).offsets_N
+    cu_seqlens_N = make_segments(LENGTHS, SHAPE).cu_seqlens_N
     out = varlen_attention_HTD(
         *ours,
-        offsets_N,
+        cu_seqlens_N,
         max_length=SHAPE.max_length,
         scale=0.25,
         causal=causal,
@@ -98,7 +98,7 @@ def test_long_segments_in_half_precision(
     twins = [x.double().requires_grad_(True) for x in (q, k, v)]
     out = varlen_attention_HTD(
         *ours,
-        make_segments(LENGTHS, SHAPE).offsets_N,
+        make_segments(LENGTHS, SHAPE).cu_seqlens_N,
         max_length=SHAPE.max_length,
         typical_length=200,
         scale=0.25,

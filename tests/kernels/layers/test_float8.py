@@ -113,12 +113,12 @@ def layer(kind: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor], list
 
 def attention() -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]:
     lengths = [*LENGTHS, T - sum(LENGTHS)]
-    offsets_N = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    cu_seqlens_N = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     segment_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
     def ours(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         settings = (SHAPE.max_length, 30, 0.25, False, 0, 0.0, 0.0)
-        return postnorm_ops.projected_attention(x, w.chunk(3), b.chunk(3), offsets_N, HEADS, settings)
+        return postnorm_ops.projected_attention(x, w.chunk(3), b.chunk(3), cu_seqlens_N, HEADS, settings)
 
     def plain(linear: Callable[..., Tensor], x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         q, k, v = linear(x[0], w, b).view(T, 3, HEADS, -1).transpose(0, 2).unbind(1)
@@ -215,9 +215,9 @@ def test_weights_that_do_not_fit_side_by_side_are_not_kept() -> None:
     plan = Plan()
     with plan.active():
         settings = (SHAPE.max_length, 30, 0.25, False, 0, 0.0, 0.0)
-        offsets_N = torch.tensor([0, T], dtype=torch.int32)
+        cu_seqlens_N = torch.tensor([0, T], dtype=torch.int32)
         postnorm_ops.projected_attention(
-            x, [each.clone() for each in w.chunk(3)], b.chunk(3), offsets_N, HEADS, settings
+            x, [each.clone() for each in w.chunk(3)], b.chunk(3), cu_seqlens_N, HEADS, settings
         )
     assert not plan._copies
     with plan.active():

@@ -125,9 +125,9 @@ def check_attention(
 ) -> None:
     seed = seed_of(case)
     segments = make_segments(LENGTHS, SHAPE)
-    offsets_N = segments.offsets_N.to(case.device)
+    cu_seqlens_N = segments.cu_seqlens_N.to(case.device)
     same_TT = segments.segment_T[:, None] == segments.segment_T
-    column_T = torch.arange(T) - segments.offsets_N.long()[segments.segment_T]
+    column_T = torch.arange(T) - segments.cu_seqlens_N.long()[segments.segment_T]
     kept_HTT = kept_mask_PRC(seed, HEADS, T, SHAPE.max_length, p).gather(2, column_T.expand(HEADS, T, T))
 
     def plain(x: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def check_attention(
         apart = (lambda t: t.chunk(3)) if adjacent else (lambda t: [each.clone() for each in t.chunk(3)])
         biases = apart(offset) if bias else (None, None, None)
         settings = (SHAPE.max_length, typical_length, 0.25, False, 0, 0.0, p)
-        return postnorm_ops.projected_attention(x, apart(weight), biases, offsets_N, HEADS, settings)
+        return postnorm_ops.projected_attention(x, apart(weight), biases, cu_seqlens_N, HEADS, settings)
 
     weight, offset = case.linear(H, 3 * H)
     if not bias:

@@ -114,8 +114,8 @@ def check_attention(
     """window: a token sees those nearer than this. packed: one weight for all projections, else three."""
     seed, size = seed_of(case), 16
     segments = make_segments([5, 24, 1], SHAPE)
-    offsets_N = segments.offsets_N.to(case.device)
-    column_T = torch.arange(T) - segments.offsets_N.long()[segments.segment_T]
+    cu_seqlens_N = segments.cu_seqlens_N.to(case.device)
+    column_T = torch.arange(T) - segments.cu_seqlens_N.long()[segments.segment_T]
     distance_TT = column_T[:, None] - column_T
     seen_TT = segments.segment_T[:, None] == segments.segment_T
     if causal:
@@ -139,7 +139,7 @@ def check_attention(
         settings = (SHAPE.max_length, 30, 0.25, causal, window, 0.0, p)
         cos, sin = angles_TD[:, None].to(case.device)
         return pre.rotary_attention(
-            x, weights, [None] * len(weights), gains or (None, None), (EPS, 2 * EPS), cos, sin, offsets_N, queries,
+            x, weights, [None] * len(weights), gains or (None, None), (EPS, 2 * EPS), cos, sin, cu_seqlens_N, queries,
             keys, size, settings,
         )  # fmt: skip
 

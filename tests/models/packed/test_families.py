@@ -1,4 +1,5 @@
-"""Families run packed: equal to their plain forward, admitted by the proof, refused where something is forgotten."""
+"""Families run packed: equal to their plain forward, admitted by the equivalence check, refused where something is
+forgotten."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from brimful.kernels.attention.dispatch import Attention, Pattern
 from brimful.kernels.layout import PackedShape, Segments, packed_inputs, padded_inputs
 from brimful.models.packed import equivalence, packed_forward
 from brimful.models.packed.check_inputs import one_layer_of_each_kind
-from brimful.models.packed.equivalence import Proof, prove
+from brimful.models.packed.equivalence import Equivalence, check_equivalence
 from brimful.models.packed.packed_forward import PackedExecution, PaddedExecution
 from plain import gradient, padded
 from tiny import FAMILIES, LONGEST, VOCABULARY, Family, pair_types, sequences
@@ -29,8 +30,8 @@ CPU = torch.device("cpu")
 LENGTHS = [5, 17, LONGEST, 1, 2, 31]
 
 
-def prove_here(model: Any, *, max_length: int = LONGEST, precision: str = "fp32", cache: bool = False) -> Proof:
-    return prove(model, max_length=max_length, device=CPU, precision=precision, cache=cache)
+def check_here(model: Any, *, max_length: int = LONGEST, precision: str = "fp32", cache: bool = False) -> Equivalence:
+    return check_equivalence(model, max_length=max_length, device=CPU, precision=precision, cache=cache)
 
 
 # --- equality -------------------------------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ def test_packed_is_plain(name: str, short: bool, spread: float) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_proof_admits(name: str, precision: str) -> None:
     family = FAMILIES[name]
-    found = prove_here(family.model(initializer_range=0.02), precision=precision)
+    found = check_here(family.model(initializer_range=0.02), precision=precision)
     assert found.packed, found.reason
     assert found.independent
     assert found.form == family.form
@@ -129,7 +130,7 @@ def test_what_attention_forgets_is_found(
 ) -> None:
     model = FAMILIES[name].model(initializer_range=0.3)  # as trained: scores of never trained weights are all alike
     wrapped(monkeypatch, changed_pattern(**forgotten), kernel_only=kernel_only)
-    found = prove_here(model)
+    found = check_here(model)
     assert not found.packed
     assert found.independent
     assert ("kernel in fp32 is" if kernel_only else "packed logits differ from the plain ones by") in found.reason
@@ -140,8 +141,8 @@ def test_a_window_matters_only_beyond_it(monkeypatch: pytest.MonkeyPatch, kernel
     """A window of 128 that is forgotten is right for 60 tokens, and wrong for 300."""
     model = FAMILIES["modernbert"].model(local_attention=128, max_position_embeddings=512)
     wrapped(monkeypatch, changed_pattern(window=None), kernel_only=kernel_only)
-    assert prove_here(model, max_length=60).packed
-    assert not prove_here(model, max_length=300).packed
+    assert check_here(model, max_length=60).packed
+    assert not check_here(model, max_length=300).packed
 
 
 def test_sequences_that_see_their_neighbours_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +156,7 @@ def test_sequences_that_see_their_neighbours_are_found(monkeypatch: pytest.Monke
     execution_reference = packed_forward.reference_attention
     wrapped(monkeypatch, blind, kernel_only=False)
     for name in ("bert", "llama"):
-        assert not prove_here(FAMILIES[name].model()).packed
+        assert not check_here(FAMILIES[name].model()).packed
 
 
 def _gradient_lost(tensor: str) -> Callable[[Attention], Attention]:
@@ -192,7 +193,7 @@ def test_a_wrong_gradient_is_found(
 ) -> None:
     model = FAMILIES[name].model()
     wrapped(monkeypatch, change, kernel_only=kernel_only)
-    found = prove_here(model)
+    found = check_here(model)
     assert not found.packed
     assert "gradient" in found.reason or "kernel in fp32" in found.reason
 
@@ -200,13 +201,13 @@ def test_a_wrong_gradient_is_found(
 def test_a_sequence_that_fails_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails_alone(attend: Attention) -> Attention:
         def run(q: Tensor, k: Tensor, v: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
-            alone = int((segments.offsets_N.diff()[:2] > 0).sum()) == 1
+            alone = int((segments.cu_seqlens_N.diff()[:2] > 0).sum()) == 1
             return attend(q, k, v, segments, pattern) * (float("nan") if alone else 1.0)
 
         return run
 
     wrapped(monkeypatch, fails_alone, kernel_only=False)
-    assert not prove_here(FAMILIES["bert"].model()).packed
+    assert not check_here(FAMILIES["bert"].model()).packed
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
@@ -215,12 +216,12 @@ def test_a_head_of_zeros_hides_nothing(monkeypatch: pytest.MonkeyPatch, name: st
     model = FAMILIES[name].model()
     head = model.score if name == "llama" else model.classifier
     torch.nn.init.zeros_(head.weight)
-    found = prove_here(model)
+    found = check_here(model)
     assert found.packed
     assert found.pooling == FAMILIES[name].pooling
     assert not head.weight.any()
     wrapped(monkeypatch, changed_pattern(scale=1.0), kernel_only=False)
-    assert not prove_here(model).packed
+    assert not check_here(model).packed
 
 
 _SMALL = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -248,7 +249,7 @@ _SMALL = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "
 )
 def test_refused_with_a_reason(config: str, settings: dict[str, Any], independent: bool, reason: str) -> None:
     model = Family(config=config, settings=_SMALL | settings).model()
-    found = prove_here(model)
+    found = check_here(model)
     assert not found.packed
     assert found.independent is independent
     assert reason in found.reason
@@ -258,9 +259,9 @@ def test_refused_with_a_reason(config: str, settings: dict[str, Any], independen
 def test_a_model_whose_layers_differ_by_number_is_tried_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FAMILIES["gpt2"].model(n_layer=3, scale_attn_by_inverse_layer_idx=True)
     assert len(one_layer_of_each_kind(model).transformer.h) == 3
-    assert prove_here(model).packed
+    assert check_here(model).packed
     wrapped(monkeypatch, changed_pattern(scale=0.5), kernel_only=False)  # right for the first layer alone
-    assert not prove_here(model).packed
+    assert not check_here(model).packed
 
 
 @pytest.mark.parametrize(
@@ -303,7 +304,7 @@ def test_encoder_decoders_run_padded_and_may_be_split() -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config).eval()
-    found = prove_here(model)
+    found = check_here(model)
     assert not found.packed
     assert found.independent
     ids = [np.append(sequence, 4) for sequence in sequences([6, 3])]
@@ -312,7 +313,7 @@ def test_encoder_decoders_run_padded_and_may_be_split() -> None:
     assert difference(PaddedExecution(model)(rows)[:2], expected) < MODEL_FP32
 
 
-# --- the proof leaves things as they were, and remembers ------------------------------------------------------------
+# --- the equivalence check leaves things as they were, and remembers -------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "modernbert", "albert", "deberta-v2", "mpnet"])
@@ -330,7 +331,7 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
 
     torch.manual_seed(3)
     before, weights = state(), copy.deepcopy(model.state_dict())
-    assert prove_here(model, precision="bf16").packed
+    assert check_here(model, precision="bf16").packed
     assert state() == before
     assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
     assert torch.get_float32_matmul_precision() == "highest"
@@ -348,20 +349,20 @@ def files(cache: Path) -> int:
 
 def test_a_proof_is_remembered(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = FAMILIES["bert"].model()
-    first = prove_here(model, cache=True)
+    first = check_here(model, cache=True)
     assert first.packed
     assert files(cache) == 1
-    monkeypatch.setattr(equivalence, "_prove", lambda *_: 1 / 0)  # would be a refusal
-    assert prove_here(model, cache=True) == first
+    monkeypatch.setattr(equivalence, "_check", lambda *_: 1 / 0)  # would be a refusal
+    assert check_here(model, cache=True) == first
     other = FAMILIES["bert"].model(seed=5)  # other weights, other names of labels: the same architecture
     other.config.id2label, other.config.label2id = {0: "x", 1: "y", 2: "z"}, {"x": 0, "y": 1, "z": 2}
     other.config._name_or_path = "elsewhere"
-    assert prove_here(other, cache=True) == first
+    assert check_here(other, cache=True) == first
     assert model.config._attn_implementation != packed_forward.PACKED
 
 
 def test_refusals_are_remembered_and_accidents_are_not(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not prove_here(Family(config="FNetConfig", settings=_SMALL).model(), cache=True).packed
+    assert not check_here(Family(config="FNetConfig", settings=_SMALL).model(), cache=True).packed
     assert files(cache) == 1
 
     def fall(*_: Any) -> Any:
@@ -369,12 +370,12 @@ def test_refusals_are_remembered_and_accidents_are_not(cache: Path, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(equivalence, "_kernel_error", fall)
-        found = prove_here(FAMILIES["bert"].model(), cache=True)
+        found = check_here(FAMILIES["bert"].model(), cache=True)
     assert not found.packed
     assert found.reason.startswith("bert could not be tried: RuntimeError: CUDA out of memory")
     assert "\n" not in found.reason
     assert files(cache) == 1
-    assert prove_here(FAMILIES["bert"].model(), cache=True).packed
+    assert check_here(FAMILIES["bert"].model(), cache=True).packed
 
 
 def kept(model: Any) -> Path | None:
@@ -383,7 +384,7 @@ def kept(model: Any) -> Path | None:
 
 def test_what_a_proof_depends_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def here(model: Any, max_length: int = LONGEST, precision: str = "fp32") -> None:
-        prove_here(model, max_length=max_length, precision=precision, cache=True)
+        check_here(model, max_length=max_length, precision=precision, cache=True)
 
     bert = FAMILIES["bert"].model()
     here(bert)
@@ -409,21 +410,21 @@ def test_what_a_proof_depends_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{}", b"[1]", b'"x"', b'{"packed": true, "unknown": 1}'])
 def test_a_torn_memory_is_proved_anew(cache: Path, content: bytes) -> None:
     model = FAMILIES["bert"].model()
-    first = prove_here(model, cache=True)
+    first = check_here(model, cache=True)
     [path] = cache.iterdir()
     path.write_bytes(content)
-    assert prove_here(model, cache=True) == first
-    assert prove_here(model, cache=True) == first
+    assert check_here(model, cache=True) == first
+    assert check_here(model, cache=True) == first
 
 
 def test_nothing_is_kept_where_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = FAMILIES["bert"].model()
     (tmp_path / "a file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
-    assert prove_here(model, cache=True).packed
+    assert check_here(model, cache=True).packed
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", _no_home)
-    assert prove_here(model, cache=True).packed
+    assert check_here(model, cache=True).packed
 
 
 def _no_home() -> Path:
@@ -431,5 +432,5 @@ def _no_home() -> Path:
 
 
 def test_without_the_cache_nothing_is_written(cache: Path) -> None:
-    assert prove_here(FAMILIES["bert"].model(), cache=False).packed
+    assert check_here(FAMILIES["bert"].model(), cache=False).packed
     assert files(cache) == 0

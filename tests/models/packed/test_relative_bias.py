@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from brimful.kernels.attention.dispatch import relative_attention
 from brimful.kernels.layout import PackedInputs, PackedShape, Segments, packed_inputs
 from brimful.models.packed import packed_forward
-from brimful.models.packed.equivalence import prove
+from brimful.models.packed.equivalence import check_equivalence
 from brimful.models.packed.packed_forward import PackedExecution, PackedForm, PaddedExecution
 from brimful.models.packed.relative_bias import farthest_bucket
 from plain import gradient, padded
@@ -148,7 +148,9 @@ def test_a_bias_that_is_forgotten_or_wrong_far_away_is_found(
     model = FAMILIES[name].model(initializer_range=0.3, max_position_embeddings=300, position_buckets=128)
     monkeypatch.setattr(packed_forward, "_attend", wrong)
     for max_length in (40, 200):
-        found = prove(model, max_length=max_length, device=torch.device("cpu"), precision="fp32", cache=False)
+        found = check_equivalence(
+            model, max_length=max_length, device=torch.device("cpu"), precision="fp32", cache=False
+        )
         assert found.packed is (lost == "far" and max_length == 40), found.reason
 
 
@@ -169,7 +171,7 @@ def test_a_bias_that_is_forgotten_or_wrong_far_away_is_found(
 def test_forms_of_deberta_v2(settings: dict[str, Any], admitted: bool, precision: str) -> None:
     base = FAMILIES["deberta-v2-convolution"].settings | {"conv_kernel_size": 0} | settings
     model = Family(config="DebertaV2Config", settings=base).model()
-    found = prove(model, max_length=LONGEST, device=torch.device("cpu"), precision=precision, cache=False)
+    found = check_equivalence(model, max_length=LONGEST, device=torch.device("cpu"), precision=precision, cache=False)
     assert found.packed is admitted, found.reason
 
 

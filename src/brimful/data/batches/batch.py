@@ -295,7 +295,7 @@ def make_batch(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class Sampler:
     """Which samples each effective batch has: shuffled anew each epoch, the last batch of an epoch ragged.
 
     A function of (seed, epoch, position) alone: there is no state to save, and resuming costs nothing.

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brimful.data.batches.batch import Batch, Layout, Order, make_batch
+from brimful.data.batches.batch import Batch, Layout, Sampler, make_batch
 from brimful.data.tokens.augment import Augmenter, Encoded, worker_errors
 from brimful.data.tokens.encoder import Tokens
 from brimful.tasks.task import Task
@@ -44,7 +44,7 @@ class Source:
         targets_N: np.ndarray,
         task: Task,
         layout: Layout,
-        order: Order,
+        order: Sampler,
         *,
         augmenter: Augmenter | None = None,
         texts: Callable[[np.ndarray], tuple[list[str], list[str] | None]] | None = None,

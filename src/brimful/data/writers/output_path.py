@@ -20,7 +20,7 @@ _LONGEST_NAME = 255
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class OutputPath:
     """One file, or a folder of shards.
 
     path: the file or the folder. form: of the file, or of each shard. single: it is one file.
@@ -47,20 +47,20 @@ def is_manifest(path: Path) -> bool:
     return path.name == MANIFEST or (path != beside and beside.exists())
 
 
-def place_of(path: Path) -> Place:
+def place_of(path: Path) -> OutputPath:
     """What `path` asks for: by its suffix a file, without one a folder; what is a folder already stays one.
 
     Raises: OptionError for a suffix of a form that cannot be written.
     """
     form = form_of(path)
     if path.is_dir() or not path.suffix:
-        return Place(path=path, form=PARQUET, single=False)
+        return OutputPath(path=path, form=PARQUET, single=False)
     if form is None:
         raise OptionError(
             f"--output {path_text(path)}: no form of file is known by the suffix '{printable(path.suffix)}'",
             hint=f"use {FORMS}; or a name without a suffix, for a folder of Parquet files",
         )
-    return Place(path=path, form=form, single=True)
+    return OutputPath(path=path, form=form, single=True)
 
 
 def check_output(path: Path, data: str, files: Iterable[Path] = ()) -> None:
@@ -87,7 +87,7 @@ def check_output(path: Path, data: str, files: Iterable[Path] = ()) -> None:
     _check_not_matched(place, data)
 
 
-def _check_apart(place: Place, file: Path) -> None:
+def _check_apart(place: OutputPath, file: Path) -> None:
     """That `place` is neither a file of the input, nor a folder that holds one, nor in a folder that is the input."""
     try:
         given, ours = file.resolve(), place.path.resolve()
@@ -109,7 +109,7 @@ def _check_apart(place: Place, file: Path) -> None:
         raise OptionError(f"{shown} holds {path_text(file)}, which is read", hint="use a new folder")
 
 
-def _check_not_matched(place: Place, data: str) -> None:
+def _check_not_matched(place: OutputPath, data: str) -> None:
     """That a glob does not match what is written: the run would read it when it is resumed or repeated."""
     if not any(character in data for character in "*?["):
         return

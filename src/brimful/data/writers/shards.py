@@ -29,7 +29,7 @@ import pyarrow as pa
 
 from brimful.core import atomic_files
 from brimful.core.atomic_files import path_text
-from brimful.core.classification import Classification, Tally
+from brimful.core.classification import Classification, Counts
 from brimful.core.errors import BrimfulError, OutputError, printable
 from brimful.core.manifest import Column, Manifest, Shard, changes, plain_identity, read_manifest
 from brimful.core.records import to_json
@@ -86,11 +86,11 @@ class ShardedOutput:
         return sum(shard.num_rows for shard in self._manifest.shards) + self._rows_in_shard()
 
     @property
-    def tally(self) -> Tally:
+    def counts(self) -> Counts:
         """What was counted of those rows."""
-        return sum((shard.tally for shard in self._manifest.shards), Tally()) + self._tally_in_shard()
+        return sum((shard.counts for shard in self._manifest.shards), Counts()) + self._tally_in_shard()
 
-    def write(self, table: pa.Table, tally: Tally) -> None:
+    def write(self, table: pa.Table, counts: Counts) -> None:
         """Append the next window of rows.
 
         Windows have the same rows however often a run is resumed. An empty one tells the columns where there are no
@@ -98,11 +98,11 @@ class ShardedOutput:
         """
         assert self._lock is not None
         assert self.finished is None
-        assert tally.num_rows == table.num_rows, f"{tally.num_rows} rows were counted of {table.num_rows}"
+        assert counts.num_rows == table.num_rows, f"{counts.num_rows} rows were counted of {table.num_rows}"
         table = self._checked(table)
         live = self._open_live()  # before the journal: a form that cannot hold the columns is no result to go on with
         if batches := table.combine_chunks().to_batches() if table.num_rows else []:
-            self._open_journal().write(batches, tally)
+            self._open_journal().write(batches, counts)
         self._append(live, batches)
         self._end_shard_if_full()
         if self._journal is not None and time.monotonic() - self._committed_s >= self._commit_s:
@@ -326,9 +326,9 @@ class ShardedOutput:
     def _rows_in_shard(self) -> int:
         return sum(shard.num_rows for shard in self._kept()) + (self._journal.num_rows if self._journal else 0)
 
-    def _tally_in_shard(self) -> Tally:
-        kept = sum((shard.tally for shard in self._kept()), Tally())
-        return kept + self._journal.tally if self._journal else kept
+    def _tally_in_shard(self) -> Counts:
+        kept = sum((shard.counts for shard in self._kept()), Counts())
+        return kept + self._journal.counts if self._journal else kept
 
     def _kept(self) -> list[Shard]:
         """Journals before the one that grows."""
@@ -381,7 +381,7 @@ class ShardedOutput:
             num_rows=self._rows_in_shard(),
             num_bytes=written.num_bytes,
             sha256=written.sha256,
-            tally=self._tally_in_shard(),
+            counts=self._tally_in_shard(),
         )
 
     def _discard_live(self) -> None:
@@ -415,16 +415,16 @@ class LineOutput:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.tally = Tally()
+        self.counts = Counts()
 
     @property
     def rows_done(self) -> int:
-        return self.tally.num_rows
+        return self.counts.num_rows
 
-    def write(self, table: pa.Table, tally: Tally) -> None:
+    def write(self, table: pa.Table, counts: Counts) -> None:
         self._stream.write("".join(f"{line}\n" for line in json_lines(table)))
         self._stream.flush()
-        self.tally += tally
+        self.counts += counts
 
     def finish(self, record: Classification) -> tuple[Path, ...]:
         """Nothing is left to do; there are no files."""

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from brimful.core import atomic_files
 from brimful.core.atomic_files import GrowingFile, Written
-from brimful.core.classification import Tally
+from brimful.core.classification import Counts
 from brimful.core.manifest import Shard
 from brimful.data.writers.row_files import Sink
 
@@ -23,12 +23,12 @@ from brimful.data.writers.row_files import Sink
 class Journal:
     """A file of answered rows that grows; `first_row` is the place of its first one in the input.
 
-    num_rows, tally: of all rows in it, safely on the disk or not. whole: no write was broken off.
+    num_rows, counts: of all rows in it, safely on the disk or not. whole: no write was broken off.
     Raises: DiskFullError or OutputError.
     """
 
     def __init__(self, path: Path, schema: pa.Schema, first_row: int) -> None:
-        self.num_rows, self.tally, self.whole = 0, Tally(), True
+        self.num_rows, self.counts, self.whole = 0, Counts(), True
         self._first_row = first_row
         with atomic_files.file_errors(path):
             self._file = GrowingFile(path)
@@ -39,14 +39,14 @@ class Journal:
     def path(self) -> Path:
         return self._file.path
 
-    def write(self, batches: list[pa.RecordBatch], tally: Tally) -> None:
+    def write(self, batches: list[pa.RecordBatch], counts: Counts) -> None:
         """Append rows. Where it is broken off, the journal is worth what it was at its last `sync`, and no more."""
         self.whole = False
         with atomic_files.file_errors(self.path):
             for batch in batches:
                 self._stream.write_batch(batch)
         self.num_rows += sum(batch.num_rows for batch in batches)
-        self.tally += tally
+        self.counts += counts
         self.whole = True
 
     def sync(self) -> Shard:
@@ -59,7 +59,7 @@ class Journal:
             num_rows=self.num_rows,
             num_bytes=written.num_bytes,
             sha256=written.sha256,
-            tally=self.tally,
+            counts=self.counts,
         )
 
     def close(self) -> None:

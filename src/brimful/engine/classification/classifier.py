@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.classification import Parity
 from brimful.core.cores import num_cores
 from brimful.core.errors import OptionError, encodes, printable
@@ -25,7 +25,7 @@ from brimful.data.tokens.encoder import Encoder
 from brimful.data.tokens.token_stream import TokenStream, choose_workers
 from brimful.engine.classification.request import (
     Asked,
-    Question,
+    Request,
     TextQuestion,
     Texts,
     make_zero_shot,
@@ -68,13 +68,13 @@ class ModelClassifier:
     Raises: InputError for a model that is missing, torn or no classifier. Weights are read by the first call.
     """
 
-    def __init__(self, options: ClassifyOptions, listener: Listener) -> None:
-        self._options, self._listener = options, listener
+    def __init__(self, options: ClassifyOptions, callbacks: Callbacks) -> None:
+        self._options, self._callbacks = options, callbacks
         self._precision = choose_forward_precision(options.precision, choose_device(options.device))
         self._checked = check_model(options)
         self._runner: Runner | None = None
-        self._tokens = _KeptTokens(lambda: self._checked.encoder, listener)
-        self._zero_shot_tokens = _KeptTokens(lambda: self._pair_encoder.without_special_tokens(), listener)
+        self._tokens = _KeptTokens(lambda: self._checked.encoder, callbacks)
+        self._zero_shot_tokens = _KeptTokens(lambda: self._pair_encoder.without_special_tokens(), callbacks)
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -132,7 +132,7 @@ class ModelClassifier:
                 f"a classifier is not called with {printable(name)}", hint=_PIPELINES.get(name, otherwise)
             )
         _check_call(labels, multi_label, hypothesis_template, top_k, function_to_apply)
-        window, given, originals = _window(texts, pairs, self._listener)
+        window, given, originals = _window(texts, pairs, self._callbacks)
         with self._lock:
             if labels is not None:
                 return self._zero_shot(window, given, originals, labels, multi_label, hypothesis_template)
@@ -140,20 +140,20 @@ class ModelClassifier:
 
     def logits(self, texts: Given, pairs: Sequence[Text] | Text = None) -> Logits:
         """(N, C) the model's raw outputs, in the order of its labels; NaN for a text that is None."""
-        window = _window(texts, pairs, self._listener)[0]
+        window = _window(texts, pairs, self._callbacks)[0]
         with self._lock:
             return self._logits(window)
 
     def verify(self, texts: Given, pairs: Sequence[Text] | Text = None) -> Parity:
         """How the answers on these texts compare with those of the plain model in fp32, which is loaded for it."""
-        window, _, _ = _window(texts, pairs, self._listener)
+        window, _, _ = _window(texts, pairs, self._callbacks)
         if window.texts.null_count == len(window):
             raise OptionError("there is no text to compare", hint="give some that the model is meant for")
         with self._lock:
-            question = self._text_question(window)
-            asked = question.submit(window, Busy())()
-            plain = plain_answers(self._checked, self._options, self._precision, question, asked, self._listener)
-            runner = self._ready_runner(question, window)
+            request = self._text_question(window)
+            asked = request.submit(window, Busy())()
+            plain = plain_answers(self._checked, self._options, self._precision, request, asked, self._callbacks)
+            runner = self._ready_runner(request, window)
             with self._precision.apply():
                 return plain.parity(runner)
 
@@ -184,7 +184,7 @@ class ModelClassifier:
         form = zero_shot_form(self._checked.facts.config, multi_label=multi_label, template=template)
         tokens = self._zero_shot_tokens.stream(self._num_workers(window))
         window = replace(window, labels=_labels_of_each(labels, len(window)))
-        question = make_zero_shot(form, self._pair_encoder, tokens, labels, window.first(_SAMPLE), self._listener)
+        request = make_zero_shot(form, self._pair_encoder, tokens, labels, window.first(_SAMPLE), self._callbacks)
         found: list[Any] = []
 
         def answer(asked: Asked, logits_PC: Logits) -> None:
@@ -192,33 +192,33 @@ class ModelClassifier:
             rows = originals[len(found) : len(found) + len(asked.num_tokens_N)]
             found.extend(form.objects(logits_PC, asked.candidates, rows))
 
-        self._run(question, window, answer)
+        self._run(request, window, answer)
         return found if given == "list" else found[0]
 
     @cached_property
     def _pair_encoder(self) -> Encoder:
         return zero_shot_encoder(self._checked)
 
-    def _run(self, question: Question, window: Texts, keep: Callable[[Asked, Logits], None]) -> None:
+    def _run(self, request: Request, window: Texts, keep: Callable[[Asked, Logits], None]) -> None:
         """Hands what was asked and answered to `keep`, part by part in order, in another thread."""
         if not len(window):
             return
-        runner, stages = self._ready_runner(question, window), Stages()
-        size = WindowSize.on(self._precision.device.type, sequences_per_row=question.sequences_per_row)
+        runner, stages = self._ready_runner(request, window), Stages()
+        size = WindowSize.on(self._precision.device.type, sequences_per_row=request.sequences_per_row)
         with self._precision.apply():
             run_stages(
                 size.cut(window),
-                tokenise=lambda part: question.submit(part, stages.tokenise),
+                tokenise=lambda part: request.submit(part, stages.tokenise),
                 compute=lambda asked: runner.submit(asked.sequences),
                 write=lambda _, asked, logits: keep(asked, logits),
                 stages=stages,
                 stop=lambda: False,
             )
 
-    def _ready_runner(self, question: Question, window: Texts) -> Runner:
+    def _ready_runner(self, request: Request, window: Texts) -> Runner:
         """The one of all calls, made by the first texts of the first one."""
         if self._runner is None:
-            sample = question.submit(window.first(_SAMPLE), Busy())()
+            sample = request.submit(window.first(_SAMPLE), Busy())()
             with self._precision.apply():
                 self._runner = make_runner(
                     self._checked,
@@ -227,7 +227,7 @@ class ModelClassifier:
                     sample=sample.sequences,
                     num_tokens=int(float(sample.num_tokens_N.mean()) * len(window)),
                     packing_wanted=self._options.packing == "auto",
-                    listener=self._listener,
+                    callbacks=self._callbacks,
                 )
         return self._runner
 
@@ -244,8 +244,8 @@ class _KeptTokens:
     encoder: called for each.
     """
 
-    def __init__(self, encoder: Callable[[], Encoder], listener: Listener) -> None:
-        self._encoder, self._listener = encoder, listener
+    def __init__(self, encoder: Callable[[], Encoder], callbacks: Callbacks) -> None:
+        self._encoder, self._callbacks = encoder, callbacks
         self._stream: TokenStream | None = None
         self._num_workers = 0
 
@@ -254,7 +254,7 @@ class _KeptTokens:
         if self._stream is None or self._stream.failed or num_workers > self._num_workers:
             self.close()
             self._num_workers = num_workers
-            self._stream = TokenStream(self._encoder(), num_workers=num_workers, warn=self._listener.warning)
+            self._stream = TokenStream(self._encoder(), num_workers=num_workers, warn=self._callbacks.warning)
         return self._stream
 
     def close(self) -> None:
@@ -293,7 +293,7 @@ def _labels_of_each(labels: Labels, num_texts: int) -> Candidates | None:
     return Candidates.from_column(pa.array(own, pa.large_list(pa.large_string())))
 
 
-def _window(texts: Any, pairs: Any, listener: Listener) -> tuple[Texts, _Shape, list[Text]]:
+def _window(texts: Any, pairs: Any, callbacks: Callbacks) -> tuple[Texts, _Shape, list[Text]]:
     """What was given as columns, what it was, and the texts themselves."""
     given: _Shape = "list"
     if isinstance(texts, str | None):
@@ -308,7 +308,7 @@ def _window(texts: Any, pairs: Any, listener: Listener) -> tuple[Texts, _Shape, 
     seconds: list[Text] | None = None if pairs is None else _listed("pairs", pairs)
     if firsts and isinstance(firsts[0], Mapping):
         firsts, seconds = _of_mappings(firsts)
-    return _columns(firsts, seconds, listener), given, firsts
+    return _columns(firsts, seconds, callbacks), given, firsts
 
 
 def _listed(name: str, texts: Any) -> list[Any]:
@@ -333,27 +333,27 @@ def _of_mappings(given: Sequence[Any]) -> tuple[list[Text], list[Text] | None]:
     return firsts, seconds if any(second is not None for second in seconds) else None
 
 
-def _columns(firsts: list[Text], seconds: list[Text] | None, listener: Listener) -> Texts:
+def _columns(firsts: list[Text], seconds: list[Text] | None, callbacks: Callbacks) -> Texts:
     if seconds is not None and len(firsts) != len(seconds):
         raise OptionError(
             f"there are {len(firsts):,} texts and {len(seconds):,} pairs",
             hint="give each text its pair, in the same order",
         )
-    first = _column("texts", firsts, listener)
+    first = _column("texts", firsts, callbacks)
     if seconds is None:
         return Texts(texts=first)
-    second = _column("pairs", seconds, listener)
+    second = _column("pairs", seconds, callbacks)
     there = pa.compute.and_(first.is_valid(), second.is_valid())
     return Texts(texts=pa.compute.if_else(there, first, None), pairs=pa.compute.if_else(there, second, None))
 
 
-def _column(name: str, texts: list[Text], listener: Listener) -> pa.Array:
+def _column(name: str, texts: list[Text], callbacks: Callbacks) -> pa.Array:
     try:
         return pa.array(texts, pa.large_string())
     except UnicodeEncodeError:
         kept = [text if text is None or encodes(text) else None for text in texts]
         lost = sum(text is None for text in kept) - sum(text is None for text in texts)
-        listener.warning(f"{lost:,} of {len(texts):,} {name} cannot be encoded (half a surrogate pair): no answer")
+        callbacks.warning(f"{lost:,} of {len(texts):,} {name} cannot be encoded (half a surrogate pair): no answer")
         return pa.array(kept, pa.large_string())
     except (TypeError, ValueError, pa.ArrowException) as error:
         wrong = next((i for i, text in enumerate(texts) if not isinstance(text, str | None)), None)

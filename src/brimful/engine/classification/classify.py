@@ -1,6 +1,6 @@
 """Classifying a file of any size: rows in, the same rows with their answers out, in constant memory.
 
-    rows ─► windows ─► question: tokens ─► runner: logits ─► question: answers ─► output
+    rows ─► windows ─► request: tokens ─► runner: logits ─► request: answers ─► output
 
 What a run was asked, what it found and how fast it went stands in the output's manifest.
 """
@@ -20,8 +20,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from brimful.core.callbacks import Listener
-from brimful.core.classification import FEW_ERRORS, Classification, RowError, Tally
+from brimful.core.callbacks import Callbacks
+from brimful.core.classification import FEW_ERRORS, Classification, Counts, RowError
 from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, Interrupted, OptionError, printable
 from brimful.core.options import ClassifyOptions, flag
@@ -31,10 +31,10 @@ from brimful.data.tokens.encoder import Tokens
 from brimful.data.tokens.token_stream import TokenStream, choose_workers
 from brimful.data.writers.output_path import check_output
 from brimful.data.writers.shards import LineOutput, ShardedOutput
-from brimful.engine.classification.gpu_workers import Fleet, job_of, other_gpus
+from brimful.engine.classification.gpu_workers import GpuWorkers, job_of, other_gpus
 from brimful.engine.classification.request import (
     Asked,
-    Question,
+    Request,
     TextQuestion,
     Texts,
     make_zero_shot,
@@ -70,7 +70,7 @@ _NOT_OF_AN_ANSWER = frozenset(
 
 
 def classify_file(
-    options: ClassifyOptions, *, command: str, listener: Listener, output: LineOutput | None = None
+    options: ClassifyOptions, *, command: str, callbacks: Callbacks, output: LineOutput | None = None
 ) -> Classification:
     """Runs `options`, with the answers to `options.output`, or to `output` where that is None.
 
@@ -78,41 +78,43 @@ def classify_file(
     a damaged file, or for more rows than --max-errors that have an error. What was written before is kept.
     """
     began = time.perf_counter()
-    given = _look(options, listener)
+    given = _look(options, callbacks)
     with ExitStack() as stack:
-        question = _question(given, options, stack, listener)
-        sample = question.submit(given.sample, Busy())()
+        request = _question(given, options, stack, callbacks)
+        sample = request.submit(given.sample, Busy())()
         kept = _output(options, given, output)
         stack.enter_context(kept)
         if kept.finished is not None:
-            listener.note(f"{options.output} is finished: there is nothing to do")
+            callbacks.note(f"{options.output} is finished: there is nothing to do")
             return kept.finished
         if kept.lost is not None:
-            listener.warning(kept.lost)
-        if kept.tally.num_not_by_words:
-            question.leave_words()
-        listener.stage("loading the model")
+            callbacks.warning(kept.lost)
+        if kept.counts.num_tokenizer_fallback:
+            request.leave_words()
+        callbacks.stage("loading the model")
         num_tokens = _expected_tokens(given, sample)
         trusted = stack.enter_context(
             trusted_runner(
                 given.checked,
                 options,
                 given.precision,
-                question,
+                request,
                 given.sample,
                 asked=sample,
                 num_tokens=num_tokens,
-                listener=listener,
+                callbacks=callbacks,
             )
         )
-        listener.recipe(trusted.runner.recipe)
-        fleet = stack.enter_context(_fleet(options, trusted.runner, sample.sequences, num_tokens, listener))
-        run = _Pass(options, given, question, trusted.runner, fleet, kept, listener)
+        callbacks.recipe(trusted.runner.recipe)
+        gpu_workers = stack.enter_context(
+            _gpu_workers(options, trusted.runner, sample.sequences, num_tokens, callbacks)
+        )
+        run = _Pass(options, given, request, trusted.runner, gpu_workers, kept, callbacks)
         start_s = time.perf_counter() - began
         run.through()
         record = run.record(command, trusted, start_s)
         for path in kept.finish(record):
-            listener.note(f"written: {path}")
+            callbacks.note(f"written: {path}")
         return record
 
 
@@ -131,18 +133,18 @@ class _Given:
     row_bytes: float
 
 
-def _look(options: ClassifyOptions, listener: Listener) -> _Given:
+def _look(options: ClassifyOptions, callbacks: Callbacks) -> _Given:
     if options.output is not None:
         check_output(Path(options.output), options.data)
     precision = choose_forward_precision(options.precision, choose_device(options.device))
     _check_num_gpus(options, precision)
     checked = check_model(options)
-    listener.stage(f"reading {options.data}")
+    callbacks.stage(f"reading {options.data}")
     rows = open_stream(options.data, sys.stdin.buffer if options.data == "-" else None)
     if options.output is not None:
         check_output(Path(options.output), options.data, map(Path, rows.files))
     reading = Reading.of(rows.sample(), options)
-    tell_columns(reading.columns, listener)
+    tell_columns(reading.columns, callbacks)
     sample, row_bytes = _first_texts(rows, reading, max(_SAMPLE_TEXTS, options.verify))
     return _Given(precision=precision, checked=checked, rows=rows, reading=reading, sample=sample, row_bytes=row_bytes)
 
@@ -173,7 +175,7 @@ def _output(options: ClassifyOptions, given: _Given, lines: LineOutput | None) -
     return ShardedOutput(Path(options.output), identity=identity, resume=options.resume, shard_rows=options.shard_rows)
 
 
-def _question(given: _Given, options: ClassifyOptions, stack: ExitStack, listener: Listener) -> Question:
+def _question(given: _Given, options: ClassifyOptions, stack: ExitStack, callbacks: Callbacks) -> Request:
     """What is asked of each row. stack: ends what tokenises."""
     checked, num_workers = given.checked, options.num_workers
     if num_workers is None:
@@ -182,13 +184,13 @@ def _question(given: _Given, options: ClassifyOptions, stack: ExitStack, listene
         "top_k": options.top_k, "threshold": options.threshold, "logits": options.logits,
     }  # fmt: skip
     if options.labels is None:
-        tokens = stack.enter_context(TokenStream(checked.encoder, num_workers=num_workers, warn=listener.warning))
+        tokens = stack.enter_context(TokenStream(checked.encoder, num_workers=num_workers, warn=callbacks.warning))
         return TextQuestion(answer_form(checked.facts.config, **settings), tokens)
     settings |= {"multi_label": options.multi_label, "template": options.hypothesis_template}
     zero_shot, encoder = zero_shot_form(checked.facts.config, **settings), zero_shot_encoder(checked)
     bare = encoder.without_special_tokens()
-    tokens = stack.enter_context(TokenStream(bare, num_workers=num_workers, warn=listener.warning))
-    return make_zero_shot(zero_shot, encoder, tokens, options.labels, given.sample, listener)
+    tokens = stack.enter_context(TokenStream(bare, num_workers=num_workers, warn=callbacks.warning))
+    return make_zero_shot(zero_shot, encoder, tokens, options.labels, given.sample, callbacks)
 
 
 def _text_bytes(given: _Given) -> float | None:
@@ -225,13 +227,15 @@ def _check_num_gpus(options: ClassifyOptions, precision: Precision) -> None:
     )
 
 
-def _fleet(options: ClassifyOptions, runner: Runner, sample: Tokens, num_tokens: int, listener: Listener) -> Fleet:
+def _gpu_workers(
+    options: ClassifyOptions, runner: Runner, sample: Tokens, num_tokens: int, callbacks: Callbacks
+) -> GpuWorkers:
     """As many GPUs as were asked for, else all where one would take long enough for the others to start."""
     seconds = 2.0 * matmul_parameters(runner.execution.model) * num_tokens / _REACHED
     num_gpus = options.num_gpus or (num_gpus_of(runner.precision.device) if seconds > _LONG_S else 1)
     if num_gpus > 1:
-        listener.note(f"{num_gpus} GPUs, a process each")
-    return Fleet(runner, job_of(runner, options, sample, num_tokens), other_gpus(num_gpus))
+        callbacks.note(f"{num_gpus} GPUs, a process each")
+    return GpuWorkers(runner, job_of(runner, options, sample, num_tokens), other_gpus(num_gpus))
 
 
 def _identity(options: ClassifyOptions, given: _Given) -> dict[str, Any]:
@@ -265,27 +269,27 @@ def _fingerprint(checked: Checked) -> str:
     return digest.hexdigest()
 
 
-def _not_by_words(tally: Tally) -> str | None:
+def _not_by_words(counts: Counts) -> str | None:
     """What there is to say of tokenising in the end; the same whether a run was resumed or not."""
-    if not tally.num_not_by_words:
+    if not counts.num_tokenizer_fallback:
         return None
-    return f"`tokenizers` made all ids of {tally.num_not_by_words:,} rows: words looked up had given others"
+    return f"`tokenizers` made all ids of {counts.num_tokenizer_fallback:,} rows: words looked up had given others"
 
 
 class _Pass:
     """All windows through all stages, and what there is to say of them."""
 
     def __init__(
-        self, options: ClassifyOptions, given: _Given, question: Question, runner: Runner, fleet: Fleet,
-        output: ShardedOutput | LineOutput, listener: Listener,
+        self, options: ClassifyOptions, given: _Given, request: Request, runner: Runner, gpu_workers: GpuWorkers,
+        output: ShardedOutput | LineOutput, callbacks: Callbacks,
     ) -> None:  # fmt: skip
-        self._options, self._question = options, question
+        self._options, self._question = options, request
         self._rows, self._reading, self._row_bytes = given.rows, given.reading, given.row_bytes
-        self._runner, self._fleet, self._output, self._listener = runner, fleet, output, listener
-        self._stages, self._tally, self._operations, self._wall_s = Stages(), Tally(), 0.0, 0.0
+        self._runner, self._fleet, self._output, self._callbacks = runner, gpu_workers, output, callbacks
+        self._stages, self._tally, self._operations, self._wall_s = Stages(), Counts(), 0.0, 0.0
         self._memory = MemoryWatch(runner.precision.device)
         self._done = output.rows_done
-        self._earlier = output.tally if isinstance(output, ShardedOutput) else Tally()
+        self._earlier = output.counts if isinstance(output, ShardedOutput) else Counts()
 
     def through(self) -> None:
         """Every window. Raises Interrupted when told to stop, once what was under way is written."""
@@ -297,47 +301,47 @@ class _Pass:
                 hint="raise --max-errors, or mend the rows and begin anew",
             )
         if self._done:
-            self._listener.note(f"going on after {self._done:,} rows")
-        self._listener.stage("classifying")
+            self._callbacks.note(f"going on after {self._done:,} rows")
+        self._callbacks.stage("classifying")
         began = time.perf_counter()
-        question, fleet = self._question, self._fleet
+        request, gpu_workers = self._question, self._fleet
         size = WindowSize.on(
             self._runner.precision.device.type,
-            sequences_per_row=question.sequences_per_row,
+            sequences_per_row=request.sequences_per_row,
             row_bytes=self._row_bytes,
         )
         with StopSignals() as stop:
             run_stages(
                 self._reading.windows(self._rows.chunks(self._done), size, as_they_come=self._options.data == "-"),
-                tokenise=lambda window: question.submit(window.texts, self._stages.tokenise),
-                compute=lambda asked: fleet.submit(asked.sequences),
+                tokenise=lambda window: request.submit(window.texts, self._stages.tokenise),
+                compute=lambda asked: gpu_workers.submit(asked.sequences),
                 write=self._write,
                 stages=self._stages,
                 stop=lambda: stop.received is not None,
-                devices=lambda: fleet.num_ready,
-                most_devices=len(fleet),
+                devices=lambda: gpu_workers.num_ready,
+                most_devices=len(gpu_workers),
             )
         self._wall_s = time.perf_counter() - began
         if stop.received is not None:
             for note in self._rows.notes:
-                self._listener.note(note)
+                self._callbacks.note(note)
             hint = "the same command with --resume goes on" if self._options.output else "start it again"
             done = self._done + self._tally.num_rows
             raise Interrupted(f"stopped after {done:,} rows", signal_number=stop.received, hint=hint)
 
     def _write(self, window: Window, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> None:
-        table, tally = answered(window, self._question, asked, logits_PC)
-        if tally.num_errors:
-            tally = replace(tally, first_errors=self._first_errors(table))
-        self._output.write(table, tally)
-        self._tally += tally
+        table, counts = answered(window, self._question, asked, logits_PC)
+        if counts.num_errors:
+            counts = replace(counts, first_errors=self._first_errors(table))
+        self._output.write(table, counts)
+        self._tally += counts
         self._operations += self._runner.operations(asked.sequences.lengths) or 0.0
         self._memory.look()
         done = self._done + self._tally.num_rows
-        self._listener.count(done, self._rows.num_rows, self._rows.progress(done))
+        self._callbacks.count(done, self._rows.num_rows, self._rows.progress(done))
         most, found = self._options.max_errors, self._earlier.num_errors + self._tally.num_errors
         if most is not None and found > most:
-            one = tally.first_errors[0]
+            one = counts.first_errors[0]
             raise DataError(
                 f"{found:,} rows have an error, more than --max-errors {most:,}; one of them: {one.error}",
                 file=one.file,
@@ -357,8 +361,8 @@ class _Pass:
 
     def record(self, command: str, trusted: Trusted, start_s: float) -> Classification:
         """What there is to say at the end."""
-        options, recipe, tally = self._options, self._runner.recipe, self._tally
-        everything = self._earlier + tally
+        options, recipe, counts = self._options, self._runner.recipe, self._tally
+        everything = self._earlier + counts
         peak = datasheet_flops_per_s(recipe.device, self._runner.precision.value)
         wall_s = max(self._wall_s, 1e-9)
         return Classification(
@@ -370,14 +374,14 @@ class _Pass:
             labels=self._question.labels(everything),
             recipe=recipe,
             machine=probe(),
-            tally=everything,
+            counts=everything,
             parity=trusted.parity,
             fallback="; ".join(filter(None, (trusted.fallback, _not_by_words(everything)))) or None,
             notes=tuple(filter(None, (self._question.form.guess, *self._rows.notes))),
             start_s=start_s,
             wall_s=self._wall_s,
-            texts_per_s=tally.num_rows / wall_s,
-            tokens_per_s=tally.num_tokens / wall_s,
+            texts_per_s=counts.num_rows / wall_s,
+            tokens_per_s=counts.num_tokens / wall_s,
             mfu=self._operations / wall_s / peak / max(1, self._fleet.num_used) if peak and self._operations else None,
             stages=self._stages.record(),
             limit=self._stages.limit(),

@@ -1,4 +1,5 @@
-"""A process of `fleet.Fleet`: makes its runner, warms it up, then computes windows until its connection ends."""
+"""A process of `gpu_workers.GpuWorkers`: makes its runner, warms it up, then computes windows until its connection
+ends."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DeviceError, printable
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.classification.gpu_workers import READY, Job
@@ -33,7 +34,7 @@ def main(connection: Connection[Any, Any]) -> None:
             sample=job.sample,
             num_tokens=job.num_tokens,
             packing_wanted=job.packing_wanted,
-            listener=Listener(),
+            callbacks=Callbacks(),
         )
         for _ in range(2):  # layers are compiled, and shapes met again are captured
             runner.submit(job.sample).result()

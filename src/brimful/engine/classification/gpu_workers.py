@@ -46,7 +46,7 @@ class Job:
     num_tokens: int
 
 
-class Fleet:
+class GpuWorkers:
     """The forward pass by several runners. A context manager: leaving it ends the processes.
 
     first: of this process. places: what is set in the environment of each other process, to show it its GPU.
@@ -58,7 +58,7 @@ class Fleet:
         self._under_way: Counter[int] = Counter()  # windows of each member, the first's number being 0
         self._lock = threading.Lock()  # results are asked for on another thread
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> GpuWorkers:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,6 +1,6 @@
 """What is asked of the model about each row, and what its answer becomes: a text or a pair, or candidate labels.
 
-A question turns a window of rows into sequences of tokens, and the logits of these sequences into answers.
+A request turns a window of rows into sequences of tokens, and the logits of these sequences into answers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from brimful.core.callbacks import Listener
-from brimful.core.classification import Tally
+from brimful.core.callbacks import Callbacks
+from brimful.core.classification import Counts
 from brimful.core.records import LabelSpace
 from brimful.data.tokens.encoder import Encoder, Tokens
 from brimful.data.tokens.pairs import PairTemplate, assemble, assembly_is_exact, encode_pairs, find_template
@@ -98,8 +98,8 @@ class Asked:
         return np.asarray(np.diff(self.candidates.offsets_N1) == 0)
 
 
-class Question(Protocol):
-    """One kind of question."""
+class Request(Protocol):
+    """One kind of request."""
 
     @property
     def form(self) -> Form:
@@ -111,8 +111,8 @@ class Question(Protocol):
         """How many the model reads of each row; about, where rows differ."""
         ...
 
-    def labels(self, tally: Tally) -> LabelSpace:
-        """What answers can be, for the record. tally: of all rows."""
+    def labels(self, counts: Counts) -> LabelSpace:
+        """What answers can be, for the record. counts: of all rows."""
         ...
 
     def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
@@ -127,7 +127,7 @@ class Question(Protocol):
         """The answers, (N,) each, by the columns of the form's schema."""
         ...
 
-    def tally(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> Tally:
+    def counts(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> Counts:
         """Labels given and confidences."""
         ...
 
@@ -144,12 +144,12 @@ class TextQuestion:
     def __init__(self, form: AnswerForm, tokens: TokenStream) -> None:
         self.form, self._tokens = form, tokens
 
-    def labels(self, tally: Tally) -> LabelSpace:
-        """See `Question`."""
+    def labels(self, counts: Counts) -> LabelSpace:
+        """See `Request`."""
         return self.form.space
 
     def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
-        """See `Question`."""
+        """See `Request`."""
         future = _timed(self._tokens.submit(window.texts, window.pairs), busy)
         by_words = self._tokens.by_words
 
@@ -160,19 +160,19 @@ class TextQuestion:
         return asked
 
     def leave_words(self) -> None:
-        """See `Question`."""
+        """See `Request`."""
         self._tokens.leave_words()
 
     def columns(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> dict[str, pa.Array]:
-        """See `Question`."""
+        """See `Request`."""
         return self.form.columns(logits_PC)
 
-    def tally(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> Tally:
-        """See `Question`."""
-        return self.form.tally(logits_PC)
+    def counts(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> Counts:
+        """See `Request`."""
+        return self.form.counts(logits_PC)
 
     def scores(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
-        """See `Question`."""
+        """See `Request`."""
         return self.form.score_blocks(logits_PC)
 
 
@@ -192,16 +192,16 @@ class ZeroShotQuestion:
 
     @property
     def sequences_per_row(self) -> int:
-        """See `Question`."""
+        """See `Request`."""
         return _TYPICAL_LABELS if self._labels is None else len(self._labels)
 
-    def labels(self, tally: Tally) -> LabelSpace:
-        """See `Question`. Where each row has its own labels, those that were given, in the order of the alphabet."""
-        names = sorted(tally.labels) if self._labels is None else self._labels
+    def labels(self, counts: Counts) -> LabelSpace:
+        """See `Request`. Where each row has its own labels, those that were given, in the order of the alphabet."""
+        names = sorted(counts.labels) if self._labels is None else self._labels
         return LabelSpace(task="multi_label" if self.form.multi_label else "single_label", names=tuple(names))
 
     def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
-        """See `Question`."""
+        """See `Request`."""
         candidates = self._candidates(window)
         text_P = np.repeat(np.arange(len(window)), np.diff(candidates.offsets_N1))
         hypotheses = self.form.hypotheses(candidates.names).to_pylist()
@@ -227,7 +227,7 @@ class ZeroShotQuestion:
         return assembled
 
     def leave_words(self) -> None:
-        """See `Question`."""
+        """See `Request`."""
         self._tokens.leave_words()
 
     def _candidates(self, window: Texts) -> Candidates:
@@ -238,15 +238,15 @@ class ZeroShotQuestion:
         return found.only(window.texts.is_valid().to_numpy(zero_copy_only=False))
 
     def columns(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> dict[str, pa.Array]:
-        """See `Question`."""
+        """See `Request`."""
         return self.form.columns(logits_PC, _candidates_of(asked))
 
-    def tally(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> Tally:
-        """See `Question`."""
-        return self.form.tally(logits_PC, _candidates_of(asked))
+    def counts(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> Counts:
+        """See `Request`."""
+        return self.form.counts(logits_PC, _candidates_of(asked))
 
     def scores(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
-        """See `Question`."""
+        """See `Request`."""
         return self.form.score_blocks(logits_PC, _candidates_of(asked))
 
 
@@ -259,21 +259,21 @@ def zero_shot_encoder(checked: Checked) -> Encoder:
 
 def make_zero_shot(
     form: ZeroShotForm, encoder: Encoder, tokens: TokenStream, asked: Sequence[Any] | str, sample: Texts,
-    listener: Listener,
+    callbacks: Callbacks,
 ) -> ZeroShotQuestion:  # fmt: skip
     """Which of its candidate labels a text entails: those of its own where the sample has such, else those asked for.
 
     encoder: of `zero_shot_encoder`. tokens: of `encoder.without_special_tokens()`.
     """
     if form.guess is not None:
-        listener.warning(form.guess)
+        callbacks.warning(form.guess)
     if sample.labels is None:
         labels = some = parse_labels(asked)
     else:
         labels, some = None, sample.labels.names.slice(0, _COMPARED).to_pylist()
     template = pair_template(encoder, form, sample, some)
     if template is None:
-        listener.note("texts and labels are tokenised pair by pair: this tokenizer looks across the two")
+        callbacks.note("texts and labels are tokenised pair by pair: this tokenizer looks across the two")
     return ZeroShotQuestion(form, encoder, tokens, labels, template=template)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from torch import nn
 
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.errors import ModelError, printable
 from brimful.core.options import ClassifyOptions, ExecutionChoice
 from brimful.core.records import LabelSpace, Lever, Recipe
@@ -32,7 +32,7 @@ from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokeni
 from brimful.models.hub.load import load_model
 from brimful.models.model_stats import Attention, attention_of, matmul_parameters
 from brimful.models.onednn_prepack import can_reorder, reorder_linears
-from brimful.models.packed.equivalence import prove
+from brimful.models.packed.equivalence import check_equivalence
 from brimful.models.packed.packed_forward import Execution, has_token_types, padding_id_of
 from brimful.step.graphs.captured_forward import PackedForward
 from brimful.tasks.answers import label_space
@@ -127,7 +127,7 @@ class Runner:
 
 def make_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, *, sample: Tokens, num_tokens: int,
-    packing_wanted: bool, listener: Listener,
+    packing_wanted: bool, callbacks: Callbacks,
 ) -> Runner:  # fmt: skip
     """Loads the weights and puts together how they run.
 
@@ -145,13 +145,13 @@ def make_runner(
     mode = choose_forward(
         asked, precision.device, model, num_tokens=num_tokens, packed=packing.packed, fixed=kernels.unfixed
     )
-    mode.apply(execution, fused=kernels.fused, note=listener.warning, forward_only=True)
+    mode.apply(execution, fused=kernels.fused, note=callbacks.warning, forward_only=True)
     default = cpu_budget(model, checked.max_length) if precision.device.type == "cpu" else _GPU_BUDGET
     budget_tokens = options.token_budget or default
-    precision = _with_float8(precision, packing, mode if graphs else None, budget_tokens, listener)
+    precision = _with_float8(precision, packing, mode if graphs else None, budget_tokens, callbacks)
     loaded = replace(loaded, precision=precision)
     if graphs:
-        forward, budget = _graphs(checked, loaded, mode, budget_tokens, listener)
+        forward, budget = _graphs(checked, loaded, mode, budget_tokens, callbacks)
     else:
         forward, budget = _layout(checked, loaded, budget_tokens)
     attention = kernels.lever() if packing.packed else padded_lever(model)
@@ -188,16 +188,16 @@ def _load(checked: Checked, precision: Precision, sample: Tokens, packing_wanted
     model = load_model(checked.facts, checked.space, head="kept", seed=0).requires_grad_(False)
     lengths_N = sample.lengths[sample.lengths > 0]
     typical_length = round(float(lengths_N.mean())) if len(lengths_N) else 1
-    proof = prove(
+    equivalence = check_equivalence(
         model,
         max_length=checked.max_length,
         device=precision.device,
         precision=precision.value,
         typical_length=typical_length,
     )
-    packing = Packing(proof=proof, wanted=packing_wanted)
+    packing = Packing(equivalence=equivalence, wanted=packing_wanted)
     model = model.to(precision.device).eval()
-    halved = packing.packed and proof.halves
+    halved = packing.packed and equivalence.half_weights
     weights: tuple[Lever, ...] = ()
     # Never those of the plain model that the others are compared with, which is asked for without packing.
     if packing_wanted and precision.device.type == "cpu" and (halved or precision.value == "fp32"):
@@ -238,18 +238,18 @@ def cpu_budget(model: nn.Module, longest: int) -> int:
 
 
 def _with_float8(
-    precision: Precision, packing: Packing, mode: ExecutionMode | None, budget: int, listener: Listener
+    precision: Precision, packing: Packing, mode: ExecutionMode | None, budget: int, callbacks: Callbacks
 ) -> Precision:
     """The precision with its plan where fp8 was asked for; bf16, which is said, where none of it is used."""
     fused = mode is not None and mode.compiled
-    found = choose_float8(precision, packing.proof, num_tokens=budget, fused=fused, forward_only=True)
+    found = choose_float8(precision, packing.equivalence, num_tokens=budget, fused=fused, forward_only=True)
     if found.value != precision.value:
-        listener.warning(f"products run in {found.value}: {found.reason}")
+        callbacks.warning(f"products run in {found.value}: {found.reason}")
     return found
 
 
 def _graphs(
-    checked: Checked, loaded: _Loaded, mode: ExecutionMode, budget: int, listener: Listener
+    checked: Checked, loaded: _Loaded, mode: ExecutionMode, budget: int, callbacks: Callbacks
 ) -> tuple[Forward, Lever]:
     forward = PackedForward(
         loaded.execution,
@@ -260,7 +260,7 @@ def _graphs(
         typical_length=loaded.kernels.typical_length,
         captured=mode.captured,
         fused=mode.compiled and loaded.kernels.fused,
-        note=listener.warning,
+        note=callbacks.warning,
     )
     reason = "tokens of a micro-batch; texts are put in order of length within a window, so that few are missing"
     return forward, Lever(name="token_budget", value=str(budget), arithmetic="exact", reason=reason)
@@ -275,7 +275,7 @@ def _few_and_many(lengths_N: np.ndarray, budget: int) -> list[np.ndarray]:
 
 def _layout(checked: Checked, loaded: _Loaded, budget: int) -> tuple[Forward, Lever]:
     # Where rows influence one another, a text's answer must not depend on its neighbours: each is a batch.
-    most_rows = _MOST_TEXTS if loaded.packing.proof.independent else 1
+    most_rows = _MOST_TEXTS if loaded.packing.equivalence.independent else 1
     windows = _few_and_many(loaded.lengths_N, budget)
     batches = [lengths_N[rows] for lengths_N in windows for rows in chunks(lengths_N, budget, most_rows)]
     layout, lever = make_layout(

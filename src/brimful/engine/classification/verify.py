@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.classification import Parity
 from brimful.core.options import ClassifyOptions
 from brimful.core.units import share_text
-from brimful.engine.classification.request import Asked, Question, Texts
+from brimful.engine.classification.request import Asked, Request, Texts
 from brimful.engine.classification.runner import Checked, Runner, make_runner
 from brimful.engine.classification.stages import Busy
 from brimful.levers.precision import Precision, choose_precision
@@ -38,19 +38,19 @@ class Trusted:
 
 @contextmanager
 def trusted_runner(
-    checked: Checked, options: ClassifyOptions, precision: Precision, question: Question, sample: Texts, *,
-    asked: Asked, num_tokens: int, listener: Listener,
+    checked: Checked, options: ClassifyOptions, precision: Precision, request: Request, sample: Texts, *,
+    asked: Asked, num_tokens: int, callbacks: Callbacks,
 ) -> Generator[Trusted]:  # fmt: skip
     """The fastest runner that agrees with the plain model; products of the process have its precision meanwhile.
 
     sample: the first rows of the input, asked: the same tokenised. num_tokens: of all of the input, about.
     """
-    compared = _some(question, sample, options.verify)
+    compared = _some(request, sample, options.verify)
     if compared is None and options.verify:
-        listener.warning(
+        callbacks.warning(
             f"nothing was compared with the plain model: none of the first {len(sample):,} rows can be asked about"
         )
-    plain = None if compared is None else plain_answers(checked, options, precision, question, compared, listener)
+    plain = None if compared is None else plain_answers(checked, options, precision, request, compared, callbacks)
     fallback: str | None = None
     for attempt, packing_wanted in _attempts(options, precision):
         with attempt.apply():
@@ -61,7 +61,7 @@ def trusted_runner(
                 sample=asked.sequences,
                 num_tokens=num_tokens,
                 packing_wanted=packing_wanted,
-                listener=listener,
+                callbacks=callbacks,
             )
             parity = None if plain is None else plain.parity(runner)
             plainest = attempt.value == "fp32" and not runner.packing.packed
@@ -69,7 +69,7 @@ def trusted_runner(
                 yield Trusted(runner=runner, parity=parity, fallback=fallback)
                 return
             fallback = _failed(parity, packed=runner.packing.packed)
-            listener.warning(fallback)
+            callbacks.warning(fallback)
             del runner  # its memory is the next one's
 
 
@@ -77,7 +77,7 @@ def trusted_runner(
 class PlainAnswers:
     """What the plain model says of some rows. logits_PC: of their sequences."""
 
-    question: Question
+    request: Request
     asked: Asked
     logits_PC: npt.NDArray[np.float32]
 
@@ -85,24 +85,24 @@ class PlainAnswers:
         """A runner's answers against these. Products of the process must have its precision."""
         found_PC = runner.submit(self.asked.sequences).result()
         return compare(
-            self.question.form,
-            self.question.scores(self.asked, found_PC),
-            self.question.scores(self.asked, self.logits_PC),
+            self.request.form,
+            self.request.scores(self.asked, found_PC),
+            self.request.scores(self.asked, self.logits_PC),
             precision=runner.precision.value,
         )
 
 
 def plain_answers(
-    checked: Checked, options: ClassifyOptions, precision: Precision, question: Question, asked: Asked,
-    listener: Listener,
+    checked: Checked, options: ClassifyOptions, precision: Precision, request: Request, asked: Asked,
+    callbacks: Callbacks,
 ) -> PlainAnswers:  # fmt: skip
     """Those of the plain Hugging Face model in fp32, on padded rows. It is loaded for it, where `precision` runs."""
     exact, uncaptured = choose_precision("fp32", precision.device), replace(options, execution="eager")
     with exact.apply():
         plain = make_runner(
-            checked, uncaptured, exact, sample=asked.sequences, num_tokens=0, packing_wanted=False, listener=listener
+            checked, uncaptured, exact, sample=asked.sequences, num_tokens=0, packing_wanted=False, callbacks=callbacks
         )
-        return PlainAnswers(question=question, asked=asked, logits_PC=plain.submit(asked.sequences).result())
+        return PlainAnswers(request=request, asked=asked, logits_PC=plain.submit(asked.sequences).result())
 
 
 def _attempts(options: ClassifyOptions, precision: Precision) -> Iterator[tuple[Precision, bool]]:
@@ -118,13 +118,13 @@ def _attempts(options: ClassifyOptions, precision: Precision) -> Iterator[tuple[
         yield exact, False
 
 
-def _some(question: Question, sample: Texts, num_rows: int) -> Asked | None:
+def _some(request: Request, sample: Texts, num_rows: int) -> Asked | None:
     """At most `num_rows` of the sample's rows, evenly spread, tokenised; None where there are none."""
     there = np.flatnonzero(sample.asked_N())
     if not num_rows or not len(there):
         return None
     places = np.unique(np.linspace(0, len(there) - 1, min(num_rows, len(there))).astype(np.int64))
-    return question.submit(sample.take(there[places]), Busy())()
+    return request.submit(sample.take(there[places]), Busy())()
 
 
 def _failed(parity: Parity, *, packed: bool) -> str:

@@ -15,14 +15,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from brimful.core.classification import LENGTH_ENDS, Tally
+from brimful.core.classification import LENGTH_ENDS, Counts
 from brimful.core.errors import OptionError
 from brimful.core.options import ClassifyOptions
 from brimful.data.labels.columns import Columns, check_there, find_columns
 from brimful.data.labels.examples import has_text
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.streams.stream import Chunk
-from brimful.engine.classification.request import Asked, Question, Texts
+from brimful.engine.classification.request import Asked, Request, Texts
 from brimful.tasks.zero_shot import Candidates
 
 #: Sequences and bytes of text of a window: on a GPU enough to fill many micro-batches of every length, and few enough
@@ -159,14 +159,14 @@ class Reading:
 
 
 def answered(
-    window: Window, question: Question, asked: Asked, logits_PC: npt.NDArray[np.float32]
-) -> tuple[pa.Table, Tally]:
+    window: Window, request: Request, asked: Asked, logits_PC: npt.NDArray[np.float32]
+) -> tuple[pa.Table, Counts]:
     """A window's rows with the columns of their answers behind, and what there is to count.
 
-    The columns: those of the question's form, `num_tokens`, `truncated`, and `error` with what is wrong with a row.
+    The columns: those of the request's form, `num_tokens`, `truncated`, and `error` with what is wrong with a row.
     One whose name a column of the input has is called `predicted_...`.
     """
-    answers = question.columns(asked, logits_PC)
+    answers = request.columns(asked, logits_PC)
     read_N = asked.num_tokens_N > 0
     unread_N = ~read_N & window.faults.is_null().to_numpy(zero_copy_only=False)
     unlabelled_N = unread_N & window.texts.texts.is_valid().to_numpy(zero_copy_only=False) & asked.unlabelled_N
@@ -182,17 +182,17 @@ def answered(
     assert len(answer) == table.num_rows
     for name, column in added.items():
         table = table.append_column(free_name(name, table.column_names), column)
-    counted = Tally(
+    counted = Counts(
         num_rows=table.num_rows,
         num_tokens=int(asked.num_tokens_N.sum()),
         num_truncated=int(asked.truncated_N.sum()),
         num_empty=int((unread_N & ~unlabelled_N).sum()),
         num_unlabelled=int(unlabelled_N.sum()),
         num_errors=len(errors) - errors.null_count,
-        num_not_by_words=0 if asked.by_words else table.num_rows,
+        num_tokenizer_fallback=0 if asked.by_words else table.num_rows,
         lengths=_length_counts(asked.num_tokens_N[read_N]),
     )
-    return table, counted + question.tally(asked, logits_PC)
+    return table, counted + request.counts(asked, logits_PC)
 
 
 def free_name(name: str, taken: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from brimful.core import atomic_files
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DeviceError, OptionError, OutputError
 from brimful.core.options import NOT_OF_A_STEP, ProfileOptions
 from brimful.core.profile import Limits, Profile, Rates, StepTime, Work
@@ -46,7 +46,7 @@ _ROUNDS = {"cuda": 3, "cpu": 1}
 _ELSEWHERE = "choose another --trace, or make this one writable"
 
 
-def profile(options: ProfileOptions, listener: Listener) -> Profile:
+def profile(options: ProfileOptions, callbacks: Callbacks) -> Profile:
     """Builds the step that `options` ask for, and says where its time goes. Nothing is trained that would be kept.
 
     Raises: InputError for what cannot be done as asked; DeviceError where the profiler sees nothing of the GPU.
@@ -55,18 +55,18 @@ def profile(options: ProfileOptions, listener: Listener) -> Profile:
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
     optimizer = optimizer_of(options)
-    prepared = prepare(options, listener)
+    prepared = prepare(options, callbacks)
     with precision.apply(), deterministic(options.deterministic):
-        listener.stage("loading the model")
-        built = build(options, prepared, precision, optimizer, listener)
-        listener.recipe(built.recipe)
+        callbacks.stage("loading the model")
+        built = build(options, prepared, precision, optimizer, callbacks)
+        callbacks.recipe(built.recipe)
         with closing(built.source):
-            found = _measure(built, options.steps, listener)
+            found = _measure(built, options.steps, callbacks)
         parameters = sum(parameter.numel() for parameter in built.step.update.parameters)
         work = _work(built, found.facts, optimizer.moved_bytes(parameters, built.step.update.num_idle()))
     if trace is not None:
         _write(trace, found.trace.document)
-        listener.note(f"trace of {options.steps} steps: {trace}")
+        callbacks.note(f"trace of {options.steps} steps: {trace}")
     return _profile(options, built, found, work)
 
 
@@ -90,18 +90,18 @@ class _Found:
     peak: PeakMemory
 
 
-def _measure(built: Built, steps: int, listener: Listener) -> _Found:
+def _measure(built: Built, steps: int, callbacks: Callbacks) -> _Found:
     device = built.step.device
     facts = tuple(_facts(batch) for batch in built.source.batches(1, steps + 1))
-    listener.stage("measuring what the device can do")
+    callbacks.stage("measuring what the device can do")
     limits = _limits(built, round(statistics.median(tokens for each in facts for tokens in each.computed)))
     memory = MemoryWatch(device)
-    listener.stage("warming up")
-    warm_up(built, steps, listener)
-    listener.stage(f"timing {steps} steps")
+    callbacks.stage("warming up")
+    warm_up(built, steps, callbacks)
+    callbacks.stage(f"timing {steps} steps")
     rounds = [time_steps(built, steps) for _ in range(_ROUNDS[device.type])]
     peak = memory.peak()
-    listener.stage(f"recording {steps} steps")
+    callbacks.stage(f"recording {steps} steps")
     recorded: list[float] = []
     trace = record(
         device,
@@ -140,7 +140,7 @@ def _facts(batch: Batch) -> _Facts:
 def _lengths(micro: MicroBatch) -> list[int]:
     """Lengths of the sequences of a micro-batch that is still on the host."""
     inputs, number = micro.inputs, len(micro.samples)
-    sizes = inputs.segments.offsets_N.diff() if isinstance(inputs, PackedInputs) else inputs.mask_RL.sum(1)
+    sizes = inputs.segments.cu_seqlens_N.diff() if isinstance(inputs, PackedInputs) else inputs.mask_RL.sum(1)
     return [int(size) for size in sizes[:number]]
 
 

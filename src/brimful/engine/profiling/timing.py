@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.data.batches.batch import Batch
 from brimful.data.batches.prefetch import Feed
 from brimful.engine.assemble import Built
@@ -36,7 +36,7 @@ class Round:
     input_wait_s: float
 
 
-def warm_up(built: Built, steps: int, listener: Listener) -> None:
+def warm_up(built: Built, steps: int, callbacks: Callbacks) -> None:
     """Runs steps until nothing is compiled or captured any more; says so if that does not end."""
     step = built.step
     if step.device.type != "cuda":
@@ -48,7 +48,7 @@ def warm_up(built: Built, steps: int, listener: Listener) -> None:
         before, captured = captured, step.num_graphs
         if captured == before:
             return
-    listener.warning("shapes are still being captured: these are not the times of a steady run")
+    callbacks.warning("shapes are still being captured: these are not the times of a steady run")
 
 
 def time_steps(built: Built, steps: int) -> Round:

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from brimful.core.callbacks import Listener
+from brimful.core.callbacks import Callbacks
 from brimful.core.errors import OptionError
 from brimful.core.options import TrainOptions
 from brimful.core.records import LabelSpace
 from brimful.core.units import count_text
-from brimful.data.batches.batch import Order
+from brimful.data.batches.batch import Sampler
 from brimful.data.labels.columns import Columns, find_columns
 from brimful.data.labels.examples import Examples, describe, make_examples, split_examples
 from brimful.data.labels.label_space import detect_labels
@@ -60,7 +60,7 @@ class Prepared:
     training: Part
     evaluation: Part | None
     max_length: int
-    order: Order
+    order: Sampler
     num_steps: int
     num_batches: int | None
     num_warmup_steps: int
@@ -73,7 +73,7 @@ class Prepared:
         return self.alignment.space
 
 
-def prepare(options: TrainOptions, listener: Listener) -> Prepared:
+def prepare(options: TrainOptions, callbacks: Callbacks) -> Prepared:
     """Reads, checks, splits and tokenises all that a run needs, and reports what was inferred.
 
     num_batches of the result: batches to consume, None where --max-steps counts applied steps instead.
@@ -85,30 +85,30 @@ def prepare(options: TrainOptions, listener: Listener) -> Prepared:
     encoder = Encoder.from_tokenizer(tokenizer, max_length, with_types=has_token_types(facts.config))
     if options.transform is not None:
         load_transform(options.transform)
-    listener.stage(f"reading {options.data}")
-    columns, space, training, evaluation, fingerprint, num_empty = _examples(options, listener)
+    callbacks.stage(f"reading {options.data}")
+    columns, space, training, evaluation, fingerprint, num_empty = _examples(options, callbacks)
     alignment = align_labels(space, facts, label_map=options.label_map, new_head=options.new_head)
-    listener.note(f"head: {'new and untrained' if alignment.head == 'new' else 'kept'} ({alignment.reason})")
-    order = Order(num_samples=len(training), batch_size=options.batch_size, seed=options.seed)
+    callbacks.note(f"head: {'new and untrained' if alignment.head == 'new' else 'kept'} ({alignment.reason})")
+    order = Sampler(num_samples=len(training), batch_size=options.batch_size, seed=options.seed)
     num_batches = None if options.max_steps else math.ceil(options.num_train_epochs * order.batches_per_epoch)
     num_steps = options.max_steps or num_batches or 1
     num_warmup_steps = _num_warmup_steps(options, num_steps)
-    listener.note(_steps_text(options, order, num_steps, num_warmup_steps))
+    callbacks.note(_steps_text(options, order, num_steps, num_warmup_steps))
     if num_warmup_steps > num_steps:
-        listener.warning(
+        callbacks.warning(
             f"the warm-up is longer than the run: the learning rate never reaches {options.learning_rate:g}"
         )
-    training_part = _tokenized(training, alignment.space, encoder, options, listener, "training")
+    training_part = _tokenized(training, alignment.space, encoder, options, callbacks, "training")
     evaluation_part = (
         None
         if evaluation is None
-        else _tokenized(evaluation, alignment.space, encoder, options, listener, "evaluation")
+        else _tokenized(evaluation, alignment.space, encoder, options, callbacks, "evaluation")
     )
     task = make_task(alignment.space, training_part.targets_N, options.class_weights, options.label_smoothing_factor)
     _check_metric(options, task, evaluation_part)
     report = _report(training_part, evaluation_part, max_length, num_empty)
     report["sha256"] = _fingerprints(facts, options.transform)
-    listener.data(report)
+    callbacks.data(report)
     return Prepared(
         facts=facts,
         alignment=alignment,
@@ -142,14 +142,14 @@ def longest_sequence(asked: int | None, facts: ModelFacts, model: str) -> int:
 
 
 def _examples(
-    options: TrainOptions, listener: Listener
+    options: TrainOptions, callbacks: Callbacks
 ) -> tuple[Columns, LabelSpace, Examples, Examples | None, str, int]:
     """Columns, label space, training and evaluation examples, fingerprint of both, and rows dropped as empty."""
     rows = read_rows(options.data)
     columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=options.label_column)
-    tell_columns(columns, listener)
+    tell_columns(columns, callbacks)
     space = detect_labels(rows, columns, options.task)
-    listener.note(f"task: {space.task}, {_labels_text(space)}")
+    callbacks.note(f"task: {space.task}, {_labels_text(space)}")
     training, num_empty = make_examples(rows, columns, space)
     fingerprint = rows.fingerprint
     evaluation: Examples | None = None
@@ -164,11 +164,11 @@ def _examples(
     return columns, space, training, evaluation, fingerprint, num_empty
 
 
-def tell_columns(columns: Columns, listener: Listener) -> None:
+def tell_columns(columns: Columns, callbacks: Callbacks) -> None:
     """Says which columns are read, and why these."""
     named = {"text": columns.text, "pair": columns.pair, "label": ", ".join(columns.labels)}
     for role, reason in columns.reasons.items():
-        listener.note(f"{role}: column '{named[role]}' ({reason})")
+        callbacks.note(f"{role}: column '{named[role]}' ({reason})")
 
 
 def _labels_text(space: LabelSpace) -> str:
@@ -178,16 +178,16 @@ def _labels_text(space: LabelSpace) -> str:
 
 
 def _tokenized(
-    examples: Examples, space: LabelSpace, encoder: Encoder, options: TrainOptions, listener: Listener, name: str
+    examples: Examples, space: LabelSpace, encoder: Encoder, options: TrainOptions, callbacks: Callbacks, name: str
 ) -> Part:
-    listener.stage(f"tokenising {len(examples):,} rows for {name}")
+    callbacks.stage(f"tokenising {len(examples):,} rows for {name}")
     tokens = tokenize(
         encoder,
         examples.texts,
         examples.pairs,
-        progress=lambda done: listener.count(done, len(examples)),
+        progress=lambda done: callbacks.count(done, len(examples)),
         place=examples.place,
-        warn=listener.warning,
+        warn=callbacks.warning,
     )
     return Part(examples=examples, tokens=tokens, targets_N=_in_order(examples, space))
 
@@ -226,7 +226,7 @@ def _check_metric(options: TrainOptions, task: Task, evaluation: Part | None) ->
         )
 
 
-def _steps_text(options: TrainOptions, order: Order, num_steps: int, num_warmup_steps: int) -> str:
+def _steps_text(options: TrainOptions, order: Sampler, num_steps: int, num_warmup_steps: int) -> str:
     """Raises: OptionError for more steps than anyone has time for, whose schedule alone would fill the memory."""
     if num_steps > _MOST_STEPS:
         asked = "--max-steps" if options.max_steps else "--num-train-epochs"

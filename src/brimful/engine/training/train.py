@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from brimful.core.callbacks import Listener, Progress
+from brimful.core.callbacks import Callbacks, Progress
 from brimful.core.errors import (
     CheckpointError,
     DataError,
@@ -86,7 +86,7 @@ class _State:
     events_position: int = 0
 
 
-def train(options: TrainOptions, *, command: str, listener: Listener) -> Run:
+def train(options: TrainOptions, *, command: str, callbacks: Callbacks) -> Run:
     """Runs what `options` ask for and returns its record. With `dry_run`, returns what would run.
 
     command: how the run was asked for, for the record.
@@ -98,7 +98,7 @@ def train(options: TrainOptions, *, command: str, listener: Listener) -> Run:
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
     optimizer = optimizer_of(options)
-    prepared = prepare(options, listener)
+    prepared = prepare(options, callbacks)
     if not _is_finished(RunFolder(path).read() if options.resume else None, path):
         num_parameters = prepared.facts.num_parameters
         # Besides those kept, the one being written, and the best one where it is looked for.
@@ -106,8 +106,8 @@ def train(options: TrainOptions, *, command: str, listener: Listener) -> Run:
         check_space(path, num_parameters, optimizer.cost(num_parameters).resident_bytes, num_checkpoints)
     if options.dry_run:
         with precision.apply():
-            built = build(options, prepared, precision, optimizer, listener)
-        listener.recipe(built.recipe)
+            built = build(options, prepared, precision, optimizer, callbacks)
+        callbacks.recipe(built.recipe)
         return _record(options, prepared, built, command, run="", status="planned")
     with RunFolder(path) as folder, precision.apply(), deterministic(options.deterministic):
         check_free(path, resume=options.resume)  # again: another process may have been here since, and gone
@@ -115,18 +115,18 @@ def train(options: TrainOptions, *, command: str, listener: Listener) -> Run:
         if before is not None:
             check_same(before, options, prepared.space, prepared.data_fingerprint, prepared.report)
             if _is_finished(before, path):
-                listener.note("this run had finished; nothing was changed")
+                callbacks.note("this run had finished; nothing was changed")
                 return dataclasses.replace(before, options=dataclasses.asdict(options))  # it may have been moved
-        listener.stage("loading the model")
-        built = build(options, prepared, precision, optimizer, listener)
-        listener.recipe(built.recipe)
+        callbacks.stage("loading the model")
+        built = build(options, prepared, precision, optimizer, callbacks)
+        callbacks.recipe(built.recipe)
         run_id = before.run if before is not None else secrets.token_hex(6)
         run = _record(options, prepared, built, command, run=run_id, status="running")
         if before is not None and (moved := differences_of_place(before, run)):
-            listener.warning(f"rounding may differ from here on: {'; '.join(moved)}")
+            callbacks.warning(f"rounding may differ from here on: {'; '.join(moved)}")
         folder.write(run)
-        with EventLog(folder.events, report=listener.warning) as events:
-            return _Loop(options, prepared, built, folder, events, listener, run).run()
+        with EventLog(folder.events, report=callbacks.warning) as events:
+            return _Loop(options, prepared, built, folder, events, callbacks, run).run()
 
 
 def _is_finished(run: Run | None, path: Path) -> bool:
@@ -157,11 +157,11 @@ class _Loop:
         built: Built,
         folder: RunFolder,
         events: EventLog,
-        listener: Listener,
+        callbacks: Callbacks,
         run: Run,
     ) -> None:
         self._options, self._prepared, self._built, self._folder = options, prepared, built, folder
-        self._events, self._listener, self._record = events, listener, run
+        self._events, self._callbacks, self._record = events, callbacks, run
         self._state = _State()
         self._saved_step: int | None = None
         self._passed_over: set[int] = set()  # steps whose checkpoints were found damaged
@@ -196,7 +196,7 @@ class _Loop:
         """Continues from the newest whole checkpoint, if there is one; cuts the event log back to it."""
         checkpoint, passed_over = newest_whole(self._folder.checkpoints, self._record.run)
         for line in passed_over:
-            self._listener.warning(f"passed over: {line}")
+            self._callbacks.warning(f"passed over: {line}")
         whole_step = -1 if checkpoint is None else checkpoint.step
         self._passed_over = {step for step in saved_steps(self._folder.checkpoints) if step > whole_step}
         if checkpoint is not None:
@@ -204,9 +204,9 @@ class _Loop:
             self._state = _State(**checkpoint.state)
             self._built.step.load_state_tensors(checkpoint.tensors)
             self._saved_step = checkpoint.step
-            self._listener.note(f"going on after step {checkpoint.step}")
+            self._callbacks.note(f"going on after step {checkpoint.step}")
         elif self._options.resume:
-            self._listener.note("no whole checkpoint yet: starting from the beginning")
+            self._callbacks.note("no whole checkpoint yet: starting from the beginning")
         self._events.cut(self._state.events_position)
 
     def _require_same_weights(self, checkpoint: Checkpoint) -> None:
@@ -259,7 +259,7 @@ class _Loop:
             return
         self._state.skipped += 1
         self._state.skipped_in_a_row += 1
-        places = [self._prepared.training.examples.place(i) for i in outcome.culprits]
+        places = [self._prepared.training.examples.place(i) for i in outcome.bad_samples]
         named = ", ".join(f"{printable(file, 80)} row {row}" for file, row in places[:5])
         more = f" and {len(places) - 5} more" if len(places) > 5 else ""
         what = "loss" if outcome.loss != outcome.loss or abs(outcome.loss) == float("inf") else "gradient"
@@ -267,7 +267,7 @@ class _Loop:
             "skipped", step=self._state.applied, batch=outcome.number, what=what, rows=[list(p) for p in places]
         )
         said = f"batch {outcome.number + 1} skipped: its {what} is not finite; samples: {named}{more}"
-        self._listener.warning(said)
+        self._callbacks.warning(said)
         if self._state.skipped_in_a_row >= _MOST_NON_FINITE:
             raise NonFiniteError(
                 f"{_MOST_NON_FINITE} steps in a row were not finite, after {self._state.applied} applied ones; {said}",
@@ -292,7 +292,7 @@ class _Loop:
             left_s=steps_left * now / state.applied if state.applied else None,
         )
         self._events.write("step", **dataclasses.asdict(progress))
-        self._listener.progress(progress)
+        self._callbacks.progress(progress)
         self._memory.look()
         self._logged = (now, state.samples, state.tokens)
         state.window_loss, state.window_batches = 0.0, 0
@@ -343,7 +343,7 @@ class _Loop:
         state.metrics = {"loss": loss, **task.metrics(logits_NC, evaluation.targets_N)}
         state.metrics_step = state.applied
         self._events.write("evaluated", step=state.applied, metrics=state.metrics)
-        self._listener.evaluated(state.applied, state.metrics)
+        self._callbacks.evaluated(state.applied, state.metrics)
         return self._is_best()
 
     def _is_best(self) -> bool:
@@ -361,7 +361,7 @@ class _Loop:
         patience = self._options.early_stopping_patience
         if patience is not None and state.without_improvement >= patience:
             state.ended_early = True
-            self._listener.note(f"{name} has not improved for {patience} evaluations: training ends")
+            self._callbacks.note(f"{name} has not improved for {patience} evaluations: training ends")
         return better
 
     def _save(self, *, must: bool = False) -> bool:
@@ -381,7 +381,7 @@ class _Loop:
             if must:
                 raise
             self._events.write("checkpoint_failed", step=state.applied, why=str(error))
-            self._listener.warning(f"no checkpoint after step {state.applied}: {error}; training goes on")
+            self._callbacks.warning(f"no checkpoint after step {state.applied}: {error}; training goes on")
             return False
         self._saved_step = state.applied
         self._passed_over.discard(state.applied)
@@ -448,7 +448,7 @@ class _Loop:
         )
         self._events.write("finished", step=steps, metrics=metrics)
         self._folder.write(run)
-        self._listener.finished(run, str(self._folder.path))
+        self._callbacks.finished(run, str(self._folder.path))
         return run
 
     def _take_best(self) -> tuple[Mapping[str, float], int]:
@@ -460,10 +460,10 @@ class _Loop:
             best = load_checkpoint(checkpoint_path(self._folder.checkpoints, state.best_step))
         except CheckpointError as error:
             self._events.write("best_lost", step=state.best_step, why=str(error))
-            self._listener.warning(f"the best model is lost, the last one is kept: {error}")
+            self._callbacks.warning(f"the best model is lost, the last one is kept: {error}")
             return state.metrics, state.applied
         self._built.step.load_state_tensors(best.tensors)
-        self._listener.note(f"the model after step {best.step} was best, and is kept")
+        self._callbacks.note(f"the model after step {best.step} was best, and is kept")
         return state.best_metrics, state.applied
 
 

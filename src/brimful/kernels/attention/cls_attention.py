@@ -48,12 +48,12 @@ def _stays(SEED, site, head, start, rows, drop_below):
 
 @triton.jit(do_not_specialize=["site"])
 def first_token_attention_forward(
-    Q, K, V, OUT, LSE, OFFSETS, SEED, site, q_n, q_h, k_t, k_h, v_t, v_h, o_n, o_h, power, drop_below, more,
+    Q, K, V, OUT, LSE, CU_SEQLENS, SEED, site, q_n, q_h, k_t, k_h, v_t, v_h, o_n, o_h, power, drop_below, more,
     DROPOUT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     segment, head = tl.program_id(0), tl.program_id(1)
-    start = tl.load(OFFSETS + segment)
-    length = tl.load(OFFSETS + segment + 1) - start
+    start = tl.load(CU_SEQLENS + segment)
+    length = tl.load(CU_SEQLENS + segment + 1) - start
     channels = tl.arange(0, D)
     q = tl.load(Q + segment.to(tl.int64) * q_n + head * q_h + channels).to(tl.float32) * power
     largest = tl.full([], float("-inf"), tl.float32)
@@ -79,13 +79,13 @@ def first_token_attention_forward(
 
 @triton.jit(do_not_specialize=["site"])
 def first_token_attention_backward(
-    Q, K, V, OUT, DO, DQ, DK, DV, LSE, OFFSETS, SEED, site, q_n, q_h, k_t, k_h, v_t, v_h, o_n, o_h, do_n, do_h, dq_n,
+    Q, K, V, OUT, DO, DQ, DK, DV, LSE, CU_SEQLENS, SEED, site, q_n, q_h, k_t, k_h, v_t, v_h, o_n, o_h, do_n, do_h, dq_n,
     dq_h, dk_t, dk_h, dv_t, dv_h, scale, power, drop_below, more,
     DROPOUT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     segment, head = tl.program_id(0), tl.program_id(1)
-    start = tl.load(OFFSETS + segment)
-    length = tl.load(OFFSETS + segment + 1) - start
+    start = tl.load(CU_SEQLENS + segment)
+    length = tl.load(CU_SEQLENS + segment + 1) - start
     channels, row = tl.arange(0, D), segment.to(tl.int64)
     q = tl.load(Q + row * q_n + head * q_h + channels).to(tl.float32)
     do = tl.load(DO + row * do_n + head * do_h + channels).to(tl.float32)
@@ -121,19 +121,19 @@ class Dropout(NamedTuple):
 
 
 def attend_first(
-    q_NHD: Tensor, k_HTD: Tensor, v_HTD: Tensor, offsets_N: Tensor, scale: float, dropout: Dropout | None = None
+    q_NHD: Tensor, k_HTD: Tensor, v_HTD: Tensor, cu_seqlens_N: Tensor, scale: float, dropout: Dropout | None = None
 ) -> tuple[Tensor, Tensor]:
     """(N, H, D): the first token's query of each of N segments against all keys of its own segment, 0 if that is
     empty. And the logs to the base 2 of the weights' sums, (N, H) fp32.
 
-    offsets_N: (N + 1,) int32. Heads of a power of two channels.
+    cu_seqlens_N: (N + 1,) int32. Heads of a power of two channels.
     """
     num_segments, num_heads, head_dim = q_NHD.shape
     out_NHD = torch.empty_like(q_NHD)
     lse_NH = q_NHD.new_empty(num_segments, num_heads, dtype=torch.float32)
-    drop, arguments = _dropout(dropout, offsets_N)
+    drop, arguments = _dropout(dropout, cu_seqlens_N)
     first_token_attention_forward[(num_segments, num_heads)](
-        q_NHD, k_HTD, v_HTD, out_NHD, lse_NH, offsets_N, *drop, *q_NHD.stride()[:2], *_strides(k_HTD, v_HTD),
+        q_NHD, k_HTD, v_HTD, out_NHD, lse_NH, cu_seqlens_N, *drop, *q_NHD.stride()[:2], *_strides(k_HTD, v_HTD),
         *out_NHD.stride()[:2], scale * _LOG2_E, *arguments, DROPOUT=dropout is not None, D=head_dim, BLOCK=_BLOCK,
         num_warps=2,
     )  # fmt: skip
@@ -142,7 +142,7 @@ def attend_first(
 
 def attend_first_backward(
     gradient_NHD: Tensor, q_NHD: Tensor, k_HTD: Tensor, v_HTD: Tensor, out_NHD: Tensor, lse_NH: Tensor,
-    offsets_N: Tensor, scale: float, dropout: Dropout | None = None,
+    cu_seqlens_N: Tensor, scale: float, dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of queries, (N, H, D), and of keys and values, (T, 2, H, D). Every token must be in a segment."""
     num_segments, num_heads, head_dim = q_NHD.shape
@@ -150,9 +150,9 @@ def attend_first_backward(
     dkv_T2HD = k_HTD.new_empty(k_HTD.shape[1], 2, num_heads, head_dim)
     dk_HTD, dv_HTD = dkv_T2HD.transpose(0, 2).unbind(1)
     gradient_NHD = gradient_NHD if gradient_NHD.stride(2) == 1 else gradient_NHD.contiguous()
-    drop, arguments = _dropout(dropout, offsets_N)
+    drop, arguments = _dropout(dropout, cu_seqlens_N)
     first_token_attention_backward[(num_segments, num_heads)](
-        q_NHD, k_HTD, v_HTD, out_NHD, gradient_NHD, dq_NHD, dk_HTD, dv_HTD, lse_NH, offsets_N, *drop,
+        q_NHD, k_HTD, v_HTD, out_NHD, gradient_NHD, dq_NHD, dk_HTD, dv_HTD, lse_NH, cu_seqlens_N, *drop,
         *q_NHD.stride()[:2], *_strides(k_HTD, v_HTD), *out_NHD.stride()[:2], *gradient_NHD.stride()[:2],
         *dq_NHD.stride()[:2], *_strides(dk_HTD, dv_HTD), scale, scale * _LOG2_E, *arguments,
         DROPOUT=dropout is not None, D=head_dim, BLOCK=_BLOCK, num_warps=2,
@@ -172,14 +172,14 @@ def _dropout(dropout: Dropout | None, unread: Tensor) -> tuple[tuple[Tensor, int
     return (dropout.seed, dropout.site), (threshold(dropout.p), kept_factor(dropout.p))
 
 
-def first_rows(x: Tensor, offsets_N: Tensor) -> Tensor:
+def first_rows(x: Tensor, cu_seqlens_N: Tensor) -> Tensor:
     """(1, N, H): the first row of each segment of (1, T, H); of an empty one at the end, any."""
-    rows: Tensor = x.index_select(x.ndim - 2, _places(x, offsets_N))
+    rows: Tensor = x.index_select(x.ndim - 2, _places(x, cu_seqlens_N))
     return rows
 
 
-def _places(x: Tensor, offsets_N: Tensor) -> Tensor:
-    return offsets_N[:-1].clamp(max=x.shape[-2] - 1)
+def _places(x: Tensor, cu_seqlens_N: Tensor) -> Tensor:
+    return cu_seqlens_N[:-1].clamp(max=x.shape[-2] - 1)
 
 
 class _ProjectedFirstAttention(torch.autograd.Function):

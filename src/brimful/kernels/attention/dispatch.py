@@ -111,12 +111,12 @@ def _full(valid_RL: Tensor) -> bool:
 
 def flash_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
     """FlashAttention-2 as torch ships it, for bf16 and fp16 on a GPU; windows and dropout included, no soft cap."""
-    offsets_N, longest = segments.offsets_N, segments.max_length
+    cu_seqlens_N, longest = segments.cu_seqlens_N, segments.max_length
     left = -1 if pattern.window is None else pattern.window - 1
     out_THD: Tensor = torch.ops.aten._flash_attention_forward(
         *(x.transpose(0, 1) for x in (q_HTD, k_KTD, v_KTD)),
-        offsets_N,
-        offsets_N,
+        cu_seqlens_N,
+        cu_seqlens_N,
         longest,
         longest,
         pattern.dropout,
@@ -135,8 +135,8 @@ def efficient_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: S
     out_1THD: Tensor = torch.ops.aten._efficient_attention_forward(
         *(x.transpose(0, 1)[None] for x in (q_HTD, k_HTD, v_HTD)),
         None,
-        segments.offsets_N,
-        segments.offsets_N,
+        segments.cu_seqlens_N,
+        segments.cu_seqlens_N,
         segments.max_length,
         segments.max_length,
         pattern.dropout,
@@ -155,7 +155,7 @@ def triton_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segm
         q_HTD,
         k_HTD,
         v_HTD,
-        segments.offsets_N,
+        segments.cu_seqlens_N,
         max_length=segments.max_length,
         typical_length=segments.typical_length,
         scale=pattern.scale,
@@ -177,7 +177,7 @@ def relative_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Se
         q_HTD,
         k_HTD,
         v_HTD,
-        segments.offsets_N,
+        segments.cu_seqlens_N,
         keys_HRD=keys_HRD,
         queries_HRD=queries_HRD,
         bias_HR=given.bias_HR,

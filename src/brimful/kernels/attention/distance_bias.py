@@ -58,28 +58,28 @@ def _scores(
 
 @triton.jit
 def relative_attention_forward(
-    Q, K, V, BY_QUERY, BY_KEY, OUT, LSE, MASK_ROWS, OFFSETS, SEED, T, reach, q_t, q_h, k_t, k_h, v_t, v_h, bq_t,
+    Q, K, V, BY_QUERY, BY_KEY, OUT, LSE, MASK_ROWS, CU_SEQLENS, SEED, T, reach, q_t, q_h, k_t, k_h, v_t, v_h, bq_t,
     bq_h, bk_t, bk_h, o_t, o_h, scale, drop_below, more, HAS_QUERY: tl.constexpr, HAS_KEY: tl.constexpr,
-    DROPOUT: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(OFFSETS + segment)
-    length = tl.load(OFFSETS + segment + 1) - start
-    first = block * OWN
+    start = tl.load(CU_SEQLENS + segment)
+    length = tl.load(CU_SEQLENS + segment + 1) - start
+    first = block * BLOCK_M
     if first >= length:
         return
-    rows = first + tl.arange(0, OWN)
+    rows = first + tl.arange(0, BLOCK_M)
     q = head_rows(Q, start, rows, length, head, q_t, q_h, D)
-    largest = tl.full([OWN], float("-inf"), tl.float32)
-    total = tl.zeros([OWN], tl.float32)
-    out = tl.zeros([OWN, D], tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, D], tl.float32)
     mask_rows = rows
     if DROPOUT:
         mask_rows = row_keys(SEED, 0, head, start + rows)
         places = head.to(tl.int64) * T + start + rows
         tl.store(MASK_ROWS + places, mask_rows.to(tl.int32, bitcast=True), mask=rows < length)
-    for place in range(0, length, OTHER):
-        columns = place + tl.arange(0, OTHER)
+    for place in range(0, length, BLOCK_N):
+        columns = place + tl.arange(0, BLOCK_N)
         inside = (rows < length)[:, None] & (columns < length)[None, :]
         k = head_rows(K, start, columns, length, head, k_t, k_h, D)
         v = head_rows(V, start, columns, length, head, v_t, v_h, D)
@@ -107,17 +107,17 @@ def relative_attention_forward(
 def _gradient_of_keys(
     Q, K, V, BY_QUERY, BY_KEY, DO, DK, DV, D_BY_KEY, LSE, DELTA, MASK_ROWS, T, reach, q_t, q_h, k_t, k_h, v_t, v_h,
     bq_t, bq_h, bk_t, bk_h, do_t, do_h, g_t, g_h, d_t, d_h, scale, drop_below, more, start, length, first, head,
-    HAS_QUERY: tl.constexpr, HAS_KEY: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
-    OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_QUERY: tl.constexpr, HAS_KEY: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block as keys, (keys, queries): its gradient, its values' and its columns', from every query."""
-    own = first + tl.arange(0, OWN)
+    own = first + tl.arange(0, BLOCK_M)
     k = head_rows(K, start, own, length, head, k_t, k_h, D)
     v = head_rows(V, start, own, length, head, v_t, v_h, D)
-    dk = tl.zeros([OWN, D], tl.float32)
-    dv = tl.zeros([OWN, D], tl.float32)
-    for place in range(0, length, OTHER):
-        rows = place + tl.arange(0, OTHER)
+    dk = tl.zeros([BLOCK_M, D], tl.float32)
+    dv = tl.zeros([BLOCK_M, D], tl.float32)
+    for place in range(0, length, BLOCK_N):
+        rows = place + tl.arange(0, BLOCK_N)
         inside = (own < length)[:, None] & (rows < length)[None, :]
         q = head_rows(Q, start, rows, length, head, q_t, q_h, D)
         do = head_rows(DO, start, rows, length, head, do_t, do_h, D)
@@ -151,21 +151,21 @@ def _gradient_of_keys(
 def _gradient_of_queries(
     Q, K, V, BY_QUERY, BY_KEY, DO, DQ, D_BY_QUERY, LSE, DELTA, MASK_ROWS, T, reach, q_t, q_h, k_t, k_h, v_t, v_h,
     bq_t, bq_h, bk_t, bk_h, do_t, do_h, g_t, g_h, d_t, d_h, scale, drop_below, more, start, length, first, head,
-    HAS_QUERY: tl.constexpr, HAS_KEY: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
-    OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_QUERY: tl.constexpr, HAS_KEY: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block as queries, (queries, keys): its gradient and its columns', from every key."""
-    own = first + tl.arange(0, OWN)
+    own = first + tl.arange(0, BLOCK_M)
     q = head_rows(Q, start, own, length, head, q_t, q_h, D)
     do = head_rows(DO, start, own, length, head, do_t, do_h, D)
     lse = row_numbers(LSE + head.to(tl.int64) * T + start, own, length)
     delta = row_numbers(DELTA + head.to(tl.int64) * T + start, own, length)
-    dq = tl.zeros([OWN, D], tl.float32)
+    dq = tl.zeros([BLOCK_M, D], tl.float32)
     mask_rows = own
     if DROPOUT:
         mask_rows = row_numbers(MASK_ROWS + head.to(tl.int64) * T + start, own, length).to(tl.uint32, bitcast=True)
-    for place in range(0, length, OTHER):
-        columns = place + tl.arange(0, OTHER)
+    for place in range(0, length, BLOCK_N):
+        columns = place + tl.arange(0, BLOCK_N)
         inside = (own < length)[:, None] & (columns < length)[None, :]
         k = head_rows(K, start, columns, length, head, k_t, k_h, D)
         v = head_rows(V, start, columns, length, head, v_t, v_h, D)
@@ -189,45 +189,45 @@ def _gradient_of_queries(
 
 @triton.jit
 def relative_attention_backward(
-    Q, K, V, BY_QUERY, BY_KEY, DO, DQ, DK, DV, D_BY_QUERY, D_BY_KEY, LSE, DELTA, MASK_ROWS, OFFSETS, T, reach, q_t,
+    Q, K, V, BY_QUERY, BY_KEY, DO, DQ, DK, DV, D_BY_QUERY, D_BY_KEY, LSE, DELTA, MASK_ROWS, CU_SEQLENS, T, reach, q_t,
     q_h, k_t, k_h, v_t, v_h, bq_t, bq_h, bk_t, bk_h, do_t, do_h, g_t, g_h, d_t, d_h, scale, drop_below, more,
-    HAS_QUERY: tl.constexpr, HAS_KEY: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
-    OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_QUERY: tl.constexpr, HAS_KEY: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Beyond its segment a block reads zeros, and what comes of them is multiplied with zeros or not stored.
 
     Only the exponential needs care there: its argument is at most 0 where it counts, and is cut at 0 elsewhere.
     """
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(OFFSETS + segment)
-    length = tl.load(OFFSETS + segment + 1) - start
-    first = block * OWN
+    start = tl.load(CU_SEQLENS + segment)
+    length = tl.load(CU_SEQLENS + segment + 1) - start
+    first = block * BLOCK_M
     if first >= length:
         return
     _gradient_of_keys(
         Q, K, V, BY_QUERY, BY_KEY, DO, DK, DV, D_BY_KEY, LSE, DELTA, MASK_ROWS, T, reach, q_t, q_h, k_t, k_h, v_t,
         v_h, bq_t, bq_h, bk_t, bk_h, do_t, do_h, g_t, g_h, d_t, d_h, scale, drop_below, more, start, length, first,
-        head, HAS_QUERY, HAS_KEY, DROPOUT, D, OWN, OTHER, PRECISION,
+        head, HAS_QUERY, HAS_KEY, DROPOUT, D, BLOCK_M, BLOCK_N, PRECISION,
     )  # fmt: skip
     _gradient_of_queries(
         Q, K, V, BY_QUERY, BY_KEY, DO, DQ, D_BY_QUERY, LSE, DELTA, MASK_ROWS, T, reach, q_t, q_h, k_t, k_h, v_t,
         v_h, bq_t, bq_h, bk_t, bk_h, do_t, do_h, g_t, g_h, d_t, d_h, scale, drop_below, more, start, length, first,
-        head, HAS_QUERY, HAS_KEY, DROPOUT, D, OWN, OTHER, PRECISION,
+        head, HAS_QUERY, HAS_KEY, DROPOUT, D, BLOCK_M, BLOCK_N, PRECISION,
     )  # fmt: skip
 
 
-_HALF = Tiles(own=64, other=32, warps=4, stages=1)
+_HALF = Tiles(block_m=64, block_n=32, warps=4, stages=1)
 #: Wide heads, and fp32: what fits.
-_SMALL = Tiles(own=32, other=32, warps=4, stages=1)
+_SMALL = Tiles(block_m=32, block_n=32, warps=4, stages=1)
 
 
 def _launch(q: Tensor, offsets: Tensor, max_length: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Grid, and the constants of both kernels that follow from the shapes."""
     heads, _, head_dim = q.shape
     tiles = _SMALL if q.dtype == torch.float32 or head_dim > 64 else _HALF
-    grid = (triton.cdiv(max_length, tiles.own), offsets.shape[0] - 1, heads)
+    grid = (triton.cdiv(max_length, tiles.block_m), offsets.shape[0] - 1, heads)
     precision = "ieee" if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
-    constants = {"D": head_dim, "OWN": tiles.own, "OTHER": tiles.other, "PRECISION": precision}
+    constants = {"D": head_dim, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PRECISION": precision}
     return grid, constants | {"num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
@@ -373,7 +373,7 @@ def relative_attention_HTD(
     q_HTD: Tensor,
     k_HTD: Tensor,
     v_HTD: Tensor,
-    offsets_N: Tensor,
+    cu_seqlens_N: Tensor,
     *,
     keys_HRD: Tensor | None,
     queries_HRD: Tensor | None,
@@ -388,7 +388,7 @@ def relative_attention_HTD(
 
     keys_HRD, queries_HRD: of positions, in the dtype of the tokens. bias_HR: in any. One of the three at least.
     bucket_W: (2 * reach,) int64, the row of the tables for distances key - query from -reach on; reach >= max_length.
-    offsets_N: (N + 1,) int32, device. seed: () int64 on the device, drawn from torch's generator if it is None and
+    cu_seqlens_N: (N + 1,) int32, device. seed: () int64 on the device, drawn from torch's generator if it is None and
     there is dropout.
     Raises: ValueError without a table, or if the distances do not reach over the longest segment.
     """
@@ -400,6 +400,6 @@ def relative_attention_HTD(
         seed = draw_seed(q_HTD.device, dropout)
     q_HTD, k_HTD, v_HTD = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_HTD, v_HTD))
     out: Tensor = attend(
-        q_HTD, k_HTD, v_HTD, keys_HRD, queries_HRD, bias_HR, bucket_W, offsets_N, seed, max_length, scale, dropout
+        q_HTD, k_HTD, v_HTD, keys_HRD, queries_HRD, bias_HR, bucket_W, cu_seqlens_N, seed, max_length, scale, dropout
     )[0]
     return out

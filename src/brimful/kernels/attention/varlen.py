@@ -38,8 +38,8 @@ class Tiles:
     split: whether blocks that need no mask have a loop of their own.
     """
 
-    own: int
-    other: int
+    block_m: int
+    block_n: int
     warps: int
     stages: int
     registers: int | None = None
@@ -48,13 +48,13 @@ class Tiles:
 
 #: For heads of 64 in half precision on an H200 (benchmarks/attention): short segments, long ones forward and backward.
 #: MASKED: forward with causality or a window. DROPPED: backward with dropout and neither of them.
-SHORT = Tiles(own=64, other=32, warps=4, stages=1)
-LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3, registers=128, split=True)
-MASKED_LONG_FORWARD = Tiles(own=64, other=64, warps=4, stages=3)
-LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=1, registers=128)
-DROPPED_LONG_BACKWARD = Tiles(own=64, other=32, warps=4, stages=2, registers=128, split=True)
+SHORT = Tiles(block_m=64, block_n=32, warps=4, stages=1)
+LONG_FORWARD = Tiles(block_m=64, block_n=64, warps=4, stages=3, registers=128, split=True)
+MASKED_LONG_FORWARD = Tiles(block_m=64, block_n=64, warps=4, stages=3)
+LONG_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=1, registers=128)
+DROPPED_LONG_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=2, registers=128, split=True)
 #: Wide heads, and fp32: what fits.
-_SMALL = Tiles(own=32, other=32, warps=4, stages=2)
+_SMALL = Tiles(block_m=32, block_n=32, warps=4, stages=2)
 #: Mean length beyond which segments are long: between two of `attention.LENGTH_CLASSES`.
 _LONG = 128
 
@@ -68,9 +68,15 @@ def _tiles(q: Tensor, typical_length: int, long: Tiles) -> Tiles:
 def _launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Grid, and the constants of all kernels that follow from the shapes."""
     heads, _, head_dim = q.shape
-    grid = (triton.cdiv(max_length, tiles.own), offsets.shape[0] - 1, heads)
+    grid = (triton.cdiv(max_length, tiles.block_m), offsets.shape[0] - 1, heads)
     precision = "ieee" if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
-    constants = {"D": head_dim, "OWN": tiles.own, "OTHER": tiles.other, "SPLIT": tiles.split, "PRECISION": precision}
+    constants = {
+        "D": head_dim,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "SPLIT": tiles.split,
+        "PRECISION": precision,
+    }
     return grid, constants | {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers}
 
 
@@ -182,7 +188,7 @@ def varlen_attention_HTD(
     q_HTD: Tensor,
     k_HTD: Tensor,
     v_HTD: Tensor,
-    offsets_N: Tensor,
+    cu_seqlens_N: Tensor,
     *,
     max_length: int,
     scale: float,
@@ -195,7 +201,7 @@ def varlen_attention_HTD(
 ) -> Tensor:
     """Attention within segments, (H, T, D); every token must be in one of them.
 
-    offsets_N: (N + 1,) int32, device. typical_length: mean one, by which kernels are cut. window: a token sees those
+    cu_seqlens_N: (N + 1,) int32, device. typical_length: mean one, by which kernels are cut. window: a token sees those
     nearer than this. seed: () int64 on the device, drawn from torch's generator if it is None and there is dropout.
     """
     if seed is None:
@@ -205,7 +211,7 @@ def varlen_attention_HTD(
         q_HTD,
         k_HTD,
         v_HTD,
-        offsets_N,
+        cu_seqlens_N,
         seed,
         max_length,
         typical_length or 0,

@@ -82,31 +82,31 @@ def row_numbers(X, rows, length, MASKED: tl.constexpr = True):
 
 @triton.jit(do_not_specialize=["site"])
 def varlen_attention_forward(
-    Q, K, V, OUT, LSE, KEYS, OFFSETS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, inner, power,
+    Q, K, V, OUT, LSE, KEYS, CU_SEQLENS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, inner, power,
     drop_below, more, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr,
-    D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(OFFSETS + segment)
-    length = tl.load(OFFSETS + segment + 1) - start
-    first = block * OWN
+    start = tl.load(CU_SEQLENS + segment)
+    length = tl.load(CU_SEQLENS + segment + 1) - start
+    first = block * BLOCK_M
     if first >= length:
         return
-    rows = first + tl.arange(0, OWN)
+    rows = first + tl.arange(0, BLOCK_M)
     q = head_rows(Q, start, rows, length, head, q_t, q_h, D)
-    largest = tl.full([OWN], float("-inf"), tl.float32)
-    total = tl.zeros([OWN], tl.float32)
-    out = tl.zeros([OWN, D], tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, D], tl.float32)
     mask_rows = rows
-    mask_columns = column_keys(tl.arange(0, OTHER))
+    mask_columns = column_keys(tl.arange(0, BLOCK_N))
     if DROPOUT:
         mask_rows = row_keys(SEED, site, head, start + rows)
         tl.store(KEYS + head.to(tl.int64) * T + start + rows, mask_rows.to(tl.int32, bitcast=True), mask=rows < length)
-    low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, True)
-    whole = length // OTHER * OTHER
+    low, high = _range(first, first + BLOCK_M, length, CAUSAL, WINDOW, BLOCK_N, True)
+    whole = length // BLOCK_N * BLOCK_N
     for tail in tl.static_range(1 - SPLIT, 2):  # whole blocks, then the last one, which needs masks
-        for place in range(whole if SPLIT and tail else low, high if tail else whole, OTHER):
-            columns = place + tl.arange(0, OTHER)
+        for place in range(whole if SPLIT and tail else low, high if tail else whole, BLOCK_N):
+            columns = place + tl.arange(0, BLOCK_N)
             k = head_rows(K, start, columns, length, head, k_t, k_h, D, tail)
             v = head_rows(V, start, columns, length, head, v_t, v_h, D, tail)
             s = _scores(q, k, inner, CAP, PRECISION)
@@ -173,20 +173,20 @@ def _gradient_of_keys(
     Q, K, V, OUT, DO, DK, DV, LSE, PAIRS, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
     scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr,
-    D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block as keys, (keys, queries): their gradient and their values', from every query that sees them."""
-    own = first + tl.arange(0, OWN)
+    own = first + tl.arange(0, BLOCK_M)
     k = head_rows(K, start, own, length, head, k_t, k_h, D)
     v = head_rows(V, start, own, length, head, v_t, v_h, D)
-    dk = tl.zeros([OWN, D], tl.float32)
-    dv = tl.zeros([OWN, D], tl.float32)
+    dk = tl.zeros([BLOCK_M, D], tl.float32)
+    dv = tl.zeros([BLOCK_M, D], tl.float32)
     place_of_rows = head.to(tl.int64) * T + start
-    low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, False)
-    whole = length // OTHER * OTHER
+    low, high = _range(first, first + BLOCK_M, length, CAUSAL, WINDOW, BLOCK_N, False)
+    whole = length // BLOCK_N * BLOCK_N
     for tail in tl.static_range(1 - SPLIT, 2):
-        for place in range(whole if SPLIT and tail else low, high if tail else whole, OTHER):
-            rows = place + tl.arange(0, OTHER)
+        for place in range(whole if SPLIT and tail else low, high if tail else whole, BLOCK_N):
+            rows = place + tl.arange(0, BLOCK_N)
             q = head_rows(Q, start, rows, length, head, q_t, q_h, D, tail)
             do = head_rows(DO, start, rows, length, head, do_t, do_h, D, tail)
             below, delta = _row_sums(OUT, LSE, PAIRS, do, start, rows, length, head, T, o_t, o_h, less, READY, D, tail)
@@ -220,23 +220,23 @@ def _gradient_of_queries(
     Q, K, V, OUT, DO, DQ, LSE, PAIRS, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
     scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr,
-    D: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block as queries, (queries, keys): their gradient, from every key that they see."""
-    own = first + tl.arange(0, OWN)
+    own = first + tl.arange(0, BLOCK_M)
     q = head_rows(Q, start, own, length, head, q_t, q_h, D)
     do = head_rows(DO, start, own, length, head, do_t, do_h, D)
     below, delta = _row_sums(OUT, LSE, PAIRS, do, start, own, length, head, T, o_t, o_h, less, READY, D)
-    dq = tl.zeros([OWN, D], tl.float32)
+    dq = tl.zeros([BLOCK_M, D], tl.float32)
     mask_rows = own
-    mask_columns = column_keys(tl.arange(0, OTHER))
+    mask_columns = column_keys(tl.arange(0, BLOCK_N))
     if DROPOUT:
         mask_rows = row_numbers(KEYS + head.to(tl.int64) * T + start, own, length).to(tl.uint32, bitcast=True)
-    low, high = _range(first, first + OWN, length, CAUSAL, WINDOW, OTHER, True)
-    whole = length // OTHER * OTHER
+    low, high = _range(first, first + BLOCK_M, length, CAUSAL, WINDOW, BLOCK_N, True)
+    whole = length // BLOCK_N * BLOCK_N
     for tail in tl.static_range(1 - SPLIT, 2):
-        for place in range(whole if SPLIT and tail else low, high if tail else whole, OTHER):
-            columns = place + tl.arange(0, OTHER)
+        for place in range(whole if SPLIT and tail else low, high if tail else whole, BLOCK_N):
+            columns = place + tl.arange(0, BLOCK_N)
             k = head_rows(K, start, columns, length, head, k_t, k_h, D, tail)
             v = head_rows(V, start, columns, length, head, v_t, v_h, D, tail)
             s = _scores(q, k, inner, CAP, PRECISION)
@@ -261,10 +261,10 @@ def _gradient_of_queries(
 
 @triton.jit
 def varlen_attention_backward(
-    Q, K, V, OUT, DO, DQ, DK, DV, LSE, PAIRS, KEYS, OFFSETS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
+    Q, K, V, OUT, DO, DQ, DK, DV, LSE, PAIRS, KEYS, CU_SEQLENS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
     do_h, g_t, g_h, scale, inner, power, drop_below, more, less, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr,
-    OWN: tl.constexpr, OTHER: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Beyond its segment a block reads zeros, and what comes of them is multiplied with zeros or not stored.
 
@@ -272,18 +272,18 @@ def varlen_attention_backward(
     PAIRS: (H, T) of 64 bits, what `varlen_attention_delta` leaves in pairs, if READY.
     """
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(OFFSETS + segment)
-    length = tl.load(OFFSETS + segment + 1) - start
-    first = block * OWN
+    start = tl.load(CU_SEQLENS + segment)
+    length = tl.load(CU_SEQLENS + segment + 1) - start
+    first = block * BLOCK_M
     if first >= length:
         return
     _gradient_of_keys(
         Q, K, V, OUT, DO, DK, DV, LSE, PAIRS, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
         g_h, scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL, WINDOW, CAP,
-        DROPOUT, READY, D, OWN, OTHER, SPLIT, PRECISION,
+        DROPOUT, READY, D, BLOCK_M, BLOCK_N, SPLIT, PRECISION,
     )  # fmt: skip
     _gradient_of_queries(
         Q, K, V, OUT, DO, DQ, LSE, PAIRS, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
         scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL, WINDOW, CAP, DROPOUT, READY,
-        D, OWN, OTHER, SPLIT, PRECISION,
+        D, BLOCK_M, BLOCK_N, SPLIT, PRECISION,
     )  # fmt: skip

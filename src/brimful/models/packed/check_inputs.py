@@ -1,4 +1,5 @@
-"""What a proof is made on: a copy of a model with few layers, and sequences that show what the whole one would do."""
+"""What an equivalence check is made on: a copy of a model with few layers, and sequences that show what the whole one
+would do."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from brimful.models.model_stats import layers_of
 from brimful.models.packed.packed_forward import padding_id_of
 from brimful.models.packed.relative_bias import farthest_bucket
 
-#: Most positions of models that have a learned table of them; packed rows in the proof are longer.
+#: Most positions of models that have a learned table of them; packed rows in the equivalence check are longer.
 _SHORT_TABLE = 1026
 
 #: What the attention kernel is chosen by: the typical length, and its name, where each is known.
@@ -113,7 +114,7 @@ def padded_rows(sequences: Sequence[np.ndarray], config: Any) -> Inputs:
 
 
 def proof_inputs(config: Any, max_length: int) -> Inputs:
-    """The sequences of the proof, as padded rows: any model of a family takes them."""
+    """The sequences of the equivalence check, as padded rows: any model of a family takes them."""
     return padded_rows(make_sequences(config, max_length), config)
 
 

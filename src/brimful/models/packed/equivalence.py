@@ -1,4 +1,5 @@
-"""The proof: a model runs packed because it was shown equal to its plain Hugging Face forward, not by its name.
+"""The equivalence check: a model runs packed because it was shown equal to its plain Hugging Face forward, not by its
+name.
 
 On a copy with one layer of each kind, one more to read them, and the model's own weights, in eval mode:
 
@@ -59,17 +60,18 @@ from brimful.models.packed.relative_bias import has_form
 FORWARD_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "bf16": 5e-2, "fp16": 1e-2, "fp8": 1e-1}
 GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "fp16": 3e-2, "fp8": 2e-1}
 
-#: Raised when packed execution or this proof changes, so that what was proved of older code is not believed.
+#: Raised when packed execution or this equivalence check changes, so that what was proved of older code is not
+#: believed.
 _REVISION = 13
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proof:
+class Equivalence:
     """What was shown of one model.
 
     packed: it may run packed, in `form`. independent: rows of a batch do not influence one another.
-    *_error: relative differences that were measured, None where the proof did not get that far. halves: in half
-    precision, it computes the same with its Linear weights kept in that precision.
+    *_error: relative differences that were measured, None where the equivalence check did not get that far.
+    half_weights: in half precision, it computes the same with its Linear weights kept in that precision.
     float8_error: what its fused layers lose in fp8, in units of what is allowed; None where fp8 was not asked for, or
     our kernels do not cover its layers. float8_shapes: (N, K) of the weights whose products can be in fp8.
     float8_activated: those among them whose output goes through GELU at once.
@@ -84,7 +86,7 @@ class Proof:
     forward_error: float | None = None
     gradient_error: float | None = None
     kernel_error: float | None = None
-    halves: bool = False
+    half_weights: bool = False
     float8_error: float | None = None
     float8_shapes: tuple[tuple[int, int], ...] = ()
     float8_activated: tuple[tuple[int, int], ...] = ()
@@ -97,7 +99,7 @@ class Proof:
         return PackedForm(pooling=self.pooling, first_position=self.first_position, short=self.short)
 
 
-def prove(
+def check_equivalence(
     model: Any,
     *,
     max_length: int,
@@ -106,7 +108,7 @@ def prove(
     typical_length: int | None = None,
     attention: str | None = None,
     cache: bool = True,
-) -> Proof:
+) -> Equivalence:
     """Whether `model` may run packed on `device` in `precision` with sequences of up to `max_length` tokens.
 
     typical_length: mean length of the sequences to come, by which the kernel is chosen. attention: the kernel's name,
@@ -121,18 +123,18 @@ def prove(
         return known
     was = model.config._attn_implementation
     try:
-        proof = _prove(model, max_length, device, precision, kernel)
+        equivalence = _check(model, max_length, device, precision, kernel)
     except Exception as failure:  # whatever a model does, it is not proved; not kept: it may be the machine's fault
         why = f"{model.config.model_type} could not be tried: {type(failure).__name__}: {printable(failure)}"
-        return Proof(packed=False, independent=False, reason=why)
+        return Equivalence(packed=False, independent=False, reason=why)
     finally:
         model.config._attn_implementation = was
     if path is not None:
-        write_cached(path, asdict(proof))
-    return proof
+        write_cached(path, asdict(equivalence))
+    return equivalence
 
 
-def _prove(model: Any, max_length: int, device: torch.device, precision: str, kernel: Kernel) -> Proof:
+def _check(model: Any, max_length: int, device: torch.device, precision: str, kernel: Kernel) -> Equivalence:
     small = one_layer_of_each_kind(model).to("cpu", torch.float32).eval().requires_grad_(True)
     wake(small)
     sequences = make_sequences(small.config, max_length)
@@ -143,27 +145,29 @@ def _prove(model: Any, max_length: int, device: torch.device, precision: str, ke
             alone = torch.cat([padded(padded_rows([sequence], small.config)) for sequence in sequences])
         except (ValueError, RuntimeError, IndexError) as refusal:
             why = f"{small.config.model_type} does not take short sequences: {str(refusal).splitlines()[0][:100]}"
-            return Proof(packed=False, independent=False, reason=why)
+            return Equivalence(packed=False, independent=False, reason=why)
         if not relative_error(plain.detach(), alone.detach()) <= FORWARD_TOLERANCE["fp32"]:
             why = "the result of a row depends on the other rows of its batch, or on its padding"
-            return Proof(packed=False, independent=False, reason=why)
+            return Equivalence(packed=False, independent=False, reason=why)
         plain_gradient = _gradient(small, plain)
         form, error, why = _find_form(small, sequences, alone.detach(), max_length)
         if form is None:
-            return Proof(packed=False, independent=True, reason=why, forward_error=error)
+            return Equivalence(packed=False, independent=True, reason=why, forward_error=error)
         row = packed_row(sequences, small.config, max_length, kernel)
         gradient = _gradient(small, PackedExecution(small, form, plain=True)(row)[: len(sequences)])
         gradient_error = relative_error(gradient, plain_gradient)
     if not gradient_error <= GRADIENT_TOLERANCE["fp32"]:
         why = f"its packed gradient differs from the plain one by {gradient_error:.1e}"
-        return Proof(packed=False, independent=True, reason=why, forward_error=error, gradient_error=gradient_error)
+        return Equivalence(
+            packed=False, independent=True, reason=why, forward_error=error, gradient_error=gradient_error
+        )
     case = (form, row, plain.detach(), plain_gradient)
     around = "bf16" if precision == "fp8" else precision  # what is not a product of a layer
     kernel_error = _kernel_error(small.to(device), *case, around)
     passed = kernel_error <= 1.0
-    halves = passed and _takes_halves(small, *case, around)
+    half_weights = passed and _takes_half_weights(small, *case, around)
     float8_error, shapes = _float8_error(small, *case, around) if passed and precision == "fp8" else (None, {})
-    return Proof(
+    return Equivalence(
         packed=passed,
         independent=True,
         reason=f"equal to the plain forward within {error:.1e}, gradient within {gradient_error:.1e}"
@@ -175,7 +179,7 @@ def _prove(model: Any, max_length: int, device: torch.device, precision: str, ke
         forward_error=error,
         gradient_error=gradient_error,
         kernel_error=kernel_error,
-        halves=halves,
+        half_weights=half_weights,
         float8_error=float8_error,
         float8_shapes=tuple(shapes),
         float8_activated=tuple(shape for shape, activated in shapes.items() if activated),
@@ -300,7 +304,9 @@ def _fused_or_not(covered: list[bool], graph: GraphModule, inputs: Sequence[Any]
     return graph if fused is None else fused
 
 
-def _takes_halves(small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str) -> bool:
+def _takes_half_weights(
+    small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str
+) -> bool:
     """Whether the model computes the same with Linear weights in half precision."""
     dtype = _HALF.get(precision)
     if dtype is None:
@@ -370,7 +376,8 @@ def _exact_fp32() -> Iterator[None]:
 
 
 def _cache_path(model: Any, max_length: int, device: torch.device, precision: str, kernel: Kernel) -> Path | None:
-    """Where the proof of this model is kept, None for a user without a home. Remote code has its hash in the module."""
+    """Where the equivalence check of this model is kept, None for a user without a home. Remote code has its hash in
+    the module."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_ARCHITECTURE}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [torch.__version__, transformers.__version__, _REVISION]
@@ -385,11 +392,11 @@ def _cache_path(model: Any, max_length: int, device: torch.device, precision: st
 _NOT_ARCHITECTURE = frozenset({"_name_or_path", "id2label", "label2id", "transformers_version", "dtype", "torch_dtype"})
 
 
-def _read(path: Path) -> Proof | None:
+def _read(path: Path) -> Equivalence | None:
     try:
         kept = read_cached(path) or {}
         for name in ("float8_shapes", "float8_activated"):
             kept[name] = tuple((rows, columns) for rows, columns in kept.get(name, ()))
-        return Proof(**kept)
+        return Equivalence(**kept)
     except (TypeError, ValueError, AttributeError):
         return None

@@ -3,8 +3,8 @@
 The packed way runs the unmodified base model on one row of T tokens, with attention told where sequences end; then it
 pools one hidden state a sequence and lets the model's own classification code finish on these states, as if they were
 sequences of one token. Nothing here knows a family by name except `_pooled_output`, and `relative.py` for the families
-whose attention has a bias of its own; `proof.py` finds out whether the result is right, and which pooling and first
-position the model has.
+whose attention has a bias of its own; `equivalence.py` finds out whether the result is right, and which pooling and
+first position the model has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PACKED = "brimful_packed"
 
 
 #: What layers hand on to everything in them. Anything else may change what attention computes, be it a little: sinks,
-#: biases, caps under other names. A little is what a proof on weights that were never trained does not see.
+#: biases, caps under other names. A little is what a equivalence check on weights that were never trained does not see.
 _NOT_FOR_ATTENTION = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "deterministic"}
 )
@@ -281,10 +281,10 @@ class PackedExecution(Execution):
             return states_TH[: inputs.first_S.shape[0]]
         if self.form.pooling == "mean":
             num_slots = inputs.first_S.shape[0]
-            num_segments = inputs.segments.offsets_N.shape[0] - 1
+            num_segments = inputs.segments.cu_seqlens_N.shape[0] - 1
             sums_NH = states_TH.new_zeros(num_segments, states_TH.shape[1])
             sums_NH = sums_NH.index_add(0, inputs.segments.segment_T, states_TH)[:num_slots]
-            counts_S = inputs.segments.offsets_N.diff()[:num_slots].clamp(min=1)
+            counts_S = inputs.segments.cu_seqlens_N.diff()[:num_slots].clamp(min=1)
             return sums_NH / counts_S[:, None].to(sums_NH.dtype)
         return states_TH.index_select(0, self._chosen_S(inputs))
 

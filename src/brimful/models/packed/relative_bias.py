@@ -7,7 +7,8 @@ row everything is as it was: the classes below come in front of the family's, an
 
     encoder.get_rel_pos, .compute_position_bias  ->  PackedRow  ->  layers  ->  attention.forward
 
-Families are found by their model type and the names of their modules; the proof says whether the result is right.
+Families are found by their model type and the names of their modules; the equivalence check says whether the result
+is right.
 """
 
 # What `super` has in the classes below is known when they are put in front of a family's.
@@ -90,7 +91,7 @@ class _Listener(_Form):
     def buckets(self, max_length: int) -> Buckets | None:
         """The rows of the position table that sequences of up to `max_length` tokens read; None without such a table.
 
-        Made on the CPU, where the proof's plain model is run: devices round logarithms differently.
+        Made on the CPU, where the equivalence check's plain model is run: devices round logarithms differently.
         """
         return None
 
@@ -128,7 +129,7 @@ class _DebertaV2Convolution(_Listener):
         segments, convolution = self.told.segments, self.conv
         gap = convolution.padding[0]
         place_T = torch.arange(hidden_states.shape[1], device=hidden_states.device) + gap * segments.segment_T
-        num_places = hidden_states.shape[1] + gap * (segments.offsets_N.shape[0] - 1)
+        num_places = hidden_states.shape[1] + gap * (segments.cu_seqlens_N.shape[0] - 1)
         apart_PC = hidden_states.new_zeros(num_places, hidden_states.shape[2]).index_copy(0, place_T, hidden_states[0])
         found_PC = convolution(apart_PC.T[None])[0].T
         found_1TC = found_PC.index_select(0, place_T)[None]

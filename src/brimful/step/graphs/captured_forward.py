@@ -22,7 +22,7 @@ from brimful.data.batches.packing import Piece, cut_window
 from brimful.data.tokens.encoder import Tokens
 from brimful.hardware.capture import capture
 from brimful.kernels.layout import PackedInputs, PackedShape, Segments
-from brimful.kernels.precompile import compiled_together
+from brimful.kernels.precompile import precompiled
 from brimful.levers.precision import Precision
 from brimful.models.packed.packed_forward import Execution
 
@@ -116,7 +116,7 @@ class PackedForward:
         if graph is None:
             arrived, with_types = staged.to(device, non_blocking=True), tokens.types is not None
             if self._fused and not self._met:
-                with compiled_together():
+                with precompiled():
                     self._compute(arrived, shape, with_types)
                 self.precision.after_update()  # copies of the weights that were made within
             self._met.add(shape)
@@ -188,17 +188,20 @@ def unstage(staged: Tensor, shape: Shape, with_types: bool, typical_length: int 
     num_tokens, num_slots, max_length = shape
     num_segments = PackedShape(num_tokens=num_tokens, num_slots=num_slots, max_length=max_length).num_segments
     sizes = [num_tokens, num_segments + 1, num_slots, num_tokens if with_types else 0]
-    ids_T, offsets_N, last_S, types_T = staged.split(sizes)
+    ids_T, cu_seqlens_N, last_S, types_T = staged.split(sizes)
     places_T = torch.arange(num_tokens, dtype=torch.int32, device=staged.device)
-    segment_T = torch.searchsorted(offsets_N[1:].contiguous(), places_T, right=True)
-    positions_T = places_T - offsets_N[segment_T]
+    segment_T = torch.searchsorted(cu_seqlens_N[1:].contiguous(), places_T, right=True)
+    positions_T = places_T - cu_seqlens_N[segment_T]
     return PackedInputs(
         ids_T=ids_T.long(),
         positions_T=positions_T.long(),
         types_T=types_T.long() if with_types else None,
         segments=Segments(
-            offsets_N=offsets_N.contiguous(), segment_T=segment_T, max_length=max_length, typical_length=typical_length
+            cu_seqlens_N=cu_seqlens_N.contiguous(),
+            segment_T=segment_T,
+            max_length=max_length,
+            typical_length=typical_length,
         ),
-        first_S=offsets_N[:num_slots].clamp(max=num_tokens - 1).long(),
+        first_S=cu_seqlens_N[:num_slots].clamp(max=num_tokens - 1).long(),
         last_S=last_S.long(),
     )

@@ -29,7 +29,7 @@ try:
     import triton
 
     from brimful.kernels.optimizers import adamw
-    from brimful.kernels.side_stream import Overlap
+    from brimful.kernels.side_stream import SideStream
 except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
     triton = adamw = None  # type: ignore[assignment]
 
@@ -79,7 +79,7 @@ class FusedUpdate(Update):
     def _set_up(self, optimizer: Optimizer) -> None:
         self._betas, self._epsilon = (optimizer.beta1, optimizer.beta2), optimizer.epsilon
         half = self.precision.dtype if self.precision.dtype.itemsize == 2 else None
-        copied = linear_parameters(self.model) if half is not None and self.halves else set()
+        copied = linear_parameters(self.model) if half is not None and self.half_weights else set()
         self._half = half or torch.float32
         order = sorted(range(len(self.parameters)), key=arena_order(self.named, copied))
         starts, end, end_of_copies = [0] * len(order), 0, 0
@@ -104,7 +104,7 @@ class FusedUpdate(Update):
         self._control = torch.zeros(3, device=device)
         self._gathered = torch.zeros((), dtype=torch.int32, device=device)
         self._parts = torch.zeros(adamw.PARTIALS, device=device)
-        self._overlap = Overlap(device) if device.type == "cuda" else None
+        self._overlap = SideStream(device) if device.type == "cuda" else None
         # Tables of graphs, made beforehand: memory of a capture is written to at every replay. Those that a capture has
         # taken wait for its end to be filled.
         self._spare = list(self._nowhere.new_zeros(MOST_GRAPHS, count + count % 2)[:, :count].unbind(0))
@@ -189,11 +189,11 @@ class FusedUpdate(Update):
 
     def _updating(self, readings: Tensor, *, gathered: bool) -> Iterator[_Launch]:
         places, blocks = self._places, len(self._places.blocks_B3)
-        addresses, halves = (self._sums(), self._no_halves) if gathered else (self._addresses(), places.copied_P)
+        addresses, half_weights = (self._sums(), self._no_halves) if gathered else (self._addresses(), places.copied_P)
         constants: Any = {"HALF": _triton_type(self._half), "SIZE": adamw.BLOCK}
         programs = min(adamw.PARTIALS, blocks)
         yield _Launch(
-            adamw.adamw_norm, (programs,), (places.blocks_B3, halves, addresses, self._parts, blocks), constants
+            adamw.adamw_norm, (programs,), (places.blocks_B3, half_weights, addresses, self._parts, blocks), constants
         )
         decided = (
             self._parts, self._nowhere if gathered else addresses, self._used, self._steps, self._corrections,
@@ -203,7 +203,7 @@ class FusedUpdate(Update):
         logs = {"LOG_BETA1": math.log(self._betas[0]), "LOG_BETA2": math.log(self._betas[1])}
         yield _Launch(adamw.adamw_decide, (1,), decided, logs | {"SIZE": adamw.PARTIALS})
         updated = (
-            places.blocks_B3, self._touched, places.starts_P, places.decays_P, places.copied_P, halves, addresses,
+            places.blocks_B3, self._touched, places.starts_P, places.decays_P, places.copied_P, half_weights, addresses,
             self._used, self._corrections, self._control, self._master, self._moment1, self._moment2, self._copy,
             *self._betas, self._epsilon,
         )  # fmt: skip

@@ -24,7 +24,7 @@ class Update:
     """The update by torch's own kernels: any device, any of our optimizers. `FusedUpdate` is the fast one for GPUs.
 
     schedule: (steps + 1,) fp32 learning rate by applied steps; the last one holds for any step beyond.
-    halves: whether Linear layers may hold their weights in half precision, where the update can keep copies.
+    half_weights: whether Linear layers may hold their weights in half precision, where the update can keep copies.
     loss: () addends of the effective batch's loss so far. applied, scale, growth: () counters that training keeps.
     """
 
@@ -36,9 +36,14 @@ class Update:
         schedule: Tensor,
         *,
         max_grad_norm: float,
-        halves: bool = True,
+        half_weights: bool = True,
     ) -> None:
-        self.model, self.precision, self.max_grad_norm, self.halves = model, precision, max_grad_norm, halves
+        self.model, self.precision, self.max_grad_norm, self.half_weights = (
+            model,
+            precision,
+            max_grad_norm,
+            half_weights,
+        )
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self.named.values())
         self.device = device = self.parameters[0].device
