@@ -47,6 +47,11 @@ def printable(text: object, limit: int = 120) -> str:
     return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
 
 
+def first_line(error: BaseException) -> str:
+    """The message of another library, as one printable line."""
+    return printable(str(error).partition("\n")[0] or type(error).__name__)
+
+
 class BrimfulError(Exception):
     """Base of all errors raised on purpose.
 

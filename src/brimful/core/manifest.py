@@ -18,6 +18,16 @@ from brimful.core.errors import OutputError, printable
 from brimful.core.records import from_json, json_text
 
 SCHEMA = 1
+#: Name in a folder of results. Readers of folders of Parquet files pass over names that begin like this.
+MANIFEST = "_manifest.json"
+#: Added to the name of a single file of results.
+MANIFEST_SUFFIX = ".manifest.json"
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether `path` is the manifest of a classification, and so no data."""
+    beside = path.with_name(path.name.removesuffix(MANIFEST_SUFFIX))
+    return path.name == MANIFEST or (path != beside and beside.exists())
 
 
 @dataclass(frozen=True, kw_only=True)

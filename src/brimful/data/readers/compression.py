@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from brimful.core.errors import DataError, printable
-
-COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+from brimful.core.errors import DataError, first_line
+from brimful.data.file_names import split_suffix
 
 _HEAD_BYTES = 64 * 1024
 _BLOCKS_BYTES = (4 << 20, 64 << 20, 1 << 30)
@@ -27,13 +26,6 @@ _NOT_TEXT = {
     b"\xff\xfe": ("UTF-16", "convert it: iconv -f utf-16 -t utf-8"),
     b"\xfe\xff": ("UTF-16", "convert it: iconv -f utf-16 -t utf-8"),
 }
-
-
-def split_suffix(file: str) -> tuple[str, str | None]:
-    """`reviews.CSV.gz` -> (".csv", "gzip"): the end of the name in small letters, and the codec around it, if any."""
-    path = Path(file)
-    codec = COMPRESSION.get(path.suffix.lower())
-    return (Path(path.stem) if codec else path).suffix.lower(), codec
 
 
 @contextlib.contextmanager
@@ -125,8 +117,3 @@ def _decode_error(raw: bytes) -> UnicodeDecodeError | None:
     except UnicodeDecodeError as error:
         return error
     return None
-
-
-def first_line(error: BaseException) -> str:
-    """What a library said, as one printable line."""
-    return printable(str(error).partition("\n")[0] or type(error).__name__)

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
-from brimful.core.errors import DataError, printable
-from brimful.data.readers.compression import first_line, in_blocks, not_utf8, reading
+from brimful.core.errors import DataError, first_line, printable
+from brimful.data.readers.compression import in_blocks, not_utf8, reading
 
 _REWRITE = "write it anew as CSV or JSONL with the tool that it comes from"
 DELIMITERS = ",;\t|"

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from brimful.core.errors import DataError
-from brimful.data.readers.compression import check_text, check_whole, first_line, not_utf8, reading, split_suffix
+from brimful.core.errors import DataError, first_line
+from brimful.data.file_names import split_suffix
+from brimful.data.readers.compression import check_text, check_whole, not_utf8, reading
 from brimful.data.readers.delimited import read_delimited
 from brimful.data.readers.json_rows import read_json, read_json_lines
 

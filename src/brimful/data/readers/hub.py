@@ -6,8 +6,7 @@ import re
 
 import pyarrow as pa
 
-from brimful.core.errors import DataError
-from brimful.data.readers.compression import first_line
+from brimful.core.errors import DataError, first_line
 from brimful.data.readers.formats import tidy
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+-]+)?")

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from brimful.core.errors import DataError, printable
-from brimful.data.readers.compression import first_line
+from brimful.core.errors import DataError, first_line, printable
+from brimful.core.manifest import is_manifest
 from brimful.data.readers.formats import KINDS, is_data_file
 from brimful.data.readers.hub import looks_like_hub_name
-from brimful.data.writers.output_path import is_manifest
 
 _SPLIT = re.compile(r"(train|test|valid|validation|val|dev|eval)(?![a-z])")
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from brimful.core.errors import DataError, printable
-from brimful.data.writers.row_files import value_as_json
+from brimful.core.json_values import value_as_json
 
 _PIECE_ROWS = 1 << 16
 _MANY_TABLES = 1000

@@ -10,11 +10,9 @@ from pathlib import Path
 
 from brimful.core.atomic_files import path_text
 from brimful.core.errors import OptionError, printable
+from brimful.core.manifest import MANIFEST, MANIFEST_SUFFIX
 from brimful.data.writers.row_files import FORMS, PARQUET, Form, form_of
 
-#: Readers of folders of Parquet files pass over names that begin like this.
-MANIFEST = "_manifest.json"
-_MANIFEST_BESIDE = ".manifest.json"
 #: Bytes that Linux allows the name of a file.
 _LONGEST_NAME = 255
 
@@ -38,13 +36,7 @@ class OutputPath:
     @property
     def manifest(self) -> Path:
         """The manifest of a finished run."""
-        return self.path.with_name(self.path.name + _MANIFEST_BESIDE) if self.single else self.path / MANIFEST
-
-
-def is_manifest(path: Path) -> bool:
-    """Whether `path` is what a classification says about its results, and so no data."""
-    beside = path.with_name(path.name.removesuffix(_MANIFEST_BESIDE))
-    return path.name == MANIFEST or (path != beside and beside.exists())
+        return self.path.with_name(self.path.name + MANIFEST_SUFFIX) if self.single else self.path / MANIFEST
 
 
 def place_of(path: Path) -> OutputPath:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import decimal
 import gzip
 import io
-import math
-import re
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +14,9 @@ import pyarrow.csv as pv
 import pyarrow.parquet as pq
 
 from brimful.core import atomic_files
-from brimful.core.errors import OutputError, printable
-from brimful.core.records import json_text
-from brimful.data.readers.compression import first_line, split_suffix
+from brimful.core.errors import OutputError, first_line, printable
+from brimful.core.json_values import value_as_json, value_as_text
+from brimful.data.file_names import split_suffix
 
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 #: Rows that are Python objects at a time.
@@ -31,9 +26,6 @@ _LINES = 1024
 _GROUP_ROWS, _GROUP_BYTES = 1 << 15, 8 << 20
 #: Digits behind the point up to which pyarrow writes a decimal as its digits, not as 1E-7.
 _MOST_PLAIN_DIGITS = 6
-#: What a string of JSON begins with that is to be a number. No text can have it by intent: each process has its own.
-_MARK = uuid.uuid4().hex
-_MARKED = re.compile(f'"{_MARK}([-0-9.]+)"')
 FORMS = ".csv, .tsv, .jsonl (each also .gz or .zst) or .parquet"
 
 
@@ -221,34 +213,6 @@ def _in_nanoseconds(kind: pa.DataType) -> bool:
     return bool((pa.types.is_timestamp(kind) or pa.types.is_time64(kind)) and kind.unit == "ns")
 
 
-def value_as_json(value: Any) -> str:
-    """One line of JSON: bytes in base64, decimals with all digits, what is not finite as null."""
-    try:
-        text = json_text(value, default=_in_json)
-    except ValueError:
-        text = json_text(_finite(value), default=_in_json)
-    return _MARKED.sub(r"\1", text) if _MARK in text else text
-
-
-def _in_json(value: object) -> str:
-    """A decimal as a marked string: what is made a number by `json` has the digits of a float."""
-    return f"{_MARK}{_plain(value)}" if isinstance(value, decimal.Decimal) else _plain(value)
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, decimal.Decimal):
-        return f"{value:f}"
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 def _flat(table: pa.Table) -> pa.Table:
     """Nested values as JSON text, bytes as base64, small decimals as their digits, and whatever else is no text or
     number as Python shows it.
@@ -262,7 +226,7 @@ def _flat(table: pa.Table) -> pa.Table:
         elif pa.types.is_nested(kind):
             flat = _texts(column, value_as_json)
         else:
-            flat = _texts(column, _plain)
+            flat = _texts(column, value_as_text)
         table = table.set_column(index, table.column_names[index], flat)
     return table
 

@@ -31,9 +31,9 @@ from brimful.core import atomic_files
 from brimful.core.atomic_files import path_text
 from brimful.core.classification import Classification, Counts
 from brimful.core.errors import BrimfulError, OutputError, printable
-from brimful.core.manifest import Column, Manifest, Shard, changes, plain_identity, read_manifest
+from brimful.core.manifest import MANIFEST, Column, Manifest, Shard, changes, plain_identity, read_manifest
 from brimful.core.records import to_json
-from brimful.data.writers.output_path import MANIFEST, place_of
+from brimful.data.writers.output_path import place_of
 from brimful.data.writers.row_files import TableFile, json_lines
 from brimful.data.writers.write_ahead_log import Journal, is_kept, is_whole, journal_batches
 

@@ -25,7 +25,7 @@ from brimful.core.classification import FEW_ERRORS, Classification, Counts, RowE
 from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, Interrupted, OptionError, printable
 from brimful.core.options import ClassifyOptions, flag
-from brimful.data.readers.compression import COMPRESSION
+from brimful.data.file_names import COMPRESSION
 from brimful.data.readers.streams.stream import RowStream, open_stream
 from brimful.data.tokens.encoder import Tokens
 from brimful.data.tokens.token_stream import TokenStream, choose_workers

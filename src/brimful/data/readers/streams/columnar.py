@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from brimful.core.errors import DataError
-from brimful.data.readers.compression import reading, split_suffix
+from brimful.data.file_names import split_suffix
+from brimful.data.readers.compression import reading
 from brimful.data.readers.formats import damage
 from brimful.data.readers.streams.parts import Part, Piece, batch_rows, refit, tidy_rows
 

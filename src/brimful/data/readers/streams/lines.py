@@ -12,7 +12,8 @@ from typing import BinaryIO, NamedTuple
 
 import pyarrow as pa
 
-from brimful.data.readers.compression import reading, reading_packed, split_suffix
+from brimful.data.file_names import split_suffix
+from brimful.data.readers.compression import reading, reading_packed
 from brimful.data.readers.streams.parts import BLOCK_BYTES
 
 #: A longer line, or record of CSV, is not read, as it would have to be held in memory.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from brimful.core.errors import DataError, printable
-from brimful.data.readers.compression import first_line, not_utf8
+from brimful.core.errors import DataError, first_line, printable
+from brimful.data.readers.compression import not_utf8
 from brimful.data.readers.formats import tidy
 
 #: Most rows of a table from files that say how many rows they have.

@@ -23,8 +23,8 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from brimful.core.errors import DataError
-from brimful.data.readers.compression import first_line, reading
+from brimful.core.errors import DataError, first_line
+from brimful.data.readers.compression import reading
 from brimful.data.readers.formats import checked_kind
 from brimful.data.readers.hub import load_hub
 from brimful.data.readers.json_rows import has_lines, parse_document
