@@ -71,7 +71,7 @@ def test_lines_of_json_on_stdout_keep_columns_and_order(brimful: Brimful, files:
     assert {(row["truncated"], row["error"]) for row in found} == {(False, None)}
     assert [row["num_tokens"] for row in found] == [len(row["text"].split()) + 2 for row in rows]
     assert "Classified  40 texts in" in said.err
-    assert "Parity  passed: fp32 against plain fp32 has the same label in 40 of 40 rows" in said.err
+    assert "Equivalence check  passed: fp32 against plain fp32 has the same label in 40 of 40 rows" in said.err
 
 
 def test_a_dash_is_stdout(brimful: Brimful, files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_only_rows_without_text(brimful: Brimful, files: Files, tmp_path: Path) 
     said = brimful("classify", files.classifier, data)
     nothing = {"label": None, "score": None, "num_tokens": 0, "truncated": False, "error": None}
     assert lines(said.out) == [{"text": " "} | nothing] * 2
-    assert "Parity  not checked" in said.err
+    assert "Equivalence check  not run" in said.err
 
 
 def test_a_text_of_which_the_tokenizer_knows_nothing_has_no_answer(brimful: Brimful, tmp_path: Path) -> None:

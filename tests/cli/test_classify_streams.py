@@ -466,7 +466,7 @@ def test_the_report_the_document_and_the_manifest_say_the_same(brimful: Brimful,
     assert record["counts"]["num_rows"] == 40
     html = page.read_text("utf-8")
     assert html.startswith("<!")
-    assert "16 of your own rows were also given to the plain Hugging Face model in fp32" in html
+    assert "16 of your own rows also went through the plain Hugging Face model in fp32" in html
     assert "has the same label in 16 of 16 rows" in said.err
     assert f"report: {page}" in said.err
 
@@ -502,13 +502,13 @@ def test_texts_to_compare_are_looked_for_across_files(brimful: Brimful, files: F
     said = brimful("classify", files.classifier, nothing, *FP32, "-o", tmp_path / "n.jsonl", "--verify", 8)
     assert "nothing was compared with the plain model: none of the first 30 rows can be asked about" in said.err
     assert "warning: nothing was compared with the plain model: none of the first rows" in said.err
-    assert "Parity  not checked: nothing was compared with the plain model (none of the first rows" in said.err
+    assert "Equivalence check  not run: nothing was compared with the plain model (none of the first rows" in said.err
 
 
 def test_without_verify_nothing_is_compared_and_that_is_said(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     output = tmp_path / "out.csv"
     said = brimful("classify", files.classifier, files.reviews, "--output", output, "--verify", 0)
-    assert "Parity  not checked: nothing was compared with the plain model (--verify)" in said.err
+    assert "Equivalence check  not run: nothing was compared with the plain model (--verify)" in said.err
     assert manifest(output)["record"]["parity"] is None
 
 

@@ -23,8 +23,8 @@ def texts(svg: str) -> list[str]:
 def both() -> list[str]:
     edges = {0: "0", 2: "16", 4: "more"}
     return [
-        bar_chart("bars", BARS, alt="Bars", whole=4.0).html,
-        histogram("lengths", (1, 5, 0, 2), edges=edges, axis="tokens", alt="Lengths").html,
+        bar_chart("bars", BARS, alt="Bars", whole=4.0),
+        histogram("lengths", (1, 5, 0, 2), edges=edges, axis="tokens", alt="Lengths"),
     ]
 
 
@@ -48,7 +48,7 @@ def test_charts_say_what_they_show() -> None:
 
 
 def test_bars_are_as_long_as_what_they_stand_for() -> None:
-    root = ElementTree.fromstring(bar_chart("a", BARS, alt="a").html)
+    root = ElementTree.fromstring(bar_chart("a", BARS, alt="a"))
     paths = [path.attrib["d"] for path in root.iter(f"{SVG}path") if "fill: var(--" in path.attrib.get("style", "")]
     widths = [max(x) - min(x) for x in ([float(x) for x in re.findall(r"[ML] ([\d.]+) ", path)] for path in paths)]
     assert widths[0] == pytest.approx(3 * widths[1])
@@ -63,7 +63,7 @@ def test_the_same_data_are_the_same_bytes_whatever_the_user_set() -> None:
 
 
 def test_ids_of_charts_do_not_clash() -> None:
-    ids = [re.findall(r'\bid="([^"]*)"', svg) for svg in (*both(), bar_chart("others", BARS, alt="a").html)]
+    ids = [re.findall(r'\bid="([^"]*)"', svg) for svg in (*both(), bar_chart("others", BARS, alt="a"))]
     together = [each for found in ids for each in found]
     assert len(set(together)) == len(together)
 
@@ -84,15 +84,15 @@ def test_ids_of_charts_do_not_clash() -> None:
     ],
 )
 def test_any_name_can_stand_beside_a_bar(name: str) -> None:
-    shown = texts(bar_chart("a", [Bar(name, 1, "1")], alt=name).html)
+    shown = texts(bar_chart("a", [Bar(name, 1, "1")], alt=name))
     assert len(shown) == 2
     assert 0 < len(shown[0]) <= 20
     assert shown[0][0] == (name[:1] if name[:1].isprintable() and name else shown[0][0])
 
 
 def test_nothing_to_draw_is_no_error() -> None:
-    assert texts(bar_chart("a", [Bar("a", 0, "0")], alt="a").html) == ["a", "0"]
-    assert "tokens" in texts(histogram("a", (0,), edges={0: "0"}, axis="tokens", alt="a").html)
+    assert texts(bar_chart("a", [Bar("a", 0, "0")], alt="a")) == ["a", "0"]
+    assert "tokens" in texts(histogram("a", (0,), edges={0: "0"}, axis="tokens", alt="a"))
 
 
 def test_without_matplotlib_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

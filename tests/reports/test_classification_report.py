@@ -65,7 +65,7 @@ def test_what_went_wrong_stands_before_the_figures() -> None:
     for fact in ("window was not honoured", "was not passed", "2 of the 6 others are no near-ties", "12 (< 0.1 %)"):
         assert text.index(fact) < text.index("Stages")
         assert found.text.index(fact) < found.text.index("Texts per second")
-    assert "Parity  NOT passed" in text
+    assert "Equivalence check  NOT passed" in text
 
 
 def test_rows_without_candidate_labels() -> None:
@@ -100,7 +100,7 @@ def test_what_is_not_known_is_not_said() -> None:
         assert word not in found.text
     assert "3 texts on CPU" in text
     assert "standard input" in text
-    assert "not checked" in text
+    assert "not run" in text
     assert "Nothing was compared" in found.text
     assert found.charts == []
 

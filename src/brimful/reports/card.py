@@ -1,4 +1,4 @@
-"""The model card: what a saved classifier is, what it was trained on, how good it is, and how to make it again."""
+"""The model card of a saved classifier: its data, metrics and training, and the command that made it."""
 
 from __future__ import annotations
 

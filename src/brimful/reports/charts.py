@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
 
+from markupsafe import Markup
 from rich.cells import cell_len
 
 from brimful.core.errors import InputError, printable
-from brimful.reports.page import Markup
 from brimful.reports.text_columns import fitted
 
 #: A chart's width, its type's size, and the width of a character: in its own unit, about a pixel on a phone.
@@ -45,7 +45,7 @@ class Bar:
 
 
 def check_charts() -> None:
-    """That charts can be drawn.
+    """Check that charts can be drawn.
 
     Raises: InputError if matplotlib is not installed.
     """
@@ -153,7 +153,7 @@ def _for_page(drawn: str, key: str, alt: str) -> str:
 
 
 def _dress(element: ElementTree.Element, key: str) -> None:
-    """Its attributes for the page. Ids that only name matplotlib's groups go, the others become the chart's own."""
+    """Adapt attributes to the page: ids of groups go, nothing refers to them; others are made unique by the key."""
     attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
     if element.tag == "g":
         attributes.pop("id", None)

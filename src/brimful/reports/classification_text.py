@@ -1,6 +1,6 @@
-"""A classification as text: what was found, how fast, what the others waited for, and whether it can be trusted.
+"""A classification as text: what was found, how fast, which stage was the limit, and the equivalence check.
 
-`classification_page` shows the same record as a page, and says it in the sentences that are made here.
+`classification_page` shows the same record as a page, in the same sentences.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from brimful.reports.text_columns import fitted, padded
 _MOST_LABELS = 20
 #: Widest name of a label, and most labels named in a sentence.
 _NAME, _FEW = 40, 5
-#: Confidences that are told apart in words: sure from the one on, unsure below the other.
+#: Confidences called sure (from the first on) and unsure (below the second).
 _SURE, _UNSURE = 0.9, 0.5
-_NOTHING_TO_COMPARE = "none of the first rows can be asked about"
+_NOTHING_TO_COMPARE = "none of the first rows can be classified"
 STAGES: dict[StageName, str] = {
     "read": "reading",
     "tokenise": "tokenising",
@@ -42,16 +42,16 @@ def _pass(record: Classification) -> list[str]:
     if said := rates(record):
         lines.append("  " + ", ".join(said))
     if record.start_s is not None:
-        lines.append(f"  {seconds_text(record.start_s)} before it: loading the model and proving how it runs")
+        lines.append(f"  {seconds_text(record.start_s)} before it: loading and checking the model")
     if record.resumed_rows:
-        lines.append(f"  went on after {record.resumed_rows:,} rows of an interrupted run")
+        lines.append(f"  resumed after {record.resumed_rows:,} rows of an interrupted run")
     if peak := memory_text(record):
         lines.append(f"  peak memory {peak}")
     return lines
 
 
 def headline(record: Classification) -> str:
-    """How many texts, in what time, on which device."""
+    """State the number of texts, the time and the device."""
     within = "" if record.wall_s is None else f" in {seconds_text(record.wall_s)}"
     return f"{record.counts.num_rows:,} text{_s(record.counts.num_rows)}{within} on {printable(record.recipe.device)}"
 
@@ -62,7 +62,7 @@ def _s(number: int) -> str:
 
 
 def rates(record: Classification) -> list[str]:
-    """What is known of texts/s, tokens/s and MFU."""
+    """Texts/s, tokens/s and MFU, as far as they are known."""
     known = (
         (record.texts_per_s, f"{count_text(record.texts_per_s)} texts/s"),
         (record.tokens_per_s, f"{count_text(record.tokens_per_s)} tokens/s"),
@@ -79,16 +79,15 @@ def memory_text(record: Classification) -> str | None:
 
 
 def concerns(record: Classification) -> list[str]:
-    """What to know before the figures: what was guessed or left out, slower paths, failed proofs, rows that were cut or
-    have an error."""
+    """Warnings, shown before the figures: guesses, omissions, fallbacks, a failed check, rows cut or with an error."""
     counts, parity = record.counts, record.parity
     said = list(record.notes)
     if record.fallback is not None:
-        said.append(f"a slower path ran than was planned: {record.fallback}")
+        said.append(f"a slower path ran than planned: {record.fallback}")
     if is_unchecked(record) and record.options.get("verify"):
         said.append(f"nothing was compared with the plain model: {_NOTHING_TO_COMPARE}")
     if parity is not None and not parity.passed:
-        said.append(f"the comparison with the plain model was not passed: {parity_findings(record, parity)}")
+        said.append(f"the equivalence check was not passed: {parity_findings(record, parity)}")
     warnings = (
         (counts.num_errors, "were not read or classified in full: see the column `error`", counts.first_errors),
         (counts.num_empty, "had no text, and have no answer", ()),
@@ -117,7 +116,7 @@ def _stages(record: Classification) -> list[str]:
 
 
 def limit_text(record: Classification) -> str | None:
-    """Which stage the others waited for, and what to do about it. None where it is not known."""
+    """Name the stage that the others waited for, and the remedy. None where it is not known."""
     on_gpu = record.recipe.device != "CPU"
     if record.limit == "read":
         packed = "a .gz is unpacked by one core: " if record.data.endswith(".gz") else ""
@@ -146,7 +145,7 @@ def _texts(record: Classification) -> list[str]:
 
 
 def lengths_text(num_tokens: int, lengths: Sequence[int]) -> str | None:
-    """How long the texts are, None if there are none."""
+    """Lengths of the texts, None if there are none."""
     counted = sum(lengths)
     if not counted:
         return None
@@ -158,7 +157,7 @@ def lengths_text(num_tokens: int, lengths: Sequence[int]) -> str | None:
 
 
 def _length_of(share: float, lengths: Sequence[int]) -> int | None:
-    """The end of the class up to which there are this many of the texts; None for the class that has no end."""
+    """Upper end of the class in which this share of the texts is reached; None for the open class."""
     reached = 0
     for count, end in zip(lengths, LENGTH_ENDS, strict=False):
         reached += count
@@ -168,7 +167,7 @@ def _length_of(share: float, lengths: Sequence[int]) -> int | None:
 
 
 def confidence_text(confidences: Sequence[int]) -> str | None:
-    """In how many texts the likeliest label is likely, and in how many it is not. None if nothing is known."""
+    """Count the texts with a confident label, and those without. None if nothing is known."""
     counted = sum(confidences)
     if not counted:
         return None
@@ -194,7 +193,7 @@ def _labels(record: Classification) -> list[str]:
 
 
 def ranked_labels(record: Classification, most: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """Labels that were given with their counts, the most frequent first: at most so many of them, and the others."""
+    """Labels and their counts, the most frequent first: at most `most` of them, and the others."""
     given = [(name, count) for name, count in record.counts.labels.items() if count]
     ranked = sorted(given, key=lambda label: (-label[1], label[0]))
     return ranked[:most], ranked[most:]
@@ -207,7 +206,7 @@ def rest_text(rest: Sequence[tuple[str, int]]) -> str:
 
 
 def absent_text(record: Classification) -> str | None:
-    """Which labels no text was given, None if there are none or nothing was given at all."""
+    """Name the labels that no text was given. None if there are none, or no text was given any."""
     given = {name for name, count in record.counts.labels.items() if count}
     absent = [name for name in record.labels.names if name not in given]
     if record.labels.task == "regression" or not given or not absent:
@@ -220,22 +219,22 @@ def absent_text(record: Classification) -> str | None:
 def _parity(record: Classification) -> list[str]:
     parity = record.parity
     if parity is None or is_unchecked(record):
-        return [f"Parity  not checked: nothing was compared with the plain model ({unchecked_text(record)})"]
-    return [f"Parity  {'passed' if parity.passed else 'NOT passed'}: {parity_findings(record, parity)}"]
+        return [f"Equivalence check  not run: nothing was compared with the plain model ({unchecked_text(record)})"]
+    return [f"Equivalence check  {'passed' if parity.passed else 'NOT passed'}: {parity_findings(record, parity)}"]
 
 
 def is_unchecked(record: Classification) -> bool:
-    """Whether no row was compared with the plain model."""
+    """True if no row was compared with the plain model."""
     return record.parity is None or not record.parity.num_rows
 
 
 def unchecked_text(record: Classification) -> str:
-    """Why not."""
+    """State why no row was compared."""
     return _NOTHING_TO_COMPARE if record.options.get("verify") else "--verify"
 
 
 def parity_findings(record: Classification, parity: Parity) -> str:
-    """What the comparison with the plain model found, in one line."""
+    """Summarise the comparison with the plain model in one line."""
     said = f"{parity.precision} against plain fp32 "
     if record.labels.task == "regression":
         said += f"on {parity.num_rows:,} rows"
@@ -247,12 +246,12 @@ def parity_findings(record: Classification, parity: Parity) -> str:
 
 
 def same_label(record: Classification) -> str:
-    """What a row of this task has in common with its twin."""
+    """Name what both models must give a row of this task."""
     return "same labels" if record.labels.task == "multi_label" else "same label"
 
 
 def flips_text(parity: Parity) -> str:
-    """Of the rows with another label, how many can be explained."""
+    """Explain the rows that were given another label."""
     if parity.num_unexplained:
         return f"{parity.num_unexplained:,} of the {parity.num_flips:,} others are no near-ties"
     return "the other one a near-tie" if parity.num_flips == 1 else f"the {parity.num_flips:,} others near-ties"

@@ -1,26 +1,30 @@
-"""How fast a pass goes, and how long it will still take: from what it did in the last half minute."""
+"""Rate and time left of a pass, from its last half minute.
+
+rich's `TimeRemainingColumn` forgets every sample that is older than its period: a pass that reports once a minute would
+show neither rate nor time left. Here the last two marks are always kept.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 
-#: Seconds that are looked back on: long enough for a steady rate, short enough to forget a slow start.
+#: Seconds that the rate is measured over: long enough to be steady, short enough to forget a slow start.
 _WINDOW_S = 30.0
-#: Seconds between two marks that are kept.
+#: Least seconds between two marks that are kept.
 _APART_S = 0.25
 
 
 class Pace:
-    """Follows one pass over rows whose number may not be known, such as those of a stream.
+    """The pace of one pass, whose number of rows may be unknown (a stream).
 
-    A pass that goes on where an earlier one stopped begins at its first mark: rows done before it are nobody's speed.
+    Rows done before the first mark, by an earlier run that this one resumes, do not count.
     """
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int, float | None]] = deque()
 
     def mark(self, now_s: float, done: int, share: float | None) -> None:
-        """At `now_s`, `done` rows are done, which are `share` of all; None if that is not known."""
+        """Note that `done` rows are done at `now_s`. share: of all rows, None if unknown."""
         if len(self._marks) > 1 and now_s - self._marks[-2][0] < _APART_S:
             self._marks.pop()
         self._marks.append((now_s, done, share))
@@ -29,13 +33,13 @@ class Pace:
 
     @property
     def rows_per_s(self) -> float | None:
-        """None before there is something to divide."""
+        """Rows per second; None before two marks differ."""
         seconds, rows, _ = self._gone()
         return rows / seconds if seconds > 0 and rows > 0 else None
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until all is done, at this pace; None if it is not known."""
+        """Seconds until all is done, at this pace; None if unknown."""
         seconds, _, share = self._gone()
         if seconds <= 0 or not share or share < 0:
             return None

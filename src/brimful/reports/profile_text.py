@@ -1,4 +1,4 @@
-"""A profile as text: what the step's time is spent on, its longest kernels, and what it achieved."""
+"""A profile as text: the step's time by class of work, its longest kernels, and the rates it reached."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from brimful.core.units import bytes_text, count_text, share_text
 
 #: Kernels that are listed at most, and as many again of those that no rule knows.
 _MOST_KERNELS = 15
-#: Share of the step below which a kernel is not worth a line.
+#: Share of the step from which a kernel is listed.
 _LEAST_SHARE = 0.005
 #: Widest name of a kernel.
 _NAME = 70
-#: What recording lengthens kernels by, from which it is worth a line.
+#: Factor by which recording lengthens kernels, from which a line says so.
 _MUCH_STRETCH = 1.02
 
 
@@ -44,7 +44,9 @@ def _parts(profile: Profile, on_gpu: bool) -> str:
     lines += [_row(part.name, part.seconds, profile, part.count) for part in profile.parts]
     lines.append(_row("the step", profile.time.mean_s, profile, profile.num_kernels))
     if profile.stretch >= _MUCH_STRETCH:
-        lines.append(f"  recording made them {share_text(profile.stretch - 1)} longer, which is taken off again")
+        lines.append(
+            f"  recording made kernels {share_text(profile.stretch - 1)} longer; the times above are corrected for it"
+        )
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
-"""A run on the terminal: what was inferred, how it will run and why, live progress, and what came of it.
+"""A run on the terminal: inferred columns, the recipe with reasons, live progress, and the result.
 
-Everything goes to stderr; stdout is for data. Without a terminal there is no colour and no bar: lines are as long as
-they are, and progress is a plain line now and then.
+Everything goes to stderr; stdout is for data. Where stderr is not a terminal there is no colour and no bar: progress is
+a plain line every ten seconds, and long lines are left whole, so that they can be searched. rich's tables would fold
+them at 80 columns, so rows are aligned here.
 """
 
 from __future__ import annotations
@@ -20,26 +21,21 @@ from rich.table import Column
 from brimful.core.callbacks import Callbacks
 from brimful.core.callbacks import Progress as TrainingProgress
 from brimful.core.errors import printable
-from brimful.core.records import Arithmetic, Lever, Recipe, Run
+from brimful.core.records import Lever, Recipe, Run
 from brimful.core.units import bytes_text, count_text, number_text, seconds_text, share_text
+from brimful.reports.arithmetic import arithmetic_legend
 from brimful.reports.eta import Pace
 
 #: Seconds between plain progress lines where there is no terminal to draw a bar on.
 _PLAIN_EVERY_S = 10.0
 #: Labels that are listed with their counts.
 _MOST_LABELS = 20
-#: Widest that text is made, on however wide a terminal.
+#: Widest text, on however wide a terminal.
 _WIDEST = 120
-#: What a lever does to the arithmetic, for those who have not read the documentation.
-_ARITHMETIC: Mapping[Arithmetic, str] = {
-    "exact": "the same result as the plain model's, up to the order of sums",
-    "rounding": "the same computation in numbers of fewer digits",
-    "training": "another computation, which you asked for",
-}
 
 
 class Terminal(Callbacks):
-    """Tells a person about a run."""
+    """Callbacks that print a run for a person."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
@@ -105,8 +101,8 @@ class Terminal(Callbacks):
             else:
                 self._say(line, indent=2)
                 self._say(reason, indent=names + 4, style="dim")
-        for kind in dict.fromkeys(lever.arithmetic for lever in recipe.levers):
-            self._say(f"{kind}: {_ARITHMETIC[kind]}", indent=2, style="dim")
+        for line in arithmetic_legend(recipe):
+            self._say(line, indent=2, style="dim")
         self._console.print()
         if self._console.is_terminal:
             self._draw("the first steps", 0, None)
@@ -137,7 +133,11 @@ class Terminal(Callbacks):
         speed = f"{count_text(run.samples_per_s)} rows/s, {count_text(run.tokens_per_s)} tokens/s"
         self._head("Done", f"{done} ({speed})")
         if run.skipped_steps:
-            self._say(f"{count_text(run.skipped_steps)} steps were skipped: not finite", indent=2, style="yellow")
+            self._say(
+                f"{count_text(run.skipped_steps)} steps were skipped: loss or gradient not finite",
+                indent=2,
+                style="yellow",
+            )
         rows = [(name, number_text(value)) for name, value in run.metrics.items()]
         peak = run.peak_bytes
         if peak.allocated is not None:
@@ -151,14 +151,14 @@ class Terminal(Callbacks):
         self._console.print(f"Use it:  brimful classify {_safe(shlex.quote(f'{folder}/model'), 1000)} FILE")
 
     def text(self, text: str) -> None:
-        """A text that is laid out already."""
+        """Print a text that is laid out already."""
         self.close()
         self._console.print()
         for line in text.splitlines():
             self._say(line)
 
     def close(self) -> None:
-        """Ends the live display."""
+        """End the live display."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -167,7 +167,7 @@ class Terminal(Callbacks):
         self._console.print(f"\n[bold]{word}[/bold]  {escape(rest)}")
 
     def _say(self, text: str, *, indent: int = 0, style: str | None = None) -> None:
-        """Text at an indent, kept on all its lines where a terminal is too narrow for one."""
+        """Print text at an indent that its wrapped lines keep, on a terminal too narrow for one line."""
         text = printable(text, 2000)
         margin = " " * indent
         lines = [margin + text]
@@ -180,7 +180,7 @@ class Terminal(Callbacks):
             self._console.print(escape(line), style=style)
 
     def _draw(self, text: str, done: float, total: float | None) -> None:
-        """The bar, or a plain line where one is due. total: None while it is not known when something will come."""
+        """Draw the bar, or print a plain line where one is due. total: None while unknown."""
         if not self._console.is_terminal:
             if time.monotonic() - self._said_at >= _PLAIN_EVERY_S:
                 self._said_at = time.monotonic()
@@ -196,7 +196,7 @@ class Terminal(Callbacks):
 
 
 def _counted(done: int, total: int | None, share: float | None, pace: Pace) -> str:
-    """How far a pass is, how fast, and how long it will still take: what is known of these."""
+    """Rows done, rate and time left, as far as they are known."""
     rows = f"{done:,} rows" if total is None else f"{done:,} of {total:,} rows"
     of_all = share_text(share) if total is None and share is not None else None
     rate = None if pace.rows_per_s is None else f"{count_text(pace.rows_per_s)} rows/s"

@@ -1,4 +1,4 @@
-"""Text that has to fit a number of columns: some characters, such as Chinese ones, are two columns wide."""
+"""Text in terminal columns: some characters, such as Chinese ones, are two columns wide."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from brimful.core.errors import printable
 
 
 def fitted(text: str, columns: int) -> str:
-    """`text` on one line, cut to as many columns; something to see for a text of nothing."""
+    """`text` on one line, cut to `columns`; `(empty)` for an empty text."""
     line = printable(text, 4 * columns + 1) or "(empty)"
     return line if cell_len(line) <= columns else set_cell_size(line, columns - 1).rstrip() + "…"
 
 
 def padded(text: str, columns: int) -> str:
-    """`text` with spaces behind it up to as many columns."""
+    """`text` padded with spaces to `columns`."""
     return text + " " * (columns - cell_len(text))
