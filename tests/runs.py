@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tiny import FAMILIES, VOCABULARY
 
-DRIVER = Path(__file__).with_name("engine") / "kill_driver.py"
+DRIVER = Path(__file__).with_name("engine") / "training" / "kill_driver.py"
 #: Words of the tiny models' vocabulary; the last one is in no text unless a test puts it there.
 WORDS = [f"w{number}" for number in range(5, VOCABULARY)]
 POISON = WORDS.pop()

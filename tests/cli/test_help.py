@@ -16,7 +16,13 @@ import sys
 heavy = {{"torch", "transformers", "pyarrow", "numpy"}} & set(sys.modules)
 assert not heavy, heavy
 """
-_COMMAND = "from brimful.cli.commands import run\ntry:\n    run({words!r})\nexcept SystemExit as end:\n    assert end.code == 0"
+_COMMAND = """
+from brimful.cli.commands import run
+try:
+    run({words!r})
+except SystemExit as end:
+    assert end.code == 0
+"""
 
 
 @pytest.mark.parametrize(

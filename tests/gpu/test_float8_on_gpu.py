@@ -11,8 +11,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels.test_float8 import attention, layer, run, together
-
 from brimful.core.errors import BrimfulError
 from brimful.data.batches.prefetch import Feed
 from brimful.kernels.layers import float8, postnorm_ops
@@ -24,6 +22,7 @@ from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.step import Step
 from gpu.test_captured_on_gpu import make_step, source
 from gpu.waits import no_waiting
+from kernels.layers.test_float8 import attention, layer, run, together
 from tolerances import FLOAT8_LAYER, difference
 
 pytestmark = pytest.mark.gpu

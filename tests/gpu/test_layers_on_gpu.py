@@ -8,7 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 import kernels.test_prenorm_blocks as pre
-from kernels.test_blocks import (
+from triton import knobs
+
+from brimful.kernels.layers import gelu, matmul_gelu, postnorm_ops
+from brimful.kernels.precompile import precompiled
+from kernels.layers.test_postnorm_ops import (
     Case,
     check_add_norm,
     check_attention,
@@ -17,10 +21,6 @@ from kernels.test_blocks import (
     check_linear_gelu,
     check_two_readers,
 )
-from triton import knobs
-
-from brimful.kernels.layers import gelu, matmul_gelu, postnorm_ops
-from brimful.kernels.precompile import precompiled
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine.test_real_text import HALVES, our_logits, plain_logits
 
 from brimful.tasks.answer_equivalence import TOLERANCE
 from brimful.tasks.answers import softmax
-from engine import test_real_text as real
+from engine.training import test_real_text as real
+from engine.training.test_real_text import HALVES, our_logits, plain_logits
 from tolerances import difference
 
 pytestmark = pytest.mark.gpu

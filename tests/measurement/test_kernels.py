@@ -150,7 +150,7 @@ def spans(*rows: tuple[str, float, float]) -> list[Span]:
 
 
 def test_kernels_of_ours_are_told_apart() -> None:
-    source = "\n".join(path.read_text("utf-8") for path in Path(brimful.kernels.__path__[0]).glob("*.py"))
+    source = "\n".join(path.read_text("utf-8") for path in Path(brimful.kernels.__path__[0]).rglob("*.py"))
     launched = set(re.findall(r"^ +(\w+)\[\(?\w", source, re.M))
     kernels = {name for name in launched if f"\ndef {name}(" in source}
     parts = {name: part_of(name) for name in kernels}

@@ -145,7 +145,7 @@ def test_a_transform_that_fails(transforms: str, minilm: Any, name: str, message
 
 def test_a_transform_that_leaves_nothing(transforms: str) -> None:
     """A tokenizer without special tokens gives nothing for an empty text, and nothing has no first token."""
-    from test_tokens import bare_tokenizer
+    from test_encoder import bare_tokenizer
 
     encoder = Encoder.from_tokenizer(bare_tokenizer(), 8, with_types=False)
     augmenter = Augmenter(f"{transforms}:same", encoder, seed=0, num_workers=1)

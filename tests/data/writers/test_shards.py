@@ -30,7 +30,7 @@ from brimful.data.writers import row_files
 from brimful.data.writers.shards import LineOutput, ShardedOutput
 from outputs import RECORD, SCHEMA, contents, tally_of, window, windows
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 NAMES = ["results.parquet", "results.csv", "results.tsv.gz", "results.jsonl", "results.jsonl.zst", "results"]
 SIZES = [40, 40, 40, 25]
 ROWS = sum(SIZES)
@@ -491,8 +491,14 @@ def test_kills_everywhere(name: str, how: str) -> None:
 
 def kills(name: str, step: int, how: str) -> int:
     """See output_kills.py."""
-    words = [sys.executable, str(TESTS / "data" / "output_kills.py"), name, str(step), *([how] if how else [])]
-    paths = os.pathsep.join([str(TESTS), str(TESTS / "engine"), *sys.path])
+    words = [
+        sys.executable,
+        str(TESTS / "data" / "writers" / "output_kills.py"),
+        name,
+        str(step),
+        *([how] if how else []),
+    ]
+    paths = os.pathsep.join([str(TESTS), str(TESTS / "engine" / "training"), *sys.path])
     ended = subprocess.run(
         words, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False, timeout=3000
     )

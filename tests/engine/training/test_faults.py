@@ -19,7 +19,7 @@ import torch
 
 from runs import Ended, Runner, checkpoints, learned
 
-LOG = Path(__file__).parents[2] / "benchmarks" / "faults" / "train.log"
+LOG = Path(__file__).parents[3] / "benchmarks" / "faults" / "train.log"
 LEARNING = [
     *("--max-length", "48", "--batch-size", "8", "--num-train-epochs", "4", "--learning-rate", "3e-3"),
     *("--eval-steps", "4", "--save-steps", "3", "--save-total-limit", "2", "--metric-for-best-model", "loss"),

@@ -16,10 +16,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels.test_blocks import HEADS, LENGTHS, SHAPE
-
 from brimful.kernels.layers import float8, float8_cast, postnorm_ops
 from brimful.kernels.layers.float8 import Plan, Products, Scaled, cast, columns_of, rows_of
+from kernels.layers.test_postnorm_ops import HEADS, LENGTHS, SHAPE
 from tolerances import FLOAT8_LAYER, FLOAT8_ROUNDING, difference
 
 ALL = Products(True, True, True)

@@ -16,8 +16,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from models.test_fusion import LONG, ONE_LAYER, SHORT, WIDE, gradient, settings_of
-
 from brimful.data.batches.packing import cut_window
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.profiling import profile
@@ -37,6 +35,7 @@ from brimful.models.model_stats import layers_of
 from brimful.models.packed import packed_forward
 from brimful.models.packed.packed_forward import PackedExecution, PackedForm
 from brimful.step.graphs.captured_forward import stage, unstage
+from models.fusion.test_fusion import LONG, ONE_LAYER, SHORT, WIDE, gradient, settings_of
 from step.test_step import make_step
 from tiny import FAMILIES
 from tolerances import MODEL_FP32, difference

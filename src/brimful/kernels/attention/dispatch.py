@@ -19,7 +19,7 @@ from brimful.kernels.layout import Group, Segments
 try:
     from brimful.kernels.attention import distance_bias, varlen
 except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
-    relative = varlen = None  # type: ignore[assignment]
+    distance_bias = varlen = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ def triton_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segm
 
 def relative_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
     """Our own kernel with a bias by distance (`distance_bias.py`): variable length in bf16, fp16 and fp32 on a GPU."""
-    assert relative is not None
+    assert distance_bias is not None
     assert pattern.relative is not None
     k_HTD, v_HTD = _repeat_heads(q_HTD, k_KTD, v_KTD)
     given = pattern.relative
