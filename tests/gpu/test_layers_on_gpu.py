@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-import kernels.test_prenorm_blocks as pre
 from triton import knobs
 
+import kernels.layers.test_prenorm_ops as pre
 from brimful.kernels.layers import gelu, matmul_gelu, postnorm_ops
 from brimful.kernels.precompile import precompiled
 from kernels.layers.test_postnorm_ops import (
