@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from brimful.core.classification import CONFIDENCE_BINS, LENGTH_ENDS, Classification, Counts, Parity, Stage
+from brimful.core.classification import CONFIDENCE_BINS, LENGTH_ENDS, AnswerEquivalence, Classification, Counts, Stage
 from brimful.core.records import Gpu, LabelSpace, Lever, Machine, PeakMemory, Recipe
 
-PARITY = Parity(
+ANSWER_EQUIVALENCE = AnswerEquivalence(
     num_rows=256,
     precision="bf16",
     tolerance=0.02,
@@ -57,7 +57,7 @@ RECORD = Classification(
         lengths=LENGTHS + (0,) * (len(LENGTH_ENDS) + 1 - len(LENGTHS)),
         confidences=CONFIDENCES,
     ),
-    parity=PARITY,
+    equivalence=ANSWER_EQUIVALENCE,
     start_s=6.1,
     wall_s=15.4,
     texts_per_s=64_935.1,

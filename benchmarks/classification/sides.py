@@ -221,7 +221,7 @@ class BrimfulSide:
             "stages_s": {stage.name: stage.busy_s for stage in record.stages},
             "limit": record.limit,
             "fallback": record.fallback,
-            "parity": None if record.parity is None else asdict(record.parity),
+            "parity": None if record.equivalence is None else asdict(record.equivalence),
         }
         return Answered(seconds=record.wall_s, facts=facts)
 

@@ -162,8 +162,8 @@ def test_the_call_and_the_command_write_the_same_and_the_record_says_how(
     assert (record.counts.num_rows, sum(record.counts.labels.values())) == (40, 40)
     assert record.counts.num_tokens == sum(row["num_tokens"] for row in read_back(tmp_path / "call.jsonl"))
     assert [stage.name for stage in record.stages] == ["read", "tokenise", "compute", "write"]
-    assert record.parity is not None
-    assert record.parity.passed
+    assert record.equivalence is not None
+    assert record.equivalence.passed
     assert record.command.endswith("--precision fp32")
 
 

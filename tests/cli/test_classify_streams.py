@@ -28,7 +28,7 @@ from brimful.core.errors import Interrupted
 from brimful.data.readers.streams.parts import BLOCK_BYTES
 from brimful.engine.classification import verify
 from brimful.engine.classification.runner import make_runner
-from brimful.tasks.answer_equivalence import compare
+from brimful.tasks.answer_equivalence import compare_answers
 from commands import Brimful, Files, call
 from same import SCORE, same_objects
 from tiny_files import BAD, GOOD, review, save_classifier
@@ -459,9 +459,9 @@ def test_the_report_the_document_and_the_manifest_say_the_same(brimful: Brimful,
     assert said.code == 0, said.err
     document, record = json.loads(said.out), manifest(output)["record"]
     assert document == record
-    assert record["parity"]["num_rows"] == 16
-    assert record["parity"]["passed"]
-    assert 0 <= record["parity"]["largest_difference"] < 1e-5
+    assert record["equivalence"]["num_rows"] == 16
+    assert record["equivalence"]["passed"]
+    assert 0 <= record["equivalence"]["largest_difference"] < 1e-5
     assert record["fallback"] is None
     assert record["counts"]["num_rows"] == 40
     html = page.read_text("utf-8")
@@ -509,7 +509,7 @@ def test_without_verify_nothing_is_compared_and_that_is_said(brimful: Brimful, f
     output = tmp_path / "out.csv"
     said = brimful("classify", files.classifier, files.reviews, "--output", output, "--verify", 0)
     assert "Equivalence check  not run: nothing was compared with the plain model (--verify)" in said.err
-    assert manifest(output)["record"]["parity"] is None
+    assert manifest(output)["record"]["equivalence"] is None
 
 
 def test_a_launch_that_was_asked_for_gives_way_where_padded_rows_must_run(
@@ -524,7 +524,9 @@ def test_a_launch_that_was_asked_for_gives_way_where_padded_rows_must_run(
 
     monkeypatch.setattr(verify, "make_runner", make)
     monkeypatch.setattr(
-        verify, "compare", lambda *given, **named: dataclasses.replace(compare(*given, **named), passed=False)
+        verify,
+        "compare_answers",
+        lambda *given, **named: dataclasses.replace(compare_answers(*given, **named), passed=False),
     )
     output = tmp_path / "out.jsonl"
     said = brimful(
@@ -563,7 +565,7 @@ def test_where_bf16_says_something_else_fp32_runs_and_everybody_is_told(
     assert said.code == 0, said.err
     record = manifest(output)["record"]
     assert "bf16, packed differs from the plain fp32 model by up to" in record["fallback"]
-    assert record["parity"]["precision"] == "fp32"
+    assert record["equivalence"]["precision"] == "fp32"
     assert {lever["name"]: lever["value"] for lever in record["recipe"]["levers"]}["precision"] == "fp32"
     assert f"warning: {record['fallback']}" in said.err
     assert "warning: a slower path ran than was planned: on 24 rows, bf16" in said.err

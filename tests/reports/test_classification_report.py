@@ -11,7 +11,7 @@ from brimful.core.classification import LENGTH_ENDS, Classification, Counts, Sta
 from brimful.core.records import LabelSpace, Machine, PeakMemory, Recipe, to_json
 from brimful.reports.classification_page import classification_page
 from brimful.reports.classification_text import classification_text
-from classifications import PARITY, RECORD, changed
+from classifications import ANSWER_EQUIVALENCE, RECORD, changed
 from pages import Page
 
 HOSTILE = "</script><img src=x onerror=alert(1)>'\"&$x$\x1b[2J\u202e"
@@ -60,8 +60,8 @@ def test_the_facts() -> None:
 
 
 def test_what_went_wrong_stands_before_the_figures() -> None:
-    failed = dataclasses.replace(PARITY, passed=False, num_flips=6, num_unexplained=2)
-    text, found = shown(changed(fallback="the window was not honoured", parity=failed, counts={"num_errors": 12}))
+    failed = dataclasses.replace(ANSWER_EQUIVALENCE, passed=False, num_flips=6, num_unexplained=2)
+    text, found = shown(changed(fallback="the window was not honoured", equivalence=failed, counts={"num_errors": 12}))
     for fact in ("window was not honoured", "was not passed", "2 of the 6 others are no near-ties", "12 (< 0.1 %)"):
         assert text.index(fact) < text.index("Stages")
         assert found.text.index(fact) < found.text.index("Texts per second")
@@ -108,7 +108,8 @@ def test_what_is_not_known_is_not_said() -> None:
 def test_no_rows() -> None:
     empty = changed(
         counts=Counts(), wall_s=0.0, texts_per_s=None, tokens_per_s=None, mfu=None, limit=None,
-        stages=(Stage(name="read", busy_s=0.0),), parity=dataclasses.replace(PARITY, num_rows=0, num_flips=0),
+        stages=(Stage(name="read", busy_s=0.0),),
+        equivalence=dataclasses.replace(ANSWER_EQUIVALENCE, num_rows=0, num_flips=0),
     )  # fmt: skip
     both_say(empty, "0 texts in 0.0 s")
     assert "The input had no rows." in shown(empty)[1].text

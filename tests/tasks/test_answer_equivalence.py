@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from brimful.core.classification import Parity
-from brimful.tasks.answer_equivalence import TOLERANCE, compare
+from brimful.core.classification import AnswerEquivalence
+from brimful.tasks.answer_equivalence import TOLERANCE, compare_answers
 from brimful.tasks.answers import AnswerForm, answer_form
 from brimful.tasks.zero_shot import Candidates, zero_shot_form
 
@@ -26,8 +26,8 @@ def logits_of(probabilities: Any) -> np.ndarray:
     return np.log(np.array(probabilities, dtype=np.float32))
 
 
-def parity(form: AnswerForm, fast: np.ndarray, plain: np.ndarray, precision: str = "bf16") -> Parity:
-    return compare(form, form.score_blocks(fast), form.score_blocks(plain), precision=precision)
+def equivalence(form: AnswerForm, fast: np.ndarray, plain: np.ndarray, precision: str = "bf16") -> AnswerEquivalence:
+    return compare_answers(form, form.score_blocks(fast), form.score_blocks(plain), precision=precision)
 
 
 PLAIN = logits_of([[0.8, 0.1, 0.1], [0.41, 0.39, 0.2], [0.2, 0.2, 0.6]])
@@ -36,56 +36,56 @@ PLAIN = logits_of([[0.8, 0.1, 0.1], [0.41, 0.39, 0.2], [0.2, 0.2, 0.6]])
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("problem_type", [None, "multi_label_classification", "regression"])
 def test_equal_logits_agree(precision: str, problem_type: str | None) -> None:
-    found = parity(form_of(problem_type), PLAIN, PLAIN, precision)
+    found = equivalence(form_of(problem_type), PLAIN, PLAIN, precision)
     assert (found.agreement, found.largest_difference, found.num_flips, found.passed) == (1.0, 0.0, 0, True)
     assert (found.num_rows, found.precision, found.tolerance) == (3, precision, TOLERANCE[precision])
 
 
 def test_a_flip_of_a_near_tie_is_explained() -> None:
-    found = parity(form_of(), logits_of([[0.81, 0.1, 0.09], [0.39, 0.41, 0.2], [0.2, 0.2, 0.6]]), PLAIN)
+    found = equivalence(form_of(), logits_of([[0.81, 0.1, 0.09], [0.39, 0.41, 0.2], [0.2, 0.2, 0.6]]), PLAIN)
     assert found.largest_difference == pytest.approx(0.02, abs=1e-6)
     assert (found.num_near_ties, found.num_flips, found.num_unexplained, found.passed) == (1, 1, 0, True)
     assert found.agreement == pytest.approx(2 / 3)
 
 
 def test_a_flip_to_a_label_that_was_far_off_is_not_explained() -> None:
-    found = parity(form_of(), logits_of([[0.8, 0.1, 0.1], [0.3, 0.3, 0.4], [0.2, 0.2, 0.6]]), PLAIN)
+    found = equivalence(form_of(), logits_of([[0.8, 0.1, 0.1], [0.3, 0.3, 0.4], [0.2, 0.2, 0.6]]), PLAIN)
     assert (found.num_near_ties, found.num_flips, found.num_unexplained, found.passed) == (1, 1, 1, False)
 
 
 def test_a_difference_beyond_the_tolerance_fails_without_a_flip() -> None:
     fast = logits_of([[0.7, 0.2, 0.1], [0.41, 0.39, 0.2], [0.2, 0.2, 0.6]])
-    assert not (found := parity(form_of(), fast, PLAIN)).passed
+    assert not (found := equivalence(form_of(), fast, PLAIN)).passed
     assert (found.num_flips, found.largest_difference) == (0, pytest.approx(0.1, abs=1e-6))
 
 
 def test_several_labels_turn_at_the_threshold() -> None:
     plain = np.array([[2, -2, 0.05], [2, -2, -2]], dtype=np.float32)
     fast = np.array([[2, -2, -0.05], [2, -2, -2]], dtype=np.float32)
-    found = parity(form_of("multi_label_classification"), fast, plain)
+    found = equivalence(form_of("multi_label_classification"), fast, plain)
     assert (found.num_near_ties, found.num_flips, found.num_unexplained, found.passed) == (1, 1, 0, True)
-    found = parity(form_of("multi_label_classification", threshold=0.87), fast, plain)
+    found = equivalence(form_of("multi_label_classification", threshold=0.87), fast, plain)
     assert (found.num_near_ties, found.num_flips) == (2, 0)
 
 
 def test_one_label_may_fall_below_the_threshold() -> None:
     fast = logits_of([[0.79, 0.11, 0.1], [0.41, 0.39, 0.2], [0.2, 0.2, 0.6]])
-    found = parity(form_of(threshold=0.795), fast, PLAIN)
+    found = equivalence(form_of(threshold=0.795), fast, PLAIN)
     assert (found.num_near_ties, found.num_flips, found.num_unexplained, found.passed) == (1, 1, 0, True)
 
 
 def test_one_output_that_is_always_scored_never_flips() -> None:
     plain = np.array([[0.01], [3]], dtype=np.float32)
-    found = parity(form_of(num_labels=1), -plain, plain)
+    found = equivalence(form_of(num_labels=1), -plain, plain)
     assert (found.num_near_ties, found.num_flips, found.passed) == (0, 0, False)
 
 
 def test_numbers_are_compared_in_units_of_their_size() -> None:
     plain = np.array([[1000, 0], [-1000, 0]], dtype=np.float32)
-    found = parity(form_of("regression", 2), plain + np.array([1, 0.01], dtype=np.float32), plain)
+    found = equivalence(form_of("regression", 2), plain + np.array([1, 0.01], dtype=np.float32), plain)
     assert found.largest_difference == pytest.approx(0.01)
     assert (found.num_flips, found.agreement, found.passed) == (0, 1.0, True)
-    assert not parity(form_of("regression", 2), plain * 1.1, plain).passed
+    assert not equivalence(form_of("regression", 2), plain * 1.1, plain).passed
 
 
 @pytest.mark.parametrize("problem_type", [None, "multi_label_classification", "regression"])
@@ -94,15 +94,15 @@ def test_an_answer_that_only_one_has_is_an_unexplained_flip(problem_type: str | 
     damaged = PLAIN.copy()
     damaged[1, 0] = lost
     for fast, plain in ((damaged, PLAIN), (PLAIN, damaged)):
-        found = parity(form_of(problem_type), fast, plain)
+        found = equivalence(form_of(problem_type), fast, plain)
         assert (found.num_rows, found.num_flips, found.num_unexplained) == (3, 1, 1)
         assert (found.largest_difference, found.passed) == (1.0, False)
-    found = parity(form_of(problem_type), damaged, damaged)
+    found = equivalence(form_of(problem_type), damaged, damaged)
     assert (found.num_rows, found.passed) == (2, True)
 
 
 def test_no_rows_at_all() -> None:
-    found = parity(form_of(), PLAIN[:0], PLAIN[:0])
+    found = equivalence(form_of(), PLAIN[:0], PLAIN[:0])
     assert (found.num_rows, found.agreement, found.passed) == (0, 1.0, True)
 
 
@@ -115,10 +115,10 @@ def test_zero_shot_rows_with_labels_of_their_own() -> None:
     fast[6:, 1] = [0, 0.01]
     form = zero_shot_form(config)
     blocks = [form.score_blocks(logits, candidates) for logits in (fast, plain)]
-    found = compare(form, *blocks, precision="bf16")
+    found = compare_answers(form, *blocks, precision="bf16")
     assert (found.num_rows, found.num_flips, found.num_unexplained, found.passed) == (4, 1, 0, True)
     fast[4] = np.nan
-    found = compare(form, form.score_blocks(fast, candidates), blocks[1], precision="bf16")
+    found = compare_answers(form, form.score_blocks(fast, candidates), blocks[1], precision="bf16")
     assert (found.num_rows, found.num_flips, found.num_unexplained, found.passed) == (4, 2, 1, False)
 
 
@@ -133,7 +133,7 @@ def test_a_flip_needs_a_margin_that_the_differences_can_cross(
 ) -> None:
     plain = np.array(rows, dtype=np.float32)
     fast = plain + np.float32(noise) * np.random.default_rng(0).normal(size=plain.shape).astype(np.float32)
-    found = parity(form_of(problem_type, threshold=threshold), fast, plain)
+    found = equivalence(form_of(problem_type, threshold=threshold), fast, plain)
     assert found.num_unexplained <= found.num_flips <= found.num_rows
     if found.largest_difference <= found.tolerance / 2:  # two labels, each half a tolerance towards the other
         assert found.num_unexplained == 0

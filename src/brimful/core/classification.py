@@ -1,4 +1,4 @@
-"""Nouns of one classification of a file: what it found, how fast it went, and whether its numbers can be trusted."""
+"""The record of one classification of a file: counts, speed, and equivalence with the plain model."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _added(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parity:
+class AnswerEquivalence:
     """The fast path against the plain fp32 Hugging Face model, on some of the user's own rows.
 
     agreement: share of rows with the same label. largest_difference: of any probability (regression: relative, of any
@@ -103,8 +103,8 @@ class Classification:
     limit: the stage that the others waited for. mfu: of the tokens' own operations, by the datasheet's peak.
     notes: what was guessed of the model, decided about the input's files and left out of them (keys of JSON), since
     this process began.
-    parity: None with --verify 0, and where no row could be compared. fallback: why a slower path runs than was planned,
-    None if none does.
+    equivalence: None with --verify 0, and where no row could be compared.
+    fallback: why a slower path runs than was planned, None if none does.
     """
 
     model: str
@@ -116,7 +116,7 @@ class Classification:
     recipe: Recipe
     machine: Machine
     counts: Counts = Counts()
-    parity: Parity | None = None
+    equivalence: AnswerEquivalence | None = None
     fallback: str | None = None
     notes: tuple[str, ...] = ()
     start_s: float | None = None

@@ -17,7 +17,7 @@ from brimful.core.classification import Classification, Counts
 from brimful.core.errors import OutputError, printable
 from brimful.core.records import from_json, json_text
 
-SCHEMA = 1
+SCHEMA = 2
 #: Name in a folder of results. Readers of folders of Parquet files pass over names that begin like this.
 MANIFEST = "_manifest.json"
 #: Added to the name of a single file of results.
@@ -59,7 +59,7 @@ class Manifest:
 
     identity: facts that decide what the results are, by a name to show; a run goes on only where all are equal.
     columns: empty before the first rows. shards: files of results, in the order of their rows.
-    journal: rows after those, of a run that is not finished, as they are kept until they are in a file of results.
+    wal: rows after those, of a run that is not finished, as they are kept until they are in a file of results.
     record: None until `status` is finished.
     """
 
@@ -67,7 +67,7 @@ class Manifest:
     identity: Mapping[str, Any]
     columns: tuple[Column, ...] = ()
     shards: tuple[Shard, ...] = ()
-    journal: tuple[Shard, ...] = ()
+    wal: tuple[Shard, ...] = ()
     record: Classification | None = None
     schema: int = SCHEMA
 
@@ -82,7 +82,7 @@ class Manifest:
 
     @property
     def files(self) -> tuple[Shard, ...]:
-        return (*self.shards, *self.journal)
+        return (*self.shards, *self.wal)
 
 
 def read_manifest(path: Path) -> Manifest | None:

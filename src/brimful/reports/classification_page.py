@@ -64,7 +64,7 @@ def classification_page(record: Classification) -> str:
     Raises: InputError if matplotlib is not installed.
     """
     regression = record.labels.task == "regression"
-    compared = None if is_unchecked(record) else record.parity
+    compared = None if is_unchecked(record) else record.equivalence
     return render(
         "classification.html.j2",
         record,
@@ -98,10 +98,10 @@ def _capital(text: str) -> str:
 
 
 def _key_figures(record: Classification) -> list[Fact]:
-    parity, resumed = record.parity, record.resumed_rows
+    found, resumed = record.equivalence, record.resumed_rows
     same = None
-    if parity is not None and not is_unchecked(record) and record.labels.task != "regression":
-        same = f"{parity.num_rows - parity.num_flips:,} / {parity.num_rows:,}"
+    if found is not None and not is_unchecked(record) and record.labels.task != "regression":
+        same = f"{found.num_rows - found.num_flips:,} / {found.num_rows:,}"
     return [
         (
             "Texts",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len
 
-from brimful.core.classification import CONFIDENCE_BINS, LENGTH_ENDS, Classification, Parity, StageName
+from brimful.core.classification import CONFIDENCE_BINS, LENGTH_ENDS, AnswerEquivalence, Classification, StageName
 from brimful.core.errors import printable
 from brimful.core.units import bytes_text, count_text, part_text, seconds_text, share_text
 from brimful.reports.text_columns import fitted, padded
@@ -32,7 +32,7 @@ STAGES: dict[StageName, str] = {
 def classification_text(record: Classification) -> str:
     """The whole report, without a line break at its end."""
     warnings = [f"warning: {printable(said, 1000)}" for said in concerns(record)]
-    parts = (_pass(record), warnings, _stages(record), _texts(record), _labels(record), _parity(record))
+    parts = (_pass(record), warnings, _stages(record), _texts(record), _labels(record), _equivalence(record))
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -80,14 +80,14 @@ def memory_text(record: Classification) -> str | None:
 
 def concerns(record: Classification) -> list[str]:
     """Warnings, shown before the figures: guesses, omissions, fallbacks, a failed check, rows cut or with an error."""
-    counts, parity = record.counts, record.parity
+    counts, found = record.counts, record.equivalence
     said = list(record.notes)
     if record.fallback is not None:
         said.append(f"a slower path ran than planned: {record.fallback}")
     if is_unchecked(record) and record.options.get("verify"):
         said.append(f"nothing was compared with the plain model: {_NOTHING_TO_COMPARE}")
-    if parity is not None and not parity.passed:
-        said.append(f"the equivalence check was not passed: {parity_findings(record, parity)}")
+    if found is not None and not found.passed:
+        said.append(f"the equivalence check was not passed: {equivalence_text(record, found)}")
     warnings = (
         (counts.num_errors, "were not read or classified in full: see the column `error`", counts.first_errors),
         (counts.num_empty, "had no text, and have no answer", ()),
@@ -216,16 +216,16 @@ def absent_text(record: Classification) -> str | None:
     return f"Never given: {named}{more}."
 
 
-def _parity(record: Classification) -> list[str]:
-    parity = record.parity
-    if parity is None or is_unchecked(record):
+def _equivalence(record: Classification) -> list[str]:
+    found = record.equivalence
+    if found is None or is_unchecked(record):
         return [f"Equivalence check  not run: nothing was compared with the plain model ({unchecked_text(record)})"]
-    return [f"Equivalence check  {'passed' if parity.passed else 'NOT passed'}: {parity_findings(record, parity)}"]
+    return [f"Equivalence check  {'passed' if found.passed else 'NOT passed'}: {equivalence_text(record, found)}"]
 
 
 def is_unchecked(record: Classification) -> bool:
     """True if no row was compared with the plain model."""
-    return record.parity is None or not record.parity.num_rows
+    return record.equivalence is None or not record.equivalence.num_rows
 
 
 def unchecked_text(record: Classification) -> str:
@@ -233,16 +233,16 @@ def unchecked_text(record: Classification) -> str:
     return _NOTHING_TO_COMPARE if record.options.get("verify") else "--verify"
 
 
-def parity_findings(record: Classification, parity: Parity) -> str:
+def equivalence_text(record: Classification, found: AnswerEquivalence) -> str:
     """Summarise the comparison with the plain model in one line."""
-    said = f"{parity.precision} against plain fp32 "
+    said = f"{found.precision} against plain fp32 "
     if record.labels.task == "regression":
-        said += f"on {parity.num_rows:,} rows"
+        said += f"on {found.num_rows:,} rows"
     else:
-        said += f"has the {same_label(record)} in {parity.num_rows - parity.num_flips:,} of {parity.num_rows:,} rows"
-        said += f", {flips_text(parity)}" if parity.num_flips else ""
+        said += f"has the {same_label(record)} in {found.num_rows - found.num_flips:,} of {found.num_rows:,} rows"
+        said += f", {flips_text(found)}" if found.num_flips else ""
     relatively = " (relative)" if record.labels.task == "regression" else ""
-    return f"{said}; off by at most {parity.largest_difference:.2g} of {parity.tolerance:g}{relatively}"
+    return f"{said}; off by at most {found.largest_difference:.2g} of {found.tolerance:g}{relatively}"
 
 
 def same_label(record: Classification) -> str:
@@ -250,8 +250,8 @@ def same_label(record: Classification) -> str:
     return "same labels" if record.labels.task == "multi_label" else "same label"
 
 
-def flips_text(parity: Parity) -> str:
+def flips_text(found: AnswerEquivalence) -> str:
     """Explain the rows that were given another label."""
-    if parity.num_unexplained:
-        return f"{parity.num_unexplained:,} of the {parity.num_flips:,} others are no near-ties"
-    return "the other one a near-tie" if parity.num_flips == 1 else f"the {parity.num_flips:,} others near-ties"
+    if found.num_unexplained:
+        return f"{found.num_unexplained:,} of the {found.num_flips:,} others are no near-ties"
+    return "the other one a near-tie" if found.num_flips == 1 else f"the {found.num_flips:,} others near-ties"

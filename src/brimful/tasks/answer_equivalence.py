@@ -1,6 +1,6 @@
 """Whether a fast path says what the plain fp32 model says, on rows that both have classified.
 
-    parity = compare(form, form.score_blocks(fast_NC), form.score_blocks(plain_NC), precision="bf16")
+    equivalence = compare_answers(form, form.score_blocks(fast_NC), form.score_blocks(plain_NC), precision="bf16")
 
 Legend: G rows with M labels (or outputs) each, K of them with an answer from any of the two.
 """
@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from brimful.core.classification import Parity
+from brimful.core.classification import AnswerEquivalence
 from brimful.tasks.answers import Form
 from brimful.tasks.ranking import Flags, Floats, Singles, finite_rows
 
@@ -26,7 +26,9 @@ TOLERANCE: Final = {"fp32": 1e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2, "fp8
 _MISSING = 1.0
 
 
-def compare(form: Form, fast: Sequence[Singles], plain: Sequence[Singles], *, precision: str) -> Parity:
+def compare_answers(
+    form: Form, fast: Sequence[Singles], plain: Sequence[Singles], *, precision: str
+) -> AnswerEquivalence:
     """The scores of the fast path against those of the plain model, each as `form.score_blocks` gives them.
 
     A label is a near-tie where the plain model's score is closer than the tolerance to where the decision turns: the
@@ -39,7 +41,7 @@ def compare(form: Form, fast: Sequence[Singles], plain: Sequence[Singles], *, pr
     num_rows = sum(len(block.differences_K) for block in blocks)
     num_flips = sum(int(block.flips_K.sum()) for block in blocks)
     num_unexplained = sum(int(block.unexplained_K.sum()) for block in blocks)
-    return Parity(
+    return AnswerEquivalence(
         num_rows=num_rows,
         precision=precision,
         tolerance=tolerance,

@@ -96,7 +96,7 @@ def test_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "value"), [("_GROUP_ROWS", 70), ("_GROUP_BYTES", 5000)])
 def test_row_groups(limit: str, value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They hold several windows, and the same ones in a file that was made once more from a journal."""
+    """They hold several windows, and the same ones in a file that was made once more from a log."""
     monkeypatch.setattr(row_files, limit, value)
     undisturbed = run(tmp_path / "one" / "results.parquet", windows(SIZES))
     interrupt(tmp_path / "two" / "results.parquet", windows(SIZES)[:1])
@@ -326,7 +326,7 @@ def append(path: Path) -> None:
 @pytest.mark.parametrize("damage", [flip, Path.unlink, lambda path: os.truncate(path, 99)])
 @pytest.mark.parametrize(
     ("file", "first"),
-    [("part-00000.parquet", 0), ("part-00001.parquet", 80), (".journal-000000000160.arrow", 160)],
+    [("part-00000.parquet", 0), ("part-00001.parquet", 80), (".wal-000000000160.arrow", 160)],
 )
 def test_damaged_shards_are_made_again(file: str, first: int, damage: Callable[[Path], object], tmp_path: Path) -> None:
     sizes = [40, 40, 40, 40, 20, 60]
@@ -351,9 +351,9 @@ def test_a_finished_folder_with_damage_is_mended(damage: Callable[[Path], object
     assert contents(tmp_path / "results") == before
 
 
-def test_only_journals_may_have_more_behind_what_the_manifest_names(tmp_path: Path) -> None:
+def test_only_logs_may_have_more_behind_what_the_manifest_names(tmp_path: Path) -> None:
     interrupt(tmp_path / "run" / "results", windows(SIZES)[:3])
-    append(tmp_path / "run" / "results" / ".journal-000000000080.arrow")
+    append(tmp_path / "run" / "results" / ".wal-000000000080.arrow")
     with opened(tmp_path / "run" / "results", resume=True) as output:
         assert (output.lost, output.rows_done) == (None, 120)
         write_all(output, windows(SIZES))
@@ -389,8 +389,8 @@ def test_a_manifest_that_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "results" / "_manifest.json").write_text(text, "utf-8")
     with pytest.raises(OutputError, match="is not the manifest"), opened(tmp_path / "results", resume=True):
         pass
-    (tmp_path / "results" / "_manifest.json").write_text('{"status": "running", "identity": {}, "schema": 2}', "utf-8")
-    with pytest.raises(OutputError, match="has schema 2, and this version"), opened(tmp_path / "results"):
+    (tmp_path / "results" / "_manifest.json").write_text('{"status": "running", "identity": {}, "schema": 1}', "utf-8")
+    with pytest.raises(OutputError, match="has schema 1, and this version"), opened(tmp_path / "results"):
         pass
 
 

@@ -168,8 +168,8 @@ def test_logits_are_the_models_own(tmp_path: Path) -> None:
         np.testing.assert_allclose(classifier.logits(TEXTS), expected_NC, atol=1e-5)
         assert np.isnan(classifier.logits([None, "good"])).tolist() == [[True] * 3, [False] * 3]
         assert classifier.logits([]).shape == (0, 3)
-        parity = classifier.verify(TEXTS)
-    assert (parity.num_rows, parity.num_flips, parity.passed) == (len(TEXTS), 0, True)
+        equivalence = classifier.verify(TEXTS)
+    assert (equivalence.num_rows, equivalence.num_flips, equivalence.passed) == (len(TEXTS), 0, True)
 
 
 # The pipeline for zero-shot

@@ -103,7 +103,7 @@ def results(output: Path) -> dict[str, Any]:
     return {
         "files": {path.relative_to(output.parent).as_posix(): sha256(path) for path in files},
         "shards": said["shards"],
-        "journal": said["journal"],
+        "wal": said["wal"],
         "counts": said["record"]["counts"],
         "status": said["status"],
     }
@@ -111,7 +111,7 @@ def results(output: Path) -> dict[str, Any]:
 
 PLANS = {
     "as the first window is written": "kill:write:{file}:2",
-    "in the middle of a window": "tear:write:.journal-*:6",
+    "in the middle of a window": "tear:write:.wal-*:6",
     "at a commit": "kill:replace:_manifest.json:4",
     "before a file gets its name": "kill:replace:{file}:1",
     "after all is done": "kill:unlink:.lock:1",
@@ -203,8 +203,8 @@ def what_is_there(output: Path) -> str:
     said = json.loads((folder / "_manifest.json").read_text("utf-8"))
     if said["status"] == "finished":
         return "all results"
-    kept = {kind: sum(shard["num_rows"] for shard in said[kind]) for kind in ("shards", "journal")}
-    return f"{kept['shards']} rows in shards, {kept['journal']} in the journal"
+    kept = {kind: sum(shard["num_rows"] for shard in said[kind]) for kind in ("shards", "wal")}
+    return f"{kept['shards']} rows in shards, {kept['wal']} in the log"
 
 
 def say(text: str, *, new: bool = False) -> None:

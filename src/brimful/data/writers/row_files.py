@@ -157,7 +157,7 @@ class _ParquetWriter:
 
 
 def _plain_bytes(batch: pa.RecordBatch) -> int:
-    """Bytes of a batch in a stream without compression: the same before it was in a journal and after.
+    """Bytes of a batch in a stream without compression: the same before it was in a log and after.
 
     What it takes in memory is not: buffers there may be longer than their rows, or say that nothing is null.
     """

@@ -3,12 +3,12 @@
 One file:                                          A folder:
     results.parquet.parts/   while it runs             results/
         _manifest.json                                     _manifest.json
-        .journal-000000000000.arrow, ...                   part-00000.parquet, ...
-        .tmp-results.parquet                               .journal-000004000000.arrow, .tmp-part-00004.parquet
+        .wal-000000000000.arrow, ...                   part-00000.parquet, ...
+        .tmp-results.parquet                               .wal-000004000000.arrow, .tmp-part-00004.parquet
     results.parquet, results.parquet.manifest.json     and no more than the first two kinds in the end
 
-Rows are appended to a journal and to the file of results, a window at a time. What the manifest names is on the disk. A
-run that is resumed makes the unfinished file of results once more from the journal, and so each is made of the same
+Rows are appended to a log and to the file of results, a window at a time. What the manifest names is on the disk. A
+run that is resumed makes the unfinished file of results once more from the log, and so each is made of the same
 windows in the same order as if nothing had happened: its bytes are the same.
 """
 
@@ -35,12 +35,12 @@ from brimful.core.manifest import MANIFEST, Column, Manifest, Shard, changes, pl
 from brimful.core.records import to_json
 from brimful.data.writers.output_path import place_of
 from brimful.data.writers.row_files import TableFile, json_lines
-from brimful.data.writers.write_ahead_log import Journal, is_kept, is_whole, journal_batches
+from brimful.data.writers.write_ahead_log import WriteAheadLog, is_kept, is_whole, logged_batches
 
 #: Seconds of answers, about, that a kill costs at most.
 COMMIT_S = 30.0
 
-_OURS = re.compile(rf"part-\d{{5,}}\.parquet|\.journal-\d+\.arrow|{re.escape(atomic_files.TEMPORARY)}.*")
+_OURS = re.compile(rf"part-\d{{5,}}\.parquet|\.wal-\d+\.arrow|{re.escape(atomic_files.TEMPORARY)}.*")
 
 
 class ShardedOutput:
@@ -75,7 +75,7 @@ class ShardedOutput:
         self._schema: pa.Schema | None = None
         self._columns: tuple[Column, ...] | None = None
         self._live: TableFile | None = None
-        self._journal: Journal | None = None
+        self._log: WriteAheadLog | None = None
         self._committed_s = 0.0
         self._lock: int | None = None
         self._made_folder = False
@@ -100,12 +100,12 @@ class ShardedOutput:
         assert self.finished is None
         assert counts.num_rows == table.num_rows, f"{counts.num_rows} rows were counted of {table.num_rows}"
         table = self._checked(table)
-        live = self._open_live()  # before the journal: a form that cannot hold the columns is no result to go on with
+        live = self._open_live()  # before the log: a form that cannot hold the columns is no result to go on with
         if batches := table.combine_chunks().to_batches() if table.num_rows else []:
-            self._open_journal().write(batches, counts)
+            self._open_log().write(batches, counts)
         self._append(live, batches)
         self._end_shard_if_full()
-        if self._journal is not None and time.monotonic() - self._committed_s >= self._commit_s:
+        if self._log is not None and time.monotonic() - self._committed_s >= self._commit_s:
             self._commit()
 
     def finish(self, record: Classification) -> tuple[Path, ...]:
@@ -142,13 +142,13 @@ class ShardedOutput:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._discard_live()  # first: on a full disk, the journal may need its room
-            if self._journal is not None and self._journal.whole:
+            self._discard_live()  # first: on a full disk, the log may need its room
+            if self._log is not None and self._log.whole:
                 self._commit()
         finally:
-            if self._journal is not None:
-                self._journal.close()
-                self._journal = None
+            if self._log is not None:
+                self._log.close()
+                self._log = None
             if not self._manifest.num_rows and not self.finished:
                 self._remove_all()
             self._release()
@@ -244,7 +244,7 @@ class ShardedOutput:
     def _whole(self, found: Manifest) -> Manifest:
         """`found` up to the first file that is missing or damaged."""
         whole = (is_whole(self._folder / shard.file, shard) for shard in found.shards)
-        kept = (is_kept(self._folder / shard.file, shard) for shard in found.journal)
+        kept = (is_kept(self._folder / shard.file, shard) for shard in found.wal)
         shard = next((shard for shard, there in zip(found.files, chain(whole, kept), strict=True) if not there), None)
         if shard is None:
             return found
@@ -254,7 +254,7 @@ class ShardedOutput:
             status="running",
             record=None,
             shards=tuple(each for each in found.shards if each.first_row < shard.first_row),
-            journal=tuple(each for each in found.journal if each.first_row < shard.first_row),
+            wal=tuple(each for each in found.wal if each.first_row < shard.first_row),
         )
 
     def _clear(self) -> None:
@@ -269,9 +269,9 @@ class ShardedOutput:
                 atomic_files.remove(self._folder / name)
 
     def _replay(self) -> None:
-        """Makes the file of results that was not finished again, from the journal."""
-        for shard in self._manifest.journal:
-            for batch in journal_batches(self._folder / shard.file, shard):
+        """Makes the file of results that was not finished again, from the log."""
+        for shard in self._manifest.wal:
+            for batch in logged_batches(self._folder / shard.file, shard):
                 self._schema = batch.schema
                 self._append(self._open_live(), [batch])
         self._end_shard_if_full()
@@ -295,13 +295,13 @@ class ShardedOutput:
         assert plain == self._schema, f"columns changed from {self._schema} to {plain}"
         return pa.Table.from_arrays(table.columns, schema=plain)
 
-    def _open_journal(self) -> Journal:
-        if self._journal is None:
+    def _open_log(self) -> WriteAheadLog:
+        if self._log is None:
             assert self._schema is not None
             first_row = self.rows_done
-            path = self._folder / f".journal-{first_row:012d}.arrow"
-            self._journal, self._committed_s = Journal(path, self._schema, first_row), time.monotonic()
-        return self._journal
+            path = self._folder / f".wal-{first_row:012d}.arrow"
+            self._log, self._committed_s = WriteAheadLog(path, self._schema, first_row), time.monotonic()
+        return self._log
 
     def _open_live(self) -> TableFile:
         if self._live is None:
@@ -311,7 +311,7 @@ class ShardedOutput:
         return self._live
 
     def _append(self, live: TableFile, batches: list[pa.RecordBatch]) -> None:
-        """Each batch is a table to the file: what was written at once is read from the journal as one."""
+        """Each batch is a table to the file: what was written at once is read from the log as one."""
         with atomic_files.file_errors(self.place.path):
             for batch in batches:
                 live.write(pa.Table.from_batches([batch]))
@@ -324,45 +324,45 @@ class ShardedOutput:
         return self.place.path.name if self.place.single else f"part-{len(self._manifest.shards):05d}.parquet"
 
     def _rows_in_shard(self) -> int:
-        return sum(shard.num_rows for shard in self._kept()) + (self._journal.num_rows if self._journal else 0)
+        return sum(shard.num_rows for shard in self._kept()) + (self._log.num_rows if self._log else 0)
 
     def _tally_in_shard(self) -> Counts:
         kept = sum((shard.counts for shard in self._kept()), Counts())
-        return kept + self._journal.counts if self._journal else kept
+        return kept + self._log.counts if self._log else kept
 
     def _kept(self) -> list[Shard]:
         """Journals before the one that grows."""
-        current = self._journal.path.name if self._journal else None
-        return [shard for shard in self._manifest.journal if shard.file != current]
+        current = self._log.path.name if self._log else None
+        return [shard for shard in self._manifest.wal if shard.file != current]
 
     # --- what is on the disk ------------------------------------------------------------------------------------------
 
     def _commit(self) -> None:
-        """Makes the rows of the journal ones that a killed run goes on from."""
-        assert self._journal is not None
-        self._replace_manifest(journal=(*self._kept(), self._journal.sync()))
+        """Makes the rows of the log ones that a killed run goes on from."""
+        assert self._log is not None
+        self._replace_manifest(wal=(*self._kept(), self._log.sync()))
         self._committed_s = time.monotonic()
 
     def _end_shard_if_full(self) -> None:
         if self.place.single:
-            if self._journal is not None and self._journal.num_rows >= self._shard_rows:
+            if self._log is not None and self._log.num_rows >= self._shard_rows:
                 self._commit()
-                self._journal.close()
-                self._journal = None
+                self._log.close()
+                self._log = None
         elif self._rows_in_shard() >= self._shard_rows:
             self._end_shard()
 
     def _end_shard(self, **changed: Any) -> None:
-        """The file of results that grows is whole, and its rows need no journal any more."""
+        """The file of results that grows is whole, and its rows need no log any more."""
         shard = self._finish_live()
         try:
-            self._replace_manifest(shards=(*self._manifest.shards, shard), journal=(), **changed)
-        except BrimfulError:  # on a full disk, leaving may still commit the journal where this file was
+            self._replace_manifest(shards=(*self._manifest.shards, shard), wal=(), **changed)
+        except BrimfulError:  # on a full disk, leaving may still commit the log where this file was
             atomic_files.remove(self._live_path() if self.place.single else self._folder / shard.file)
             raise
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
         self._clear()
 
     def _finish_live(self) -> Shard:

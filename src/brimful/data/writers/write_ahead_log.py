@@ -20,7 +20,7 @@ from brimful.core.manifest import Shard
 from brimful.data.writers.row_files import Sink
 
 
-class Journal:
+class WriteAheadLog:
     """A file of answered rows that grows; `first_row` is the place of its first one in the input.
 
     num_rows, counts: of all rows in it, safely on the disk or not. whole: no write was broken off.
@@ -40,7 +40,7 @@ class Journal:
         return self._file.path
 
     def write(self, batches: list[pa.RecordBatch], counts: Counts) -> None:
-        """Append rows. Where it is broken off, the journal is worth what it was at its last `sync`, and no more."""
+        """Append rows. Where it is broken off, the log is worth what it was at its last `sync`, and no more."""
         self.whole = False
         with atomic_files.file_errors(self.path):
             for batch in batches:
@@ -66,8 +66,8 @@ class Journal:
         self._file.close()
 
 
-def journal_batches(path: Path, shard: Shard) -> Iterator[pa.RecordBatch]:
-    """The rows of a journal that is whole; what was appended after its last `sync` is cut off.
+def logged_batches(path: Path, shard: Shard) -> Iterator[pa.RecordBatch]:
+    """The rows of a log that is whole; what was appended after its last `sync` is cut off.
 
     Raises: OutputError if it cannot be read.
     """
@@ -83,7 +83,7 @@ def is_whole(path: Path, shard: Shard) -> bool:
 
 
 def is_kept(path: Path, shard: Shard) -> bool:
-    """Whether a journal begins with what the manifest says that it holds; more may have been appended since."""
+    """Whether a log begins with what the manifest says that it holds; more may have been appended since."""
     return atomic_files.begins_with(path, _written(shard))
 
 

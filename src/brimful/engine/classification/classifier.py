@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.classification import Parity
+from brimful.core.classification import AnswerEquivalence
 from brimful.core.cores import num_cores
 from brimful.core.errors import OptionError, encodes, printable
 from brimful.core.options import ClassifyOptions
@@ -144,7 +144,7 @@ class ModelClassifier:
         with self._lock:
             return self._logits(window)
 
-    def verify(self, texts: Given, pairs: Sequence[Text] | Text = None) -> Parity:
+    def verify(self, texts: Given, pairs: Sequence[Text] | Text = None) -> AnswerEquivalence:
         """How the answers on these texts compare with those of the plain model in fp32, which is loaded for it."""
         window, _, _ = _window(texts, pairs, self._callbacks)
         if window.texts.null_count == len(window):
@@ -155,7 +155,7 @@ class ModelClassifier:
             plain = plain_answers(self._checked, self._options, self._precision, request, asked, self._callbacks)
             runner = self._ready_runner(request, window)
             with self._precision.apply():
-                return plain.parity(runner)
+                return plain.compare(runner)
 
     def _answers(self, window: Texts, given: _Shape, **form: Any) -> list[Any] | dict[str, Any]:
         if given != "list":

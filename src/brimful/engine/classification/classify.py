@@ -42,7 +42,7 @@ from brimful.engine.classification.request import (
 )
 from brimful.engine.classification.runner import Checked, Runner, check_model
 from brimful.engine.classification.stages import Busy, Stages, run_stages
-from brimful.engine.classification.verify import Trusted, trusted_runner
+from brimful.engine.classification.verify import VerifiedRunner, verified_runner
 from brimful.engine.classification.windows import Reading, Window, WindowSize, answered
 from brimful.engine.signals import StopSignals
 from brimful.engine.training.prepare import tell_columns
@@ -93,8 +93,8 @@ def classify_file(
             request.leave_words()
         callbacks.stage("loading the model")
         num_tokens = _expected_tokens(given, sample)
-        trusted = stack.enter_context(
-            trusted_runner(
+        verified = stack.enter_context(
+            verified_runner(
                 given.checked,
                 options,
                 given.precision,
@@ -105,14 +105,14 @@ def classify_file(
                 callbacks=callbacks,
             )
         )
-        callbacks.recipe(trusted.runner.recipe)
+        callbacks.recipe(verified.runner.recipe)
         gpu_workers = stack.enter_context(
-            _gpu_workers(options, trusted.runner, sample.sequences, num_tokens, callbacks)
+            _gpu_workers(options, verified.runner, sample.sequences, num_tokens, callbacks)
         )
-        run = _Pass(options, given, request, trusted.runner, gpu_workers, kept, callbacks)
+        run = _Pass(options, given, request, verified.runner, gpu_workers, kept, callbacks)
         start_s = time.perf_counter() - began
         run.through()
-        record = run.record(command, trusted, start_s)
+        record = run.record(command, verified, start_s)
         for path in kept.finish(record):
             callbacks.note(f"written: {path}")
         return record
@@ -359,7 +359,7 @@ class _Pass:
         texts = [printable(error, 200) for error in errors.take(rows).to_pylist()]
         return tuple(RowError(file=file, row=row, error=text) for (file, row), text in zip(places, texts, strict=True))
 
-    def record(self, command: str, trusted: Trusted, start_s: float) -> Classification:
+    def record(self, command: str, verified: VerifiedRunner, start_s: float) -> Classification:
         """What there is to say at the end."""
         options, recipe, counts = self._options, self._runner.recipe, self._tally
         everything = self._earlier + counts
@@ -375,8 +375,8 @@ class _Pass:
             recipe=recipe,
             machine=probe(),
             counts=everything,
-            parity=trusted.parity,
-            fallback="; ".join(filter(None, (trusted.fallback, _not_by_words(everything)))) or None,
+            equivalence=verified.equivalence,
+            fallback="; ".join(filter(None, (verified.fallback, _not_by_words(everything)))) or None,
             notes=tuple(filter(None, (self._question.form.guess, *self._rows.notes))),
             start_s=start_s,
             wall_s=self._wall_s,

@@ -132,7 +132,7 @@ class Request(Protocol):
         ...
 
     def scores(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
-        """Scores as `tasks.parity` compares them."""
+        """Scores as `tasks.answer_equivalence` compares them."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A runner that is trusted: its answers on some of the user's own rows are those of the plain fp32 model.
+"""A runner that is verified: its answers on some of the user's own rows are those of the plain fp32 model.
 
 Where they are not, a slower path is tried: bf16 after fp8, then fp32, then padded rows. What runs in the end, and why,
 is told.
@@ -14,33 +14,33 @@ import numpy as np
 import numpy.typing as npt
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.classification import Parity
+from brimful.core.classification import AnswerEquivalence
 from brimful.core.options import ClassifyOptions
 from brimful.core.units import share_text
 from brimful.engine.classification.request import Asked, Request, Texts
 from brimful.engine.classification.runner import Checked, Runner, make_runner
 from brimful.engine.classification.stages import Busy
 from brimful.levers.precision import Precision, choose_precision
-from brimful.tasks.answer_equivalence import compare
+from brimful.tasks.answer_equivalence import compare_answers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trusted:
-    """A runner and what is known of it. parity: None if it was not asked for, or there was no row to compare.
+class VerifiedRunner:
+    """A runner and what is known of it. equivalence: None if it was not asked for, or there was no row to compare.
 
     fallback: why it is not the path that was planned, None if it is.
     """
 
     runner: Runner
-    parity: Parity | None
+    equivalence: AnswerEquivalence | None
     fallback: str | None
 
 
 @contextmanager
-def trusted_runner(
+def verified_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, request: Request, sample: Texts, *,
     asked: Asked, num_tokens: int, callbacks: Callbacks,
-) -> Generator[Trusted]:  # fmt: skip
+) -> Generator[VerifiedRunner]:  # fmt: skip
     """The fastest runner that agrees with the plain model; products of the process have its precision meanwhile.
 
     sample: the first rows of the input, asked: the same tokenised. num_tokens: of all of the input, about.
@@ -63,12 +63,12 @@ def trusted_runner(
                 packing_wanted=packing_wanted,
                 callbacks=callbacks,
             )
-            parity = None if plain is None else plain.parity(runner)
+            equivalence = None if plain is None else plain.compare(runner)
             plainest = attempt.value == "fp32" and not runner.packing.packed
-            if parity is None or parity.passed or plainest:
-                yield Trusted(runner=runner, parity=parity, fallback=fallback)
+            if equivalence is None or equivalence.passed or plainest:
+                yield VerifiedRunner(runner=runner, equivalence=equivalence, fallback=fallback)
                 return
-            fallback = _failed(parity, packed=runner.packing.packed)
+            fallback = _failed(equivalence, packed=runner.packing.packed)
             callbacks.warning(fallback)
             del runner  # its memory is the next one's
 
@@ -81,10 +81,10 @@ class PlainAnswers:
     asked: Asked
     logits_PC: npt.NDArray[np.float32]
 
-    def parity(self, runner: Runner) -> Parity:
+    def compare(self, runner: Runner) -> AnswerEquivalence:
         """A runner's answers against these. Products of the process must have its precision."""
         found_PC = runner.submit(self.asked.sequences).result()
-        return compare(
+        return compare_answers(
             self.request.form,
             self.request.scores(self.asked, found_PC),
             self.request.scores(self.asked, self.logits_PC),
@@ -127,10 +127,10 @@ def _some(request: Request, sample: Texts, num_rows: int) -> Asked | None:
     return request.submit(sample.take(there[places]), Busy())()
 
 
-def _failed(parity: Parity, *, packed: bool) -> str:
-    how = f"{parity.precision}{', packed' if packed else ''}"
+def _failed(found: AnswerEquivalence, *, packed: bool) -> str:
+    how = f"{found.precision}{', packed' if packed else ''}"
     return (
-        f"on {parity.num_rows:,} rows, {how} differs from the plain fp32 model by up to {parity.largest_difference:.2g}"
-        f" (allowed: {parity.tolerance:g}) and agrees on {share_text(parity.agreement)} of the labels:"
+        f"on {found.num_rows:,} rows, {how} differs from the plain fp32 model by up to {found.largest_difference:.2g}"
+        f" (allowed: {found.tolerance:g}) and agrees on {share_text(found.agreement)} of the labels:"
         " a slower path runs instead"
     )
