@@ -568,7 +568,7 @@ def test_where_bf16_says_something_else_fp32_runs_and_everybody_is_told(
     assert record["equivalence"]["precision"] == "fp32"
     assert {lever["name"]: lever["value"] for lever in record["recipe"]["levers"]}["precision"] == "fp32"
     assert f"warning: {record['fallback']}" in said.err
-    assert "warning: a slower path ran than was planned: on 24 rows, bf16" in said.err
+    assert "warning: a slower path ran than planned: on 24 rows, bf16" in said.err
     with package.Classifier(model, precision="fp32") as classifier:
         expected = [answer["label"] for answer in classifier(texts)]
     assert [row["label"] for row in lines(output.read_bytes())] == expected
