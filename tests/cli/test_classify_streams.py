@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 import brimful as package
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import Interrupted
-from brimful.data.readers.streams.parts import BLOCK_BYTES
+from brimful.data.readers.parts import BLOCK_BYTES
 from brimful.engine.classification import verify
 from brimful.engine.classification.runner import make_runner
 from brimful.tasks.answer_equivalence import compare_answers

@@ -86,6 +86,7 @@ class DataError(InputError):
         file: path as the user gave it, or None.
         row: 1-based number of the row within the file, header not counted, or None.
         value: the offending value, or None.
+        message: without file, row and value.
     """
 
     def __init__(
@@ -104,7 +105,15 @@ class DataError(InputError):
         if value is not None:
             said += f": '{printable(value)}'"
         super().__init__(said, hint=hint)
-        self.file, self.row, self.value = file, row, value
+        self.message, self.file, self.row, self.value = message, file, row, value
+
+    def at(self, file: str, row: int) -> DataError:
+        """The same error about a row of a file."""
+        return DataError(self.message, file=file, row=row, value=self.value, hint=self.hint)
+
+    def in_column(self, name: str) -> DataError:
+        """The same error about a column."""
+        return DataError(f"column '{printable(name)}' {self.message}", value=self.value, hint=self.hint)
 
 
 class ModelError(InputError):

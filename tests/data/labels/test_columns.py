@@ -9,14 +9,14 @@ import pytest
 
 from brimful.core.errors import DataError
 from brimful.data.labels.columns import Columns, find_columns
-from brimful.data.readers.formats import tidy
-from brimful.data.readers.rows import Rows, join_files
+from brimful.data.readers.column_types import tidy
+from brimful.data.readers.rows import Rows
 
 LONG, SHORT = ["a longer sentence", "and one more of them"], ["a", "b"]
 
 
 def rows_of(**columns: list[Any]) -> Rows:
-    return join_files("rows.csv", [("rows.csv", tidy(pa.table(columns), "rows.csv"))])
+    return Rows(table=tidy(pa.table(columns)), name="rows.csv", files=("rows.csv",), starts=(0,))
 
 
 def taken(columns: Columns) -> tuple[str, str | None, tuple[str, ...]]:

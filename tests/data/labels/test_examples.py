@@ -16,12 +16,12 @@ from brimful.core.records import LabelSpace
 from brimful.data.labels.columns import Columns, find_columns
 from brimful.data.labels.examples import Examples, describe, make_examples, split_examples
 from brimful.data.labels.label_space import detect_labels
-from brimful.data.readers.formats import tidy
-from brimful.data.readers.rows import Rows, join_files
+from brimful.data.readers.column_types import tidy
+from brimful.data.readers.rows import Rows
 
 
 def rows_of(**columns: list[Any]) -> Rows:
-    return join_files("rows.csv", [("rows.csv", tidy(pa.table(columns), "rows.csv"))])
+    return Rows(table=tidy(pa.table(columns)), name="rows.csv", files=("rows.csv",), starts=(0,))
 
 
 def examples_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,15 @@ from brimful.core.options import TaskChoice
 from brimful.core.records import LabelSpace
 from brimful.data.labels.columns import Columns
 from brimful.data.labels.label_space import detect_labels, encode_labels
-from brimful.data.readers.formats import tidy
-from brimful.data.readers.rows import Rows, join_files
+from brimful.data.readers.column_types import tidy
+from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import read_rows
 
 
 def labelled(*values: Any, **more: list[Any]) -> tuple[Rows, Columns]:
     columns = {"label": list(values), **more} if values else more
-    table = tidy(pa.table(columns), "rows.csv")
-    return join_files("rows.csv", [("rows.csv", table)]), Columns(
+    table = tidy(pa.table(columns))
+    return Rows(table=table, name="rows.csv", files=("rows.csv",), starts=(0,)), Columns(
         text="text", pair=None, labels=tuple(columns), reasons={}
     )
 
@@ -350,3 +351,9 @@ def test_lists_of_labels_come_back(values: list[list[str]]) -> None:
         known = detect_labels(rows, columns, "multi_label")
         targets = encode_labels(rows, columns, known)
         assert [{known.names[i] for i in np.flatnonzero(row)} for row in targets] == [set(each) for each in values]
+
+
+def test_decimals_are_compared_as_floats() -> None:
+    assert encoded(Decimal("1.00"), Decimal("2.00"), Decimal("1.00")) == [0, 1, 0]
+    assert encoded(Decimal("0.25"), Decimal("2.50")) == [0.25, 2.5]
+    assert encoded([Decimal(1), Decimal(0)], [Decimal(0), Decimal(1)]) == [[1, 0], [0, 1]]

@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 
 from brimful.core.errors import DataError
 from brimful.data.labels.columns import find_columns
-from brimful.data.readers import streams
-from brimful.data.readers.sources import read_rows
-from brimful.data.readers.streams.stream import Chunk, open_stream
+from brimful.data.readers import delimited, lines, parts
+from brimful.data.readers.sources import open_stream, read_rows
+from brimful.data.readers.stream import Chunk
 
 ROWS = [{"text": "good, really", "label": "pos"}, {"text": 'she said "no"\nand left', "label": "neg"}]
 KINDS = ["csv", "tsv", "json", "jsonl", "parquet", "feather", "arrow"]
@@ -69,8 +69,8 @@ def put(path: Path, data: bytes | str) -> str:
 def blocks_of(num_bytes: int) -> Iterator[None]:
     """Files are read in blocks of this size, so that little data has many of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams.lines, "BLOCK_BYTES", num_bytes)
-        patch.setattr(streams.parts, "BLOCK_BYTES", num_bytes)
+        patch.setattr(lines, "BLOCK_BYTES", num_bytes)
+        patch.setattr(parts, "BLOCK_BYTES", num_bytes)
         yield
 
 
@@ -326,7 +326,7 @@ def test_quotation_marks_that_are_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
 def test_a_row_beyond_all_measure(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams.lines, "ROW_BYTES", 1000)
+    monkeypatch.setattr(lines, "ROW_BYTES", 1000)
     rows = [{"text": "a"}, {"text": "b" * 5000}, {"text": "c, d"}]
     file = put(tmp_path / name, encoded(rows, name.partition(".")[2]))
     with blocks_of(100):
@@ -336,7 +336,7 @@ def test_a_row_beyond_all_measure(tmp_path: Path, name: str, monkeypatch: pytest
 def test_a_quotation_mark_that_never_closes_does_not_swallow_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams.delimited, "ROW_BYTES", 1000)
+    monkeypatch.setattr(delimited, "ROW_BYTES", 1000)
     lines = ['"a, b",1'] * 20 + ['"open,1'] + ["c,2"] * 2000
     file = put(tmp_path / "rows.csv", "text,label\n" + "\n".join(lines))
     with blocks_of(200):
@@ -401,11 +401,11 @@ def test_json_lines_under_the_name_json(tmp_path: Path) -> None:
 
 def test_types_and_keys_seen_all_over_files_of_json(tmp_path: Path) -> None:
     """A column of whole numbers in the first block with fractions later, and a key that only later rows have."""
-    lines = [{"text": f"number {n}", "x": n} for n in range(20_000)] + [{"text": "", "x": 0.5, "rare": 1}] * 5_000
-    put(tmp_path / "1.jsonl", encoded(lines, "jsonl"))
+    rows_1 = [{"text": f"number {n}", "x": n} for n in range(20_000)] + [{"text": "", "x": 0.5, "rare": 1}] * 5_000
+    put(tmp_path / "1.jsonl", encoded(rows_1, "jsonl"))
     put(tmp_path / "2.jsonl", encoded([{"text": "last", "x": None}], "jsonl"))
     with blocks_of(10_000), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams.lines, "HEAD_BYTES", 1000)
+        patch.setattr(lines, "HEAD_BYTES", 1000)
         rows, errors = read(tmp_path)
     assert errors == {}
     assert (rows[0], rows[-2]) == (
@@ -568,7 +568,7 @@ def test_a_pipe_without_rows(data: bytes, said: str) -> None:
 
 MEASURED = """
 import resource, sys
-from brimful.data.readers.streams.stream import open_stream
+from brimful.data.readers.sources import open_stream
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 sum(chunk.table.num_rows for chunk in open_stream(sys.argv[1]).chunks())
 for file in sys.argv[2:]:

@@ -192,7 +192,8 @@ def _num_distinct(column: pa.ChunkedArray) -> int:
     kind = column.type
     if pa.types.is_large_list(kind):
         column, kind = pc.list_flatten(column), kind.value_type
-    plain = (pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    types = pa.types
+    plain = (types.is_large_string, types.is_integer, types.is_floating, types.is_decimal, types.is_boolean)
     return int(pc.count_distinct(column).as_py()) if any(is_kind(kind) for is_kind in plain) else 0
 
 

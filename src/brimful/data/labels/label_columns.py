@@ -31,8 +31,13 @@ class LabelColumn:
 
     @cached_property
     def values(self) -> pa.ChunkedArray:
-        """As the rows have it."""
+        """As the rows have it, decimals as floats."""
         column = self.rows.table[self.name]
+        kind = column.type
+        if pa.types.is_decimal(kind):
+            column = column.cast(pa.float64())
+        elif pa.types.is_large_list(kind) and pa.types.is_decimal(kind.value_type):
+            column = column.cast(pa.large_list(pa.float64()))
         return column if self.row_numbers is None else column.take(pa.array(self.row_numbers))
 
     @property

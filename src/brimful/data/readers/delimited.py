@@ -1,97 +1,276 @@
-"""CSV and TSV -> Arrow, every value as the text that stands in the file.
+"""CSV and TSV, every value as the text in the file.
 
-Whether a file quotes its values is not written anywhere. Most do; many TSVs hold bare quotation marks instead, which a
-quoting reader takes for the beginning of a value and swallows rows until the next one. So: a file whose lines all have
-the header's columns without quoting, and that is not well-formed with quoting, is read without.
+No file says whether it quotes its values. Most do; many TSVs hold bare quotation marks, which a quoting reader takes
+for the beginning of a value, and swallows rows until the next one. The first few MB of a file decide.
+
+A block of lines is read by pyarrow where quotation marks stand around values and nowhere else: then it is clear which
+line ends are within values. Any other block, and one that pyarrow refuses, is read by Python's slow but exact parser.
+There a quotation mark that opens a value and is not closed (the file ends, the row grows beyond all measure, or text
+follows the next mark) makes its own line a row that cannot be read, and the rows go on in the next line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
-import io
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
-from brimful.core.errors import DataError, first_line, printable
-from brimful.data.readers.compression import in_blocks, not_utf8, reading
+from brimful.core.errors import DataError, printable
+from brimful.data.readers.compression import not_utf8
+from brimful.data.readers.lines import ROW_BYTES, TOO_LONG, FileLines
+from brimful.data.readers.parts import Part, Piece, RowsRead, in_order, unread_row
 
-_REWRITE = "write it anew as CSV or JSONL with the tool that it comes from"
-DELIMITERS = ",;\t|"
-_REFUSED = (pa.ArrowInvalid, pa.ArrowKeyError)
+if TYPE_CHECKING:
+    import _csv
 
-_Records = Generator[list[str], None, None]
-
-
-def read_delimited(file: str, delimiter: str | None = None) -> pa.Table:
-    """The rows of `file`, all columns large_string, an empty value as ''. delimiter: None to see it from the header.
-
-    Raises: DataError with file and row for text that is not UTF-8, rows of another length, a column name twice.
-    """
-    if delimiter is None:
-        delimiter = max(DELIMITERS, key=lambda candidate: len(_header(file, candidate)))
-    names = _header(file, delimiter)
-    plain = _read_plain(file, delimiter)
-    if plain is not None and (not _has_quotes(plain) or not _well_quoted(file, delimiter, len(names))):
-        return plain.rename_columns(names) if len(names) == plain.num_columns else plain
-    try:
-        return _read(file, delimiter, names, quoting=True)
-    except _REFUSED as error:
-        raise _fault(file, delimiter, error) from error
+_DELIMITERS = ",;\t|"
+_QUOTE = ord('"')
+#: A value in quotation marks that goes on for longer at the end of the first block is taken for one that never ends.
+_LONG_ROW_BYTES = 1 << 20
 
 
-def _read_plain(file: str, delimiter: str) -> pa.Table | None:
-    """The rows without regard to quotes, None if they do not all have the header's columns so."""
-    names = _header(file, delimiter, quoting=False)
-    if len(set(names)) < len(names):
-        return None
-    try:
-        return _read(file, delimiter, names, quoting=False)
-    except _REFUSED:
-        return None
+@dataclass(frozen=True)
+class _Dialect:
+    """names: of the columns. quoting: whether quotation marks stand around values, or are text."""
+
+    names: tuple[str, ...]
+    delimiter: str
+    quoting: bool = True
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema([(name, pa.large_string()) for name in self.names])
 
 
-def _read(file: str, delimiter: str, names: list[str], *, quoting: bool) -> pa.Table:
-    check_names(names, file)
+class DelimitedPart(Part):
+    """The rows of a CSV or TSV file, every value as the text that stands in it. delimiter: None to see it."""
 
-    def read(block_bytes: int) -> pa.Table:
-        with reading(file) as stream:
-            return pacsv.read_csv(
-                stream,
-                read_options=pacsv.ReadOptions(block_size=block_bytes),
-                parse_options=pacsv.ParseOptions(
-                    delimiter=delimiter, quote_char='"' if quoting else False, newlines_in_values=quoting
-                ),
-                convert_options=pacsv.ConvertOptions(
-                    include_columns=names,
-                    column_types=dict.fromkeys(names, pa.large_string()),
-                    strings_can_be_null=False,
-                ),
-            )
+    def __init__(self, file: str, delimiter: str | None = None) -> None:
+        self.files = (file,)
+        self._lines = FileLines(file, (b"\n", b"\r"))
+        self.size_bytes = self._lines.size_bytes
+        self._dialect, self._header_bytes = _header(file, self._lines.head().data, delimiter)
+        self.schema = self._dialect.schema
 
-    return in_blocks(read)
+    def notes(self) -> list[str]:
+        marks = "quotation marks are read as text, as they do not stand around values"
+        return [] if self._dialect.quoting else [f"{printable(self.files[0])}: {marks}"]
+
+    def pieces(self, start: int) -> Iterator[Piece]:
+        return in_order(self._tables())
+
+    def _tables(self) -> Iterator[RowsRead]:
+        begun, is_head = b"", True
+        for data, is_last in self._lines.blocks():
+            self.share = self._lines.share
+            if data is None:
+                yield _parse(begun, self._dialect, is_last=True)[0]
+                yield unread_row(self.schema), {0: TOO_LONG}
+                begun = b""
+                continue
+            if is_head:
+                data, is_head = data[self._header_bytes :], False
+                self._dialect = _with_quoting(self._dialect, data, is_last)
+            data = begun + data
+            rows, end = _parse(data, self._dialect, is_last=is_last)
+            begun = data[end:]
+            yield rows
+        yield _parse(begun, self._dialect, is_last=True)[0]
 
 
-def _header(file: str, delimiter: str, *, quoting: bool = True) -> list[str]:
-    with contextlib.closing(_records(file, delimiter, quoting=quoting)) as records:
-        names = next(records)
-    if bad := bad_utf8(names):
+def _header(file: str, head: bytes | None, delimiter: str | None) -> tuple[_Dialect, int]:
+    """The columns in the first lines of a file, and the bytes of these lines."""
+    if head is None:
+        raise DataError(f"the header {TOO_LONG.message}", file=file, hint="is its name what it holds?")
+    lines = head.splitlines(keepends=True)
+    candidates = [_first_record(lines, each) for each in delimiter or _DELIMITERS]
+    best = max(range(len(candidates)), key=lambda index: len(candidates[index][0]))
+    names, num_lines = candidates[best]
+    if bad := _bad_utf8(names):
         raise not_utf8(bad, file=file)
-    return names
-
-
-def check_names(names: Sequence[str], file: str) -> None:
-    """Raises DataError for a header with a column twice."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise DataError("the header has a column twice", file=file, value=twice, hint="rename one of them")
+    return _Dialect(tuple(names), (delimiter or _DELIMITERS)[best]), sum(map(len, lines[:num_lines]))
+
+
+def _first_record(lines: Sequence[bytes], delimiter: str) -> tuple[list[str], int]:
+    """The first record that is not blank and the number of lines up to its end; of a broken one, its first line."""
+    text = [line.decode("utf-8", "surrogateescape") for line in lines]
+    with _long_values():
+        for quoting in (True, False):
+            reader = _reader(text, 0, _Dialect((), delimiter, quoting))
+            try:
+                return next(filter(None, reader), []), reader.line_num
+            except csv.Error:
+                continue
+    raise AssertionError("without quoting every line is a record")
+
+
+def _with_quoting(dialect: _Dialect, head: bytes, is_last: bool) -> _Dialect:
+    """The dialect in which fewer rows of the first block are wrong; where they are equal, marks stand around values."""
+    if b'"' not in head:
+        return dialect
+    end = _end_of_rows(head, dialect)
+    is_last = is_last or (end is not None and len(head) - end > _LONG_ROW_BYTES)
+    if end is not None and (end == len(head) or not is_last) and _read_fast(head[:end], dialect) is not None:
+        return dialect
+    plain = replace(dialect, quoting=False)
+    return plain if _num_wrong(head, plain, is_last) < _num_wrong(head, dialect, is_last) else dialect
+
+
+def _num_wrong(data: bytes, dialect: _Dialect, is_last: bool) -> int:
+    lines = _decoded(data)
+    with _long_values():
+        records = _records(lines, dialect, is_last=is_last, lenient=False)
+        return sum(isinstance(record, DataError) or len(record) != len(dialect.names) for record, _ in records)
+
+
+def _parse(data: bytes, dialect: _Dialect, *, is_last: bool) -> tuple[RowsRead, int]:
+    """The rows in `data` and where they end: before a row that may go on in the next block, unless this is the last."""
+    end = _end_of_rows(data, dialect)
+    if end is not None and (end == len(data) or not (is_last or len(data) - end > ROW_BYTES)):
+        table = _read_fast(data[:end], dialect)
+        if table is not None:
+            return (table, {}), end
+    return _read_slowly(data, dialect, is_last=is_last)
+
+
+def _end_of_rows(data: bytes, dialect: _Dialect) -> int | None:
+    """Where the last whole row of lines ends. None where quotation marks stand elsewhere than around values."""
+    if not dialect.quoting:
+        return len(data)
+    codes = np.frombuffer(data, np.uint8)
+    quotes = np.flatnonzero(codes == _QUOTE)
+    is_bound = np.zeros(256, bool)  # what stands before a mark that opens, or after one that closes
+    is_bound[[_QUOTE, ord("\n"), ord("\r"), ord(dialect.delimiter)]] = True
+    opening, closing = quotes[::2], quotes[1::2]
+    before = is_bound[codes[opening[opening > 0] - 1]]
+    after = is_bound[codes[closing[closing + 1 < len(codes)] + 1]]
+    if not (before.all() and after.all()):
+        return None
+    end = len(data)
+    while (num_before := int(np.searchsorted(quotes, end))) % 2:  # the line ends within a value
+        opens = int(quotes[num_before - 1])
+        end = max(data.rfind(b"\n", 0, opens), data.rfind(b"\r", 0, opens)) + 1
+    return end
+
+
+def _read_fast(data: bytes, dialect: _Dialect) -> pa.Table | None:
+    """What pyarrow makes of whole rows, None if it refuses one."""
+    if not data:
+        return dialect.schema.empty_table()
+    try:
+        return pacsv.read_csv(
+            pa.BufferReader(data),
+            read_options=pacsv.ReadOptions(column_names=dialect.names, block_size=len(data) + 1, use_threads=False),
+            parse_options=pacsv.ParseOptions(
+                delimiter=dialect.delimiter,
+                quote_char='"' if dialect.quoting else False,
+                newlines_in_values=dialect.quoting,
+            ),
+            convert_options=pacsv.ConvertOptions(
+                column_types=dict.fromkeys(dialect.names, pa.large_string()), strings_can_be_null=False
+            ),
+        )
+    except pa.ArrowInvalid:
+        return None
+
+
+def _read_slowly(data: bytes, dialect: _Dialect, *, is_last: bool) -> tuple[RowsRead, int]:
+    lines = _decoded(data)
+    records: list[Sequence[str | None]] = []
+    faults: dict[int, DataError] = {}
+    unread = (None,) * len(dialect.names)
+    num_lines = 0
+    with _long_values():
+        for record, num_lines in _records(lines, dialect, is_last=is_last):  # noqa: B007
+            if isinstance(record, list) and len(record) == len(dialect.names):
+                records.append(record)
+            else:
+                faults[len(records)] = record if isinstance(record, DataError) else _ragged(record, dialect)
+                records.append(unread)
+    columns = zip(*records, strict=True) if records else [()] * len(dialect.names)
+    arrays = [_as_column(name, values, faults) for name, values in zip(dialect.names, columns, strict=True)]
+    end = len(data) - sum(len(line.encode("utf-8", "surrogateescape")) for line in lines[num_lines:])
+    return (pa.table(arrays, schema=dialect.schema), faults), end
+
+
+def _as_column(name: str, values: Sequence[str | None], faults: dict[int, DataError]) -> pa.Array:
+    """Text, null where it is not UTF-8."""
+    try:
+        return pa.array(values, pa.large_string())
+    except UnicodeEncodeError:
+        bad = {row: raw for row, value in enumerate(values) if value and (raw := _bad_utf8([value]))}
+        for row, raw in bad.items():
+            faults.setdefault(row, not_utf8(raw).in_column(name))
+        return pa.array([None if row in bad else value for row, value in enumerate(values)], pa.large_string())
+
+
+def _records(
+    lines: Sequence[str], dialect: _Dialect, *, is_last: bool, lenient: bool = True
+) -> Iterator[tuple[list[str] | DataError, int]]:
+    """Each row, or the fault of the line that one should begin in, and the number of lines up to its end.
+
+    is_last: whether the last row ends with the last line; else it may go on elsewhere, and is left out.
+    lenient: whether a row in one line may have text after a mark that closes, as in `"so" it goes,1`.
+    """
+    at, in_doubt = 0, False
+    while at < len(lines):
+        begin = at
+        reader = _reader(lines, begin, dialect)
+        try:
+            for record in reader:
+                first, at = at, begin + reader.line_num
+                if in_doubt and at == first + 1 and lines[first].count('"') % 2:
+                    yield _not_closed(lines[first]), at
+                elif record:
+                    in_doubt = in_doubt and len(record) != len(dialect.names)
+                    yield record, at
+            return
+        except csv.Error:
+            read_to = begin + reader.line_num
+        closed = _closed_line(lines[at], dialect) if lenient and read_to == at + 1 else None
+        if closed is None and read_to == len(lines) and not (is_last or _is_endless(lines, at)):
+            return
+        in_doubt = closed is None
+        yield closed or _not_closed(lines[at]), at + 1
+        at += 1
+
+
+def _closed_line(line: str, dialect: _Dialect) -> list[str] | None:
+    """A line as a row of its own, text after a mark that closes being part of the value; None if a value stays open."""
+    reader = csv.reader([line.rstrip("\r\n") + "\n", ""], delimiter=dialect.delimiter)
+    record = next(reader)
+    return record if reader.line_num == 1 else None
+
+
+def _is_endless(lines: Sequence[str], begin: int) -> bool:
+    return sum(map(len, lines[begin:])) > ROW_BYTES
+
+
+def _reader(lines: Sequence[str], begin: int, dialect: _Dialect) -> _csv.Reader:
+    return csv.reader(
+        (lines[index] for index in range(begin, len(lines))),
+        delimiter=dialect.delimiter,
+        quoting=csv.QUOTE_MINIMAL if dialect.quoting else csv.QUOTE_NONE,
+        strict=dialect.quoting,
+    )
+
+
+def _decoded(data: bytes) -> list[str]:
+    """Lines; bytes that are not UTF-8 come as lone surrogates."""
+    return [line.decode("utf-8", "surrogateescape") for line in data.splitlines(keepends=True)]
 
 
 @contextlib.contextmanager
-def long_values() -> Iterator[None]:
+def _long_values() -> Iterator[None]:
     """Lets csv read values of any length. Its limit belongs to the whole process, so it is put back."""
     limit = csv.field_size_limit((1 << 31) - 1)
     try:
@@ -100,67 +279,26 @@ def long_values() -> Iterator[None]:
         csv.field_size_limit(limit)
 
 
-def _records(file: str, delimiter: str, *, quoting: bool = True, strict: bool = False) -> _Records:
-    """Header and rows by Python's slow but exact parser; bytes that are not UTF-8 come as lone surrogates."""
-    with (
-        long_values(),
-        reading(file) as stream,
-        io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines,
-    ):
-        records = csv.reader(
-            lines,
-            delimiter=delimiter,
-            quoting=csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE,
-            strict=strict,
-        )
-        yield from filter(None, records)
+def _not_closed(line: str) -> DataError:
+    said = "a quotation mark opens and does not close"
+    return DataError(said, value=line.rstrip(), hint='close it, and write " within a value as ""')
 
 
-def _has_quotes(table: pa.Table) -> bool:
-    return any('"' in name for name in table.column_names) or any(
-        pc.any(pc.match_substring(column, '"'), min_count=0).as_py() for column in table.columns
-    )
-
-
-def _well_quoted(file: str, delimiter: str, num_columns: int) -> bool:
-    try:
-        with contextlib.closing(_records(file, delimiter, strict=True)) as records:
-            return all(len(record) == num_columns for record in records)
-    except csv.Error:
-        return False
-
-
-def _fault(file: str, delimiter: str, error: Exception) -> DataError:
-    """The first row that `read_delimited` stumbled over, found by going through the file again."""
-    with contextlib.closing(_records(file, delimiter)) as records:
-        names, row = next(records), 0
-        for row, record in enumerate(records, 1):
-            if bad := bad_utf8(record):
-                return not_utf8(bad, file=file, row=row)
-            if len(record) != len(names):
-                return DataError(
-                    f"{len(record)} columns, the header has {len(names)}",
-                    file=file,
-                    row=row,
-                    value=delimiter.join(record),
-                    hint=_hint_ragged(record, len(names), delimiter),
-                )
-    if not row:
-        return DataError("has a header and no rows", file=file, hint="it needs rows of texts: is it the right file?")
-    return DataError(f"cannot be parsed ({first_line(error)})", file=file, hint=_REWRITE)
-
-
-def _hint_ragged(record: list[str], num_columns: int, delimiter: str) -> str:
+def _ragged(record: Sequence[str], dialect: _Dialect) -> DataError:
+    delimiter = printable(dialect.delimiter)
     if any("\n" in value for value in record):
-        return 'a quotation mark opens here and closes rows later: write " within a value as ""'
-    if len(record) < num_columns:
-        return f"is the row cut off? The file is read with the delimiter '{printable(delimiter)}'"
-    return f"put quotation marks around values that hold the delimiter '{printable(delimiter)}'"
+        hint = 'a quotation mark opens here and closes rows later: write " within a value as ""'
+    elif len(record) < len(dialect.names):
+        hint = f"is the row cut off? The file is read with the delimiter '{delimiter}'"
+    else:
+        hint = f"put quotation marks around values that hold the delimiter '{delimiter}'"
+    said = f"{len(record)} columns, the header has {len(dialect.names)}"
+    return DataError(said, value=dialect.delimiter.join(record), hint=hint)
 
 
-def bad_utf8(record: Iterable[str]) -> bytes | None:
+def _bad_utf8(values: Iterable[str]) -> bytes | None:
     """The first value with bytes that are not UTF-8."""
-    for value in record:
+    for value in values:
         try:
             value.encode()
         except UnicodeEncodeError:

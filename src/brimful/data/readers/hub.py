@@ -7,7 +7,6 @@ import re
 import pyarrow as pa
 
 from brimful.core.errors import DataError, first_line
-from brimful.data.readers.formats import tidy
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+-]+)?")
 
@@ -15,11 +14,6 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+-]+)?")
 def looks_like_hub_name(spec: str) -> bool:
     """Whether `spec` can be `owner/name` or `name`, with `:split` after it or not."""
     return _NAME.fullmatch(spec) is not None
-
-
-def read_hub(spec: str, otherwise: str) -> pa.Table:
-    """The rows of `owner/name:split` as `load_hub` finds them, with few types."""
-    return tidy(load_hub(spec, otherwise), spec)
 
 
 def load_hub(spec: str, otherwise: str) -> pa.Table:

@@ -1,229 +1,140 @@
-"""JSON -> Arrow: an object per line, an array of objects, or one object that holds such an array.
+"""Rows of JSON: an object per line of files or of a pipe, or the objects of a document.
 
-pyarrow reads what is regular. What it refuses is read again by Python, in batches: there a column of several types
-becomes text, and what is broken gets its row number.
+The types of the columns are fixed by the first rows (of files: the first 4 MB, the beginnings of the others, and lines
+here and there in all of them), so that all tables of a stream have the same. A column that holds several types there is
+text; one of nulls is text too. Later anything fits text, and a whole number fits a column of fractions; where a value
+does not fit, as text in a column of numbers, its row gets an error and keeps its other values. A key that none of the
+first rows had is left out, and named in the notes.
+
+A block of lines is read by pyarrow; one that it refuses, or reads as other types, by Python, line by line.
 """
 
 from __future__ import annotations
 
-import io
-import itertools
 import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import pyarrow as pa
-import pyarrow.json as pajson
 
-from brimful.core.errors import DataError
-from brimful.data.readers.compression import in_blocks, not_utf8, reading
-from brimful.data.readers.rows import stack
+from brimful.core.errors import DataError, printable
+from brimful.data.readers.formats import NEEDS_ROWS
+from brimful.data.readers.json_columns import JsonColumns
+from brimful.data.readers.json_types import (
+    ONE_PER_LINE,
+    Keys,
+    Line,
+    column_types,
+    keys_of,
+    keys_of_objects,
+    parse_line,
+)
+from brimful.data.readers.lines import TOO_LONG, Block, FileLines, PipeLines
+from brimful.data.readers.parts import BATCH_ROWS, Part, Piece, RowsRead, in_order, unread_row
 
-_BATCH_ROWS = 1 << 16
-REFUSED = (pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError)
-_ARRAY = "it holds an array of objects, or one object per line"
-_ONE_PER_LINE = "each line is one JSON object"
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    parsed = dict(pairs)
-    if len(parsed) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
-    return parsed
-
-
-#: Refuses objects with a key twice.
-DECODER = json.JSONDecoder(object_pairs_hook=_without_twins)
+#: Places in a large file where lines are read to see types and keys that its first rows do not have.
+_WINDOWS = 16
 
 
-def read_json_lines(file: str) -> pa.Table:
-    """The rows of a file with one JSON object per line. A key that an object lacks is null.
+class JsonLinesPart(Part):
+    """The objects in the lines of a file or a pipe. types: by column. keys: those of the first objects."""
 
-    Raises: DataError with file, row and value for a line that is no JSON object.
+    def __init__(self, lines: FileLines | PipeLines, types: Mapping[str, pa.DataType], keys: Keys) -> None:
+        self.files, self.size_bytes = (lines.file,), lines.size_bytes
+        self._lines, self._columns, self._keys = lines, JsonColumns(types), keys
+        self.schema = self._columns.schema
+
+    @property
+    def always(self) -> frozenset[str]:
+        return self._keys.every
+
+    @property
+    def seen(self) -> frozenset[str]:
+        return frozenset(self._keys.types)
+
+    def notes(self) -> list[str]:
+        names = [f"'{printable(name)}'" for name in self._columns.left_out]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        said = f"left out, as the first rows do not have it: {', '.join(names[:5])}{more}"
+        return [f"{printable(self.files[0])}: {said}"] if names else []
+
+    def pieces(self, start: int) -> Iterator[Piece]:
+        return in_order(self._tables())
+
+    def _tables(self) -> Iterator[RowsRead]:
+        for data, _ in self._lines.blocks():
+            self.share = self._lines.share
+            yield (unread_row(self.schema), {0: TOO_LONG}) if data is None else self._columns.read(data)
+
+
+class JsonPipePart(JsonLinesPart):
+    """The objects in the lines of a pipe. They can be read once."""
+
+    def __init__(self, pipe: BinaryIO) -> None:
+        lines = PipeLines(pipe)
+        head = _whole_lines(lines.head(lambda data: keys_of(_whole_lines(data)) is not None))
+        keys = _keys_in(lines.file, head)
+        super().__init__(lines, column_types([keys]), keys)
+        self._rest = super().pieces(0)
+        self._first: Piece | None = None
+        self._is_given = False
+
+    def peek(self) -> Piece | None:
+        self._first = self._first or next((piece for piece in self._rest if piece.table.num_rows), None)
+        return self._first
+
+    def pieces(self, start: int) -> Iterator[Piece]:
+        if self._is_given:
+            raise ValueError("a pipe can be read only once")
+        self._is_given = True
+        if first := self.peek():
+            self._first = None
+            yield first
+            yield from self._rest
+
+
+class JsonObjectsPart(Part):
+    """The values in the array of a document, those that are no objects too."""
+
+    def __init__(self, file: str, values: Sequence[Any]) -> None:
+        self.files, self.size_bytes, self.num_rows = (file,), Path(file).stat().st_size, len(values)
+        objects = [value for value in values if isinstance(value, dict)]
+        if values and not objects:
+            raise DataError("is not a JSON object", file=file, row=1, value=json.dumps(values[0]), hint=ONE_PER_LINE)
+        self._values, self._columns = values, JsonColumns(column_types([keys_of_objects(objects)]))
+        self.schema = self._columns.schema
+
+    def pieces(self, start: int) -> Iterator[Piece]:
+        for row in range(start, len(self._values), BATCH_ROWS):
+            batch = self._values[row : row + BATCH_ROWS]
+            yield Piece(row, *self._columns.of(Line(value) for value in batch))
+
+
+def json_lines_parts(files: Sequence[str]) -> list[JsonLinesPart]:
+    """The parts of all files of lines of a stream, with the same columns.
+
+    Raises: DataError for a file without an object in its first lines.
     """
-    try:
-        return in_blocks(lambda block_bytes: read_arrow(file, block_bytes))
-    except REFUSED:
-        return _table_of(_parsed_lines(file), file)
+    all_lines = [FileLines(file) for file in files]
+    heads = [next(lines.blocks(), Block(b"")) if index == 0 else lines.head() for index, lines in enumerate(all_lines)]
+    keys = [_keys_in(file, head.data) for file, head in zip(files, heads, strict=True)]
+    windows = (keys_of(window) for lines in all_lines for window in lines.windows(max(1, _WINDOWS // len(files))))
+    types = column_types([*keys, *filter(None, windows)])
+    return [JsonLinesPart(lines, types, each) for lines, each in zip(all_lines, keys, strict=True)]
 
 
-def read_json(file: str) -> pa.Table:
-    """The rows of a .json file: an array of objects, one object with one such array, or in truth one object per line.
-
-    Raises: DataError for anything else, with the row and the value where there is one.
-    """
-    with reading(file) as stream:
-        document = stream.read().removeprefix(b"\xef\xbb\xbf")
-    if has_lines(document):
-        return read_json_lines(file)
-    rows = parse_document(document, file)
-    return rows if isinstance(rows, pa.Table) else _table_of(enumerate(rows, 1), file)
+def _keys_in(file: str, lines: bytes | None) -> Keys:
+    if lines is not None and not lines.strip():
+        raise DataError("is empty", file=file, hint=NEEDS_ROWS)
+    keys = keys_of(lines) if lines is not None else Keys({}, frozenset())
+    if keys is None:
+        line = parse_line(lines.strip().split(b"\n")[0]) if lines else Line(None)
+        without = "is an object without keys" if line.value == {} else "is not a JSON object"
+        raise (line.fault or DataError(without, hint=ONE_PER_LINE)).at(file, 1)
+    return keys
 
 
-def parse_document(document: bytes, file: str) -> pa.Table | list[Any]:
-    """The objects of a document, as a table where pyarrow can make one of them. Raises: as `read_json` does."""
-    if len(document) >= (1 << 31) - 64:
-        raise DataError(
-            f"is one JSON document of {len(document):,} bytes, more than 2 GiB",
-            file=file,
-            hint="write one object per line: jq -c '.[]' data.json > data.jsonl",
-        )
-    table = _read_arrow_document(document)
-    return table if table is not None else _objects_in(document, file)
-
-
-def read_arrow(source: str | bytes, block_bytes: int, schema: pa.Schema | None = None) -> pa.Table:
-    """What pyarrow makes of a file of lines or of one document, with strings that look like times kept as strings."""
-    read_options = pajson.ReadOptions(block_size=block_bytes)
-    one_document = isinstance(source, bytes)
-    parse_options = pajson.ParseOptions(newlines_in_values=one_document, explicit_schema=schema)
-    if one_document:
-        table = pajson.read_json(pa.BufferReader(source), read_options, parse_options)
-    else:
-        with reading(str(source)) as stream:
-            table = pajson.read_json(stream, read_options, parse_options)
-    as_text = pa.schema([pa.field(field.name, _times_as_text(field.type)) for field in table.schema])
-    if table.schema.equals(as_text) or schema is not None:
-        return table
-    return read_arrow(source, block_bytes, as_text)
-
-
-def _times_as_text(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_timestamp(kind):
-        return pa.string()
-    if pa.types.is_list(kind):
-        return pa.list_(_times_as_text(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([(field.name, _times_as_text(field.type)) for field in kind])
-    return kind
-
-
-def has_lines(document: bytes) -> bool:
-    """Whether a document that is not an array has an object on its first line, and is not one object around rows."""
-    start = re.compile(rb"\s*").match(document)
-    begin = start.end() if start else 0
-    end = document.find(b"\n", begin)
-    line = document[begin : end if end >= 0 else len(document)]
-    try:
-        first = json.loads(line) if line.startswith(b"{") else None
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(first, dict) and (bool(document[begin + len(line) :].strip()) or not _arrays_in(first))
-
-
-def _read_arrow_document(document: bytes) -> pa.Table | None:
-    """The objects in the one array of the document as a table, None where pyarrow cannot or there is not just one."""
-    if document.lstrip()[:1] == b"[":
-        document = b'{"rows":' + document + b"}"
-    try:
-        table = read_arrow(document, len(document) + 1)
-    except REFUSED:
-        return None
-    arrays = [c for c in table.columns if pa.types.is_list(c.type) and pa.types.is_struct(c.type.value_type)]
-    if table.num_rows != 1 or len(arrays) != 1:
-        return None
-    objects = arrays[0].chunk(0).flatten()
-    return None if objects.null_count else pa.Table.from_batches([pa.RecordBatch.from_struct_array(objects)])
-
-
-def _objects_in(document: bytes, file: str) -> list[Any]:
-    try:
-        parsed = json.loads(document, object_pairs_hook=_without_twins)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"is not JSON ({error.msg} in line {error.lineno}, column {error.colno})",
-            file=file,
-            value=error.doc[max(0, error.pos - 20) : error.pos + 40],
-            hint=_ARRAY,
-        ) from error
-    except UnicodeDecodeError as error:
-        raise not_utf8(document, file=file) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"is not JSON ({reason(error)})", file=file, hint=_ARRAY) from error
-    if isinstance(parsed, list):
-        return parsed
-    arrays = _arrays_in(parsed) if isinstance(parsed, dict) else []
-    if len(arrays) == 1:
-        return list(parsed[arrays[0]])
-    raise DataError(
-        f"has {len(arrays)} arrays of objects: {', '.join(map(repr, arrays))}" if arrays else "is no array of objects",
-        file=file,
-        hint="write one array of objects, as [{...}, {...}], or one object per line",
-    )
-
-
-def _arrays_in(parsed: dict[str, Any]) -> list[str]:
-    return [key for key, value in parsed.items() if isinstance(value, list) and any(isinstance(v, dict) for v in value)]
-
-
-def _parsed_lines(file: str) -> Iterator[tuple[int, Any]]:
-    """Row number and value of each line that is not blank."""
-    with (
-        reading(file) as stream,
-        io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines,
-    ):
-        for row, line in enumerate((line for line in lines if not line.isspace()), 1):
-            try:
-                line.encode()
-                value = DECODER.decode(line)
-            except UnicodeEncodeError as error:
-                raise not_utf8(line.encode("utf-8", "surrogateescape"), file=file, row=row) from error
-            except (ValueError, RecursionError) as error:
-                said, shown = f"is not JSON ({reason(error)})", line.strip()
-                raise DataError(said, file=file, row=row, value=shown, hint=_ONE_PER_LINE) from error
-            yield row, value
-
-
-def _table_of(numbered: Iterable[tuple[int, Any]], file: str) -> pa.Table:
-    """Parsed objects with their row numbers as a table, without ever holding more than a batch of them as objects."""
-    remaining, tables = iter(numbered), []
-    while batch := list(itertools.islice(remaining, _BATCH_ROWS)):
-        for row, value in batch:
-            if not isinstance(value, dict):
-                shown = json.dumps(value, ensure_ascii=False)
-                raise DataError("is not a JSON object", file=file, row=row, value=shown, hint=_ONE_PER_LINE)
-        names = dict.fromkeys(name for _, value in batch for name in value)
-        try:
-            columns = {name: column_of([value.get(name) for _, value in batch]) for name in names}
-        except UnicodeEncodeError as error:
-            raise _half_character(batch, file) from error
-        tables.append(pa.table(columns))
-    if not tables:
-        raise DataError("has no rows", file=file, hint="it needs rows of texts: is it the right file?")
-    return stack(tables)
-
-
-def column_of(values: Sequence[Any]) -> pa.Array:
-    try:
-        return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
-        return pa.array([as_text(value) for value in values], pa.large_string())
-
-
-def as_text(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    if type(value) is int:
-        return str(value)
-    whole = isinstance(value, float) and value.is_integer()
-    return json.dumps(int(value) if whole else value, ensure_ascii=False)
-
-
-def _half_character(batch: Sequence[tuple[int, Any]], file: str) -> DataError:
-    for row, value in batch:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            shown = json.dumps(value)
-            hint = "remove it, or write the whole character"
-            return DataError("half of a surrogate pair is no character", file=file, row=row, value=shown, hint=hint)
-    raise AssertionError("only called for a batch that holds one")
-
-
-def reason(error: Exception) -> str:
-    """Why Python could not parse a line of JSON, and where in it."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos + 1}"
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+def _whole_lines(data: bytes) -> bytes:
+    """Without a line that has begun, unless there is no other."""
+    return data[: data.rfind(b"\n") + 1] or data

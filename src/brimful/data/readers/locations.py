@@ -1,4 +1,4 @@
-"""What a user calls their data -> where its rows are: files of a folder, of a glob, or a name on the hub."""
+"""Places of rows by a user's name for them: files of a folder, of a glob, or a data set of the hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from brimful.core.errors import DataError, first_line, printable
 from brimful.core.manifest import is_manifest
-from brimful.data.readers.formats import KINDS, is_data_file
+from brimful.data.readers.formats import KINDS, NEEDS_ROWS, is_data_file
 from brimful.data.readers.hub import looks_like_hub_name
 
 _SPLIT = re.compile(r"(train|test|valid|validation|val|dev|eval)(?![a-z])")
@@ -33,7 +33,7 @@ class Location:
 
 
 def locate(spec: str) -> list[Location]:
-    """Where the rows of `spec` are, in the order of the files' names. What can be given: `sources.read_rows` says.
+    """The places of the rows of `spec`, as `sources.read_rows` describes it, in the order of the files' names.
 
     Raises: DataError for what is not there, and for a folder without data or with several splits.
     """
@@ -44,7 +44,7 @@ def locate(spec: str) -> list[Location]:
 
 @contextlib.contextmanager
 def refusals(spec: str) -> Iterator[None]:
-    """Makes a DataError of what the system says when files of `spec` may not be read."""
+    """Makes a DataError of the system's refusal to read files of `spec`."""
     try:
         yield
     except OSError as error:
@@ -106,7 +106,7 @@ def _in_saved(folder: str) -> list[Location]:
     except (KeyError, TypeError) as error:
         raise DataError("does not name its files", file=f"{folder}/state.json", hint="save the data again") from error
     if not files:
-        raise DataError("has no rows", file=folder, hint="it needs rows of texts: is it the right file?")
+        raise DataError("has no rows", file=folder, hint=NEEDS_ROWS)
     return [Location(file) for file in files]
 
 
@@ -149,7 +149,7 @@ def _hint_empty(folder: str, inside: list[Path]) -> str:
 
 
 def _nearest(path: str) -> str:
-    """What the user may have meant by a path that is not there."""
+    """A hint for a path that is not there: existing ones with a similar name."""
     folder = Path(path).parent
     while not folder.is_dir():
         path, folder = str(folder), folder.parent

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,28 +11,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from brimful.core.errors import DataError, printable
-from brimful.core.json_values import value_as_json
-
 _PIECE_ROWS = 1 << 16
-_MANY_TABLES = 1000
-#: Most digits of an integer of 64 bits, and of Arrow's decimals.
-_INTEGER_DIGITS, _DECIMAL128_DIGITS, _DECIMAL256_DIGITS = 20, 38, 76
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
     """Rows of one or more files.
 
-    table: text as large_string; numbers, booleans and lists as the file has them.
+    table: text as large_string; numbers, booleans and lists as the files have them.
     name: what the user asked for.
     files, starts: file i holds the rows from starts[i] on. A file of text is a file of one row.
+    notes: decisions about files, and columns left out of them, a line each.
     """
 
     table: pa.Table
     name: str
     files: tuple[str, ...]
     starts: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -46,100 +41,13 @@ class Rows:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of names, types and values in row order; how the rows are cut into files and chunks does not count."""
+        """sha256 of names, types and values in row order; the cut into files and chunks does not count."""
         digest = hashlib.sha256()
         for name, column in zip(self.table.column_names, self.table.columns, strict=True):
             digest.update(f"{name}\0{column.type}\0{len(column)}\0".encode())
             for start in range(0, len(column), _PIECE_ROWS):
                 _digest(digest, pa.concat_arrays(column.slice(start, _PIECE_ROWS).chunks))
         return digest.hexdigest()
-
-
-def join_files(name: str, parts: Sequence[tuple[str, pa.Table]]) -> Rows:
-    """The rows of all files after one another, in the order given.
-
-    Raises: DataError for files of different columns, and where there are no rows.
-    """
-    first_file, first = parts[0]
-    for file, table in parts:
-        if differing := set(table.column_names) ^ set(first.column_names):
-            raise other_columns(file, table.column_names, first_file, differing)
-    starts = np.cumsum([0, *(table.num_rows for _, table in parts)])
-    rows = Rows(
-        table=stack([table for _, table in parts]),
-        name=name,
-        files=tuple(file for file, _ in parts),
-        starts=tuple(starts[:-1].tolist()),
-    )
-    if rows.num_rows == 0:
-        raise no_rows(name, first.column_names)
-    return rows
-
-
-def other_columns(file: str, names: Sequence[str], first_file: str, differing: Collection[str]) -> DataError:
-    """The error for a `file` whose columns `names` are not those of the first file."""
-    shown = ", ".join(map(repr, sorted(differing)[:5]))
-    return DataError(
-        f"has not the columns of {printable(first_file)}; they differ in {shown}",
-        file=file,
-        hint=f"it has {printable(', '.join(names))}",
-    )
-
-
-def no_rows(name: str, columns: Sequence[str]) -> DataError:
-    """The error for data without a row, with or without a header."""
-    said = "has a header and no rows" if columns else "has no rows"
-    return DataError(said, file=name, hint="it needs rows of texts: is it the right file?")
-
-
-def stack(tables: Sequence[pa.Table]) -> pa.Table:
-    """Tables after one another. A column of several types becomes the wider number, or text; one that misses, null."""
-    if len(tables) == 1:
-        return tables[0]
-    columns = {}
-    for name in dict.fromkeys(name for table in tables for name in table.column_names):
-        parts = [t[name] if name in t.column_names else pa.chunked_array([pa.nulls(t.num_rows)]) for t in tables]
-        common = common_type({part.type for part in parts})
-        columns[name] = pa.chunked_array([c for part in parts for c in converted(part, common).chunks], type=common)
-    table = pa.table(columns)
-    return table if len(tables) <= _MANY_TABLES else table.combine_chunks()
-
-
-def common_type(types: set[pa.DataType]) -> pa.DataType:
-    """The type that holds values of all `types`: the wider number, or text; null says nothing.
-
-    Decimals and floats together are text: neither holds all digits of the other.
-    """
-    types = {each for each in types if not pa.types.is_null(each)}
-    if len(types) <= 1:
-        return next(iter(types), pa.null())
-    if all(pa.types.is_integer(each) or pa.types.is_floating(each) for each in types):
-        return pa.int64() if all(pa.types.is_signed_integer(each) for each in types) else pa.float64()
-    if all(pa.types.is_integer(each) or pa.types.is_decimal(each) for each in types):
-        return _common_decimal(types)
-    return pa.large_string()
-
-
-def _common_decimal(types: set[pa.DataType]) -> pa.DataType:
-    """The decimal that holds all digits of these decimals and whole numbers; text where there is none so wide."""
-    scale = max(0, *(each.scale for each in types if pa.types.is_decimal(each)))
-    whole = max(each.precision - each.scale if pa.types.is_decimal(each) else _INTEGER_DIGITS for each in types)
-    if whole + scale <= _DECIMAL128_DIGITS:
-        return pa.decimal128(whole + scale, scale)
-    return pa.decimal256(whole + scale, scale) if whole + scale <= _DECIMAL256_DIGITS else pa.large_string()
-
-
-def converted(column: pa.ChunkedArray, to: pa.DataType) -> pa.ChunkedArray:
-    """`column` in the type `to`; as text nested values are JSON and decimals all their digits.
-
-    Raises: ArrowInvalid for numbers too large for `to`.
-    """
-    if column.type == to:
-        return column
-    if pa.types.is_large_string(to) and (pa.types.is_nested(column.type) or pa.types.is_decimal(column.type)):
-        texts = [None if value is None else value_as_json(value) for value in column.to_pylist()]
-        return pa.chunked_array([pa.array(texts, pa.large_string())])
-    return pc.cast(column, to)
 
 
 def _digest(digest: hashlib._Hash, values: pa.Array) -> None:

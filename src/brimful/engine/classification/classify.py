@@ -26,7 +26,8 @@ from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, Interrupted, OptionError, printable
 from brimful.core.options import ClassifyOptions, flag
 from brimful.data.file_names import COMPRESSION
-from brimful.data.readers.streams.stream import RowStream, open_stream
+from brimful.data.readers.sources import open_stream
+from brimful.data.readers.stream import RowStream
 from brimful.data.tokens.encoder import Tokens
 from brimful.data.tokens.token_stream import TokenStream, choose_workers
 from brimful.data.writers.output_path import check_output

@@ -21,7 +21,7 @@ from brimful.core.options import ClassifyOptions
 from brimful.data.labels.columns import Columns, check_there, find_columns
 from brimful.data.labels.examples import has_text
 from brimful.data.readers.rows import Rows
-from brimful.data.readers.streams.stream import Chunk
+from brimful.data.readers.stream import Chunk
 from brimful.engine.classification.request import Asked, Request, Texts
 from brimful.tasks.zero_shot import Candidates
 

@@ -146,6 +146,8 @@ def _examples(
 ) -> tuple[Columns, LabelSpace, Examples, Examples | None, str, int]:
     """Columns, label space, training and evaluation examples, fingerprint of both, and rows dropped as empty."""
     rows = read_rows(options.data)
+    for note in rows.notes:
+        callbacks.note(note)
     columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=options.label_column)
     tell_columns(columns, callbacks)
     space = detect_labels(rows, columns, options.task)
@@ -155,6 +157,8 @@ def _examples(
     evaluation: Examples | None = None
     if options.eval_data is not None:
         eval_rows = read_rows(options.eval_data)
+        for note in eval_rows.notes:
+            callbacks.note(note)
         same = find_columns(eval_rows, text=columns.text, pair=columns.pair, label=",".join(columns.labels))
         evaluation, num_eval_empty = make_examples(eval_rows, same, space)
         num_empty += num_eval_empty

@@ -14,15 +14,24 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from brimful.core.errors import DataError
+from brimful.core.errors import DataError, first_line
 from brimful.data.file_names import split_suffix
-from brimful.data.readers.compression import reading
-from brimful.data.readers.formats import damage
-from brimful.data.readers.streams.parts import Part, Piece, batch_rows, refit, tidy_rows
+from brimful.data.readers.column_types import tidy
+from brimful.data.readers.compression import COPY_AGAIN, reading
+from brimful.data.readers.parts import Part, Piece, batch_rows, refit
 
 _ARROW_FILE = b"ARROW1"
 _BUFFER_BYTES = 1 << 20
 _MAPPED_BYTES = 64 << 20
+_DAMAGED = (
+    pa.ArrowInvalid,
+    pa.ArrowTypeError,
+    pa.ArrowKeyError,
+    pa.ArrowIndexError,
+    pa.ArrowNotImplementedError,
+    OSError,
+    UnicodeDecodeError,
+)
 
 
 class ParquetPart(Part):
@@ -30,14 +39,14 @@ class ParquetPart(Part):
 
     def __init__(self, file: str) -> None:
         self.files, self.size_bytes = (file,), Path(file).stat().st_size
-        with damage(file), _unpacked(file) as plain, pq.ParquetFile(plain) as parquet:
+        with _damage(file), _unpacked(file) as plain, pq.ParquetFile(plain) as parquet:
             self.num_rows = parquet.metadata.num_rows
-            self.schema = tidy_rows(parquet.schema_arrow.empty_table(), file).schema
+            self.schema = tidy(parquet.schema_arrow.empty_table(), file).schema
 
     def pieces(self, start: int) -> Iterator[Piece]:
         file, end = self.files[0], 0
         # Without a buffer, all of a column of a row group is read at once.
-        with damage(file), _unpacked(file) as plain, pq.ParquetFile(plain, buffer_size=_BUFFER_BYTES) as parquet:
+        with _damage(file), _unpacked(file) as plain, pq.ParquetFile(plain, buffer_size=_BUFFER_BYTES) as parquet:
             for index in range(parquet.num_row_groups):
                 group = parquet.metadata.row_group(index)
                 row, end = end, end + group.num_rows
@@ -54,11 +63,11 @@ class ArrowPart(Part):
 
     def __init__(self, file: str) -> None:
         self.files, self.size_bytes = (file,), Path(file).stat().st_size
-        with damage(file), _unpacked(file) as plain:
+        with _damage(file), _unpacked(file) as plain:
             self._is_file = _is_arrow_file(plain)
             with pa.OSFile(plain) as raw, (pa.ipc.open_file if self._is_file else pa.ipc.open_stream)(raw) as reader:
                 self._metadata = reader.schema.metadata
-                self.schema = tidy_rows(reader.schema.empty_table(), file).schema
+                self.schema = tidy(reader.schema.empty_table(), file).schema
             if self._is_file:
                 import pyarrow.dataset  # it imports pandas, which takes a third of a second
 
@@ -66,7 +75,7 @@ class ArrowPart(Part):
 
     def pieces(self, start: int) -> Iterator[Piece]:
         first_row = 0
-        with damage(self.files[0]), _unpacked(self.files[0]) as plain:
+        with _damage(self.files[0]), _unpacked(self.files[0]) as plain:
             for batch in _mapped_batches(plain) if self._is_file else self._streamed_batches(plain):
                 step = batch_rows(batch.nbytes, batch.num_rows)
                 for row in range(0, batch.num_rows, step):
@@ -95,7 +104,20 @@ def _mapped_batches(file: str) -> Iterator[pa.RecordBatch]:
 
 def _piece(first_row: int, batch: pa.RecordBatch, metadata: dict[bytes, bytes] | None) -> Piece:
     table = pa.Table.from_batches([batch]).replace_schema_metadata(metadata)
-    return Piece(first_row, *refit(table, tidy_rows, DataError))
+    return Piece(first_row, *refit(table, tidy, DataError))
+
+
+@contextlib.contextmanager
+def _damage(file: str) -> Iterator[None]:
+    """Makes a DataError of what pyarrow says of a damaged file."""
+    try:
+        yield
+    except pa.ArrowMemoryError as error:
+        hint = "it is damaged, or larger than this machine's memory"
+        raise DataError(f"cannot be read ({first_line(error)})", file=file, hint=hint) from error
+    except _DAMAGED as error:
+        said = f"is no whole {split_suffix(file)[0].removeprefix('.')} file ({first_line(error)})"
+        raise DataError(said, file=file, hint=COPY_AGAIN) from error
 
 
 def _is_arrow_file(file: str) -> bool:

@@ -4,7 +4,8 @@
     for chunk in stream.chunks():
         ...
 
-What is wrong with a row stands beside it; what is wrong with a file ends the stream, after the rows before it.
+The error of a row stands beside it; that of a file ends the stream, after the rows before it. Collected into memory,
+rows end at the first error of either kind.
 """
 
 from __future__ import annotations
@@ -12,31 +13,25 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import pyarrow as pa
 
-from brimful.core.errors import DataError, first_line
-from brimful.data.readers.compression import reading
-from brimful.data.readers.formats import checked_kind
-from brimful.data.readers.hub import load_hub
-from brimful.data.readers.json_rows import has_lines, parse_document
-from brimful.data.readers.locations import Location, locate, refusals
-from brimful.data.readers.rows import Rows, common_type, converted, no_rows, other_columns
-from brimful.data.readers.streams.columnar import ArrowPart, ParquetPart
-from brimful.data.readers.streams.delimited import DelimitedPart
-from brimful.data.readers.streams.json_rows import JsonObjectsPart, JsonPipePart, json_lines_parts
-from brimful.data.readers.streams.lines import FileLines
-from brimful.data.readers.streams.parts import Part, Piece, RowsRead, TablePart, TextFilesPart, refit
+from brimful.core.errors import DataError, first_line, printable
+from brimful.data.readers.column_types import common_type, converted
+from brimful.data.readers.formats import no_rows
+from brimful.data.readers.locations import refusals
+from brimful.data.readers.parts import Part, Piece, RowsRead, refit
+from brimful.data.readers.rows import Rows
 
 _CHUNK_ROWS = 1 << 16
+#: Tables of fewer bytes on average are joined when all rows are collected: each costs every column a chunk.
+_SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +39,8 @@ class Chunk:
     """Consecutive rows.
 
     table: all columns, in the types of `RowStream.schema`.
-    errors: (rows) large_string, null where the row could be read, else what is wrong with it. Values of such a row that
-    could not be read, or not be told from one another, are null; the others are as they stand there.
+    errors: (rows) large_string, null where the row could be read. Values of a row with an error that could not be
+    read, or not be told from one another, are null; the others are as they stand there.
     first_row: rows of the input before it.
     """
 
@@ -88,10 +83,37 @@ class RowStream:
                 table, faults = self._fitted(piece)
                 if len(faults) == table.num_rows:
                     file, row = part.place(piece.first_row)
-                    raise DataError(faults[0], file=file, row=row, hint="none of the first rows can be read")
+                    hint = f"none of the first rows can be read: {faults[0].hint}"
+                    raise DataError(faults[0].message, file=file, row=row, value=faults[0].value, hint=hint)
                 files = tuple(part.files[: table.num_rows])
                 return Rows(table=table, name=self.name, files=files, starts=tuple(range(len(files))))
         raise no_rows(self.name, self.schema.names)
+
+    def collect(self) -> Rows:
+        """All rows in memory.
+
+        Raises: DataError where there are none, for the first that cannot be read, and for a file that is damaged.
+        """
+        tables: list[pa.Table] = []
+        files: list[str] = []
+        starts: list[int] = []
+        num_rows = 0
+        for part in self._parts:
+            starts += range(num_rows, num_rows + len(part.files))  # several files are of one row each
+            files += part.files
+            for piece in part.pieces(0):
+                table, faults = self._fitted(piece)
+                if faults:
+                    row = min(faults)
+                    raise faults[row].at(*part.place(piece.first_row + row))
+                tables.append(table)
+                num_rows += table.num_rows
+        if not num_rows:
+            raise no_rows(self.name, self.schema.names)
+        table = pa.concat_tables(tables)
+        if table.nbytes < len(tables) * _SMALL_BYTES:
+            table = table.combine_chunks()
+        return Rows(table=table, name=self.name, files=tuple(files), starts=tuple(starts), notes=self.notes)
 
     def beginning(self) -> Iterator[pa.Table]:
         """The sample and the rows behind it, table by table in the types of `schema`, read for as long as they are
@@ -134,11 +156,14 @@ class RowStream:
         table, faults = self._fitted(piece)
         for begin in range(skipped, table.num_rows, _CHUNK_ROWS):
             rows = table.slice(begin, _CHUNK_ROWS)
-            errors = [faults.get(row) for row in range(begin, begin + rows.num_rows)] if faults else [None] * len(rows)
-            yield Chunk(table=rows, errors=pa.array(errors, pa.large_string()), first_row=first_row + begin)
+            errors = pa.nulls(rows.num_rows, pa.large_string())
+            if faults:
+                numbers = range(begin, begin + rows.num_rows)
+                errors = pa.array([str(faults[row]) if row in faults else None for row in numbers], errors.type)
+            yield Chunk(table=rows, errors=errors, first_row=first_row + begin)
 
     def _fitted(self, piece: Piece) -> RowsRead:
-        """The rows in the types of the stream, with what is wrong with them."""
+        """The rows in the types of the stream, with their faults."""
         if piece.table.schema.equals(self.schema):
             return piece.table, dict(piece.faults)
         table, faults = refit(piece.table, lambda rows: _conformed(rows, self.schema), pa.ArrowInvalid)
@@ -150,7 +175,7 @@ class RowStream:
         return self._parts[index].place(row - self._starts[index])
 
     def progress(self, num_rows: int) -> float | None:
-        """How much of the input's bytes the first rows are, about, 0 to 1; None for a pipe. They were read since the
+        """Share of the input's bytes that the first rows are, about, 0 to 1; None for a pipe. They were read since the
         rows were last begun, and from call to call they become more; another thread may be reading."""
         if self._bytes_before is None:
             return None
@@ -163,7 +188,7 @@ class RowStream:
         return share + (next_share - share) * (num_rows - row) / (next_row - row)
 
     def _mark(self) -> None:
-        """What was read by now, to the end of a block or of a file."""
+        """Remembers the share that was read by now, to the end of a block or of a file."""
         if self._bytes_before is None:
             return
         current = len(self._starts) - 1
@@ -181,60 +206,8 @@ class RowStream:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was decided about files, and left out of them, so far; a line each."""
+        """Decisions about files, and columns left out of them, so far; a line each."""
         return tuple(note for part in self._parts for note in part.notes())
-
-
-def open_stream(spec: str, stdin: BinaryIO | None = None) -> RowStream:
-    """The rows of `spec`, which is what `sources.read_rows` takes, or `-` for JSON lines on `stdin`.
-
-    A column has one type in all files: the wider number, or text, where their types differ.
-
-    Raises: DataError for what is missing, empty, of different columns, or damaged where that is seen from the start.
-    """
-    with refusals(spec):
-        if spec == "-":
-            stream = RowStream(spec, [JsonPipePart(stdin or sys.stdin.buffer)])
-        else:
-            stream = RowStream(spec, _parts_at(locate(spec)))
-        stream.sample()
-    return stream
-
-
-def _parts_at(locations: Sequence[Location]) -> list[Part]:
-    files = [location.path for location in locations if location.label is None and location.otherwise is None]
-    kinds = {file: _kind_of(file) for file in files}
-    json_files = [file for file in files if kinds[file] == ".jsonl"]
-    json_parts = dict(zip(json_files, json_lines_parts(json_files), strict=True))
-    parts: list[Part] = []
-    for label, group in itertools.groupby(locations, key=lambda location: location.label is not None):
-        if label:
-            parts.append(TextFilesPart([(each.path, each.label or "") for each in group]))
-        else:
-            parts.extend(json_parts.get(each.path) or _part_at(each, kinds.get(each.path)) for each in group)
-    return parts
-
-
-def _kind_of(file: str) -> str:
-    """The end of its name; .jsonl for all files with an object per line."""
-    kind = checked_kind(file)
-    if kind == ".json":
-        head = next(FileLines(file).blocks()).data
-        kind = ".jsonl" if head is not None and has_lines(head) else kind
-    return ".jsonl" if kind == ".ndjson" else kind
-
-
-def _part_at(location: Location, kind: str | None) -> Part:
-    if location.otherwise is not None:
-        return TablePart(location.path, load_hub(location.path, location.otherwise))
-    file = location.path
-    if kind == ".json":
-        with reading(file) as stream:
-            rows = parse_document(stream.read().removeprefix(b"\xef\xbb\xbf"), file)
-        return TablePart(file, rows) if isinstance(rows, pa.Table) else JsonObjectsPart(file, rows)
-    if kind in (".csv", ".tsv"):
-        return DelimitedPart(file, "\t" if kind == ".tsv" else None)
-    return ParquetPart(file) if kind == ".parquet" else ArrowPart(file)
 
 
 def _common_schema(parts: Sequence[Part]) -> pa.Schema:
@@ -242,7 +215,12 @@ def _common_schema(parts: Sequence[Part]) -> pa.Schema:
     first = parts[0]
     for part in parts:
         if differing := (part.always - first.seen) | (first.always - part.seen):
-            raise other_columns(part.files[0], part.schema.names, first.files[0], differing)
+            shown = ", ".join(map(repr, sorted(differing)[:5]))
+            raise DataError(
+                f"has not the columns of {printable(first.files[0])}; they differ in {shown}",
+                file=part.files[0],
+                hint=f"it has {printable(', '.join(part.schema.names))}",
+            )
     names = dict.fromkeys(name for part in parts for name in part.schema.names)
     types = {n: common_type({part.schema.field(n).type for part in parts if n in part.schema.names}) for n in names}
     schema = pa.schema(list(types.items()))

@@ -1,4 +1,4 @@
-"""What a stream of rows is made of: parts, which give their rows piece by piece, and say which could not be read."""
+"""Parts of a stream: they give rows piece by piece, with an error for each row that cannot be read."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from brimful.core.errors import DataError, first_line, printable
+from brimful.core.errors import DataError, first_line
+from brimful.data.readers.column_types import tidy
 from brimful.data.readers.compression import not_utf8
-from brimful.data.readers.formats import tidy
 
 #: Most rows of a table from files that say how many rows they have.
 BATCH_ROWS = 16_384
@@ -23,15 +23,15 @@ _FILES_AT_A_TIME = 256
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows of a part. first_row: rows of the part before it. faults: what is wrong with a row of it."""
+    """Consecutive rows of a part. first_row: rows of the part before it. faults: error by row of the table."""
 
     first_row: int
     table: pa.Table
-    faults: Mapping[int, str] = field(default_factory=dict)
+    faults: Mapping[int, DataError] = field(default_factory=dict)
 
 
-#: Rows, and what is wrong with a row of them.
-RowsRead = tuple[pa.Table, dict[int, str]]
+#: Rows, and the error of each that cannot be read, by its number in the table.
+RowsRead = tuple[pa.Table, dict[int, DataError]]
 
 
 class Part(ABC):
@@ -70,7 +70,7 @@ class Part(ABC):
         return self.files[0], row + 1
 
     def notes(self) -> list[str]:
-        """What was decided or left out so far, for the user."""
+        """Decisions and columns left out so far, for the user."""
         return []
 
 
@@ -88,12 +88,12 @@ def in_order(tables: Iterable[RowsRead]) -> Iterator[Piece]:
 
 
 def refit(table: pa.Table, fit: Callable[[pa.Table], pa.Table], refusal: type[Exception]) -> RowsRead:
-    """`fit(table)`; where that is refused because of some rows, their values that cannot be had are null, with why.
+    """`fit(table)`; values that it refuses are null, and their rows have a fault.
 
-    fit: works on each column by itself, and on any rows of a table. refusal: what it raises of values.
+    fit: works on each column by itself, and on any rows of a table. refusal: raised by `fit` for a value.
     """
     tables: list[pa.Table] = []
-    faults: dict[int, str] = {}
+    faults: dict[int, DataError] = {}
     parts = [(0, table)]
     while parts:
         first_row, part = parts.pop()
@@ -109,32 +109,25 @@ def refit(table: pa.Table, fit: Callable[[pa.Table], pa.Table], refusal: type[Ex
     return (pa.concat_tables(tables).combine_chunks() if faults else tables[0]), faults
 
 
-def _refit_row(row: pa.Table, fit: Callable[[pa.Table], pa.Table], refusal: type[Exception]) -> tuple[pa.Table, str]:
+def _refit_row(
+    row: pa.Table, fit: Callable[[pa.Table], pa.Table], refusal: type[Exception]
+) -> tuple[pa.Table, DataError]:
     columns: dict[str, pa.ChunkedArray] = {}
-    faults: list[str] = []
+    faults: list[DataError] = []
     for name in row.column_names:
         alone = row.select([name])
         try:
             columns[name] = fit(alone)[name]
         except refusal as error:
-            faults.append(f"column '{printable(name)}' {first_line(error)}")
+            fault = error if isinstance(error, DataError) else DataError(first_line(error), hint="mend the value")
+            faults.append(fault.in_column(name))
             columns[name] = pa.nulls(1, fit(alone.schema.empty_table()).schema.field(name).type)
     return pa.table(columns), faults[0]
-
-
-def tidy_rows(table: pa.Table, file: str | None = None) -> pa.Table:
-    """`tidy` for rows of a stream, which are written again: decimals keep their digits."""
-    return tidy(table, file, decimals=True)
 
 
 def unread_row(schema: pa.Schema) -> pa.Table:
     """One row of nulls."""
     return pa.table([pa.nulls(1, kind) for kind in schema.types], schema=schema)
-
-
-def said(message: str, value: object) -> str:
-    """What is wrong with a row, with the value that shows it."""
-    return str(DataError(message, value=value))
 
 
 class TablePart(Part):
@@ -143,12 +136,12 @@ class TablePart(Part):
     def __init__(self, name: str, table: pa.Table) -> None:
         self.files, self.size_bytes, self.num_rows = (name,), table.nbytes, table.num_rows
         self._table = table
-        self.schema = tidy_rows(table.schema.empty_table(), name).schema
+        self.schema = tidy(table.schema.empty_table(), name).schema
 
     def pieces(self, start: int) -> Iterator[Piece]:
         step = batch_rows(self._table.nbytes, self._table.num_rows)
         for row in range(start, self._table.num_rows, step):
-            yield Piece(row, *refit(self._table.slice(row, step), tidy_rows, DataError))
+            yield Piece(row, *refit(self._table.slice(row, step), tidy, DataError))
 
 
 class TextFilesPart(Part):
@@ -166,12 +159,12 @@ class TextFilesPart(Part):
         for row in range(start, len(self.files), _FILES_AT_A_TIME):
             labels = self._labels[row : row + _FILES_AT_A_TIME]
             texts: list[str | None] = []
-            faults: dict[int, str] = {}
+            faults: dict[int, DataError] = {}
             for file in self.files[row : row + _FILES_AT_A_TIME]:
                 try:
                     texts.append(Path(file).read_bytes().decode("utf-8-sig"))
                 except UnicodeDecodeError as error:
-                    faults[len(texts)] = str(not_utf8(error.object))
+                    faults[len(texts)] = not_utf8(error.object)
                     texts.append(None)
             arrays = [pa.array(values, pa.large_string()) for values in (texts, labels)]
             yield Piece(row, pa.table(arrays, schema=self.schema), faults)

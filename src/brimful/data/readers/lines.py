@@ -12,14 +12,15 @@ from typing import BinaryIO, NamedTuple
 
 import pyarrow as pa
 
+from brimful.core.errors import DataError
 from brimful.data.file_names import split_suffix
 from brimful.data.readers.compression import reading, reading_packed
-from brimful.data.readers.streams.parts import BLOCK_BYTES
+from brimful.data.readers.parts import BLOCK_BYTES
 
 #: A longer line, or record of CSV, is not read, as it would have to be held in memory.
 ROW_BYTES = 32 << 20
-TOO_LONG = f"is longer than {ROW_BYTES >> 20} MiB"
-#: What is read of a file to see its header or keys.
+TOO_LONG = DataError(f"is longer than {ROW_BYTES >> 20} MiB", hint="cut it, or split it into several rows")
+#: Bytes of a file that are read to see its header or keys.
 HEAD_BYTES = 64 << 10
 
 _BOM = b"\xef\xbb\xbf"
@@ -83,7 +84,7 @@ class PipeLines:
         self._head = b""
 
     def head(self, is_enough: Callable[[bytes], bool]) -> bytes:
-        """What has arrived first: as much as is enough, comes without a pause, and makes no more than a block."""
+        """The first bytes: as many as are enough, come without a pause, and make no more than a block."""
         while data := self._arrived(_PAUSE_S):
             self._head += data
             if is_enough(self._head) or len(self._head) >= BLOCK_BYTES:

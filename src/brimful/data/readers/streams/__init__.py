@@ -1,1 +1,0 @@
-"""Sources of any size, read a few thousand rows at a time."""
