@@ -18,6 +18,8 @@ from commands import Brimful
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+#: Documents whose links are followed: those of the benchmarks too, whose flags are those of their scripts.
+LINKED = [*DOCUMENTS, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("*.md"))]
 COMMANDS: dict[str, tuple[type[Any], Any]] = {
     "train": (TrainOptions, train_options),
     "classify": (ClassifyOptions, classify_options),
@@ -106,10 +108,20 @@ def test_flags_in_documents_exist(path: Path) -> None:
     assert named <= known | {"--config"} | FOREIGN
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_in_documents_lead_somewhere(path: Path) -> None:
-    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):
-        assert link.startswith("https://") or (path.parent / link).exists(), f"{path}: {link}"
+    for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text(encoding="utf-8")):
+        if link.startswith("https://"):
+            continue
+        target = path.parent / link if link else path
+        assert target.exists(), f"{path}: {link}"
+        assert not anchor or anchor in anchors(target), f"{path}: {link}#{anchor}"
+
+
+def anchors(document: Path) -> set[str]:
+    """Anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_make_targets_in_documents_exist() -> None:

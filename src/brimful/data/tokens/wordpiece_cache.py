@@ -6,7 +6,7 @@ in ASCII only letters are lowered; any other goes through the tokenizer's own no
 
 Texts with control characters, with what may be an added token, or mostly of characters that are words by themselves
 (Chinese, Japanese) are left to `tokenizers`. That the ids are the same is checked on the user's own texts, by
-`Encoder.check`. What it gains: benchmarks/classification/words.md.
+`Encoder.check`. What it gains: benchmarks/classification/2026-11-21-cpu/wordpiece_cache.md.
 """
 
 from __future__ import annotations
