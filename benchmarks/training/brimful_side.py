@@ -22,7 +22,6 @@ from brimful.data.batches.prefetch import Feed
 from brimful.engine.assemble import Built, build
 from brimful.engine.training.prepare import prepare
 from brimful.hardware.probe import choose_device
-from brimful.levers.optimizer import Optimizer
 from brimful.levers.precision import choose_precision
 
 _IN_FLIGHT = 2
@@ -61,7 +60,7 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
         precision = choose_precision(options.precision, choose_device(options.device))
         prepared = prepare(options, callbacks)
         with precision.apply():
-            built = build(options, prepared, precision, Optimizer(value=options.optim), callbacks)
+            built = build(options, prepared, precision, callbacks)
             warm_up, steps, rounds = plan["warm_up"], plan["steps"], plan["rounds"]
             if options.batch_size > 32:
                 warm_up, steps = warm_up // 2, steps // 2

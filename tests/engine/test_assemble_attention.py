@@ -37,9 +37,7 @@ def test_the_measured_kernel_is_proved_and_used(tmp_path: Path, monkeypatch: pyt
         model=str(model), data=str(data), output=str(tmp_path / "run"), new_head=True, packing=packing, eval_split=0.0
     )
     precision = choose_precision("fp32", torch.device("cpu"))
-    built = building.build(
-        options, prepare(options, Callbacks()), precision, building.optimizer_of(options), Callbacks()
-    )
+    built = building.build(options, prepare(options, Callbacks()), precision, Callbacks())
     expected = "flash_attention" if packing == "auto" else None
     assert proved == [expected]
     if packing == "auto":

@@ -80,6 +80,7 @@ def make_step(
     fused: bool = True,
     family: str = "bert",
     short: bool = False,
+    our_update: bool = True,
 ) -> Step:
     torch.manual_seed(0)
     make_config, first_position = CONFIGS[family]
@@ -97,18 +98,15 @@ def make_step(
     execution = PackedExecution(model, PackedForm(pooling="first", first_position=first_position, short=short))
     if compiled:
         ExecutionMode(value="compiled", reason="a test").apply(execution, fused=fused, note=pytest.fail)
-    options: dict[str, Any] = {"max_grad_norm": 1.0, "seed": 3}
+    options: dict[str, Any] = {"seed": 3}
     if kind is CapturedStep:
         options |= {"most_tokens": 8192, "fused": compiled and fused, "note": pytest.fail}
     space = LabelSpace(task="single_label", names=("a", "b", "c"), values={"a": 0, "b": 1, "c": 2})
-    return kind(
-        execution,
-        SingleLabel(space),
-        Optimizer(value="adamw_torch_fused"),
-        choose_precision(precision, GPU),  # type: ignore[arg-type]
-        make_schedule("linear", 1e-3, STEPS, 4),
-        **options,
+    chosen = choose_precision(precision, GPU)  # type: ignore[arg-type]
+    update = Optimizer(value="adamw_torch_fused", fused=our_update).apply(
+        model, make_schedule("linear", 1e-3, STEPS, 4), chosen, max_grad_norm=1.0
     )
+    return kind(execution, SingleLabel(space), update, chosen, **options)
 
 
 def losses(step: Step, batches: Source, number: int = STEPS) -> list[float]:
@@ -285,21 +283,20 @@ def test_a_model_that_looks_at_the_device_runs_eagerly(compiled: bool) -> None:
 def test_bf16_copies_are_the_masters_rounded() -> None:
     step = make_step(CapturedStep, dropout=0.1, compiled=True)
     losses(step, source(8192))
-    masters = step.state_tensors()["weights"]
+    masters = step.state().weights
     half_weights = {n: p for n, p in step.execution.model.named_parameters() if p.dtype == torch.bfloat16}
     assert len(half_weights) > 10
     assert all(torch.equal(p, masters[name].bfloat16()) for name, p in half_weights.items())
 
 
 @pytest.mark.parametrize("token_budget", [8192, 256], ids=["whole", "pieces"])
-def test_the_fused_update_is_torchs(token_budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fused_update_is_torchs(token_budget: int) -> None:
     fused = make_step(CapturedStep, dropout=0.0)
     found = losses(fused, source(token_budget))
-    monkeypatch.setattr("brimful.step.step.can_fuse", lambda *_: False)
-    plain = make_step(CapturedStep, dropout=0.0)
+    plain = make_step(CapturedStep, dropout=0.0, our_update=False)
     expected = losses(plain, source(token_budget))
     assert found[:20] == pytest.approx(expected[:20], rel=2e-2)
-    ours, theirs = (each.state_tensors()["weights"] for each in (fused, plain))
+    ours, theirs = (each.state().weights for each in (fused, plain))
     names = [n for n, weight in ours.items() if weight.is_floating_point() and "key.bias" not in n]
     one, two = (torch.cat([group[n].flatten() for n in names]) for group in (ours, theirs))
     assert (one - two).norm() < 2e-2 * two.norm()

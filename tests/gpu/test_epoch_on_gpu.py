@@ -19,7 +19,6 @@ from brimful.engine.compilations import CompilationWatch
 from brimful.engine.profiling.timing import run_steps
 from brimful.engine.training.prepare import prepare
 from brimful.hardware.probe import choose_device
-from brimful.levers.optimizer import Optimizer
 from brimful.levers.precision import choose_precision
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +62,7 @@ def test_a_steady_epoch_makes_nothing_anew(execution: Any, texts: Path) -> None:
     callbacks, precision = Callbacks(), choose_precision("bf16", choose_device("cuda"))
     prepared = prepare(options, callbacks)
     with precision.apply():
-        built = build(options, prepared, precision, Optimizer(value=options.optim), callbacks)
+        built = build(options, prepared, precision, callbacks)
         epoch = range(prepared.order.batches_per_epoch)
         for _ in range(2):
             run_steps(built, epoch)

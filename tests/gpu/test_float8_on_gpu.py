@@ -16,9 +16,10 @@ from brimful.data.batches.prefetch import Feed
 from brimful.kernels.layers import float8, postnorm_ops
 from brimful.kernels.layers.float8 import Plan, Products, Scaled, cast, columns_of, product, rows_of
 from brimful.levers.float8 import choose_float8, time_shapes
-from brimful.levers.precision import Precision, choose_precision
+from brimful.levers.precision import choose_precision
 from brimful.models.packed.equivalence import check_equivalence
 from brimful.step.graphs.captured_step import CapturedStep
+from brimful.step.precision import Precision
 from brimful.step.step import Step
 from gpu.test_captured_on_gpu import make_step, source
 from gpu.waits import no_waiting
@@ -148,7 +149,7 @@ def test_projected_attention() -> None:
 
 def with_plan(step: Step) -> Step:
     """The step, with all that can be in fp8 in it."""
-    step.precision = step.update.precision = Precision(value="fp8", device=GPU, reason="a test", plan=Plan())
+    step.precision = Precision(value="fp8", device=GPU, reason="a test", plan=Plan())
     return step
 
 

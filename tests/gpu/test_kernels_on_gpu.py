@@ -17,7 +17,7 @@ from brimful.kernels.attention.dispatch import (
 )
 from brimful.kernels.layout import PackedShape, make_segments, map_tensors, with_groups
 from brimful.levers.attention import measure_attention
-from brimful.levers.precision import Precision
+from brimful.step.precision import Precision
 
 pytestmark = pytest.mark.gpu
 

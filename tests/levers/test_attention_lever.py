@@ -27,8 +27,8 @@ from brimful.kernels.attention.dispatch import (
 )
 from brimful.levers import attention
 from brimful.levers.attention import MARGIN, choose_kernels, measure_attention
-from brimful.levers.precision import Precision
 from brimful.measurement.attention import Heads
+from brimful.step.precision import Precision
 from tiny import FAMILIES, sequences
 
 CUDA = torch.device("cuda")

@@ -15,8 +15,9 @@ from brimful.kernels.layers import float8
 from brimful.kernels.layers.float8 import Products
 from brimful.levers.execution import choose_execution
 from brimful.levers.float8 import MARGIN, choose_float8, faster_products, time_products, time_shapes, timing_path
-from brimful.levers.precision import Precision, choose_precision
+from brimful.levers.precision import choose_precision
 from brimful.models.packed.equivalence import Equivalence
+from brimful.step.precision import Precision
 from tiny import FAMILIES
 
 CPU = torch.device("cpu")

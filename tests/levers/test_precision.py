@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from brimful.kernels.residual_dtype import residuals_are_half
-from brimful.levers.precision import Precision
+from brimful.step.precision import Precision
 
 
 @pytest.mark.parametrize(("value", "half"), [("fp32", False), ("tf32", False), ("bf16", True), ("fp16", True)])

@@ -19,10 +19,9 @@ from triton.runtime import driver
 from brimful.kernels.attention.dispatch import triton_attention
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.optimizer import Optimizer
-from brimful.levers.precision import Precision
 from brimful.models.packed import packed_forward
 from brimful.models.packed.packed_forward import PackedExecution, PackedForm
-from brimful.step import step as step_module
+from brimful.step.precision import Precision
 from brimful.step.step import Step, make_schedule
 from step.test_step import ROWS, TASK
 from tiny import VOCABULARY
@@ -60,7 +59,6 @@ def main() -> None:
     driver.set_active(Driver())
     patch = pytest.MonkeyPatch()
     patch.setattr(packed_forward, "choose_attention", lambda *_: triton_attention)
-    patch.setattr(step_module, "can_fuse", lambda *_: True)
     config = BertConfig(
         vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
         num_labels=3,
@@ -69,15 +67,11 @@ def main() -> None:
         BertForSequenceClassification(config).train(), PackedForm(pooling="first", first_position=0)
     )
     ExecutionMode(value="compiled", reason="a test").apply(packed, fused=True, note=pytest.fail)
-    step = Step(
-        packed,
-        TASK,
-        Optimizer(value="adamw_torch_fused"),
-        Precision(value="bf16", device=torch.device("cpu"), reason="a test"),
-        make_schedule("linear", 1e-3, 10, 0),
-        max_grad_norm=1.0,
-        seed=0,
+    precision = Precision(value="bf16", device=torch.device("cpu"), reason="a test")
+    update = Optimizer(value="adamw_torch_fused", fused=True).apply(
+        packed.model, make_schedule("linear", 1e-3, 10, 0), precision, max_grad_norm=1.0
     )
+    step = Step(packed, TASK, update, precision, seed=0)
     batch = ROWS.batch(0)
     step.compile_kernels(batch)
     before, traced = list(launched), [_traced()]

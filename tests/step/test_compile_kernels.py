@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from brimful.step import step as step_module
+from brimful.levers.optimizer import Optimizer
 from step.test_step import FAMILIES, ROWS, make_step, same, snapshot
 
 TESTS = Path(__file__).parents[1]
@@ -41,10 +41,10 @@ def test_a_first_step_compiles_nothing_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_training_is_the_same_with_and_without(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_module, "can_fuse", lambda *_: fused)
+def test_training_is_the_same_with_and_without(fused: bool) -> None:
+    optimizer = Optimizer(value="adamw_torch", weight_decay=0.1, fused=fused)
     model = FAMILIES["bert"].model(3, hidden_dropout_prob=0.1).train()
-    first, second = make_step(copy.deepcopy(model)), make_step(model)
+    first, second = (make_step(each, optimizer=optimizer) for each in (copy.deepcopy(model), model))
     second.compile_kernels(ROWS.batch(0))
     for number in range(3):
         assert first.run(ROWS.batch(number)).read() == second.run(ROWS.batch(number)).read()

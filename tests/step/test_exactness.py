@@ -21,7 +21,6 @@ from brimful.core.records import LabelSpace
 from brimful.data.batches.batch import Batch, Layout, PackedLayout, PaddedLayout, make_batch
 from brimful.data.batches.packing import Budgets
 from brimful.levers.optimizer import Optimizer
-from brimful.levers.precision import Precision
 from brimful.models.packed.packed_forward import (
     Execution,
     PackedExecution,
@@ -29,6 +28,7 @@ from brimful.models.packed.packed_forward import (
     PaddedExecution,
     has_token_types,
 )
+from brimful.step.precision import Precision
 from brimful.step.step import Step
 from brimful.tasks.task import MultiLabel, Regression, SingleLabel, Task
 from plain import gradient, padded, plain_loss
@@ -127,7 +127,8 @@ def models(family: str, num_outputs: int) -> tuple[Any, Any]:
 
 def accumulated(execution: Execution, case: Case, batch: Batch) -> tuple[float, torch.Tensor]:
     """Loss and gradient of one batch, accumulated micro-batch by micro-batch."""
-    step = Step(execution, case.task, Optimizer(value="sgd"), FP32, torch.zeros(1), max_grad_norm=1.0, seed=0)
+    update = Optimizer(value="sgd").apply(execution.model, torch.zeros(1), FP32, max_grad_norm=1.0)
+    step = Step(execution, case.task, update, FP32, seed=0)
     rows = [step.accumulate(batch, index) for index in range(len(batch.micro_batches))]
     loss = sum(float(r.sum()) for r in rows) / float(batch.micro_batches[0].denominator)
     for micro, rows_S in zip(batch.micro_batches, rows, strict=True):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 import numpy as np
@@ -20,9 +20,10 @@ from brimful.core.options import ScheduleChoice
 from brimful.core.records import LabelSpace
 from brimful.data.batches.batch import Batch, PackedLayout, PaddedLayout, make_batch
 from brimful.data.batches.packing import Budgets
-from brimful.levers.optimizer import Optimizer, parameter_groups
-from brimful.levers.precision import Precision
+from brimful.levers.optimizer import Optimizer, decayed_names, parameter_groups
 from brimful.models.packed.packed_forward import Execution, PackedExecution, PackedForm, PaddedExecution
+from brimful.step.precision import Precision
+from brimful.step.state import ParameterState, StepState
 from brimful.step.step import Outcome, Step, make_schedule
 from brimful.tasks.task import SingleLabel, Task
 from plain import padded, plain_loss
@@ -80,31 +81,37 @@ def make_step(
     schedule: Tensor | None = None,
     seed: int = 0,
 ) -> Step:
-    return Step(
-        execution_of(model, family, packed=packed),
-        TASK,
-        optimizer or Optimizer(value="adamw_torch", weight_decay=0.1),
-        Precision(value=precision, device=CPU, reason="a test"),
+    chosen = Precision(value=precision, device=CPU, reason="a test")
+    update = (optimizer or Optimizer(value="adamw_torch", weight_decay=0.1)).apply(
+        model,
         make_schedule("linear", 2e-3, STEPS, 3) if schedule is None else schedule,
+        chosen,
         max_grad_norm=max_grad_norm,
-        seed=seed,
     )
+    return Step(execution_of(model, family, packed=packed), TASK, update, chosen, seed=seed)
 
 
 def weights(model: Any) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def snapshot(step: Step) -> dict[str, dict[str, Tensor]]:
-    return {part: {k: v.clone() for k, v in group.items()} for part, group in step.state_tensors().items()}
+def snapshot(step: Step) -> StepState:
+    return copy.deepcopy(step.state())
 
 
-def same(one: dict[str, dict[str, Tensor]], other: dict[str, dict[str, Tensor]], *parts: str) -> bool:
+def same(one: StepState, other: StepState, *parts: str) -> bool:
     """Bit for bit."""
-    return all(
-        one[part].keys() == other[part].keys() and all(torch.equal(v, other[part][k]) for k, v in one[part].items())
-        for part in parts or one.keys()
-    )
+    return all(_same(getattr(one, part), getattr(other, part)) for part in parts or [f.name for f in fields(StepState)])
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, ParameterState):
+        return one.values == other.values and _same(one.tensors, other.tensors)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    return bool(one == other)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
@@ -155,7 +162,7 @@ def plain_run(model: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float
 def test_ten_steps_are_those_of_a_plain_loop(family: str, optim: Any, max_grad_norm: float, packed: bool) -> None:
     model = FAMILIES[family].model(initializer_range=0.02)
     plain = copy.deepcopy(model)
-    groups = parameter_groups(plain.named_parameters(), 0.1)
+    groups = parameter_groups(plain, decayed_names(plain), 0.1)
     expected = plain_run(
         plain,
         torch.optim.SGD(groups, lr=2e-3) if optim == "sgd" else torch.optim.AdamW(groups, lr=2e-3),
@@ -191,22 +198,26 @@ def test_readings_are_those_of_the_gradient_before_clipping() -> None:
 
 
 def test_what_a_model_does_not_use_is_left_alone() -> None:
+    check_what_a_model_does_not_use(fused=False)
+
+
+def check_what_a_model_does_not_use(*, fused: bool) -> None:
     """No gradient, no weight decay: as a plain loop has it."""
     model = FAMILIES["bert"].model()
     model.register_module("unused", nn.Linear(4, 4))
     frozen = model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
     before = [frozen.clone(), *(p.detach().clone() for p in model.unused.parameters())]
-    step = make_step(model, optimizer=Optimizer(value="adamw_torch", weight_decay=0.5))
+    step = make_step(model, optimizer=Optimizer(value="adamw_torch", weight_decay=0.5, fused=fused))
     for number in range(3):
         step.run(ROWS.batch(number))
     after = [frozen, *model.unused.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert not any("unused" in name for name in step.state_tensors()["optimizer"])
+    assert not any("unused" in name for name in step.state().optimizer)
 
 
 def test_biases_and_norms_do_not_decay() -> None:
     model = FAMILIES["bert"].model()
-    decayed, others = parameter_groups(model.named_parameters(), 0.1)
+    decayed, others = parameter_groups(model, decayed_names(model), 0.1)
     names = {id(p): name for name, p in model.named_parameters()}
     assert all("LayerNorm" not in names[id(p)] and "bias" not in names[id(p)] for p in decayed["params"])
     assert all("LayerNorm" in names[id(p)] or "bias" in names[id(p)] for p in others["params"])
@@ -280,7 +291,7 @@ def test_samples_that_are_not_finite_are_named_and_cost_one_step(bad_samples: se
     assert same(snapshot(step), before)
     assert int(step.update.applied) == 2
     clean = make_step(copy.deepcopy(step.execution.model))
-    clean.load_state_tensors(before)
+    clean.load_state(before)
     after, expected = step.run(ROWS.batch(3)).read(), clean.run(ROWS.batch(3)).read()
     assert after.applied
     assert (after.loss, after.learning_rate) == (expected.loss, expected.learning_rate)
@@ -341,12 +352,12 @@ def test_an_overflow_in_fp16_lowers_the_scale_and_nothing_else(optim: Any) -> No
     assert float(step.update.scale) == 2.0**39
     after = snapshot(step)
     assert same(after, before, "weights", "optimizer")
-    assert int(step.update.applied) == int(before["step"]["applied"])
+    assert int(step.update.applied) == before.counters.applied
     step.update.scale.fill_(scale)
     again = step.run(ROWS.batch(1)).read()
     assert again.applied
-    assert again.learning_rate == float(make_schedule("linear", 2e-3, STEPS, 3)[int(before["step"]["applied"])])
-    assert int(step.update.applied) == int(before["step"]["applied"]) + 1
+    assert again.learning_rate == float(make_schedule("linear", 2e-3, STEPS, 3)[before.counters.applied])
+    assert int(step.update.applied) == before.counters.applied + 1
 
 
 def test_the_scale_is_that_of_torchs_grad_scaler() -> None:
@@ -407,11 +418,11 @@ def test_a_continued_run_is_bit_equal_with_dropout_on(optim: Any, packed: bool) 
     go(stopped, range(4, 6))  # goes on after saving: what was saved stays as it was
     torch.manual_seed(999)
     resumed = fresh(7)
-    resumed.load_state_tensors(saved)
+    resumed.load_state(saved)
     assert go(resumed, range(4, STEPS)) == whole[4:]
     assert same(snapshot(resumed), snapshot(through))
     twice = fresh(8)
-    twice.load_state_tensors(saved)  # the same tensors again: loading copied them
+    twice.load_state(saved)  # the same tensors again: loading copied them
     assert go(twice, range(4, STEPS)) == whole[4:]
 
 
@@ -419,7 +430,7 @@ def test_a_run_goes_back_to_where_it_was() -> None:
     step = make_step(FAMILIES["bert"].model(dropout=0.2).train())
     begun = snapshot(step)
     first = [step.run(ROWS.batch(n)).read() for n in range(3)]
-    step.load_state_tensors(begun)
+    step.load_state(begun)
     assert [step.run(ROWS.batch(n)).read() for n in range(3)] == first
 
 
@@ -463,9 +474,9 @@ def test_state_has_what_a_continuation_needs() -> None:
     step = make_step(FAMILIES["bert"].model(), precision="fp16")
     step.update.scale.fill_(64.0)
     step.run(ROWS.batch(0))
-    state = step.state_tensors()
-    names = [name for name, _ in step.execution.model.named_parameters()]
-    assert set(names) <= state["weights"].keys()
-    assert {f"{name}/exp_avg" for name in names} <= state["optimizer"].keys()
-    assert {"applied", "scale", "growth"} <= state["step"].keys()
-    assert not any(t.requires_grad for group in state.values() for t in group.values())
+    state = step.state()
+    names = {name for name, _ in step.execution.model.named_parameters()}
+    assert state.weights.keys() == state.optimizer.keys() == set(state.counters.used) == names
+    assert all({"step", "exp_avg", "exp_avg_sq"} == kept.tensors.keys() for kept in state.optimizer.values())
+    assert (state.counters.applied, state.counters.scale) == (1, 64.0)
+    assert not any(tensor.requires_grad for tensor in state.weights.values())

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from brimful.core.records import LabelSpace
 from brimful.data.batches.batch import Batch, MicroBatch
 from brimful.levers.optimizer import Optimizer
-from brimful.levers.precision import Precision
 from brimful.models.packed.packed_forward import Execution
+from brimful.step.precision import Precision
 from brimful.step.step import Step
 from brimful.tasks.task import SingleLabel
 
@@ -34,11 +34,13 @@ class Experts(Execution):
         return logits + self.model[1](x_S4) if uses else logits
 
 
-def make_step(optim: Any) -> Step:
+def make_step(optim: Any, *, fused: bool = False) -> Step:
     precision = Precision(value="fp32", device=torch.device("cpu"), reason="")
     task = SingleLabel(LabelSpace(task="single_label", names=("a", "b")))
-    optimizer = Optimizer(value=optim, weight_decay=0.5)
-    return Step(Experts(), task, optimizer, precision, torch.full((9,), 0.1), max_grad_norm=1.0, seed=1)
+    optimizer = Optimizer(value=optim, weight_decay=0.5, fused=fused)
+    execution = Experts()
+    update = optimizer.apply(execution.model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
+    return Step(execution, task, update, precision, seed=1)
 
 
 def batch(number: int) -> Batch:
@@ -57,7 +59,11 @@ def batch(number: int) -> Batch:
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
 @pytest.mark.parametrize("stop", range(1, len(USES)))
 def test_a_resumed_step_knows_what_has_been_used(optim: str, stop: int) -> None:
-    alone, first, resumed = make_step(optim), make_step(optim), make_step(optim)
+    check_a_resumed_step(optim, stop, fused=False)
+
+
+def check_a_resumed_step(optim: str, stop: int, *, fused: bool) -> None:
+    alone, first, resumed = (make_step(optim, fused=fused) for _ in range(3))
     untouched = alone.execution.model[1].weight.clone()
     for number in range(len(USES)):
         alone.run(batch(number))
@@ -65,7 +71,7 @@ def test_a_resumed_step_knows_what_has_been_used(optim: str, stop: int) -> None:
             assert torch.equal(alone.execution.model[1].weight, untouched)
     for number in range(stop):
         first.run(batch(number))
-    resumed.load_state_tensors(first.state_tensors())
+    resumed.load_state(first.state())
     for number in range(stop, len(USES)):
         resumed.run(batch(number))
     for (name, expected), found in zip(

@@ -20,13 +20,14 @@ from brimful.hardware.probe import device_name
 from brimful.levers.attention import AttentionKernels, choose_kernels, measure_attention, padded_lever
 from brimful.levers.execution import ExecutionMode, choose_execution
 from brimful.levers.float8 import choose_float8
-from brimful.levers.optimizer import Optimizer
+from brimful.levers.optimizer import choose_optimizer
 from brimful.levers.packing import Packing
-from brimful.levers.precision import Precision
+from brimful.levers.precision import lever as precision_lever
 from brimful.models.hub.load import load_model
 from brimful.models.packed.equivalence import Equivalence, check_equivalence
 from brimful.models.packed.packed_forward import Execution, padding_id_of
 from brimful.step.graphs.captured_step import CapturedStep
+from brimful.step.precision import Precision
 from brimful.step.step import Step, make_schedule
 
 #: Most tokens of a micro-batch unless --token-budget says otherwise: on a GPU enough to fill it, on a CPU few enough
@@ -55,20 +56,7 @@ class Built:
         return self.layout.budgets.tokens[-1] if isinstance(self.layout, PackedLayout) else _DEFAULT_BUDGET["cpu"]
 
 
-def optimizer_of(options: TrainOptions) -> Optimizer:
-    """The optimizer that was asked for."""
-    return Optimizer(
-        value=options.optim,
-        weight_decay=options.weight_decay,
-        beta1=options.adam_beta1,
-        beta2=options.adam_beta2,
-        epsilon=options.adam_epsilon,
-    )
-
-
-def build(
-    options: TrainOptions, prepared: Prepared, precision: Precision, optimizer: Optimizer, callbacks: Callbacks
-) -> Built:
+def build(options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks) -> Built:
     """Loads the model and puts together how it runs.
 
     Raises: ModelError for weights that do not fit the model.
@@ -96,27 +84,26 @@ def build(
     mode = _mode(options, prepared, packing, kernels, model, precision)
     precision = _with_float8(precision, equivalence, layout, mode, callbacks)
     mode.apply(execution, fused=kernels.fused, note=callbacks.warning)
-    arguments = (execution, prepared.task, optimizer, precision, schedule)
-    settings: dict[str, Any] = {
-        "max_grad_norm": options.max_grad_norm,
-        "seed": options.seed,
-        "half_weights": equivalence.half_weights,
-    }
+    optimizer = choose_optimizer(options, model)
+    update = optimizer.apply(
+        model, schedule, precision, max_grad_norm=options.max_grad_norm, half_weights=equivalence.half_weights
+    )
+    arguments = (execution, prepared.task, update, precision)
     step = (
         CapturedStep(
             *arguments,
             most_tokens=layout.most_tokens,
             fused=mode.compiled and kernels.fused,
             note=callbacks.warning,
-            **settings,
+            seed=options.seed,
         )
-        if mode.captured
-        else Step(*arguments, **settings)
+        if mode.captured and update.on_device
+        else Step(*arguments, seed=options.seed)
     )
     levers = (
         packing.lever(),
         budget_lever,
-        precision.lever(),
+        precision_lever(precision),
         optimizer.lever(),
         kernels.lever() if packing.packed else padded_lever(model),
     )

@@ -13,8 +13,8 @@ from torch import Tensor
 from brimful.data.batches.batch import Layout
 from brimful.data.tokens.encoder import Tokens
 from brimful.kernels.layout import Inputs, map_tensors
-from brimful.levers.precision import Precision
 from brimful.models.packed.packed_forward import Execution
+from brimful.step.precision import Precision
 
 
 def predict_logits(

@@ -27,9 +27,9 @@ from brimful.kernels.attention.dispatch import (
     length_class,
 )
 from brimful.levers.lever import Cost, Verdict
-from brimful.levers.precision import Precision
 from brimful.measurement.attention import Heads, attention_seconds
 from brimful.models.packed.relative_bias import farthest_bucket
+from brimful.step.precision import Precision
 
 _NAMES = {
     "grouped_attention": "torch's sdpa on groups of similar length",

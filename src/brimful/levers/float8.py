@@ -19,9 +19,9 @@ from torch import Tensor
 
 from brimful.core.cache import cache_path, read_cached, write_cached
 from brimful.kernels.layers.float8 import Plan, Products, Shape, cast, product
-from brimful.levers.precision import Precision
 from brimful.measurement.peaks import median_seconds
 from brimful.models.packed.equivalence import Equivalence
+from brimful.step.precision import Precision
 
 SOURCE = "Micikevicius et al. 2022, arXiv 2209.05433; rowwise scales as in torchao.float8"
 
@@ -59,7 +59,7 @@ def choose_float8(
     if not any(any(products) for products in chosen.values()):
         return precision.in_bf16(f"no product is faster in it here: {_factors(timings)} at {num_tokens:,} tokens")
     plan = Plan(chosen, fewest=num_tokens // _FEWER)
-    return replace(precision, plan=plan, reason=_reason(timings, chosen, num_tokens), source=SOURCE)
+    return replace(precision, plan=plan, reason=_reason(timings, chosen, num_tokens))
 
 
 def _refusal(equivalence: Equivalence, fused: bool) -> str | None:

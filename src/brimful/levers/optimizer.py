@@ -1,33 +1,45 @@
-"""Optimizers by transformers' `optim` names, through torch's fused kernels: one pass over the parameters that also
-applies clipping and the loss scale, and does nothing at all where a step was found not to be finite. AdamW on a GPU has
-kernels of our own instead, with the same arithmetic (`step/updates/fused_adamw.py`).
+"""Optimizers by transformers' `optim` names. AdamW on a GPU is updated by kernels of our own
+(`step/updates/fused_adamw.py`), all else by torch's fused ones; the arithmetic is the same.
 
-`adamw_torch` and `adamw_torch_fused` are the same arithmetic and run the same kernel.
+`adamw_torch` and `adamw_torch_fused` run the same kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.trainer_pt_utils import get_parameter_names
 
-from brimful.core.options import OptimizerChoice
+from brimful.core.options import OptimizerChoice, TrainOptions
 from brimful.core.records import Arithmetic, Lever
 from brimful.levers.lever import Cost, Verdict
+from brimful.step.precision import Precision
+from brimful.step.updates.fused_adamw import FusedAdamW, can_fuse
+from brimful.step.updates.torch_update import TorchUpdate
+from brimful.step.updates.update import Update
+
+#: Names of parameters that do not decay: those of transformers' `Trainer.get_decay_parameter_names` (5.17 to 5.23).
+_NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """An optimizer and its hyperparameters. The learning rate belongs to the step, which reads it from its schedule."""
+    """An optimizer and its hyperparameters. The learning rate belongs to the step, which reads it from its schedule.
+
+    fused: whether it is updated by our own kernels.
+    """
 
     value: OptimizerChoice
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
+    fused: bool = False
+    reason: str = "asked for"
     source: str = "Loshchilov and Hutter 2019, arXiv 1711.05101; torch.optim"
 
     @property
@@ -54,37 +66,83 @@ class Optimizer:
 
     def lever(self) -> Lever:
         """Its line in the recipe."""
-        return Lever(
-            name="optimizer",
-            value=self.value,
-            arithmetic="exact",
-            reason="asked for; one fused pass, fp32 weights and states",
-        )
+        return Lever(name="optimizer", value=self.value, arithmetic="exact", reason=self.reason)
 
-    def apply(self, model: nn.Module, learning_rate: Tensor) -> torch.optim.Optimizer:
-        """The torch optimizer over the model's parameters, reading `learning_rate` from a () tensor at each step."""
-        groups = parameter_groups(model.named_parameters(), self.weight_decay)
-        if self.value == "sgd":
-            return torch.optim.SGD(groups, lr=learning_rate, fused=True)
-        return torch.optim.AdamW(
-            groups,
-            lr=learning_rate,
-            betas=(self.beta1, self.beta2),
-            eps=self.epsilon,
-            fused=True,
-            capturable=learning_rate.is_cuda,
-        )
+    def apply(
+        self,
+        model: nn.Module,
+        schedule: Tensor,
+        precision: Precision,
+        *,
+        max_grad_norm: float,
+        half_weights: bool = True,
+    ) -> Update:
+        """The update of a model's trained parameters.
+
+        schedule: (steps + 1,) learning rate by applied steps. half_weights: whether Linear layers may hold their
+        weights in half precision.
+        """
+        decayed = decayed_names(model)
+        if self.fused:
+            return FusedAdamW(
+                model,
+                schedule,
+                max_grad_norm=max_grad_norm,
+                scaled=precision.scaled,
+                betas=(self.beta1, self.beta2),
+                epsilon=self.epsilon,
+                weight_decay=dict.fromkeys(decayed, self.weight_decay),
+                half=precision.half if half_weights else None,
+            )
+        groups = parameter_groups(model, decayed, self.weight_decay)
+
+        def make(learning_rate: Tensor) -> torch.optim.Optimizer:
+            if self.value == "sgd":
+                return torch.optim.SGD(groups, lr=learning_rate, fused=True)
+            return torch.optim.AdamW(
+                groups,
+                lr=learning_rate,
+                betas=(self.beta1, self.beta2),
+                eps=self.epsilon,
+                fused=True,
+                capturable=learning_rate.is_cuda,
+            )
+
+        return TorchUpdate(model, make, schedule, max_grad_norm=max_grad_norm, scaled=precision.scaled)
 
 
-def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices and embeddings decay; biases and norms, all with fewer than two dimensions, do not."""
-    trained = [parameter for _, parameter in named if parameter.requires_grad]
-    decayed = [p for p in trained if decays(p)]
-    others = [p for p in trained if not decays(p)]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+def choose_optimizer(options: TrainOptions, model: nn.Module) -> Optimizer:
+    """The optimizer that was asked for, by the kernels that are the fastest for this model where it is."""
+    asked = asked_optimizer(options)
+    if not asked.value.startswith("adamw"):
+        return replace(asked, reason="asked for; torch's fused kernels, fp32 weights and states")
+    if can_fuse(model) and min(asked.beta1, asked.beta2) > 0:
+        return replace(asked, fused=True, reason="asked for; our fused kernels, fp32 weights and states")
+    return replace(asked, reason="asked for; torch's fused kernels, fp32 weights and states")
+
+
+def asked_optimizer(options: TrainOptions) -> Optimizer:
+    """The optimizer and its hyperparameters as they were asked for."""
+    return Optimizer(
+        value=options.optim,
+        weight_decay=options.weight_decay,
+        beta1=options.adam_beta1,
+        beta2=options.adam_beta2,
+        epsilon=options.adam_epsilon,
+    )
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay is for, by the rule of transformers' Trainer: all but biases and norms,
+    found by their names and as parts of `nn.LayerNorm`."""
+    return set(get_parameter_names(model, [nn.LayerNorm], list(_NOT_DECAYED)))
+
+
+def parameter_groups(model: nn.Module, decayed: Collection[str], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups of trained parameters for torch's optimizers: those that decay, and all others."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for name, p in trained if (name in decayed) == decays], "weight_decay": rate}
+        for decays, rate in ((True, weight_decay), (False, 0.0))
+    ]
     return [group for group in groups if group["params"]]
-
-
-def decays(parameter: Tensor) -> bool:
-    """Whether weight decay is for this parameter: matrices and embeddings, not biases and norms."""
-    return parameter.ndim >= 2

@@ -21,11 +21,10 @@ from torch import Tensor
 from brimful.data.batches.batch import Batch, MicroBatch
 from brimful.kernels.precompile import precompiled
 from brimful.kernels.rng import one_seed
-from brimful.levers.optimizer import Optimizer
-from brimful.levers.precision import Precision
 from brimful.models.packed.packed_forward import Execution
-from brimful.step.updates.fused_adamw import FusedUpdate, can_fuse
-from brimful.step.updates.update import States, Update
+from brimful.step.precision import Precision
+from brimful.step.state import StepState
+from brimful.step.updates.update import Update
 from brimful.tasks.task import Task
 
 
@@ -94,29 +93,10 @@ class Pending:
 
 
 class Step:
-    """One optimizer step of one model, eager. State that training must keep is in its `update`.
+    """One optimizer step of one model, eager. State that training must keep is in its `update`."""
 
-    schedule: (steps + 1,) fp32 learning rate by applied steps; the last one holds for any step beyond. half_weights:
-    whether the model's Linear layers may hold half-precision copies of their weights, which its equivalence check says.
-    """
-
-    def __init__(
-        self,
-        execution: Execution,
-        task: Task,
-        optimizer: Optimizer,
-        precision: Precision,
-        schedule: Tensor,
-        *,
-        max_grad_norm: float,
-        seed: int,
-        half_weights: bool = True,
-    ) -> None:
-        self.execution, self.task, self.precision, self.seed = execution, task, precision, seed
-        kind = FusedUpdate if can_fuse(execution.model, optimizer) else Update
-        self.update = kind(
-            execution.model, optimizer, precision, schedule, max_grad_norm=max_grad_norm, half_weights=half_weights
-        )
+    def __init__(self, execution: Execution, task: Task, update: Update, precision: Precision, *, seed: int) -> None:
+        self.execution, self.task, self.update, self.precision, self.seed = execution, task, update, precision, seed
         self.device = self.update.device
         # `torch.manual_seed` looks at every device there is, for as long as a tenth of a small model's step.
         self._generators = {torch.default_generator, generator_of(self.device)}
@@ -135,7 +115,7 @@ class Step:
             if several:
                 self.update.gather()
         self.reduce()
-        readings = self.update.apply(gathered=several)
+        readings = self.apply_update(gathered=several)
         return Pending(batch, readings, rows, self.precision.scaled)
 
     def accumulate(self, batch: Batch, index: int) -> Tensor:
@@ -158,6 +138,12 @@ class Step:
             (loss * self.update.scale).backward()  # type: ignore[no-untyped-call]
         self.update.loss.add_(loss.detach())
         return loss_rows_S.detach()
+
+    def apply_update(self, *, gathered: bool) -> Tensor:
+        """Update the weights from the gradients that there are; return the update's readings."""
+        readings = self.update.apply(gathered=gathered)
+        self.precision.after_update()
+        return readings
 
     def loss_rows_S(self, micro: MicroBatch) -> Tensor:
         """Each slot's addend to the loss sum; 0 in empty slots."""
@@ -194,13 +180,18 @@ class Step:
     def reduce(self) -> None:
         """Where gradients of several processes meet; with one there is nothing to do."""
 
-    def state_tensors(self) -> States:
+    def state(self) -> StepState:
         """Everything an exact continuation needs."""
-        return self.update.state_tensors()
+        return self.update.state()
 
-    def load_state_tensors(self, tensors: States) -> None:
-        """Takes up where `state_tensors` was taken."""
-        self.update.load_state_tensors(tensors)
+    def load_state(self, state: StepState) -> None:
+        """Take up where `state` was taken."""
+        self.update.load_state(state)
+
+    def release(self) -> None:
+        """End training: the model's parameters are plain fp32 ones again, and the step may not run any more."""
+        self.precision.after_training()
+        self.update.release()
 
 
 def generator_of(device: torch.device) -> torch.Generator:

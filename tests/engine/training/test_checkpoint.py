@@ -30,6 +30,7 @@ from brimful.engine.training.checkpoint import (
     rotate,
     save_checkpoint,
 )
+from brimful.step.state import Counters, ParameterState, Shard, StepState
 
 RUN = "run-1"
 #: What changes a disk, and close, where some file systems tell of a failed write.
@@ -38,12 +39,38 @@ OPERATIONS = ("open", "write", "fsync", "close", "replace", "rename", "unlink", 
 
 def content(step: int) -> dict[str, Any]:
     weight = torch.arange(64, dtype=torch.float32).reshape(8, 8) * step
+    kept = ParameterState(
+        tensors={"exp_avg": weight.bfloat16(), "step": torch.tensor(step)},
+        values={"schedule/name": "linear", "scales": [0.5, None], "factored": True, "step": step},
+        on_host=("step",),
+    )
     return {
-        "tensors": {
-            "model": {"weight": weight, "transposed": weight.t(), "ids": torch.tensor([step, 2**62])},
-            "optimizer": {"exp_avg": weight.bfloat16(), "step": torch.tensor(step)},
+        "state": state_of(
+            {"weight": weight, "transposed": weight.t(), "ids": torch.tensor([step, 2**62])},
+            buffers={"positions": torch.arange(step)},
+            optimizer={"weight": kept, "transposed": ParameterState(tensors={})},
+            counters=Counters(applied=step, scale=2.0**-20 / 3, growth=7, used=("weight",)),
+            weights_shard=Shard(index=1, count=3),
+        ),
+        "loop": {"epoch": 1, "loss": step / 3, "best": None},
+    }
+
+
+def state_of(weights: dict[str, torch.Tensor] | None = None, **parts: Any) -> StepState:
+    counters = Counters(applied=0, scale=1.0, growth=0, used=())
+    return StepState(**{"weights": weights or {}, "buffers": {}, "optimizer": {}, "counters": counters} | parts)
+
+
+def flat(state: StepState) -> dict[str, Any]:
+    """Everything of a state, its tensors as bytes."""
+    return {
+        "weights": {name: raw(tensor) for name, tensor in state.weights.items()},
+        "buffers": {name: raw(tensor) for name, tensor in state.buffers.items()},
+        "optimizer": {
+            name: ({key: raw(tensor) for key, tensor in kept.tensors.items()}, kept.values, kept.on_host)
+            for name, kept in state.optimizer.items()
         },
-        "state": {"epoch": 1, "loss": step / 3, "best": None},
+        "others": (state.counters, state.weights_shard, state.optimizer_shard),
     }
 
 
@@ -60,9 +87,8 @@ def same(found: Checkpoint | None, step: int, variant: int = 0) -> bool:
     expected = content(step + variant)
     return (
         found is not None
-        and (found.step, found.run, found.state) == (step, RUN, expected["state"])
-        and {stem: {name: raw(t) for name, t in group.items()} for stem, group in found.tensors.items()}
-        == {stem: {name: raw(t) for name, t in group.items()} for stem, group in expected["tensors"].items()}
+        and (found.step, found.run, found.loop) == (step, RUN, expected["loop"])
+        and flat(found.state) == flat(expected["state"])
     )
 
 
@@ -75,12 +101,13 @@ def test_comes_back_equal_and_leaves_only_named_files(tmp_path: Path) -> None:
     assert same(load_checkpoint(path), 120)
     assert {p.name for p in path.iterdir()} == {
         MANIFEST,
-        "model.safetensors",
+        "weights.safetensors",
+        "buffers.safetensors",
         "optimizer.safetensors",
         "state.json",
     }
     manifest = json.loads((path / MANIFEST).read_text())
-    assert (manifest["schema"], manifest["run"], manifest["step"]) == (1, RUN, 120)
+    assert (manifest["schema"], manifest["run"], manifest["step"]) == (2, RUN, 120)
     assert manifest["files"]["state.json"]["bytes"] == (path / "state.json").stat().st_size
 
 
@@ -88,16 +115,16 @@ def test_files_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     path = save(tmp_path, 3)
-    loaded = load_file(path / "model.safetensors")
+    loaded = load_file(path / "weights.safetensors")
     assert {name: raw(t) for name, t in loaded.items()} == {
-        name: raw(t) for name, t in content(3)["tensors"]["model"].items()
+        name: raw(t) for name, t in content(3)["state"].weights.items()
     }
 
 
 def test_tensors_are_aligned_in_their_file(tmp_path: Path) -> None:
     group = {"a": torch.zeros(3, dtype=torch.int8), "bc": torch.zeros(1, dtype=torch.int64), "d": torch.zeros(1)}
-    path = save_checkpoint(tmp_path, 1, run=RUN, tensors={"model": group}, state={})
-    data = (path / "model.safetensors").read_bytes()
+    path = save_checkpoint(tmp_path, 1, run=RUN, state=state_of(group), loop={})
+    data = (path / "weights.safetensors").read_bytes()
     header_bytes = int.from_bytes(data[:8], "little")
     assert header_bytes % 8 == 0
     header = json.loads(data[8 : 8 + header_bytes])
@@ -105,15 +132,15 @@ def test_tensors_are_aligned_in_their_file(tmp_path: Path) -> None:
 
 
 def test_loaded_tensors_can_be_trained_on(tmp_path: Path) -> None:
-    loaded = load_checkpoint(save(tmp_path, 1)).tensors["model"]["weight"]
+    loaded = load_checkpoint(save(tmp_path, 1)).state.weights["weight"]
     loaded.add_(1)
-    assert torch.equal(loaded, content(1)["tensors"]["model"]["weight"] + 1)
+    assert torch.equal(loaded, content(1)["state"].weights["weight"] + 1)
 
 
 def test_tied_and_gradient_carrying_tensors(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.randn(4, 4))
-    path = save_checkpoint(tmp_path, 1, run=RUN, tensors={"model": {"a": weight, "b": weight.t()}}, state={})
-    group = load_checkpoint(path).tensors["model"]
+    path = save_checkpoint(tmp_path, 1, run=RUN, state=state_of({"a": weight, "b": weight.t()}), loop={})
+    group = load_checkpoint(path).state.weights
     assert torch.equal(group["a"], weight)
     assert torch.equal(group["b"], weight.t())
     assert not group["a"].requires_grad
@@ -121,28 +148,20 @@ def test_tied_and_gradient_carrying_tensors(tmp_path: Path) -> None:
 
 def test_state_keeps_what_json_has_no_numbers_for(tmp_path: Path) -> None:
     state = {"best": float("-inf"), "seed": 2**63, "lr": 0.1 + 0.2, "text": "\u2028 \ud800 é"}
-    assert load_checkpoint(save_checkpoint(tmp_path, 0, run=RUN, tensors={}, state=state)).state == state
+    assert load_checkpoint(save_checkpoint(tmp_path, 0, run=RUN, state=state_of(), loop=state)).loop == state
 
 
-@pytest.mark.parametrize(
-    ("tensors", "error"),
-    [
-        ({"../model": {}}, ValueError),
-        ({"model.1": {}}, ValueError),
-        ({"model": {"__metadata__": torch.zeros(1)}}, ValueError),
-        ({"model": {"w": torch.zeros(1, dtype=torch.complex64)}}, ValueError),
-    ],
-)
-def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path: Path, tensors: Any, error: type) -> None:
+@pytest.mark.parametrize("weights", [{"__metadata__": torch.zeros(1)}, {"w": torch.zeros(1, dtype=torch.complex64)}])
+def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path: Path, weights: Any) -> None:
     save(tmp_path, 1)
-    with pytest.raises(error):
-        save_checkpoint(tmp_path, 2, run=RUN, tensors=tensors, state={})
+    with pytest.raises(ValueError, match="cannot be stored in a checkpoint"):
+        save_checkpoint(tmp_path, 2, run=RUN, state=state_of(weights), loop={})
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_state_that_is_not_json_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
-        save_checkpoint(tmp_path / "checkpoints", 2, run=RUN, tensors={}, state={"a": torch.zeros(1)})
+        save_checkpoint(tmp_path / "checkpoints", 2, run=RUN, state=state_of(), loop={"a": torch.zeros(1)})
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -150,13 +169,15 @@ def test_saving_over_a_complete_one_again_and_again(tmp_path: Path) -> None:
     for variant in range(4):
         path = save(tmp_path, 5, variant)
         assert same(load_checkpoint(path), 5, variant)
-        assert len(list(path.iterdir())) == 4
+        assert len(list(path.iterdir())) == 5
 
 
 def test_saving_over_one_with_other_files(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    path = save_checkpoint(tmp_path, 5, run=RUN, tensors={"other": {"w": torch.ones(1)}}, state={})
-    assert {p.name for p in path.iterdir()} == {MANIFEST, "other.1.safetensors", "state.1.json"}
+    (tmp_path / "step-00000005" / "other.safetensors").write_bytes(b"of something else")
+    path = save(tmp_path, 5)
+    stems = ("weights", "buffers", "optimizer")
+    assert {p.name for p in path.iterdir()} == {MANIFEST, "state.1.json", *(f"{s}.1.safetensors" for s in stems)}
     assert same(load_checkpoint(save(tmp_path, 5)), 5)
 
 
@@ -188,8 +209,8 @@ def any_tensor(draw: st.DrawFn) -> torch.Tensor:
 @given(st.dictionaries(st.text(max_size=12), any_tensor(), max_size=5))
 def test_any_tensors_come_back_bit_equal(tensors: dict[str, torch.Tensor]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = save_checkpoint(Path(folder), 1, run=RUN, tensors={"model": tensors}, state={})
-        loaded = load_checkpoint(path).tensors["model"]
+        path = save_checkpoint(Path(folder), 1, run=RUN, state=state_of(tensors), loop={})
+        loaded = load_checkpoint(path).state.weights
     assert {name: raw(t) for name, t in loaded.items()} == {name: raw(t) for name, t in tensors.items()}
 
 
@@ -216,7 +237,7 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", MANIFEST])
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json", MANIFEST])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_named_and_passed_over(tmp_path: Path, name: str, damage: str) -> None:
     save(tmp_path, 1)
@@ -262,12 +283,12 @@ def forge(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"schema": 2}, "schema 2"),
+        ({"schema": 1}, "manifest.json has layout 1, and this version of brimful reads 2: go on with"),
         ({"files": {"../../etc/passwd": {"bytes": 1, "sha256": "0"}}}, "names the file ../../etc/passwd"),
         ({"files": {"state.json": {"bytes": "1", "sha256": "0"}}}, "not a manifest"),
         ({"files": {"state.json": {}}}, "not a manifest"),
         ({"files": []}, "not a manifest"),
-        ({"files": {}}, "names no state.json"),
+        ({"files": {}}, "its files are not those of a step"),
         ({"step": 8}, "that of step 8"),
         ({"step": None}, "not a manifest"),
     ],
@@ -277,6 +298,19 @@ def test_a_forged_manifest_is_refused(tmp_path: Path, changes: dict[str, Any], w
     forge(path, **changes)
     with pytest.raises(CheckpointError, match=words):
         load_checkpoint(path)
+
+
+def test_a_checkpoint_of_another_layout_is_not_passed_over(tmp_path: Path) -> None:
+    """Nor removed, nor written over: a run that began with it would begin anew in silence."""
+    save(tmp_path, 1)
+    forge(save(tmp_path, 7), schema=1)
+    with pytest.raises(CheckpointError, match=r"step-00000007.manifest\.json has layout 1"):
+        newest_whole(tmp_path, RUN)
+    with pytest.raises(OutputError, match="has layout 1"):
+        save(tmp_path, 7)
+    save(tmp_path, 9)
+    assert rotate(tmp_path, 1, run=RUN, newest=9) == [tmp_path / "step-00000001"]
+    assert (tmp_path / "step-00000007" / "weights.safetensors").exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "7", '{"sha256": 1}', "[" * 100_000, "\x00" * 50])
@@ -290,11 +324,11 @@ def test_what_is_no_manifest_at_all(tmp_path: Path, text: str) -> None:
 def test_a_whole_file_that_is_no_safetensors(tmp_path: Path) -> None:
     path = save(tmp_path, 7)
     data = b"<html>not found</html>"
-    (path / "model.safetensors").write_bytes(data)
+    (path / "weights.safetensors").write_bytes(data)
     files = json.loads((path / MANIFEST).read_text())["files"]
-    files["model.safetensors"] = {"bytes": len(data), "sha256": module.hashlib.sha256(data).hexdigest()}
+    files["weights.safetensors"] = {"bytes": len(data), "sha256": module.hashlib.sha256(data).hexdigest()}
     forge(path, files=files)
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be parsed"):
+    with pytest.raises(CheckpointError, match=r"weights.safetensors cannot be parsed"):
         load_checkpoint(path)
 
 
@@ -342,7 +376,7 @@ def test_rotation_counts_only_what_is_complete(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     (tmp_path / "step-00000002" / MANIFEST).unlink()
-    (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "step-00000003" / "weights.safetensors").write_bytes(b"")
     rotate(tmp_path, 2, run=RUN, newest=4)
     assert steps(tmp_path) == [1, 4]
 
@@ -352,7 +386,7 @@ def test_rotation_never_removes_by_number_alone(tmp_path: Path) -> None:
     for step in (2, 3):
         save(tmp_path, step)
     save(tmp_path, 500, run="other")
-    (save(tmp_path, 700) / "model.safetensors").write_bytes(b"")
+    (save(tmp_path, 700) / "weights.safetensors").write_bytes(b"")
     rotate(tmp_path, 1, run=RUN, newest=3)
     assert steps(tmp_path) == [1, 3, 500, 700]
 
@@ -377,7 +411,7 @@ def test_rotation_removes_the_manifest_first_and_for_good(tmp_path: Path, monkey
     rotate(tmp_path, 1, run=RUN, newest=2)
     assert done[0] == f"unlink {tmp_path / 'step-00000001' / MANIFEST}"
     assert done[1].startswith("fsync")
-    assert len(done) == 5
+    assert len(done) == 6
 
 
 def test_what_the_disk_would_not_give_is_passed_over_but_never_removed(
@@ -424,7 +458,7 @@ def leave_an_incomplete_one(folder: Path) -> None:
     save(folder, 1)
     path = save(folder, 2, 7)
     (path / MANIFEST).unlink()
-    (path / "model.safetensors").write_bytes(b"torn")
+    (path / "weights.safetensors").write_bytes(b"torn")
     (path / ".tmp-state.json-0123abcd").write_bytes(b"left")
 
 

@@ -85,13 +85,16 @@ def test_it_is_never_applied(optim: str, poisoned: tuple[Path, Path], tmp_path: 
     run, _ = train(rows, model, tmp_path / "with", num_train_epochs=(bad + 1) / samples.batches_per_epoch, **more)
     assert (run.steps, run.skipped_steps) == (bad, 1)
     before, after = (
-        load_checkpoint(tmp_path / name / "checkpoints" / f"step-{bad:08d}").tensors for name in ("before", "with")
+        load_checkpoint(tmp_path / name / "checkpoints" / f"step-{bad:08d}").state for name in ("before", "with")
     )
-    assert after.keys() == before.keys()
-    for stem, group in before.items():
-        assert after[stem].keys() == group.keys()
+    assert after.counters == before.counters
+    assert after.optimizer.keys() == before.optimizer.keys()
+    groups = [(before.weights, after.weights), (before.buffers, after.buffers)]
+    groups += [(kept.tensors, after.optimizer[name].tensors) for name, kept in before.optimizer.items()]
+    for group, found in groups:
+        assert found.keys() == group.keys()
         for name, tensor in group.items():
-            assert torch.equal(after[stem][name].nan_to_num(7.0), tensor.nan_to_num(7.0)), name
+            assert torch.equal(found[name].nan_to_num(7.0), tensor.nan_to_num(7.0)), name
 
 
 def test_an_infinite_loss_and_an_infinite_gradient(model: Path, tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_the_best_checkpoint_is_kept_and_is_the_model(undisturbed: Callable[[str
     assert len(kept) == 3
     assert best == kept[0]
     weights = load_file(folder / "model" / "model.safetensors")
-    saved = load_checkpoint(folder / "checkpoints" / f"step-{best:08d}").tensors["weights"]
+    saved = load_checkpoint(folder / "checkpoints" / f"step-{best:08d}").state.weights
     assert all(torch.equal(weights[name], saved[name]) for name in weights)
     assert learned(folder)["metrics"]["loss"] == by_step[best]
 

@@ -50,8 +50,9 @@ from brimful.engine.training.prepare import tell_columns
 from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, num_gpus_of, probe
 from brimful.hardware.specs import datasheet_flops_per_s
-from brimful.levers.precision import Precision, choose_forward_precision
+from brimful.levers.precision import choose_forward_precision
 from brimful.models.model_stats import matmul_parameters
+from brimful.step.precision import Precision
 from brimful.tasks.answers import answer_form
 from brimful.tasks.zero_shot import zero_shot_form
 

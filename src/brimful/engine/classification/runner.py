@@ -26,7 +26,7 @@ from brimful.levers.attention import AttentionKernels, choose_kernels, padded_le
 from brimful.levers.execution import ExecutionMode, choose_forward
 from brimful.levers.float8 import choose_float8
 from brimful.levers.packing import Packing
-from brimful.levers.precision import Precision
+from brimful.levers.precision import lever as precision_lever
 from brimful.models.half_weights import halve_linears
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
 from brimful.models.hub.load import load_model
@@ -35,6 +35,7 @@ from brimful.models.onednn_prepack import can_reorder, reorder_linears
 from brimful.models.packed.equivalence import check_equivalence
 from brimful.models.packed.packed_forward import Execution, has_token_types, padding_id_of
 from brimful.step.graphs.captured_forward import PackedForward
+from brimful.step.precision import Precision
 from brimful.tasks.answers import label_space
 
 #: Batches, filled to the budget, of texts like the first ones, by which budgets are chosen where those are few.
@@ -161,7 +162,7 @@ def make_runner(
         precision=precision,
         recipe=Recipe(
             device=device_name(precision.device),
-            levers=(packing.lever(), budget, precision.lever(), attention, *loaded.weights, mode.lever()),
+            levers=(packing.lever(), budget, precision_lever(precision), attention, *loaded.weights, mode.lever()),
         ),
         packing=packing,
         execution_mode=cast(ExecutionChoice, mode.value),

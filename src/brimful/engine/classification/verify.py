@@ -20,7 +20,8 @@ from brimful.core.units import share_text
 from brimful.engine.classification.request import Asked, Request, Texts
 from brimful.engine.classification.runner import Checked, Runner, make_runner
 from brimful.engine.classification.stages import Busy
-from brimful.levers.precision import Precision, choose_precision
+from brimful.levers.precision import choose_precision
+from brimful.step.precision import Precision
 from brimful.tasks.answer_equivalence import compare_answers
 
 

@@ -24,7 +24,7 @@ from brimful.core.options import NOT_OF_A_STEP, ProfileOptions
 from brimful.core.profile import Limits, Profile, Rates, StepTime, Work
 from brimful.core.records import PeakMemory
 from brimful.data.batches.batch import Batch, MicroBatch
-from brimful.engine.assemble import Built, build, optimizer_of
+from brimful.engine.assemble import Built, build
 from brimful.engine.profiling.timing import run_steps, time_steps, warm_up
 from brimful.engine.training.prepare import prepare
 from brimful.engine.training.train import deterministic
@@ -32,13 +32,15 @@ from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, probe
 from brimful.hardware.specs import datasheet_flops_per_s
 from brimful.kernels.layout import PackedInputs
-from brimful.levers.precision import Precision, choose_precision
+from brimful.levers.optimizer import asked_optimizer
+from brimful.levers.precision import choose_precision
 from brimful.measurement.bottleneck import reading_of
 from brimful.measurement.kernels import Anatomy, anatomy, with_callers
 from brimful.measurement.peaks import measure_limits
 from brimful.measurement.trace import Trace, record
 from brimful.models.model_stats import attention_of, layers_of, token_matrices
 from brimful.models.packed.packed_forward import LeftOut, PackedExecution
+from brimful.step.precision import Precision
 
 #: Passes over the batches to time them, the median taken batch by batch.
 _ROUNDS = {"cuda": 3, "cpu": 1}
@@ -54,16 +56,15 @@ def profile(options: ProfileOptions, callbacks: Callbacks) -> Profile:
     trace = None if options.trace is None else _checked(Path(options.trace), options.data)
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
-    optimizer = optimizer_of(options)
     prepared = prepare(options, callbacks)
     with precision.apply(), deterministic(options.deterministic):
         callbacks.stage("loading the model")
-        built = build(options, prepared, precision, optimizer, callbacks)
+        built = build(options, prepared, precision, callbacks)
         callbacks.recipe(built.recipe)
         with closing(built.source):
             found = _measure(built, options.steps, callbacks)
         parameters = sum(parameter.numel() for parameter in built.step.update.parameters)
-        work = _work(built, found.facts, optimizer.moved_bytes(parameters, built.step.update.num_idle()))
+        work = _work(built, found.facts, asked_optimizer(options).moved_bytes(parameters, built.step.update.num_idle()))
     if trace is not None:
         _write(trace, found.trace.document)
         callbacks.note(f"trace of {options.steps} steps: {trace}")

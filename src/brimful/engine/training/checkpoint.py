@@ -1,12 +1,15 @@
 """Checkpoints that survive a kill, a power cut and a full disk: safetensors and JSON only, nothing is ever unpickled.
 
     checkpoints/step-00000120/
-        model.safetensors, optimizer.safetensors, state.json    each written under a temporary name, synced, renamed
-        manifest.json                                           last: run, step, and size and SHA-256 of the others
+        weights.safetensors, buffers.safetensors, optimizer.safetensors     each written under a temporary name, synced,
+        state.json                                                          renamed
+        manifest.json                       last: run, step, and size and SHA-256 of the others
+
+state.json has the step's counters, what optimizers keep beside tensors, and the training loop's own state.
 
 A folder without a manifest is no checkpoint. A manifest holds its own SHA-256 too, so no flipped bit goes unseen.
-Saving over a complete checkpoint writes the files under second names (model.1.safetensors) beside the first ones, until
-the new manifest has taken the place of the old one in one rename.
+Saving over a complete checkpoint writes the files under second names (weights.1.safetensors) beside the first ones,
+until the new manifest has taken the place of the old one in one rename.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,8 +31,9 @@ import torch
 from brimful.core import atomic_files
 from brimful.core.atomic_files import Data, Written, path_text
 from brimful.core.errors import BrimfulError, CheckpointError, OutputError, printable
+from brimful.step.state import Counters, ParameterState, Shard, StepState
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
 
 _FOLDER = re.compile(r"step-(\d{8,})")
@@ -53,16 +57,23 @@ _DTYPES = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Checkpoint:
-    """What was saved after `step` applied steps of the run with id `run`: tensors on the CPU by file stem and name."""
+    """The state saved after `step` applied steps of the run with id `run`, its tensors on the CPU.
+
+    loop: the training loop's own state.
+    """
 
     step: int
     run: str
-    tensors: dict[str, dict[str, torch.Tensor]]
-    state: dict[str, Any]
+    state: StepState
+    loop: dict[str, Any]
 
 
 class _ReadError(CheckpointError):
     """The disk would not give a file: passed over, and never removed, for it may be whole."""
+
+
+class _LayoutError(CheckpointError):
+    """A checkpoint of another version of this layout: neither passed over nor removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,20 +83,16 @@ class _Manifest:
     files: Mapping[str, Written]
 
 
-def save_checkpoint(
-    folder: Path, step: int, *, run: str, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Mapping[str, Any]
-) -> Path:
+def save_checkpoint(folder: Path, step: int, *, run: str, state: StepState, loop: Mapping[str, Any]) -> Path:
     """Save a checkpoint as `folder`/step-<step>, on the disk when this returns, and return its path.
 
-    tensors: by file stem, then by name; of any device and layout, tied ones are stored once per name.
-    state: JSON, NaN and infinities allowed. Keys come back as text and tuples as lists.
+    state: tensors of any device and layout; tied ones are stored once per name.
+    loop: JSON, NaN and infinities allowed, as in values of `state`. Keys come back as text and tuples as lists.
 
     Raises: DiskFullError or OutputError; what was there before is then as whole as it was.
     """
-    for stem in tensors:
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", stem):
-            raise ValueError(f"{stem!r} is not a file stem of letters, digits, _ and -")
-    state_json = json.dumps(dict(state), indent=2).encode("ascii")
+    tensors, values = _taken_apart(state)
+    state_json = json.dumps({"step": values, "loop": dict(loop)}, indent=2).encode("ascii")
     path = checkpoint_path(folder, step)
     atomic_files.make_folder(folder)
     atomic_files.make_folder(path)
@@ -140,7 +147,7 @@ def newest_whole(folder: Path, run: str) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint of `run` with the highest step that is whole, and a line on each newer folder passed over.
 
     None if there is no whole one. Damaged and incomplete folders, and those of other runs, are passed over.
-    Raises: CheckpointError if `folder` itself cannot be read.
+    Raises: CheckpointError if `folder` itself cannot be read, or for a checkpoint of another version of the layout.
     """
     passed_over: list[str] = []
     for _, path in sorted(_step_folders(folder), reverse=True):
@@ -149,6 +156,8 @@ def newest_whole(folder: Path, run: str) -> tuple[Checkpoint | None, list[str]]:
             if manifest.run != run:
                 raise CheckpointError(f"{path_text(path)} belongs to another run: {printable(manifest.run)}")
             return _load(path, manifest), passed_over
+        except _LayoutError:
+            raise
         except CheckpointError as error:
             passed_over.append(str(error))
     return None, passed_over
@@ -190,7 +199,7 @@ def _sort_in(step: int, path: Path, run: str, complete: dict[int, Path], incompl
             return
         for name, stored in manifest.files.items():
             _check_size(path / name, stored)
-    except _ReadError:
+    except (_ReadError, _LayoutError):
         return
     except CheckpointError:
         incomplete[step] = path
@@ -218,7 +227,7 @@ def _clear(path: Path) -> frozenset[str]:
     """Remove all from `path` but its manifest and the files that names; return what is kept, none if incomplete."""
     try:
         kept = frozenset({MANIFEST, *_read_manifest(path).files})
-    except _ReadError as error:
+    except (_ReadError, _LayoutError) as error:
         raise OutputError(str(error)) from error
     except CheckpointError:
         kept = frozenset()
@@ -267,7 +276,7 @@ def _read_manifest(path: Path) -> _Manifest:
     """The manifest of the folder `path`. Raises: CheckpointError."""
     where = path_text(path / MANIFEST)
     try:
-        manifest = _parse_manifest((path / MANIFEST).read_bytes())
+        manifest = _parse_manifest((path / MANIFEST).read_bytes(), where)
     except FileNotFoundError:
         raise CheckpointError(f"{path_text(path)} is incomplete: it has no {MANIFEST}") from None
     except OSError as error:
@@ -281,14 +290,17 @@ def _read_manifest(path: Path) -> _Manifest:
     return manifest
 
 
-def _parse_manifest(content: bytes) -> _Manifest:
+def _parse_manifest(content: bytes, where: str) -> _Manifest:
     """Raises: ValueError with the reason; KeyError, TypeError or AttributeError for what is no manifest at all."""
     body = json.loads(content)
     own_sha256 = body.pop("sha256")
-    if body["schema"] != SCHEMA:
-        raise ValueError(f"it has schema {printable(body['schema'])}, this version reads {SCHEMA}")
     if own_sha256 != _own_sha256(body):
         raise ValueError("its SHA-256 is not the one it states")
+    if body["schema"] != SCHEMA:
+        raise _LayoutError(
+            f"{where} has layout {printable(body['schema'])}, and this version of brimful reads {SCHEMA}:"
+            " go on with the version that wrote it, or start another run"
+        )
     for name in body["files"]:
         if not _FILE.fullmatch(name):  # such as ../../elsewhere.json
             raise ValueError(f"it names the file {printable(name)}")
@@ -301,7 +313,7 @@ def _parse_manifest(content: bytes) -> _Manifest:
 
 def _load(path: Path, manifest: _Manifest) -> Checkpoint:
     tensors: dict[str, dict[str, torch.Tensor]] = {}
-    state: Any = None
+    values: Any = None
     for name, stored in manifest.files.items():
         content = _verified(path / name, stored)
         stem, kind = cast(re.Match[str], _FILE.fullmatch(name)).groups()
@@ -309,12 +321,51 @@ def _load(path: Path, manifest: _Manifest) -> Checkpoint:
             if kind == "safetensors":
                 tensors[stem] = safetensors.torch.load(content)
             else:
-                state = json.loads(content)
+                values = json.loads(content)
         except (ValueError, KeyError, RecursionError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{path_text(path / name)} cannot be parsed: {printable(error)}") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path_text(path)} is damaged: its {MANIFEST} names no state.json")
-    return Checkpoint(step=manifest.step, run=manifest.run, tensors=tensors, state=state)
+    try:
+        state, loop = _put_together(tensors, values["step"]), values["loop"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path_text(path)} is damaged: its files are not those of a step") from error
+    return Checkpoint(step=manifest.step, run=manifest.run, state=state, loop=loop)
+
+
+def _taken_apart(state: StepState) -> tuple[dict[str, Mapping[str, torch.Tensor]], dict[str, Any]]:
+    """A step's state as tensors by file stem and name, and JSON of all else."""
+    optimizer = {
+        f"{name}/{key}": tensor for name, kept in state.optimizer.items() for key, tensor in kept.tensors.items()
+    }
+    values = {
+        "counters": asdict(state.counters),
+        "optimizer": {
+            name: {"tensors": list(kept.tensors), "values": kept.values, "on_host": kept.on_host}
+            for name, kept in state.optimizer.items()
+        },
+        "weights_shard": asdict(state.weights_shard),
+        "optimizer_shard": asdict(state.optimizer_shard),
+    }
+    return {"weights": state.weights, "buffers": state.buffers, "optimizer": optimizer}, values
+
+
+def _put_together(tensors: Mapping[str, Mapping[str, torch.Tensor]], values: Mapping[str, Any]) -> StepState:
+    optimizer = {
+        name: ParameterState(
+            tensors={key: tensors["optimizer"][f"{name}/{key}"] for key in kept["tensors"]},
+            values=kept["values"],
+            on_host=tuple(kept["on_host"]),
+        )
+        for name, kept in values["optimizer"].items()
+    }
+    counters = values["counters"]
+    return StepState(
+        weights=tensors["weights"],
+        buffers=tensors["buffers"],
+        optimizer=optimizer,
+        counters=Counters(**counters | {"used": tuple(counters["used"])}),
+        weights_shard=Shard(**values["weights_shard"]),
+        optimizer_shard=Shard(**values["optimizer_shard"]),
+    )
 
 
 def _check_size(file: Path, stored: Written) -> None:

@@ -32,7 +32,7 @@ from brimful.core.options import TrainOptions
 from brimful.core.records import Run
 from brimful.data.batches.batch import Batch
 from brimful.data.batches.prefetch import Feed
-from brimful.engine.assemble import Built, build, optimizer_of
+from brimful.engine.assemble import Built, build
 from brimful.engine.clock import Clock
 from brimful.engine.compilations import CompilationWatch
 from brimful.engine.inference import predict_logits
@@ -51,6 +51,7 @@ from brimful.engine.training.prepare import Prepared, prepare
 from brimful.engine.training.run_folder import RunFolder, check_free, check_same, check_space, differences_of_place
 from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, probe
+from brimful.levers.optimizer import asked_optimizer
 from brimful.levers.precision import choose_precision
 from brimful.models.hub.save import save_model
 from brimful.reports.card import model_card
@@ -97,16 +98,15 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks) -> Run:
     check_free(path, resume=options.resume)
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
-    optimizer = optimizer_of(options)
     prepared = prepare(options, callbacks)
     if not _is_finished(RunFolder(path).read() if options.resume else None, path):
         num_parameters = prepared.facts.num_parameters
         # Besides those kept, the one being written, and the best one where it is looked for.
         num_checkpoints = options.save_total_limit + 1 + (options.metric_for_best_model is not None)
-        check_space(path, num_parameters, optimizer.cost(num_parameters).resident_bytes, num_checkpoints)
+        check_space(path, num_parameters, asked_optimizer(options).cost(num_parameters).resident_bytes, num_checkpoints)
     if options.dry_run:
         with precision.apply():
-            built = build(options, prepared, precision, optimizer, callbacks)
+            built = build(options, prepared, precision, callbacks)
         callbacks.recipe(built.recipe)
         return _record(options, prepared, built, command, run="", status="planned")
     with RunFolder(path) as folder, precision.apply(), deterministic(options.deterministic):
@@ -118,7 +118,7 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks) -> Run:
                 callbacks.note("this run had finished; nothing was changed")
                 return dataclasses.replace(before, options=dataclasses.asdict(options))  # it may have been moved
         callbacks.stage("loading the model")
-        built = build(options, prepared, precision, optimizer, callbacks)
+        built = build(options, prepared, precision, callbacks)
         callbacks.recipe(built.recipe)
         run_id = before.run if before is not None else secrets.token_hex(6)
         run = _record(options, prepared, built, command, run=run_id, status="running")
@@ -201,8 +201,8 @@ class _Loop:
         self._passed_over = {step for step in saved_steps(self._folder.checkpoints) if step > whole_step}
         if checkpoint is not None:
             self._require_same_weights(checkpoint)
-            self._state = _State(**checkpoint.state)
-            self._built.step.load_state_tensors(checkpoint.tensors)
+            self._state = _State(**checkpoint.loop)
+            self._built.step.load_state(checkpoint.state)
             self._saved_step = checkpoint.step
             self._callbacks.note(f"going on after step {checkpoint.step}")
         elif self._options.resume:
@@ -210,8 +210,10 @@ class _Loop:
         self._events.cut(self._state.events_position)
 
     def _require_same_weights(self, checkpoint: Checkpoint) -> None:
-        own = {name: tensor.shape for name, tensor in self._built.step.state_tensors()["weights"].items()}
-        saved = {name: tensor.shape for name, tensor in checkpoint.tensors["weights"].items()}
+        own, saved = (
+            {name: tensor.shape for name, tensor in {**state.weights, **state.buffers}.items()}
+            for state in (self._built.step.state(), checkpoint.state)
+        )
         if other := sorted(name for name in {*own, *saved} if own.get(name) != saved.get(name)):
             raise OutputError(
                 f"{printable(self._options.output, 200)} cannot be resumed: {printable(other[0])} of the model is not"
@@ -374,8 +376,8 @@ class _Loop:
                 self._folder.checkpoints,
                 state.applied,
                 run=self._record.run,
-                tensors=self._built.step.state_tensors(),
-                state=dataclasses.asdict(state),
+                state=self._built.step.state(),
+                loop=dataclasses.asdict(state),
             )
         except DiskFullError as error:
             if must:
@@ -441,7 +443,7 @@ class _Loop:
             peak_bytes=peak,
             compilations=self._compilations.found,
         )
-        self._built.step.update.release()
+        self._built.step.release()
         self._built.model.eval()
         save_model(
             self._built.model, self._prepared.tokenizer, self._prepared.space, self._folder.model, model_card(run)
@@ -462,7 +464,7 @@ class _Loop:
             self._events.write("best_lost", step=state.best_step, why=str(error))
             self._callbacks.warning(f"the best model is lost, the last one is kept: {error}")
             return state.metrics, state.applied
-        self._built.step.load_state_tensors(best.tensors)
+        self._built.step.load_state(best.state)
         self._callbacks.note(f"the model after step {best.step} was best, and is kept")
         return state.best_metrics, state.applied
 

@@ -23,8 +23,8 @@ from brimful.data.tokens.encoder import Tokens
 from brimful.hardware.capture import capture
 from brimful.kernels.layout import PackedInputs, PackedShape, Segments
 from brimful.kernels.precompile import precompiled
-from brimful.levers.precision import Precision
 from brimful.models.packed.packed_forward import Execution
+from brimful.step.precision import Precision
 
 #: Shapes kept as graphs; there are a handful of length classes and of budgets in each.
 _MOST_GRAPHS = 64

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from brimful.data.batches.batch import Batch, MicroBatch, Shape
 from brimful.hardware.capture import capture
+from brimful.step.state import StepState
 from brimful.step.step import Pending, Step
 from brimful.step.updates.fused_adamw import MOST_GRAPHS
 
@@ -93,11 +94,11 @@ class CapturedStep(Step):
             self._note(f"steps run eagerly: {refusal}")
             return super().run(batch)
 
-    def load_state_tensors(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+    def load_state(self, state: StepState) -> None:
         """As `Step` does. Graphs hold the addresses of what is replaced, and are captured anew."""
         self._graphs.clear()
         self._met.clear()
-        super().load_state_tensors(tensors)
+        super().load_state(state)
 
     def _first(self, batch: Batch) -> Pending:
         """Runs a batch with a new shape eagerly; before there are graphs, sees how much memory the largest takes."""
@@ -122,7 +123,7 @@ class CapturedStep(Step):
             def compute() -> tuple[Tensor, Tensor]:
                 rows_S = self.backward(static)
                 self.reduce()
-                return rows_S, self.update.apply(gathered=False)
+                return rows_S, self.apply_update(gathered=False)
 
             graph = self._capture(("whole", shape), compute, memory)
         self.draw_seed(batch, 0)
@@ -138,7 +139,7 @@ class CapturedStep(Step):
                 memory, static = _copy(batch, index)
                 self._capture(("accumulate", shape), partial(self._accumulate, static), memory)
         if ("update",) not in self._graphs:
-            self._capture(("update",), lambda: (None, self.update.apply(gathered=True)))
+            self._capture(("update",), lambda: (None, self.apply_update(gathered=True)))
         rows = []
         for index, shape in enumerate(shapes):
             graph = self._graphs["accumulate", shape]

@@ -11,7 +11,7 @@ added up in fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from brimful.levers.optimizer import Optimizer, decays
 from brimful.models.half_weights import arena_order
 from brimful.models.model_stats import linear_parameters
+from brimful.step.state import ParameterState
 from brimful.step.updates.update import Update
 
 try:
@@ -33,20 +33,19 @@ try:
 except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
     triton = adamw = None  # type: ignore[assignment]
 
-#: Graphs that read gradients where they find them.
+#: Most graphs that read gradients where backward passes left them.
 MOST_GRAPHS = 64
 
 
-def can_fuse(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether this update works here: AdamW on fp32 parameters of one GPU."""
+def can_fuse(model: nn.Module) -> bool:
+    """Return whether the kernels can update this model: all of its trained parameters are in fp32 on a GPU."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    on_gpu = all(p.is_cuda and p.dtype == torch.float32 for p in trained)
-    return adamw is not None and on_gpu and optimizer.value.startswith("adamw")
+    return adamw is not None and all(p.is_cuda and p.dtype == torch.float32 for p in trained)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Places:
-    """Where each of P parameters lies in the arenas, as tables on the device.
+    """Positions of P parameters in the arenas, as tables on the device.
 
     blocks_B3: parameter of each block, where in it the block begins, and where it ends. starts_P: first place.
     copied_P: whether it has a half-precision copy; those that do come first, so that the copies' arena ends with them.
@@ -59,7 +58,7 @@ class _Places:
 
 
 class _Launch(NamedTuple):
-    """A kernel, how many programs of it, and what they are told."""
+    """A kernel, its grid and its arguments."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -73,13 +72,20 @@ class _Launch(NamedTuple):
         self.kernel.warmup(*self.arguments, grid=self.grid, **self.constants)
 
 
-class FusedUpdate(Update):
-    """`Update` with the same results, for AdamW on a GPU."""
+class FusedAdamW(Update):
+    """AdamW by our own kernels, on a GPU.
 
-    def _set_up(self, optimizer: Optimizer) -> None:
-        self._betas, self._epsilon = (optimizer.beta1, optimizer.beta2), optimizer.epsilon
-        half = self.precision.dtype if self.precision.dtype.itemsize == 2 else None
-        copied = linear_parameters(self.model) if half is not None and self.half_weights else set()
+    weight_decay: by name of those parameters that have any. half: dtype of the copies that Linear layers hold of their
+    weights, None for no copies.
+    """
+
+    def __init__(
+        self, model: nn.Module, schedule: Tensor, *, max_grad_norm: float, scaled: bool, betas: tuple[float, float],
+        epsilon: float, weight_decay: Mapping[str, float], half: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        super().__init__(model, schedule, max_grad_norm=max_grad_norm, scaled=scaled)
+        self._betas, self._epsilon = betas, epsilon
+        copied = set() if half is None else linear_parameters(model)
         self._half = half or torch.float32
         order = sorted(range(len(self.parameters)), key=arena_order(self.named, copied))
         starts, end, end_of_copies = [0] * len(order), 0, 0
@@ -90,7 +96,7 @@ class FusedUpdate(Update):
                 end_of_copies = end
         tables = {id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)}
         self._block_sizes = [_whole_rows(p) if id(p) in tables else adamw.BLOCK for p in self.parameters]
-        self._places = self._tables(starts, copied, optimizer.weight_decay)
+        self._places = self._tables(starts, copied, weight_decay)
         device, count = self.device, len(order)
         self._touched = torch.zeros(len(self._places.blocks_B3), dtype=torch.int32, device=device)
         self._master, self._moment1, self._moment2 = (torch.zeros(end, device=device) for _ in range(3))
@@ -122,7 +128,7 @@ class FusedUpdate(Update):
                 else:
                     parameter.data = master
 
-    def _tables(self, starts: list[int], copied: set[int], weight_decay: float) -> _Places:
+    def _tables(self, starts: list[int], copied: set[int], weight_decay: Mapping[str, float]) -> _Places:
         def table(values: list[Any], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
@@ -134,42 +140,41 @@ class FusedUpdate(Update):
         return _Places(
             blocks_B3=table(blocks, torch.int32),
             starts_P=table(starts, torch.int64),
-            decays_P=table([weight_decay if decays(p) else 0.0 for p in self.parameters], torch.float32),
+            decays_P=table([weight_decay.get(name, 0.0) for name in self.named], torch.float32),
             copied_P=table([id(p) in copied for p in self.parameters], torch.int32),
         )
 
     def before(self) -> None:
-        """Each backward pass leaves gradients of its own, wherever it likes."""
+        """Drop gradients: each backward pass leaves its own, wherever it likes."""
         self._waiting.clear()
         for parameter in self.parameters:
             parameter.grad = None
 
     def around_backward(self) -> AbstractContextManager[None]:
-        """In a graph, gradients of weights run beside those of activations: nobody adds to them on the way."""
+        """Compute gradients of weights on a side stream within a graph: nobody adds to them on the way."""
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return self._overlap.active() if capturing and self._overlap is not None else nullcontext()
 
     def prepare_gathering(self) -> None:
-        """Makes the arena of sums: memory of a capture is written to at every replay."""
+        """Allocate the arena of sums: memory of a capture is written to at every replay."""
         if self._sum is None:
             self._sum = torch.empty_like(self._master)
 
     def gather(self) -> None:
-        """Adds the gradients of one micro-batch to the batch's, in fp32."""
+        """Add the gradients of one micro-batch to the batch's, in fp32."""
         self._gathering().run()
         self._gathered.fill_(1)
 
     def apply(self, *, gathered: bool) -> Tensor:
-        """As `Update.apply`, in three launches."""
+        """Update in three launches, as `Update` has it."""
         readings = self._readings()
         for launch in self._updating(readings, gathered=gathered):
             launch.run()
-        self.precision.after_update()
         self._rescale(self._control[0])
         return readings
 
     def compile_kernels(self, *, gathered: bool) -> None:
-        """As `Update` does."""
+        """Compile the kernels, as `Update` has it."""
         gathering = [self._gathering()] if gathered else []
         for launch in (*gathering, *self._updating(self._readings(), gathered=gathered)):
             launch.compile()
@@ -233,12 +238,12 @@ class FusedUpdate(Update):
         return torch.tensor(addresses).pin_memory().to(self.device, non_blocking=True)
 
     def num_idle(self) -> int:
-        """As `Update`'s, by blocks."""
+        """Count parameters of idle blocks."""
         _, starts_B, ends_B = self._places.blocks_B3.unbind(1)
         return int(((ends_B - starts_B) * (self._touched == 0)).sum())
 
     def captured(self) -> Any:
-        """Writes the addresses that the graph found its gradients at; it reads them at every replay."""
+        """Write the addresses of the graph's gradients, which it reads at every replay; return their tables."""
         for table, addresses in self._waiting:
             table.copy_(torch.tensor(addresses).pin_memory(), non_blocking=True)
         tables = [table for table, _ in self._waiting]
@@ -246,8 +251,7 @@ class FusedUpdate(Update):
         return tables
 
     def release(self) -> None:
-        """The model's parameters are the masters."""
-        self.precision.after_training()
+        """Make the masters the model's parameters."""
         for parameter, master in zip(self.parameters, self._views, strict=True):
             parameter.grad = None
             parameter.data = master
@@ -255,8 +259,8 @@ class FusedUpdate(Update):
     def _masters(self) -> dict[str, Tensor]:
         return dict(zip(self.named, self._views, strict=True))
 
-    def _in_use(self) -> Tensor:
-        return self._used.bool()
+    def _used_names(self) -> tuple[str, ...]:
+        return tuple(name for name, used in zip(self.named, self._used.tolist(), strict=True) if used)
 
     def _state_views(self) -> dict[str, dict[str, Tensor]]:
         starts = self._places.starts_P.tolist()
@@ -267,14 +271,9 @@ class FusedUpdate(Update):
             views[name] = {"step": self._steps[index], **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
         return views
 
-    def _optimizer_states(self) -> dict[str, Tensor]:
-        used = dict(zip(self.named, self._used.tolist(), strict=True))
-        return {
-            f"{name}/{key}": value
-            for name, state in self._state_views().items()
-            if used[name]
-            for key, value in state.items()
-        }
+    def _optimizer_state(self) -> dict[str, ParameterState]:
+        views = self._state_views()
+        return {name: ParameterState(tensors=views[name]) for name in self._used_names()}
 
     def _have_moments(self) -> Tensor:
         """(B,) int32: the blocks that have a moment which is not zero."""
@@ -287,11 +286,11 @@ class FusedUpdate(Update):
             found.append(F.pad(some, (0, -len(some) % size)).view(-1, size).any(1))
         return torch.cat(found).int()
 
-    def _load_optimizer_states(self, by_name: dict[str, dict[str, Tensor]], in_use: Tensor) -> None:
-        self._used.copy_(in_use)
-        for name, state in self._state_views().items():
-            for key, target in state.items():
-                target.copy_(by_name[name][key]) if name in by_name else target.zero_()
+    def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
+        self._used.copy_(torch.tensor([name in used for name in self.named]))
+        for name, views in self._state_views().items():
+            for key, target in views.items():
+                target.copy_(state[name].tensors[key]) if name in state else target.zero_()
         self._touched.copy_(self._have_moments())
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self._views, strict=True):

@@ -1,0 +1,71 @@
+"""The saved state of a step: everything that an exact continuation needs, as a tree that a checkpoint can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Part `index` of `count`, of tensors that are cut between processes; the whole unless said otherwise."""
+
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParameterState:
+    """An optimizer's state of one parameter.
+
+    tensors: of any device. values: all else, as JSON has it. on_host: names of the tensors that are kept in host memory
+    while the parameter is on a device.
+    """
+
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    on_host: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], parameter: Tensor) -> ParameterState:
+        """What torch's optimizers keep of a parameter, in one dictionary."""
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        on_host = (key for key, value in tensors.items() if value.device.type == "cpu" != parameter.device.type)
+        values = {key: value for key, value in state.items() if key not in tensors}
+        return cls(tensors=tensors, values=values, on_host=tuple(on_host))
+
+    def restored(self, parameter: Tensor) -> dict[str, Any]:
+        """The dictionary again, of copies where an optimizer of `parameter` keeps them."""
+        tensors = {
+            key: value.to("cpu" if key in self.on_host else parameter.device, copy=True)
+            for key, value in self.tensors.items()
+        }
+        return tensors | dict(self.values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """Applied steps, the loss scale and its good steps in a row, and names of the parameters that were ever used."""
+
+    applied: int
+    scale: float
+    growth: int
+    used: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepState:
+    """Weights (fp32 masters) and buffers by their names in the model, optimizer states by parameter, counters.
+
+    *_shard: the part of each of its tensors that is held here.
+    """
+
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    optimizer: Mapping[str, ParameterState]
+    counters: Counters
+    weights_shard: Shard = Shard()
+    optimizer_shard: Shard = Shard()

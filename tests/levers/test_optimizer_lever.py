@@ -1,0 +1,63 @@
+"""Which parameters decay, and which kernels update them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    FunnelConfig,
+    T5Config,
+    Trainer,
+    XLNetConfig,
+)
+
+from brimful.core.options import TrainOptions
+from brimful.levers.optimizer import choose_optimizer, decayed_names, parameter_groups
+from tiny import FAMILIES
+
+
+def by_trainer(model: Any) -> set[str]:
+    return set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_decays_is_what_decays_in_trainer(family: str) -> None:
+    model = FAMILIES[family].model()
+    assert decayed_names(model) == by_trainer(model)
+    decayed, others = parameter_groups(model, decayed_names(model), 0.1)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[id(p)] for p in decayed["params"]} == by_trainer(model) & set(names.values())
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        T5Config(vocab_size=99, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4, pad_token_id=0),
+        XLNetConfig(vocab_size=99, d_model=16, n_layer=1, n_head=4, d_inner=16),
+        FunnelConfig(vocab_size=99, d_model=16, n_head=4, d_head=4, d_inner=16, block_sizes=[1]),
+    ],
+    ids=["t5", "xlnet", "funnel"],
+)
+def test_in_families_that_run_padded(config: Any) -> None:
+    model = AutoModelForSequenceClassification.from_config(config)
+    assert decayed_names(model) == by_trainer(model)
+
+
+def test_relative_attention_biases_do_not_decay() -> None:
+    """Tables by their shape, biases by their name."""
+    model = FAMILIES["mpnet"].model()
+    name = "mpnet.encoder.relative_attention_bias.weight"
+    assert dict(model.named_parameters())[name].ndim == 2
+    assert name not in decayed_names(model)
+
+
+def test_the_recipe_names_the_kernels() -> None:
+    model = nn.Linear(4, 4)
+    for optim in ("adamw_torch", "sgd"):
+        options = TrainOptions(data="", model="", output="", optim=optim)  # type: ignore[arg-type]
+        line = choose_optimizer(options, model).lever()
+        assert (line.value, line.reason) == (optim, "asked for; torch's fused kernels, fp32 weights and states")
