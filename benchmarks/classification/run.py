@@ -1,6 +1,6 @@
-"""Bulk classification by transformers' pipeline, by CrossEncoder and by brimful: texts a second, share of the floor.
+"""Bulk classification by transformers' pipeline, by CrossEncoder and by brimful: texts a second, share of the roofline.
 
-    python benchmarks/classification/run.py --output benchmarks/classification/DATE-h200 --tokenizer FOLDER --budget-s 580
+    python benchmarks/classification/run.py --output OUTPUT --tokenizer FOLDER --budget-s 580
 
 On a GPU, or with --device cpu without one, and with nothing from a network. Each side of a row is a process of its own,
 one after the other in one call; what is in the raw log is not measured again, so call it until no row is left.

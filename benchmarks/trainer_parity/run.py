@@ -1,11 +1,11 @@
 """The same fine-tune by transformers' Trainer and by brimful: BBC News, MiniLM-L6, equal hyperparameters and seeds.
 
-    python benchmarks/trainer_parity/run.py --device cpu --output benchmarks/trainer_parity/cpu
-    python benchmarks/trainer_parity/run.py --device cuda --output benchmarks/trainer_parity/DATE-h200
+    python benchmarks/trainer_parity/run.py --device cpu --output OUTPUT
+    python benchmarks/trainer_parity/run.py --device cuda --output OUTPUT
 
-    python benchmarks/trainer_parity/run.py --device cuda --output benchmarks/trainer_parity/DATE-h200-curves --together \
+    python benchmarks/trainer_parity/run.py --device cuda --output OUTPUT --together \
         --sides trainer eager captured compiled --seeds 0 1 2 3 4 --epochs 3 --max-length 512
-    python benchmarks/trainer_parity/run.py --device cuda --output benchmarks/trainer_parity/DATE-h200-fp8 --together \
+    python benchmarks/trainer_parity/run.py --device cuda --output OUTPUT --together \
         --sides compiled fp8 fp8-all --seeds 0 1 2 --epochs 3 --max-length 512
 
 Each run is a process of its own; sides alternate, so that a machine that gets slower gets slower for both. With

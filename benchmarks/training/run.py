@@ -1,6 +1,6 @@
 """Fine-tuning by Hugging Face Trainer at its best settings, and by brimful: speed, memory, distance from the floor.
 
-    python benchmarks/training/run.py --output benchmarks/training/DATE-h200 --tokenizer FOLDER --budget-s 580
+    python benchmarks/training/run.py --output OUTPUT --tokenizer FOLDER --budget-s 580
 
 Needs one NVIDIA GPU and nothing from a network. Each side of a row is a process of its own, one after the other in one
 call; what is in the raw log is not measured again, so call it until no row is left. README.md says how to read it.

@@ -228,7 +228,7 @@ def _reordered(model: nn.Module, precision: Precision, max_length: int) -> tuple
 def cpu_budget(model: nn.Module, longest: int) -> int:
     """Most tokens that a CPU should compute at once: as many as leave its activations in the cache.
 
-    Of narrow models more, whose many calls would cost more. Measured: benchmarks/classification/2026-11-22-cpu/token_budgets.md.
+    Of narrow models more, whose many calls would cost more. Measured: token_budgets.md in benchmarks/classification.
     longest: tokens of the longest sequence there can be.
     """
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
