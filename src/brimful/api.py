@@ -31,8 +31,9 @@ _POSITIONALS = {"train": ("data",), "classify": ("model", "data")}
 _ALWAYS = {"train": ("model", "output"), "classify": ()}
 #: Fields of ClassifyOptions that are of a file, or that a call of a Classifier is given.
 _OF_A_FILE = (
-    *("model", "data", "output", "text_column", "pair_column", "labels", "hypothesis_template", "multi_label", "top_k"),
-    *("threshold", "logits", "resume", "max_errors", "shard_rows", "verify", "report", "json", "num_gpus"),
+    *("model", "data", "header", "column_names", "output", "text_column", "pair_column", "labels"),
+    *("hypothesis_template", "multi_label", "top_k", "threshold", "logits", "resume", "max_errors", "shard_rows"),
+    *("verify", "report", "json", "num_gpus"),
 )
 
 
@@ -41,11 +42,12 @@ def train(
 ) -> Run:
     """Fine-tunes a classifier on a file of texts and saves it under `output`/model.
 
-    options: the fields of TrainOptions, e.g. `learning_rate=2e-5, num_train_epochs=3`.
+    options: the fields of TrainOptions, e.g. `learning_rate=2e-5, num_train_epochs=3`; `column_names` may be a list.
     callbacks: hears what is inferred and how training goes. Default: nobody.
     Raises: BrimfulError, of the kind that `core.errors` draws; OptionError for an option there is not.
     """
     _check_known("train", TrainOptions, options)
+    _join_names(options)
     asked = TrainOptions(data=_path(data), model=_path(model), output=_path(output), **options)
     return run_training(asked, callbacks or Callbacks())
 
@@ -69,6 +71,7 @@ def profile(data: str | Path, *, model: str | Path, callbacks: Callbacks | None 
     Raises: BrimfulError, as `train` does.
     """
     _check_known("profile", ProfileOptions, options)
+    _join_names(options)
     asked = {name: _path(value) if name == "trace" else value for name, value in options.items()}
     return run_profile(ProfileOptions(data=_path(data), model=_path(model), **asked), callbacks or Callbacks())
 
@@ -89,10 +92,11 @@ def classify(
     """Labels every row of a file of texts, into another file or a folder, in constant memory.
 
     For texts in memory there is `Classifier`. options: the other fields of ClassifyOptions, e.g. `max_length=256`;
-    `labels` may be a list, too.
+    `labels` and `column_names` may be lists, too.
     Raises: BrimfulError; OptionError for an option there is not.
     """
     _check_known("classify", ClassifyOptions, options, without=("model", "data", "output"))
+    _join_names(options)
     if isinstance(options.get("labels"), list | tuple):
         options["labels"] = _joined(options["labels"])
     if "report" in options:
@@ -101,6 +105,20 @@ def classify(
         raise OptionError("classify needs an output", hint="for texts in memory there is Classifier")
     asked = ClassifyOptions(model=_path(model), data=_path(data), output=_path(output), **options)
     return run_classification(asked, callbacks or Callbacks())
+
+
+def _join_names(options: dict[str, Any]) -> None:
+    """Makes a list of column names the text that the option has.
+
+    Raises: OptionError for a name that cannot be in it.
+    """
+    names = options.get("column_names")
+    if not isinstance(names, list | tuple):
+        return
+    if wrong := [each for each in names if not isinstance(each, str) or "," in each]:
+        said = f"column_names has {printable(repr(wrong[0]))}: names are text without a comma"
+        raise OptionError(said, hint="give the column another name")
+    options["column_names"] = ",".join(names)
 
 
 def _joined(labels: Sequence[object]) -> str:
@@ -191,8 +209,8 @@ def command_of(command: str, options: Any) -> str:
         if value == field.default and field.default is not dataclasses.MISSING and field.name not in _ALWAYS[command]:
             continue
         text = str(value).removesuffix(".0") if isinstance(value, float) else str(value)
-        if value is True:
-            words += [flag(field.name)]
+        if value is True or value is False:
+            words += [flag(field.name if value else f"no_{field.name}")]
         elif text.startswith("-"):
             words += [f"{flag(field.name)}={text}"]
         else:

@@ -292,6 +292,19 @@ MISTAKES = [
         said=("d.parquet", "no whole parquet"),
         hint="again",
     ),
+    Mistake(
+        name="no header of JSON",
+        data=lambda p: p.file("j.jsonl", '{"text": "a", "label": 0}\n'),
+        words=more("--no-header"),
+        said=("--no-header is for CSV and TSV files",),
+        hint="leave it out",
+    ),
+    Mistake(
+        name="too many names",
+        words=more("--column-names", "text,label,source"),
+        said=("reviews.csv", "row 1", "--column-names has 3 names", "2 columns"),
+        hint="delimiter ','",
+    ),
     Mistake(name="empty folder", data=lambda p: p.folder, said=("holds no data",), hint="CSV"),
     # Models
     Mistake(name="no such model", model=lambda p: p.folder / "modle", said=("no folder", "modle"), hint="folder"),

@@ -187,7 +187,7 @@ def _with_dashes(word: str) -> str:
 def _check_known(command: _Command, hints: Mapping[str, Any], words: Sequence[str]) -> None:
     """Raises: OptionError for a word that looks like a flag and is none, before another takes its value for its own."""
     known = [flag(name) for name in hints if name not in command.positionals]
-    known += [flag(f"no_{name}") for name, hint in hints.items() if hint is bool] + ["--help", "--config"]
+    known += [flag(f"no_{name}") for name, hint in hints.items() if bool in _kinds(hint)] + ["--help", "--config"]
     for word in words[: words.index("--")] if "--" in words else words:
         name = word.partition("=")[0]
         if word.startswith("--") and name not in known:
@@ -223,7 +223,7 @@ def _parser(command: _Command, hints: Mapping[str, Any]) -> argparse.ArgumentPar
             group = parser.add_argument_group(command.groups[name])
         if not any(option.default is nothing for nothing in (MISSING, None, False)):
             text += f" (default: {option.default})"
-        if hint is bool:
+        if bool in _kinds(hint):
             group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=text)
         else:
             flags = [*([command.short[name]] if name in command.short else []), flag(name)]

@@ -34,6 +34,11 @@ class TrainOptions:
     """Rows to evaluate on, in any of the forms of DATA. Default: a split of DATA."""
     eval_split: float = 0.1
     """Share of DATA held out for evaluation, stratified by label. 0 trains on every row. Ignored with --eval-data."""
+    header: bool | None = None
+    """Whether the first line of CSV and TSV files names the columns. --no-header: it is a row, and the columns are
+    called column_1, column_2, ... Default: it names them, with a warning where it looks like a row."""
+    column_names: str | None = None
+    """Names of the columns of CSV and TSV files without a header, separated by commas; implies --no-header."""
     text_column: str | None = None
     """Column with the text. Default: found by name and type."""
     pair_column: str | None = None
@@ -131,6 +136,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        _check_header(self.header, self.column_names)
         _check_positive(self, "batch_size", "num_train_epochs", "learning_rate", "save_total_limit", "logging_steps")
         _check_positive(self, "max_steps", "eval_steps", "save_steps", "max_length", "token_budget", "num_workers")
         _check_positive(self, "early_stopping_patience", "adam_epsilon")
@@ -175,6 +181,11 @@ class ClassifyOptions:
     output: str | None = None
     """File (.parquet, or .csv, .tsv, .jsonl, each also .gz or .zst) or folder (of Parquet shards) for the results, with
     all columns of the input. Default, and `-`: JSONL on stdout."""
+    header: bool | None = None
+    """Whether the first line of CSV and TSV files names the columns. --no-header: it is a row, and the columns are
+    called column_1, column_2, ... Default: it names them, with a warning where it looks like a row."""
+    column_names: str | None = None
+    """Names of the columns of CSV and TSV files without a header, separated by commas; implies --no-header."""
     text_column: str | None = None
     """Column with the text. Default: found by name and type."""
     pair_column: str | None = None
@@ -234,6 +245,7 @@ class ClassifyOptions:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        _check_header(self.header, self.column_names)
         _check_positive(self, "max_length", "token_budget", "num_gpus", "shard_rows")
         if self.output == "":
             raise OptionError("--output is empty", hint="give a name, or leave it out for JSONL on stdout")
@@ -343,6 +355,24 @@ def _check_text(name: str, value: str) -> None:
         raise OptionError(f"{name} is '{printable(value)}': it has a NUL in it", hint="remove it")
 
 
+def split_names(names: str) -> tuple[str, ...]:
+    """The names in `text, label`."""
+    return tuple(name.strip() for name in names.split(","))
+
+
+def _check_header(header: bool | None, column_names: str | None) -> None:
+    if column_names is None:
+        return
+    if header:
+        raise OptionError("--header and --column-names are both given", hint="give one of them")
+    names = split_names(column_names)
+    if "" in names:
+        said = f"--column-names is '{printable(column_names)}': a name is empty"
+        raise OptionError(said, hint="name all columns, separated by commas: --column-names text,label")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise OptionError(f"--column-names has '{printable(twice)}' twice", hint="give each column a name of its own")
+
+
 def _check_positive(options: object, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
@@ -368,7 +398,8 @@ def flag(field: str) -> str:
 #: Fields that say how a run is started and shown, not what it learns or how it runs: free to differ on --resume.
 #: The data are compared by what they hold, not by their names.
 NOT_PART_OF_THE_RUN = frozenset(
-    {"data", "eval_data", "output", "resume", "dry_run", "json", "report_to", "num_workers", "save_total_limit"}
+    {"data", "eval_data", "header", "column_names", "output", "resume", "dry_run", "json", "report_to", "num_workers"}
+    | {"save_total_limit"}
 )
 
 

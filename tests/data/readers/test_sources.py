@@ -477,7 +477,7 @@ def test_quotation_mark_that_never_closes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_column_twice(tmp_path: Path, packing: str) -> None:
     error = refused(put(tmp_path / f"rows.csv{packing}", packed(b"text,label,text\na,b,c\n", packing)))
-    assert (error.value, error.hint) == ("text", "rename one of them")
+    assert (error.value, error.hint) == ("text", "rename one of them, or add --no-header if the file has none")
     assert "the header has a column twice" in str(error)
 
 

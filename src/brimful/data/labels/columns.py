@@ -10,33 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from brimful.core.errors import DataError, printable
+from brimful.data.column_names import IDS, LABELS, PAIRS, TEXTS, key_of
 from brimful.data.readers.rows import Rows
 
-_PAIRS = (
-    ("sentence1", "sentence2"),
-    ("premise", "hypothesis"),
-    ("question1", "question2"),
-    ("text1", "text2"),
-    ("text_a", "text_b"),
-    ("text", "text_pair"),
-    ("query", "passage"),
-    ("query", "document"),
-    ("question", "passage"),
-    ("question", "sentence"),
-    ("question", "context"),
-    ("question", "answer"),
-)
-_TEXTS = (
-    *("text", "texts", "sentence", "review", "review_text", "review_body", "content", "body", "tweet", "tweet_text"),
-    *("comment", "comment_text", "document", "message", "post", "article", "utterance", "query", "question", "prompt"),
-    *("input", "abstract", "description", "headline", "title"),
-)
-_LABELS = (
-    *("label", "labels", "class", "classes", "category", "categories", "target", "targets", "sentiment", "emotion"),
-    *("emotions", "intent", "topic", "gold_label", "coarse_label", "tag", "tags", "score", "rating", "stars", "y"),
-)
-#: Columns that number the rows: never the label, unless asked for.
-_IDS = {"", "id", "ids", "idx", "index", "guid", "uuid", "row", "unnamed: 0", "__index_level_0__"}
 _SAMPLE_ROWS = 100_000
 
 
@@ -125,13 +101,13 @@ def _check_roles(text: str, pair: str | None, labels: Collection[str]) -> None:
 
 def _find_text(rows: Rows, taken: Collection[str]) -> tuple[str, str]:
     """Name and reason of the column with the text, or with the first text of a pair."""
-    texts = {_key(n): n for n in reversed(_text_columns(rows)) if n not in taken}
-    partners = {_key(name) for name in taken}
+    texts = {key_of(n): n for n in reversed(_text_columns(rows)) if n not in taken}
+    partners = {key_of(name) for name in taken}
     if "text" not in texts:
-        for first, second in _PAIRS:
+        for first, second in PAIRS:
             if first in texts and (second in texts or second in partners):
                 return texts[first], f"the first of a pair with {second!r} by name"
-    for name in _TEXTS:
+    for name in TEXTS:
         if name in texts:
             return texts[name], "by name"
     lengths = {name: _mean_length(rows.table[name]) for name in texts.values() if not _is_numeric(rows.table[name])}
@@ -142,18 +118,18 @@ def _find_text(rows: Rows, taken: Collection[str]) -> tuple[str, str]:
 
 
 def _find_pair(rows: Rows, text: str, taken: Collection[str]) -> str | None:
-    texts = {_key(n): n for n in reversed(_text_columns(rows)) if n not in taken}
-    return next((texts[second] for first, second in _PAIRS if first == _key(text) and second in texts), None)
+    texts = {key_of(n): n for n in reversed(_text_columns(rows)) if n not in taken}
+    return next((texts[second] for first, second in PAIRS if first == key_of(text) and second in texts), None)
 
 
 def _find_label(rows: Rows, taken: Collection[str | None]) -> tuple[str, str]:
     """Name and reason of the column with the label: by name, else the one with the fewest distinct values."""
     left = [name for name in rows.table.column_names if name not in taken]
-    by_key = {_key(name): name for name in reversed(left)}
-    for name in _LABELS:
+    by_key = {key_of(name): name for name in reversed(left)}
+    for name in LABELS:
         if name in by_key:
             return by_key[name], "by name"
-    counts = {name: _num_distinct(rows.table[name]) for name in left if _key(name) not in _IDS}
+    counts = {name: _num_distinct(rows.table[name]) for name in left if key_of(name) not in IDS}
     counts = {name: count for name, count in counts.items() if count > 1}
     fewest = [name for name, count in counts.items() if count == min(counts.values())]
     if len(fewest) == 1:
@@ -166,10 +142,6 @@ def _find_label(rows: Rows, taken: Collection[str | None]) -> tuple[str, str]:
             hint=f"name it: --label-column {printable(fewest[0])}, or several for one output each",
         )
     raise DataError("no column can be the label", file=rows.name, hint=f"name it by --label-column; {_available(rows)}")
-
-
-def _key(name: str) -> str:
-    return name.strip().lower().replace("-", "_").replace(" ", "_")
 
 
 def _text_columns(rows: Rows) -> list[str]:

@@ -11,11 +11,9 @@ follows the next mark) makes its own line a row that cannot be read, and the row
 
 from __future__ import annotations
 
-import contextlib
 import csv
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -23,44 +21,33 @@ import pyarrow.csv as pacsv
 
 from brimful.core.errors import DataError, printable
 from brimful.data.readers.compression import not_utf8
+from brimful.data.readers.header import Dialect, Header, bad_utf8, csv_reader, header_doubt, long_values, read_header
 from brimful.data.readers.lines import ROW_BYTES, TOO_LONG, FileLines
 from brimful.data.readers.parts import Part, Piece, RowsRead, in_order, unread_row
 
-if TYPE_CHECKING:
-    import _csv
-
-_DELIMITERS = ",;\t|"
 _QUOTE = ord('"')
 #: A value in quotation marks that goes on for longer at the end of the first block is taken for one that never ends.
 _LONG_ROW_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class _Dialect:
-    """names: of the columns. quoting: whether quotation marks stand around values, or are text."""
-
-    names: tuple[str, ...]
-    delimiter: str
-    quoting: bool = True
-
-    @property
-    def schema(self) -> pa.Schema:
-        return pa.schema([(name, pa.large_string()) for name in self.names])
-
-
 class DelimitedPart(Part):
     """The rows of a CSV or TSV file, every value as the text that stands in it. delimiter: None to see it."""
 
-    def __init__(self, file: str, delimiter: str | None = None) -> None:
-        self.files = (file,)
+    def __init__(self, file: str, delimiter: str | None = None, header: Header | None = None) -> None:
+        self.files, self._header = (file,), header or Header()
         self._lines = FileLines(file, (b"\n", b"\r"))
         self.size_bytes = self._lines.size_bytes
-        self._dialect, self._header_bytes = _header(file, self._lines.head().data, delimiter)
+        self._dialect, self._header_bytes = read_header(file, self._lines.head().data, delimiter, self._header)
         self.schema = self._dialect.schema
 
     def notes(self) -> list[str]:
         marks = "quotation marks are read as text, as they do not stand around values"
         return [] if self._dialect.quoting else [f"{printable(self.files[0])}: {marks}"]
+
+    def warnings(self) -> list[str]:
+        piece = self.peek() if self._header.is_guess else None
+        doubt = piece and header_doubt(self._dialect.names, piece.table)
+        return [f"{printable(self.files[0])}: {doubt}"] if doubt else []
 
     def pieces(self, start: int) -> Iterator[Piece]:
         return in_order(self._tables())
@@ -84,36 +71,7 @@ class DelimitedPart(Part):
         yield _parse(begun, self._dialect, is_last=True)[0]
 
 
-def _header(file: str, head: bytes | None, delimiter: str | None) -> tuple[_Dialect, int]:
-    """The columns in the first lines of a file, and the bytes of these lines."""
-    if head is None:
-        raise DataError(f"the header {TOO_LONG.message}", file=file, hint="is its name what it holds?")
-    lines = head.splitlines(keepends=True)
-    candidates = [_first_record(lines, each) for each in delimiter or _DELIMITERS]
-    best = max(range(len(candidates)), key=lambda index: len(candidates[index][0]))
-    names, num_lines = candidates[best]
-    if bad := _bad_utf8(names):
-        raise not_utf8(bad, file=file)
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise DataError("the header has a column twice", file=file, value=twice, hint="rename one of them")
-    return _Dialect(tuple(names), (delimiter or _DELIMITERS)[best]), sum(map(len, lines[:num_lines]))
-
-
-def _first_record(lines: Sequence[bytes], delimiter: str) -> tuple[list[str], int]:
-    """The first record that is not blank and the number of lines up to its end; of a broken one, its first line."""
-    text = [line.decode("utf-8", "surrogateescape") for line in lines]
-    with _long_values():
-        for quoting in (True, False):
-            reader = _reader(text, 0, _Dialect((), delimiter, quoting))
-            try:
-                return next(filter(None, reader), []), reader.line_num
-            except csv.Error:
-                continue
-    raise AssertionError("without quoting every line is a record")
-
-
-def _with_quoting(dialect: _Dialect, head: bytes, is_last: bool) -> _Dialect:
+def _with_quoting(dialect: Dialect, head: bytes, is_last: bool) -> Dialect:
     """The dialect in which fewer rows of the first block are wrong; where they are equal, marks stand around values."""
     if b'"' not in head:
         return dialect
@@ -125,14 +83,14 @@ def _with_quoting(dialect: _Dialect, head: bytes, is_last: bool) -> _Dialect:
     return plain if _num_wrong(head, plain, is_last) < _num_wrong(head, dialect, is_last) else dialect
 
 
-def _num_wrong(data: bytes, dialect: _Dialect, is_last: bool) -> int:
+def _num_wrong(data: bytes, dialect: Dialect, is_last: bool) -> int:
     lines = _decoded(data)
-    with _long_values():
+    with long_values():
         records = _records(lines, dialect, is_last=is_last, lenient=False)
         return sum(isinstance(record, DataError) or len(record) != len(dialect.names) for record, _ in records)
 
 
-def _parse(data: bytes, dialect: _Dialect, *, is_last: bool) -> tuple[RowsRead, int]:
+def _parse(data: bytes, dialect: Dialect, *, is_last: bool) -> tuple[RowsRead, int]:
     """The rows in `data` and where they end: before a row that may go on in the next block, unless this is the last."""
     end = _end_of_rows(data, dialect)
     if end is not None and (end == len(data) or not (is_last or len(data) - end > ROW_BYTES)):
@@ -142,7 +100,7 @@ def _parse(data: bytes, dialect: _Dialect, *, is_last: bool) -> tuple[RowsRead, 
     return _read_slowly(data, dialect, is_last=is_last)
 
 
-def _end_of_rows(data: bytes, dialect: _Dialect) -> int | None:
+def _end_of_rows(data: bytes, dialect: Dialect) -> int | None:
     """Where the last whole row of lines ends. None where quotation marks stand elsewhere than around values."""
     if not dialect.quoting:
         return len(data)
@@ -162,7 +120,7 @@ def _end_of_rows(data: bytes, dialect: _Dialect) -> int | None:
     return end
 
 
-def _read_fast(data: bytes, dialect: _Dialect) -> pa.Table | None:
+def _read_fast(data: bytes, dialect: Dialect) -> pa.Table | None:
     """What pyarrow makes of whole rows, None if it refuses one."""
     if not data:
         return dialect.schema.empty_table()
@@ -183,13 +141,13 @@ def _read_fast(data: bytes, dialect: _Dialect) -> pa.Table | None:
         return None
 
 
-def _read_slowly(data: bytes, dialect: _Dialect, *, is_last: bool) -> tuple[RowsRead, int]:
+def _read_slowly(data: bytes, dialect: Dialect, *, is_last: bool) -> tuple[RowsRead, int]:
     lines = _decoded(data)
     records: list[Sequence[str | None]] = []
     faults: dict[int, DataError] = {}
     unread = (None,) * len(dialect.names)
     num_lines = 0
-    with _long_values():
+    with long_values():
         for record, num_lines in _records(lines, dialect, is_last=is_last):  # noqa: B007
             if isinstance(record, list) and len(record) == len(dialect.names):
                 records.append(record)
@@ -207,14 +165,14 @@ def _as_column(name: str, values: Sequence[str | None], faults: dict[int, DataEr
     try:
         return pa.array(values, pa.large_string())
     except UnicodeEncodeError:
-        bad = {row: raw for row, value in enumerate(values) if value and (raw := _bad_utf8([value]))}
+        bad = {row: raw for row, value in enumerate(values) if value and (raw := bad_utf8([value]))}
         for row, raw in bad.items():
             faults.setdefault(row, not_utf8(raw).in_column(name))
         return pa.array([None if row in bad else value for row, value in enumerate(values)], pa.large_string())
 
 
 def _records(
-    lines: Sequence[str], dialect: _Dialect, *, is_last: bool, lenient: bool = True
+    lines: Sequence[str], dialect: Dialect, *, is_last: bool, lenient: bool = True
 ) -> Iterator[tuple[list[str] | DataError, int]]:
     """Each row, or the fault of the line that one should begin in, and the number of lines up to its end.
 
@@ -224,7 +182,7 @@ def _records(
     at, in_doubt = 0, False
     while at < len(lines):
         begin = at
-        reader = _reader(lines, begin, dialect)
+        reader = csv_reader(lines, begin, dialect)
         try:
             for record in reader:
                 first, at = at, begin + reader.line_num
@@ -244,7 +202,7 @@ def _records(
         at += 1
 
 
-def _closed_line(line: str, dialect: _Dialect) -> list[str] | None:
+def _closed_line(line: str, dialect: Dialect) -> list[str] | None:
     """A line as a row of its own, text after a mark that closes being part of the value; None if a value stays open."""
     reader = csv.reader([line.rstrip("\r\n") + "\n", ""], delimiter=dialect.delimiter)
     record = next(reader)
@@ -255,28 +213,9 @@ def _is_endless(lines: Sequence[str], begin: int) -> bool:
     return sum(map(len, lines[begin:])) > ROW_BYTES
 
 
-def _reader(lines: Sequence[str], begin: int, dialect: _Dialect) -> _csv.Reader:
-    return csv.reader(
-        (lines[index] for index in range(begin, len(lines))),
-        delimiter=dialect.delimiter,
-        quoting=csv.QUOTE_MINIMAL if dialect.quoting else csv.QUOTE_NONE,
-        strict=dialect.quoting,
-    )
-
-
 def _decoded(data: bytes) -> list[str]:
     """Lines; bytes that are not UTF-8 come as lone surrogates."""
     return [line.decode("utf-8", "surrogateescape") for line in data.splitlines(keepends=True)]
-
-
-@contextlib.contextmanager
-def _long_values() -> Iterator[None]:
-    """Lets csv read values of any length. Its limit belongs to the whole process, so it is put back."""
-    limit = csv.field_size_limit((1 << 31) - 1)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(limit)
 
 
 def _not_closed(line: str) -> DataError:
@@ -284,7 +223,7 @@ def _not_closed(line: str) -> DataError:
     return DataError(said, value=line.rstrip(), hint='close it, and write " within a value as ""')
 
 
-def _ragged(record: Sequence[str], dialect: _Dialect) -> DataError:
+def _ragged(record: Sequence[str], dialect: Dialect) -> DataError:
     delimiter = printable(dialect.delimiter)
     if any("\n" in value for value in record):
         hint = 'a quotation mark opens here and closes rows later: write " within a value as ""'
@@ -292,15 +231,5 @@ def _ragged(record: Sequence[str], dialect: _Dialect) -> DataError:
         hint = f"is the row cut off? The file is read with the delimiter '{delimiter}'"
     else:
         hint = f"put quotation marks around values that hold the delimiter '{delimiter}'"
-    said = f"{len(record)} columns, the header has {len(dialect.names)}"
+    said = f"{len(record)} columns, the {'header' if dialect.has_header else 'first row'} has {len(dialect.names)}"
     return DataError(said, value=dialect.delimiter.join(record), hint=hint)
-
-
-def _bad_utf8(values: Iterable[str]) -> bytes | None:
-    """The first value with bytes that are not UTF-8."""
-    for value in values:
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return value.encode("utf-8", "surrogateescape")
-    return None

@@ -73,6 +73,10 @@ class Part(ABC):
         """Decisions and columns left out so far, for the user."""
         return []
 
+    def warnings(self) -> list[str]:
+        """Doubts about the way that the rows are read, seen from the first of them."""
+        return []
+
 
 def batch_rows(num_bytes: int, num_rows: int) -> int:
     """Rows to read at a time of `num_rows` that take `num_bytes`: about a block of them."""

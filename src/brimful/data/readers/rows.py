@@ -21,7 +21,7 @@ class Rows:
     table: text as large_string; numbers, booleans and lists as the files have them.
     name: what the user asked for.
     files, starts: file i holds the rows from starts[i] on. A file of text is a file of one row.
-    notes: decisions about files, and columns left out of them, a line each.
+    notes: decisions about files, and columns left out of them, a line each. warnings: doubts about them.
     """
 
     table: pa.Table
@@ -29,6 +29,7 @@ class Rows:
     files: tuple[str, ...]
     starts: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:

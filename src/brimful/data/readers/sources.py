@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import BinaryIO
 
 import pyarrow as pa
 
+from brimful.core.errors import OptionError
+from brimful.data.file_names import split_suffix
 from brimful.data.readers.columnar import ArrowPart, ParquetPart
 from brimful.data.readers.compression import reading
 from brimful.data.readers.delimited import DelimitedPart
 from brimful.data.readers.formats import checked_format
+from brimful.data.readers.header import Header
 from brimful.data.readers.hub import load_hub
 from brimful.data.readers.json_document import has_lines, parse_document
 from brimful.data.readers.json_rows import JsonObjectsPart, JsonPipePart, json_lines_parts
@@ -22,40 +25,61 @@ from brimful.data.readers.parts import Part, TablePart, TextFilesPart
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.stream import RowStream
 
+_WITH_HEADER = (".csv", ".tsv")
 
-def read_rows(spec: str) -> Rows:
+
+def read_rows(spec: str, header: Header | None = None) -> Rows:
     """All rows of `spec` in memory, in the order of the files' names and of the rows within each.
 
     spec: a CSV, TSV, JSON, JSONL, Parquet (each also .gz or .zst), Arrow or Feather file; a folder of such files; a
     folder saved by `datasets`, of which several splits the one called train; a folder with one sub-folder of .txt files
     per class; a glob of any of these; or `name`, `owner/name` or `owner/name:split` of a hub data set.
+    header: whether the first lines of CSV and TSV files name the columns.
 
-    Raises: DataError for a file that is missing, damaged, empty or of other columns, and for the first row that cannot
-    be read, with file and row.
+    Raises: OptionError for a `header` where there are no such files; DataError for a file that is missing, damaged,
+    empty or of other columns, and for the first row that cannot be read, with file and row.
     """
     with refusals(spec):
-        return RowStream(spec, _parts_at(locate(spec))).collect()
+        return RowStream(spec, _parts_at(locate(spec), header or Header())).collect()
 
 
-def open_stream(spec: str, stdin: BinaryIO | None = None) -> RowStream:
-    """The rows of `spec`, which is what `sources.read_rows` takes, or `-` for JSON lines on `stdin`.
+def open_stream(spec: str, stdin: BinaryIO | None = None, header: Header | None = None) -> RowStream:
+    """The rows of `spec`, as `read_rows` describes it, or of `-` for JSON lines on `stdin`.
 
     A column has one type in all files: the wider number, or text, where their types differ.
 
-    Raises: DataError for what is missing, empty, of different columns, or damaged where that is seen from the start.
+    Raises: as `read_rows` does, but DataError for damage only where it is seen from the start, and for a row only where
+    none of the first can be read.
     """
+    header = header or Header()
     with refusals(spec):
         if spec == "-":
+            _check_header(header, ())
             stream = RowStream(spec, [JsonPipePart(stdin or sys.stdin.buffer)])
         else:
-            stream = RowStream(spec, _parts_at(locate(spec)))
+            stream = RowStream(spec, _parts_at(locate(spec), header))
         stream.sample()
     return stream
 
 
-def _parts_at(locations: Sequence[Location]) -> list[Part]:
+def can_have_header(spec: str) -> bool:
+    """Whether `spec` names CSV or TSV files, among others or not."""
+    with refusals(spec):
+        return any(split_suffix(location.path)[0] in _WITH_HEADER for location in locate(spec))
+
+
+def _check_header(header: Header, formats: Collection[str]) -> None:
+    """Raises: OptionError for a `header` that no file can have."""
+    if header.is_there is False and not any(each in _WITH_HEADER for each in formats):
+        given = "--no-header" if header.names is None else "--column-names"
+        hint = "leave it out: these data name their columns themselves"
+        raise OptionError(f"{given} is for CSV and TSV files, and there is none in the data", hint=hint)
+
+
+def _parts_at(locations: Sequence[Location], header: Header) -> list[Part]:
     files = [location.path for location in locations if location.label is None and location.otherwise is None]
     kinds = {file: _format_of(file) for file in files}
+    _check_header(header, kinds.values())
     json_files = [file for file in files if kinds[file] == ".jsonl"]
     json_parts = dict(zip(json_files, json_lines_parts(json_files), strict=True))
     parts: list[Part] = []
@@ -63,7 +87,7 @@ def _parts_at(locations: Sequence[Location]) -> list[Part]:
         if label:
             parts.append(TextFilesPart([(each.path, each.label or "") for each in group]))
         else:
-            parts.extend(json_parts.get(each.path) or _part_at(each, kinds.get(each.path)) for each in group)
+            parts.extend(json_parts.get(each.path) or _part_at(each, kinds.get(each.path), header) for each in group)
     return parts
 
 
@@ -76,7 +100,7 @@ def _format_of(file: str) -> str:
     return ".jsonl" if kind == ".ndjson" else kind
 
 
-def _part_at(location: Location, kind: str | None) -> Part:
+def _part_at(location: Location, kind: str | None, header: Header) -> Part:
     if location.otherwise is not None:
         return TablePart(location.path, load_hub(location.path, location.otherwise))
     file = location.path
@@ -84,6 +108,6 @@ def _part_at(location: Location, kind: str | None) -> Part:
         with reading(file) as stream:
             rows = parse_document(stream.read().removeprefix(b"\xef\xbb\xbf"), file)
         return TablePart(file, rows) if isinstance(rows, pa.Table) else JsonObjectsPart(file, rows)
-    if kind in (".csv", ".tsv"):
-        return DelimitedPart(file, "\t" if kind == ".tsv" else None)
+    if kind in _WITH_HEADER:
+        return DelimitedPart(file, "\t" if kind == ".tsv" else None, header)
     return ParquetPart(file) if kind == ".parquet" else ArrowPart(file)

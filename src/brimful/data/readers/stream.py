@@ -113,7 +113,14 @@ class RowStream:
         table = pa.concat_tables(tables)
         if table.nbytes < len(tables) * _SMALL_BYTES:
             table = table.combine_chunks()
-        return Rows(table=table, name=self.name, files=tuple(files), starts=tuple(starts), notes=self.notes)
+        return Rows(
+            table=table,
+            name=self.name,
+            files=tuple(files),
+            starts=tuple(starts),
+            notes=self.notes,
+            warnings=self.warnings,
+        )
 
     def beginning(self) -> Iterator[pa.Table]:
         """The sample and the rows behind it, table by table in the types of `schema`, read for as long as they are
@@ -204,6 +211,13 @@ class RowStream:
         sizes = [part.size_bytes for part in self._parts if part.size_bytes is not None]
         return [0, *itertools.accumulate(sizes)] if len(sizes) == len(self._parts) else None
 
+    @functools.cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """Doubts about the way that the first file is read; a line each. The others have its columns."""
+        with suppress(DataError), refusals(self.name):
+            return tuple(self._parts[0].warnings())
+        return ()
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Decisions about files, and columns left out of them, so far; a line each."""
@@ -216,10 +230,11 @@ def _common_schema(parts: Sequence[Part]) -> pa.Schema:
     for part in parts:
         if differing := (part.always - first.seen) | (first.always - part.seen):
             shown = ", ".join(map(repr, sorted(differing)[:5]))
+            doubts = (*first.warnings(), *part.warnings())
             raise DataError(
                 f"has not the columns of {printable(first.files[0])}; they differ in {shown}",
                 file=part.files[0],
-                hint=f"it has {printable(', '.join(part.schema.names))}",
+                hint=doubts[0] if doubts else f"it has {printable(', '.join(part.schema.names))}",
             )
     names = dict.fromkeys(name for part in parts for name in part.schema.names)
     types = {n: common_type({part.schema.field(n).type for part in parts if n in part.schema.names}) for n in names}

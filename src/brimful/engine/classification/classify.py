@@ -26,6 +26,7 @@ from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, Interrupted, OptionError, printable
 from brimful.core.options import ClassifyOptions, flag
 from brimful.data.file_names import COMPRESSION
+from brimful.data.readers.header import Header
 from brimful.data.readers.sources import open_stream
 from brimful.data.readers.stream import RowStream
 from brimful.data.tokens.encoder import Tokens
@@ -142,7 +143,10 @@ def _look(options: ClassifyOptions, callbacks: Callbacks) -> _Given:
     _check_num_gpus(options, precision)
     checked = check_model(options)
     callbacks.stage(f"reading {options.data}")
-    rows = open_stream(options.data, sys.stdin.buffer if options.data == "-" else None)
+    stdin = sys.stdin.buffer if options.data == "-" else None
+    rows = open_stream(options.data, stdin, Header.of(options.header, options.column_names))
+    for warning in rows.warnings:
+        callbacks.warning(warning)
     if options.output is not None:
         check_output(Path(options.output), options.data, map(Path, rows.files))
     reading = Reading.of(rows.sample(), options)
@@ -379,7 +383,7 @@ class _Pass:
             counts=everything,
             equivalence=verified.equivalence,
             fallback="; ".join(filter(None, (verified.fallback, _not_by_words(everything)))) or None,
-            notes=tuple(filter(None, (self._question.form.guess, *self._rows.notes))),
+            notes=tuple(filter(None, (self._question.form.guess, *self._rows.warnings, *self._rows.notes))),
             start_s=start_s,
             wall_s=self._wall_s,
             texts_per_s=counts.num_rows / wall_s,

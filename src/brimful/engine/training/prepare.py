@@ -24,7 +24,9 @@ from brimful.data.batches.batch import Sampler
 from brimful.data.labels.columns import Columns, find_columns
 from brimful.data.labels.examples import Examples, describe, make_examples, split_examples
 from brimful.data.labels.label_space import detect_labels
-from brimful.data.readers.sources import read_rows
+from brimful.data.readers.header import Header
+from brimful.data.readers.rows import Rows
+from brimful.data.readers.sources import can_have_header, read_rows
 from brimful.data.tokens.augment import load_transform
 from brimful.data.tokens.encoder import Encoder, Tokens, tokenize
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
@@ -145,9 +147,9 @@ def _examples(
     options: TrainOptions, callbacks: Callbacks
 ) -> tuple[Columns, LabelSpace, Examples, Examples | None, str, int]:
     """Columns, label space, training and evaluation examples, fingerprint of both, and rows dropped as empty."""
-    rows = read_rows(options.data)
-    for note in rows.notes:
-        callbacks.note(note)
+    header = Header.of(options.header, options.column_names)
+    rows = read_rows(options.data, header)
+    _tell_reading(rows, callbacks)
     columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=options.label_column)
     tell_columns(columns, callbacks)
     space = detect_labels(rows, columns, options.task)
@@ -156,9 +158,8 @@ def _examples(
     fingerprint = rows.fingerprint
     evaluation: Examples | None = None
     if options.eval_data is not None:
-        eval_rows = read_rows(options.eval_data)
-        for note in eval_rows.notes:
-            callbacks.note(note)
+        eval_rows = read_rows(options.eval_data, header if can_have_header(options.eval_data) else None)
+        _tell_reading(eval_rows, callbacks)
         same = find_columns(eval_rows, text=columns.text, pair=columns.pair, label=",".join(columns.labels))
         evaluation, num_eval_empty = make_examples(eval_rows, same, space)
         num_empty += num_eval_empty
@@ -166,6 +167,14 @@ def _examples(
     elif options.eval_split > 0:
         training, evaluation = split_examples(training, options.eval_split, options.seed)
     return columns, space, training, evaluation, fingerprint, num_empty
+
+
+def _tell_reading(rows: Rows, callbacks: Callbacks) -> None:
+    """Says what was decided about the files of `rows`, and what is doubtful."""
+    for warning in rows.warnings:
+        callbacks.warning(warning)
+    for note in rows.notes:
+        callbacks.note(note)
 
 
 def tell_columns(columns: Columns, callbacks: Callbacks) -> None:
@@ -264,10 +273,12 @@ def _fingerprints(facts: ModelFacts, transform: str | None) -> dict[str, str]:
 def _report(training: Part, evaluation: Part | None, max_length: int, num_empty: int) -> dict[str, Any]:
     lengths = training.tokens.lengths
     quantiles = {f"p{p}": int(np.percentile(lengths, p)) for p in (0, 5, 25, 50, 75, 95, 100)}
+    read = [part.examples.rows for part in (training, evaluation) if part is not None]
     return {
         **describe(training.examples, evaluation.examples if evaluation else None, num_empty),
         "max_length": max_length,
         "token_lengths": {"mean": round(float(lengths.mean()), 1), **quantiles},
         "truncated_share": training.tokens.num_truncated / len(lengths),
         "truncated_rows": training.tokens.num_truncated,
+        "notes": list(dict.fromkeys(said for rows in read for said in (*rows.warnings, *rows.notes))),
     }
