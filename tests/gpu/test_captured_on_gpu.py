@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -81,6 +82,7 @@ def make_step(
     family: str = "bert",
     short: bool = False,
     our_update: bool = True,
+    note: Callable[[str], object] = pytest.fail,
 ) -> Step:
     torch.manual_seed(0)
     make_config, first_position = CONFIGS[family]
@@ -100,7 +102,7 @@ def make_step(
         ExecutionMode(value="compiled", reason="a test").apply(execution, fused=fused, note=pytest.fail)
     options: dict[str, Any] = {"seed": 3}
     if kind is CapturedStep:
-        options |= {"most_tokens": 8192, "fused": compiled and fused, "note": pytest.fail}
+        options |= {"most_tokens": 8192, "fused": compiled and fused, "note": note}
     space = LabelSpace(task="single_label", names=("a", "b", "c"), values={"a": 0, "b": 1, "c": 2})
     chosen = choose_precision(precision, GPU)  # type: ignore[arg-type]
     update = Optimizer(value="adamw_torch_fused", fused=our_update).apply(
@@ -221,7 +223,7 @@ def test_graphs_of_many_shapes_share_the_memory_of_the_largest(compiled: bool) -
                 step.run(batch).read()
         assert step.num_graphs == len(budgets)
         segments = torch.cuda.memory_snapshot()
-        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(step._pool))
+        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(step.pool.handle))
 
     assert pool_bytes(*range(4800, 8001, 400)) < 1.5 * pool_bytes(8000)
 
@@ -265,9 +267,8 @@ def test_a_refused_capture_leaves_the_device_as_it_was() -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_a_model_that_looks_at_the_device_runs_eagerly(compiled: bool) -> None:
     expected = losses(make_step(Step, dropout=0.0), source(8192))
-    step: Any = make_step(CapturedStep, dropout=0.0, compiled=compiled)
     notes: list[str] = []
-    step._note = notes.append
+    step: Any = make_step(CapturedStep, dropout=0.0, compiled=compiled, note=notes.append)
     layer = step.execution.model.base_model.encoder
 
     def look(module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:

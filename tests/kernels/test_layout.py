@@ -14,8 +14,10 @@ from brimful.kernels.layout import (
     PackedShape,
     make_segments,
     map_tensors,
+    pack_numbers,
     packed_inputs,
     padded_inputs,
+    unpack_numbers,
     with_groups,
 )
 from tiny import pair_types, sequences
@@ -68,6 +70,35 @@ def test_sequences_come_back_from_a_packed_row(case: tuple[list[int], PackedShap
     assert not row.last_S[len(ids) :].any()
     assert (row.ids_T[sum(lengths) :] == PADDING).all()
     assert int(row.positions_T.max()) < shape.max_length
+
+
+@given(lengths_and_shapes, st.booleans())
+def test_numbers_unpack_to_the_packed_inputs(case: tuple[list[int], PackedShape], with_types: bool) -> None:
+    """Where they arrive, segments are found by search."""
+    lengths, shape = case
+    ids = sequences(lengths)
+    ids[0][-1] = PADDING
+    types = pair_types(ids) if with_types else None
+    numbers = pack_numbers(
+        np.concatenate(ids),
+        np.array(lengths),
+        shape,
+        padding_id=PADDING,
+        types=None if types is None else np.concatenate(types),
+    )
+    found: list[torch.Tensor] = []
+    for inputs in (unpack_numbers(numbers, shape), packed_inputs(ids, shape, padding_id=PADDING, types=types)):
+        map_tensors(inputs, found.append)
+        assert inputs.segments.max_length == shape.max_length
+        positions = [place for length in lengths for place in range(length)]
+        assert inputs.positions_T[: sum(lengths)].tolist() == positions
+        assert (inputs.types_T is None) == (types is None)
+        if types is not None and inputs.types_T is not None:
+            assert inputs.types_T[: sum(lengths)].tolist() == np.concatenate(types).tolist()
+    middle = len(found) // 2
+    for one, other in zip(found[:middle], found[middle:], strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
 
 
 def test_full_rows_that_stand_in_a_row_are_not_gathered() -> None:

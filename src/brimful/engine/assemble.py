@@ -50,11 +50,6 @@ class Built:
     recipe: Recipe
     packing: Packing
 
-    @property
-    def batch_tokens(self) -> int:
-        """Tokens that evaluation lays out at once: as many as the largest micro-batch of training has."""
-        return self.layout.budgets.tokens[-1] if isinstance(self.layout, PackedLayout) else _DEFAULT_BUDGET["cpu"]
-
 
 def build(options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks) -> Built:
     """Loads the model and puts together how it runs.

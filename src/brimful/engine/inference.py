@@ -1,59 +1,89 @@
-"""Logits of tokenised rows: the forward pass that evaluation and classification share."""
+"""Logits of a whole data set, by the forward pass that classification runs."""
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 
-from brimful.data.batches.batch import Layout
+from brimful.data.batches.batch import PackedLayout
 from brimful.data.tokens.encoder import Tokens
-from brimful.kernels.layout import Inputs, map_tensors
-from brimful.models.packed.packed_forward import Execution
-from brimful.step.precision import Precision
+from brimful.engine.assemble import Built
+from brimful.step.forward import Forward, LayoutForward, PendingLogits
+from brimful.step.graphs.captured_forward import PackedForward
+from brimful.step.graphs.captured_step import CapturedStep
+
+#: Windows that the device may have while the host prepares the next.
+_AHEAD = 1
+#: Tokens of padded rows that are laid out at once.
+_PADDED_TOKENS = 4096
 
 
-def predict_logits(
-    execution: Execution,
-    tokens: Tokens,
-    layout: Layout,
-    precision: Precision,
-    *,
-    batch_tokens: int,
-    most_rows: int,
-    progress: Callable[[int], None] | None = None,
-) -> np.ndarray:
-    """(N, C) fp32 logits of all rows, in their order; computed in eval mode, in order of length. NaN for no tokens.
+def evaluation_forward(built: Built, *, most_rows: int, note: Callable[[str], None]) -> Forward:
+    """The forward pass of a model in training, as large as its largest micro-batch.
 
-    batch_tokens, most_rows: as many are laid out at once. progress: called with the number of rows done.
+    Captured where its steps are, in the memory of their graphs. most_rows: sequences of an effective batch.
     """
-    device = next(execution.model.parameters()).device
-    was_training = execution.model.training
-    execution.model.eval()
-    places: list[np.ndarray] = []
-    found: list[Tensor] = []
-    done = 0
+    layout, step = built.layout, built.step
+    if isinstance(layout, PackedLayout) and built.precision.device.type == "cuda" and not layout.groups:
+        return PackedForward(
+            built.execution,
+            built.precision,
+            budget=layout.most_tokens,
+            longest=layout.max_length,
+            padding_id=layout.padding_id,
+            typical_length=layout.typical_length,
+            attention=layout.attention,
+            recorder=step.pool if isinstance(step, CapturedStep) else None,
+            fused=False,
+            note=note,
+        )
+    tokens = layout.most_tokens if isinstance(layout, PackedLayout) else _PADDED_TOKENS
+    return LayoutForward(built.execution, layout, built.precision, batch_tokens=tokens, most_rows=most_rows)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within, a model in training is only read.
+
+    Layers compiled for training run as they are: compiling them for evaluation too would cost more than it saves.
+    """
+    was_training = model.training
+    model.eval()
     try:
-        # Layers compiled for training run as they are: compiling them for evaluation too would cost more than it saves.
-        with torch.inference_mode(), precision.autocast(), torch.compiler.set_stance("force_eager"):
-            for rows in chunks(tokens.lengths, batch_tokens, most_rows):
-                for inputs, members, _ in layout.arrange(*tokens.sequences(rows)):
-                    logits_SC = execution(_to(inputs, device))[: len(members)]
-                    found.append(logits_SC.float())
-                    places.append(rows[members])
-                done += len(rows)
-                if progress:
-                    progress(done)
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
-        execution.model.train(was_training)
-    num_outputs = int(execution.model.config.num_labels)
-    together = torch.cat([*found, torch.zeros(0, num_outputs, device=device)]).cpu().numpy()
-    logits_NC = np.full((len(tokens), together.shape[1]), np.nan, dtype=np.float32)
-    logits_NC[np.concatenate([*places, np.zeros(0, dtype=np.int64)])] = together
+        model.train(was_training)
+
+
+def predict_logits(forward: Forward, tokens: Tokens, *, progress: Callable[[int], None] | None = None) -> np.ndarray:
+    """(N, C) fp32 logits of all rows, in their order. NaN for no tokens.
+
+    progress: called with the number of rows launched.
+    """
+    logits_NC = np.full((len(tokens), forward.num_outputs), np.nan, dtype=np.float32)
+    pending: deque[tuple[np.ndarray, PendingLogits]] = deque()
+
+    def land() -> None:
+        rows, result = pending.popleft()
+        logits_NC[rows] = result.result()
+
+    num_rows = 0
+    for rows in forward.windows(tokens.lengths):
+        pending.append((rows, forward.submit(tokens.take(rows))))
+        if len(pending) > _AHEAD:
+            land()
+        num_rows += len(rows)
+        if progress:
+            progress(num_rows)
+    while pending:
+        land()
     return logits_NC
 
 
@@ -67,52 +97,3 @@ class Done:
     def result(self) -> np.ndarray:
         """(N, C) fp32 in the order of the texts."""
         return self.logits_NC
-
-
-class LayoutForward:
-    """The forward pass over windows of texts laid out as in training: on the CPU, and on padded rows."""
-
-    def __init__(
-        self, execution: Execution, layout: Layout, precision: Precision, *, batch_tokens: int, most_rows: int
-    ) -> None:
-        self._execution, self._layout, self._precision = execution, layout, precision
-        self._batch_tokens, self._most_rows = batch_tokens, most_rows
-
-    def submit(self, tokens: Tokens) -> Done:
-        """Runs the window to its end."""
-        began = time.perf_counter()
-        logits_NC = predict_logits(
-            self._execution,
-            tokens,
-            self._layout,
-            self._precision,
-            batch_tokens=self._batch_tokens,
-            most_rows=self._most_rows,
-        )
-        return Done(logits_NC, time.perf_counter() - began)
-
-
-def chunks(lengths: np.ndarray, batch_tokens: int, most_rows: int) -> Iterator[np.ndarray]:
-    """Numbers of the rows that have tokens, the longest first, cut where `batch_tokens` or `most_rows` are reached."""
-    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
-    ends = np.cumsum(lengths[order])
-    start = 0
-    while start < len(order):
-        base = ends[start - 1] if start else 0
-        stop = int(np.searchsorted(ends, base + batch_tokens, side="right"))
-        stop = min(max(stop, start + 1), start + most_rows)
-        yield order[start:stop]
-        start = stop
-
-
-def _to(inputs: Inputs, device: torch.device) -> Inputs:
-    if device.type == "cpu":
-        return inputs
-    return map_tensors(inputs, lambda tensor: _pinned(tensor).to(device, non_blocking=True))
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, by numpy: torch would wake a thread a core for it, as `step.forward.stage` says."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    copy.numpy()[...] = tensor.numpy()
-    return copy

@@ -73,6 +73,11 @@ class PackedInputs:
         """Tokens that are computed, the tail counted."""
         return self.ids_T.numel()
 
+    @property
+    def num_slots(self) -> int:
+        """Rows of logits that there will be."""
+        return len(self.first_S)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedInputs:
@@ -86,6 +91,11 @@ class PaddedInputs:
     def num_tokens(self) -> int:
         """Tokens that are computed, padding counted."""
         return self.ids_RL.numel()
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of logits that there will be."""
+        return len(self.ids_RL)
 
 
 Inputs = PackedInputs | PaddedInputs
@@ -123,29 +133,98 @@ class PackedShape:
         """Segments that any `num_slots` sequences need: one a slot, and the unused tail cut at `max_length`."""
         return self.num_slots + self.num_tokens // self.max_length + 1
 
+    def sizes(self, with_types: bool) -> list[int]:
+        """Numbers of each part of a packed row, in the order of `pack_numbers`."""
+        types = self.num_tokens if with_types else 0
+        return [self.num_tokens, self.num_segments + 1, self.num_slots, self.num_slots, types]
 
-def make_segments(lengths: Sequence[int], shape: PackedShape) -> Segments:
+    def segments(self, cu_seqlens_N: Tensor, segment_T: Tensor) -> Segments:
+        """Segments of a row of this shape."""
+        return Segments(
+            cu_seqlens_N=cu_seqlens_N,
+            segment_T=segment_T,
+            max_length=self.max_length,
+            typical_length=self.typical_length,
+            attention=self.attention,
+        )
+
+
+def _cu_seqlens(lengths: np.ndarray, shape: PackedShape) -> np.ndarray:
+    """(N + 1,) int32: where segments of these lengths begin; the unused tail is cut at `max_length`.
+
+    Raises: ValueError if the sequences do not fit the shape.
+    """
+    used, count = int(lengths.sum()), len(lengths)
+    if used > shape.num_tokens or count > shape.num_slots or lengths.max(initial=0) > shape.max_length:
+        raise ValueError(f"{count} sequences of {used} tokens do not fit {shape}")
+    cu_seqlens_N = np.full(shape.num_segments + 1, used, dtype=np.int32)
+    cu_seqlens_N[0] = 0
+    np.cumsum(lengths, out=cu_seqlens_N[1 : count + 1])
+    tail = np.arange(1, shape.num_segments - shape.num_slots + 1) * shape.max_length
+    cu_seqlens_N[shape.num_slots + 1 :] = np.minimum(used + tail, shape.num_tokens)
+    return cu_seqlens_N
+
+
+def make_segments(lengths: Sequence[int] | np.ndarray, shape: PackedShape) -> Segments:
     """Segments of the given lengths from the start of a row; the unused tail becomes more of them.
 
     Raises: ValueError if the sequences do not fit the shape.
     """
-    tail = shape.num_tokens - sum(lengths)
-    if tail < 0 or len(lengths) > shape.num_slots or max(lengths, default=0) > shape.max_length:
-        raise ValueError(f"{len(lengths)} sequences of {sum(lengths)} tokens do not fit {shape}")
-    whole, rest = divmod(tail, shape.max_length)
-    sizes_N = np.zeros(shape.num_segments, dtype=np.int64)
-    sizes_N[: len(lengths)] = lengths
-    sizes_N[shape.num_slots : shape.num_slots + whole] = shape.max_length
-    sizes_N[shape.num_slots + whole] = rest
-    cu_seqlens_N = np.zeros(shape.num_segments + 1, dtype=np.int32)
-    np.cumsum(sizes_N, out=cu_seqlens_N[1:])
-    segment_T = np.repeat(np.arange(shape.num_segments), sizes_N)
-    return Segments(
-        cu_seqlens_N=torch.from_numpy(cu_seqlens_N),
-        segment_T=torch.from_numpy(segment_T),
-        max_length=shape.max_length,
-        typical_length=shape.typical_length,
-        attention=shape.attention,
+    cu_seqlens_N = _cu_seqlens(np.asarray(lengths, dtype=np.int64), shape)
+    segment_T = np.repeat(np.arange(shape.num_segments), np.diff(cu_seqlens_N))
+    return shape.segments(torch.from_numpy(cu_seqlens_N), torch.from_numpy(segment_T))
+
+
+def pack_numbers(
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    shape: PackedShape,
+    *,
+    padding_id: int,
+    types: np.ndarray | None = None,
+    pinned: bool = False,
+) -> Tensor:
+    """A packed row as one int32 tensor on the host: ids (T), cu_seqlens (N + 1), first and last (S), types (T) if any.
+
+    ids, types: of all sequences, end to end. padding_id: the model's own, by which its head knows padding.
+    numpy writes it: for so many numbers torch would wake a thread a core, and these spin where workers tokenise.
+    Raises: ValueError if the sequences do not fit the shape, or if one is empty.
+    """
+    if not lengths.all():
+        raise ValueError(f"of {len(lengths)} sequences one is empty")
+    cu_seqlens_N, used, count = _cu_seqlens(lengths, shape), len(ids), len(lengths)
+    memory = torch.empty(sum(shape.sizes(types is not None)), dtype=torch.int32, pin_memory=pinned)
+    numbers = memory.numpy()
+    numbers.fill(0)
+    ids_T, written_N, first_S, last_S, types_T = np.split(numbers, np.cumsum(shape.sizes(types is not None)[:-1]))
+    ids_T[:used], ids_T[used:], written_N[:] = ids, padding_id, cu_seqlens_N
+    starts, last = cu_seqlens_N[:count], cu_seqlens_N[1 : count + 1] - 1
+    for row in np.flatnonzero(ids_T[last] == padding_id):  # a text may end in it, where it is also the end token
+        sequence = ids_T[starts[row] : last[row] + 1]
+        last[row] = starts[row] + np.flatnonzero(sequence != padding_id).max(initial=0)
+    first_S[:count], last_S[:count] = starts, last
+    if types is not None:
+        types_T[:used] = types
+    return memory
+
+
+def unpack_numbers(numbers: Tensor, shape: PackedShape, segment_T: Tensor | None = None) -> PackedInputs:
+    """The packed row that `pack_numbers` wrote, made on the device that the numbers are on.
+
+    segment_T: the segment of each token, where it is known already.
+    """
+    with_types = len(numbers) > sum(shape.sizes(False))
+    ids_T, cu_seqlens_N, first_S, last_S, types_T = numbers.split(shape.sizes(with_types))
+    places_T = torch.arange(shape.num_tokens, dtype=torch.int32, device=numbers.device)
+    if segment_T is None:
+        segment_T = torch.searchsorted(cu_seqlens_N[1:].contiguous(), places_T, right=True)
+    return PackedInputs(
+        ids_T=ids_T.long(),
+        positions_T=(places_T - cu_seqlens_N[segment_T]).long(),
+        types_T=types_T.long() if with_types else None,
+        segments=shape.segments(cu_seqlens_N, segment_T),
+        first_S=first_S.long(),
+        last_S=last_S.long(),
     )
 
 
@@ -157,43 +236,16 @@ def packed_inputs(
     types: Sequence[np.ndarray] | None = None,
     groups: bool = False,
 ) -> PackedInputs:
-    """Sequences of token ids end to end in one row of the given shape.
+    """Sequences of token ids end to end in one row of the given shape, on the host.
 
-    padding_id: the model's own, by which its head knows padding. types: token types of each sequence. groups: also as
-    padded rows, for `grouped_attention`.
-    Raises: ValueError if the sequences do not fit the shape, or if one is empty.
+    types: token types of each sequence. groups: also as padded rows, for `grouped_attention`.
+    Raises: ValueError as `pack_numbers` does.
     """
-    lengths = [len(sequence) for sequence in ids]
-    if not all(lengths):
-        raise ValueError(f"of {len(ids)} sequences one is empty")
-    segments = make_segments(lengths, shape)
-    cu_seqlens_N = segments.cu_seqlens_N.numpy().astype(np.int64)
-    segment_T = segments.segment_T.numpy()
-    used = sum(lengths)
-    ids_T = np.full(shape.num_tokens, padding_id, dtype=np.int64)
-    ids_T[:used] = np.concatenate(ids)
-    types_T = None
-    if types is not None:
-        types_T = np.zeros(shape.num_tokens, dtype=np.int64)
-        types_T[:used] = np.concatenate(types)
-    first_S, last_S = np.zeros((2, shape.num_slots), dtype=np.int64)
-    first_S[: len(ids)] = cu_seqlens_N[: len(ids)]
-    last_S[: len(ids)] = cu_seqlens_N[1 : len(ids) + 1] - 1
-    for slot in np.flatnonzero(ids_T[last_S[: len(ids)]] == padding_id).tolist():
-        last_S[slot] = cu_seqlens_N[slot] + _last_read(ids[slot], padding_id)
-    return PackedInputs(
-        ids_T=torch.from_numpy(ids_T),
-        positions_T=torch.from_numpy(np.arange(shape.num_tokens) - cu_seqlens_N[segment_T]),
-        types_T=None if types_T is None else torch.from_numpy(types_T),
-        segments=with_groups(segments) if groups else segments,
-        first_S=torch.from_numpy(first_S),
-        last_S=torch.from_numpy(last_S),
-    )
-
-
-def _last_read(sequence: np.ndarray, padding_id: int) -> int:
-    """Place of the last token that is not padding, 0 if all are: texts may end in it where it is also the end token."""
-    return int(np.flatnonzero(sequence != padding_id).max(initial=0))
+    lengths = np.array([len(sequence) for sequence in ids])
+    together = None if types is None else np.concatenate(types)
+    numbers = pack_numbers(np.concatenate(ids), lengths, shape, padding_id=padding_id, types=together)
+    inputs = unpack_numbers(numbers, shape, make_segments(lengths, shape).segment_T)
+    return replace(inputs, segments=with_groups(inputs.segments)) if groups else inputs
 
 
 def padded_inputs(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from brimful.data.batches.batch import Batch, MicroBatch
+from brimful.hardware.read_back import ReadBack
 from brimful.kernels.precompile import precompiled
 from brimful.kernels.rng import one_seed
 from brimful.models.packed.packed_forward import Execution
@@ -54,23 +55,11 @@ class Pending:
 
     def __init__(self, batch: Batch, readings: Tensor, rows: Sequence[Tensor], scaled: bool) -> None:
         self._batch, self._rows, self._scaled = batch, rows, scaled
-        self._event: torch.cuda.Event | None = None
-        if readings.device.type == "cuda":
-            self._readings = torch.empty(readings.shape, dtype=readings.dtype, pin_memory=True)
-            self._readings.copy_(readings, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._readings = readings.clone()
+        self._readings = ReadBack(readings)
 
     def read(self) -> Outcome:
         """Waits for this step, not for those behind it."""
-        if self._event is not None:
-            self._event.synchronize()
-        loss, grad_norm, learning_rate, scale, skipped = self._readings.tolist()
-        bad_samples: tuple[int, ...] = ()
-        if skipped:
-            bad_samples = self._bad_samples()
+        loss, grad_norm, learning_rate, scale, skipped = self._readings.wait().tolist()
         return Outcome(
             number=self._batch.number,
             loss=loss,
@@ -79,7 +68,7 @@ class Pending:
             scale=scale,
             applied=not skipped,
             overflow=bool(skipped) and self._scaled and bool(np.isfinite(loss)) and scale > 1.0,
-            bad_samples=bad_samples,
+            bad_samples=self._bad_samples() if skipped else (),
             num_samples=self._batch.num_samples,
             num_tokens=self._batch.num_tokens,
         )

@@ -83,9 +83,9 @@ def test_layouts_hold_each_sequence_once(layout: Layout, lengths: list[int], wit
     ids = sequences(lengths)
     types = pair_types(ids) if with_types else None
     found = layout.arrange(ids, types)
-    assert sorted(i for _, members, _ in found for i in members) == list(range(len(ids)))
-    for inputs, members, slots in found:
-        assert 0 < len(members) <= slots
+    assert sorted(i for _, members in found for i in members) == list(range(len(ids)))
+    for inputs, members in found:
+        assert 0 < len(members) <= inputs.num_slots
         for slot, member in enumerate(members):
             there, kinds = _slot(inputs, slot)
             assert there.tolist() == ids[member].tolist()
@@ -94,16 +94,16 @@ def test_layouts_hold_each_sequence_once(layout: Layout, lengths: list[int], wit
 
 @given(lengths=lengths_of_a_batch)
 def test_shapes_are_few_and_within_the_budget(lengths: list[int]) -> None:
-    for inputs, _, slots in PACKED.arrange(sequences(lengths), None):
+    for inputs, _ in PACKED.arrange(sequences(lengths), None):
         assert isinstance(inputs, PackedInputs)
         assert inputs.num_tokens in PACKED.budgets.tokens
-        assert slots == PACKED.num_slots == len(inputs.first_S)
-    for inputs, members, slots in PADDED.arrange(sequences(lengths), None):
+        assert inputs.num_slots == PACKED.num_slots == len(inputs.first_S)
+    for inputs, members in PADDED.arrange(sequences(lengths), None):
         assert isinstance(inputs, PaddedInputs)
         assert inputs.num_tokens <= PADDED.num_tokens
         rows, length = inputs.ids_RL.shape
         assert length in PADDED.lengths
-        assert rows == slots
+        assert rows == inputs.num_slots
         assert length == min(bucket for bucket in PADDED.lengths if bucket >= max(lengths[i] for i in members))
     assert len(UNSPLIT.arrange(sequences(lengths), None)) == 1
 
@@ -120,7 +120,7 @@ FEW_ROWS = dataclasses.replace(PADDED, num_rows=2)
 def test_the_most_tokens_of_a_micro_batch(layout: Layout, most: int, lengths: list[int]) -> None:
     lengths = lengths[:2] if layout is FEW_ROWS else lengths
     assert layout.most_tokens == most
-    assert all(inputs.num_tokens <= most for inputs, _, _ in layout.arrange(sequences(lengths), None))
+    assert all(inputs.num_tokens <= most for inputs, _ in layout.arrange(sequences(lengths), None))
 
 
 def _slot(inputs: Any, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:

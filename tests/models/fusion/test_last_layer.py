@@ -28,13 +28,13 @@ from brimful.kernels.attention.cls_attention import (
 from brimful.kernels.attention.dispatch import triton_attention
 from brimful.kernels.attention.varlen import attend
 from brimful.kernels.layers.dropout import kept_mask_PRC
+from brimful.kernels.layout import pack_numbers, unpack_numbers
 from brimful.kernels.rng import next_site, one_seed
 from brimful.levers.execution import ExecutionMode
 from brimful.models.fusion.last_layer import ShorteningBackend
 from brimful.models.model_stats import layers_of
 from brimful.models.packed import packed_forward
 from brimful.models.packed.packed_forward import PackedExecution, PackedForm
-from brimful.step.graphs.captured_forward import stage, unstage
 from models.fusion.test_fusion import LONG, ONE_LAYER, SHORT, WIDE, gradient, settings_of
 from step.test_step import make_step
 from tiny import FAMILIES
@@ -158,9 +158,9 @@ def test_last_layer_for_first_tokens(family: str) -> None:
     model: Any = FAMILIES[family].model(**settings_of(family)).eval()
     form = PackedForm(pooling="first", first_position=2 if family == "roberta" else 0)
     tokens = tokens_of([5, 17, 3, 9, 9])
-    (piece,) = cut_window(tokens.lengths, 64, 24)
-    shape = (piece.num_tokens, piece.num_slots, piece.max_length)
-    inputs = unstage(stage(piece, tokens, 1, pinned=False), shape, False, 9)
+    (piece,) = cut_window(tokens.lengths, 64, 24, typical_length=9)
+    ids = np.concatenate([tokens.sequence(row) for row in piece.rows])
+    inputs = unpack_numbers(pack_numbers(ids, tokens.lengths[piece.rows], piece.shape, padding_id=1), piece.shape)
     packed = PackedExecution(model, form)
     with torch.inference_mode():
         expected = packed(inputs)

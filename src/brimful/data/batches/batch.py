@@ -145,13 +145,15 @@ class Batch:
         return np.concatenate([micro.samples for micro in self.micro_batches])
 
 
+#: Inputs of each micro-batch, and which sequences are in it, in slot order.
+Arranged = list[tuple[Inputs, list[int]]]
+
+
 class Layout(Protocol):
     """How the sequences of a batch are laid out in micro-batches."""
 
-    def arrange(
-        self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None
-    ) -> list[tuple[Inputs, list[int], int]]:
-        """(inputs, members, slots) of each micro-batch; members are indices into `ids`, in slot order."""
+    def arrange(self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> Arranged:
+        """Inputs and members of each micro-batch; members are indices into `ids`, in slot order."""
         ...
 
     @property
@@ -175,11 +177,9 @@ class PackedLayout:
     typical_length: int | None = None
     attention: str | None = None
 
-    def arrange(
-        self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None
-    ) -> list[tuple[Inputs, list[int], int]]:
+    def arrange(self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> Arranged:
         """One packed row a micro-batch, as few as fit."""
-        found: list[tuple[Inputs, list[int], int]] = []
+        found: Arranged = []
         for budget, members in pack([len(sequence) for sequence in ids], self.budgets):
             shape = PackedShape(
                 num_tokens=budget,
@@ -195,7 +195,7 @@ class PackedLayout:
                 types=None if types is None else [types[i] for i in members],
                 groups=self.groups,
             )
-            found.append((inputs, members, shape.num_slots))
+            found.append((inputs, members))
         return found
 
     @property
@@ -219,9 +219,7 @@ class PaddedLayout:
     padding_id: int
     split: bool = True
 
-    def arrange(
-        self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None
-    ) -> list[tuple[Inputs, list[int], int]]:
+    def arrange(self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> Arranged:
         """Rows in order of length, cut where a row would need the next longer shape or the shape is full."""
         sizes = [len(sequence) for sequence in ids]
         if not self.split:
@@ -250,10 +248,10 @@ class PaddedLayout:
         members: list[int],
         num_rows: int,
         length: int,
-    ) -> tuple[Inputs, list[int], int]:
+    ) -> tuple[Inputs, list[int]]:
         chosen = None if types is None else [types[i] for i in members]
         inputs = padded_inputs([ids[i] for i in members], num_rows, length, padding_id=self.padding_id, types=chosen)
-        return inputs, members, num_rows
+        return inputs, members
 
 
 def _power_of_two(number: int) -> int:
@@ -272,14 +270,14 @@ def make_batch(
     """The effective batch of these samples: their ids, token types and targets, laid out in micro-batches."""
     micro_batches, num_computed = [], 0
     denominator = torch.tensor(task.denominator(targets_N), dtype=torch.float64)
-    for inputs, members, num_slots in layout.arrange(ids, types):
-        targets_S = task.empty_targets(num_slots)
+    for inputs, members in layout.arrange(ids, types):
+        targets_S = task.empty_targets(inputs.num_slots)
         targets_S[: len(members)] = targets_N[members]
         micro_batches.append(
             MicroBatch(
                 inputs=inputs,
                 targets_S=torch.from_numpy(targets_S),
-                valid_S=torch.arange(num_slots) < len(members),
+                valid_S=torch.arange(inputs.num_slots) < len(members),
                 denominator=denominator,
                 samples=samples[members],
             )

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from brimful.kernels.layout import PackedShape
 
 #: Budgets are multiples of this many tokens, as matrix units want rows aligned, in fp8 too. Not of the larger tiles of
 #: their kernels: that would save no work, and compute 5 to 15 % more tokens where texts are short.
@@ -102,27 +105,22 @@ def _partition(sizes: np.ndarray, counts: np.ndarray, parts: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A micro-batch of a window of texts that are only read: rows of the window, longest first, and a fixed shape.
-
-    num_tokens: the budget. num_slots: most sequences. max_length: longest sequence that the shape is made for.
-    """
+    """A micro-batch of a window of texts that are only read: rows of the window, longest first, and a fixed shape."""
 
     rows: np.ndarray
-    num_tokens: int
-    num_slots: int
-    max_length: int
+    shape: PackedShape
 
 
 #: Shortest of the powers of two that `cut_window` classes lengths by, and its smallest budget.
 _SHORTEST_CLASS, _LEAST_BUDGET = 16, 512
 
 
-def cut_window(lengths_N: np.ndarray, largest: int, longest: int) -> list[Piece]:
+def cut_window(lengths_N: np.ndarray, largest: int, longest: int, **kernels: Any) -> list[Piece]:
     """A window of texts, in order of length, cut into pieces of few shapes. Texts without tokens are in none.
 
     largest: most tokens of a piece, raised to `longest`, the longest sequence there can be. A shape is a class of
     lengths and a budget: `largest`, or for what is left over a half of it, a quarter, ...; its slots are as many
-    sequences as fill it if they are longer than the class below.
+    sequences as fill it if they are longer than the class below. kernels: the other fields of `PackedShape`.
     """
     order = np.argsort(-lengths_N, kind="stable")[: np.count_nonzero(lengths_N)]
     ends = np.cumsum(lengths_N[order])
@@ -138,7 +136,8 @@ def cut_window(lengths_N: np.ndarray, largest: int, longest: int) -> list[Piece]
         slots = max(2 * budget // kind, 1)
         stop = int(np.searchsorted(ends, done + budget, side="right"))
         stop = min(stop, start + slots)
-        pieces.append(Piece(rows=order[start:stop], num_tokens=budget, num_slots=slots, max_length=kind))
+        shape = PackedShape(num_tokens=budget, num_slots=slots, max_length=kind, **kernels)
+        pieces.append(Piece(rows=order[start:stop], shape=shape))
         start = stop
     return pieces
 

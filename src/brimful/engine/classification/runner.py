@@ -19,7 +19,6 @@ from brimful.core.options import ClassifyOptions, ExecutionChoice
 from brimful.core.records import LabelSpace, Lever, Recipe
 from brimful.data.tokens.encoder import Encoder, Tokens
 from brimful.engine.assemble import make_layout
-from brimful.engine.inference import LayoutForward, chunks
 from brimful.engine.training.prepare import longest_sequence
 from brimful.hardware.probe import device_name
 from brimful.levers.attention import AttentionKernels, choose_kernels, padded_lever
@@ -34,6 +33,8 @@ from brimful.models.model_stats import Attention, attention_of, matmul_parameter
 from brimful.models.onednn_prepack import can_reorder, reorder_linears
 from brimful.models.packed.equivalence import check_equivalence
 from brimful.models.packed.packed_forward import Execution, has_token_types, padding_id_of
+from brimful.step.forward import Forward, LayoutForward, chunks
+from brimful.step.graphs.cache import GraphPool
 from brimful.step.graphs.captured_forward import PackedForward
 from brimful.step.precision import Precision
 from brimful.tasks.answers import label_space
@@ -58,14 +59,6 @@ class Result(Protocol):
 
     def result(self) -> np.ndarray:
         """(N, C) fp32 in the order of the texts, NaN for those without tokens."""
-        ...
-
-
-class Forward(Protocol):
-    """The forward pass over windows of texts."""
-
-    def submit(self, tokens: Tokens) -> Result:
-        """Starts on a window. Results are asked for in the order of submission."""
         ...
 
 
@@ -259,7 +252,7 @@ def _graphs(
         longest=checked.max_length,
         padding_id=padding_id_of(loaded.execution.model.config),
         typical_length=loaded.kernels.typical_length,
-        captured=mode.captured,
+        recorder=GraphPool(loaded.precision.device) if mode.captured else None,
         fused=mode.compiled and loaded.kernels.fused,
         note=callbacks.warning,
     )

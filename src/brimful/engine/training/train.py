@@ -35,7 +35,7 @@ from brimful.data.batches.prefetch import Feed
 from brimful.engine.assemble import Built, build
 from brimful.engine.clock import Clock
 from brimful.engine.compilations import CompilationWatch
-from brimful.engine.inference import predict_logits
+from brimful.engine.inference import evaluating, evaluation_forward, predict_logits
 from brimful.engine.signals import StopSignals
 from brimful.engine.training.checkpoint import (
     Checkpoint,
@@ -162,6 +162,7 @@ class _Loop:
     ) -> None:
         self._options, self._prepared, self._built, self._folder = options, prepared, built, folder
         self._events, self._callbacks, self._record = events, callbacks, run
+        self._forward = evaluation_forward(built, most_rows=options.batch_size, note=callbacks.warning)
         self._state = _State()
         self._saved_step: int | None = None
         self._passed_over: set[int] = set()  # steps whose checkpoints were found damaged
@@ -332,15 +333,8 @@ class _Loop:
         """Evaluates, and says whether the metric that picks the model improved."""
         evaluation, task, state = self._prepared.evaluation, self._prepared.task, self._state
         assert evaluation is not None
-        logits_NC = predict_logits(
-            self._built.execution,
-            evaluation.tokens,
-            self._built.layout,
-            self._built.precision,
-            batch_tokens=self._built.batch_tokens,
-            most_rows=self._options.batch_size,
-            progress=lambda _: self._stop_if_told(),
-        )
+        with evaluating(self._built.model):
+            logits_NC = predict_logits(self._forward, evaluation.tokens, progress=lambda _: self._stop_if_told())
         loss = task.loss(logits_NC, evaluation.targets_N)
         state.metrics = {"loss": loss, **task.metrics(logits_NC, evaluation.targets_N)}
         state.metrics_step = state.applied

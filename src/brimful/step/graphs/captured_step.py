@@ -1,10 +1,7 @@
 """The step as CUDA graphs: what the host launches once, the device replays.
 
 One graph per shape runs a whole step where the batch is a single micro-batch. Otherwise one graph per shape runs
-`accumulate`, and one for all runs `update`; the number of micro-batches enters no graph. A shape runs eagerly when it
-is first met, which also warms up what capture must not (compilation, library handles, optimizer states), and is
-captured when it comes again. Graphs share one memory pool. The first one takes as much as the largest shape will need,
-to judge by what an eager step took, in one piece: blocks cut to one shape do not fit the next.
+`accumulate`, and one for all runs `update`; the number of micro-batches enters no graph.
 
 Kernels of fused layers are compiled together before the first step, whose gradient is computed once for nothing.
 
@@ -15,40 +12,16 @@ as in the eager step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from brimful.data.batches.batch import Batch, MicroBatch, Shape
-from brimful.hardware.capture import capture
+from brimful.data.batches.batch import Batch, MicroBatch
+from brimful.step.graphs.cache import GraphCache, GraphPool
 from brimful.step.state import StepState
 from brimful.step.step import Pending, Step
 from brimful.step.updates.fused_adamw import MOST_GRAPHS
-
-#: Graphs at most. A packed run has at most a dozen shapes.
-_MOST_GRAPHS = MOST_GRAPHS // 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Graph:
-    """A captured computation, and where it leaves what the host reads.
-
-    memory: that of the micro-batch it works on, if it does on one. kept: what it reads besides.
-    """
-
-    graph: torch.cuda.CUDAGraph
-    memory: Tensor | None
-    rows_S: Tensor | None
-    readings: Tensor | None
-    kept: Any
-
-    def replay(self, memory: Tensor | None = None) -> None:
-        if self.memory is not None and memory is not None:
-            self.memory.copy_(memory)
-        self.graph.replay()
 
 
 class CapturedStep(Step):
@@ -56,18 +29,19 @@ class CapturedStep(Step):
 
     most_tokens: of a micro-batch, padding counted. fused: whether layers are compiled, around our attention. note:
     called once with the reason if capture turns out to be impossible; the step then goes on eagerly.
+    pool: the memory of its graphs, for others that run between steps.
     """
 
     def __init__(
         self, *arguments: Any, most_tokens: int, fused: bool, note: Callable[[str], None], **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
-        self._most_tokens, self._kernels_wait, self._note = most_tokens, fused, note
-        self._eager_tokens = self._eager_bytes = 0
-        self._pool = torch.cuda.graph_pool_handle()
-        self._met: set[Shape] = set()
-        self._graphs: dict[Shape, _Graph] = {}
-        self._possible = True
+        self._kernels_wait = fused
+        self.pool = GraphPool(self.device, most_tokens)
+        # An update has tables of gradients' addresses for so many graphs, and a shape may have two.
+        self._graphs = GraphCache(
+            self.pool, what="steps", note=note, most=MOST_GRAPHS // 2, keep=lambda: self.update.captured()
+        )
 
     @property
     def num_graphs(self) -> int:
@@ -76,122 +50,58 @@ class CapturedStep(Step):
 
     def run(self, batch: Batch) -> Pending:
         """One step, replayed where its shapes have been met before."""
-        shapes = [micro.shape for micro in batch.micro_batches]
-        new = [shape for shape in dict.fromkeys(shapes) if shape not in self._met]
         if self._kernels_wait:
             self._kernels_wait = False
             self.compile_kernels(batch)
-        self._met.update(new)
-        if not self._possible:
+        if not self._graphs.enabled:
             return super().run(batch)
-        if new:
-            return self._first(batch)
-        try:
-            return self._whole(batch, shapes[0]) if len(shapes) == 1 else self._pieces(batch, shapes)
-        except _CannotCapture as refusal:  # before anything of this batch was computed
-            self._possible = False
-            self._graphs.clear()
-            self._note(f"steps run eagerly: {refusal}")
-            return super().run(batch)
+        if not self._graphs.meet(micro.shape for micro in batch.micro_batches):
+            with self.pool.measured(max(micro.inputs.num_tokens for micro in batch.micro_batches)):
+                return super().run(batch)
+        captured = self._whole(batch) if len(batch.micro_batches) == 1 else self._pieces(batch)
+        return captured or super().run(batch)
 
     def load_state(self, state: StepState) -> None:
         """As `Step` does. Graphs hold the addresses of what is replaced, and are captured anew."""
         self._graphs.clear()
-        self._met.clear()
         super().load_state(state)
 
-    def _first(self, batch: Batch) -> Pending:
-        """Runs a batch with a new shape eagerly; before there are graphs, sees how much memory the largest takes."""
-        tokens = max(micro.inputs.num_tokens for micro in batch.micro_batches)
-        torch.cuda.empty_cache()  # what the shape before has left does not fit this one
-        if self._graphs or tokens <= self._eager_tokens:
-            return super().run(batch)
-        before = self._idle_bytes()
-        pending = super().run(batch)
-        self._eager_tokens, self._eager_bytes = tokens, max(self._idle_bytes() - before, 0)
-        return pending
+    def _whole(self, batch: Batch) -> Pending | None:
+        """The step as one graph; None if it must run eagerly, before anything of it was computed."""
+        micro, memory = batch.micro_batches[0], batch.memories[0]
 
-    def _idle_bytes(self) -> int:
-        """What torch keeps and nothing uses: after a step, what was used on the way."""
-        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        def compute(static: Tensor) -> tuple[Tensor, Tensor]:
+            rows_S = self.backward(micro.over(static))
+            self.reduce()
+            return rows_S, self.apply_update(gathered=False)
 
-    def _whole(self, batch: Batch, shape: Shape) -> Pending:
-        graph = self._graphs.get(("whole", shape))
+        graph = self._graphs.find(("whole", micro.shape), compute, memory)
         if graph is None:
-            memory, static = _copy(batch, 0)
-
-            def compute() -> tuple[Tensor, Tensor]:
-                rows_S = self.backward(static)
-                self.reduce()
-                return rows_S, self.apply_update(gathered=False)
-
-            graph = self._capture(("whole", shape), compute, memory)
+            return None
         self.draw_seed(batch, 0)
-        graph.replay(batch.memories[0])
-        assert graph.rows_S is not None
-        assert graph.readings is not None
-        return Pending(batch, graph.readings, [graph.rows_S.clone()], self.precision.scaled)
+        rows_S, readings = graph.replay(memory)
+        return Pending(batch, readings, [rows_S.clone()], self.precision.scaled)
 
-    def _pieces(self, batch: Batch, shapes: list[Shape]) -> Pending:
+    def _pieces(self, batch: Batch) -> Pending | None:
+        """The step as a graph for each micro-batch, and one for the update; None as `_whole`."""
         self.update.prepare_gathering()
-        for index, shape in enumerate(shapes):
-            if ("accumulate", shape) not in self._graphs:
-                memory, static = _copy(batch, index)
-                self._capture(("accumulate", shape), partial(self._accumulate, static), memory)
-        if ("update",) not in self._graphs:
-            self._capture(("update",), lambda: (None, self.apply_update(gathered=True)))
+        micros = zip(batch.micro_batches, batch.memories, strict=True)
+        graphs = [
+            self._graphs.find(("accumulate", micro.shape), partial(self._accumulate, micro), memory)
+            for micro, memory in micros
+        ]
+        update = self._graphs.find(("update",), lambda _: self.apply_update(gathered=True))
+        if update is None or None in graphs:
+            return None
         rows = []
-        for index, shape in enumerate(shapes):
-            graph = self._graphs["accumulate", shape]
+        for index, graph in enumerate(graphs):
+            assert graph is not None
             self.draw_seed(batch, index)
-            graph.replay(batch.memories[index])
-            assert graph.rows_S is not None
-            rows.append(graph.rows_S.clone())
+            rows.append(graph.replay(batch.memories[index]).clone())
         self.reduce()
-        update = self._graphs[("update",)]
-        update.replay()
-        assert update.readings is not None
-        return Pending(batch, update.readings, rows, self.precision.scaled)
+        return Pending(batch, update.replay(), rows, self.precision.scaled)
 
-    def _accumulate(self, micro: MicroBatch) -> tuple[Tensor, None]:
-        rows_S = self.backward(micro)
+    def _accumulate(self, micro: MicroBatch, static: Tensor) -> Tensor:
+        rows_S = self.backward(micro.over(static))
         self.update.gather()
-        return rows_S, None
-
-    def _capture(
-        self,
-        name: Shape,
-        compute: Callable[[], tuple[Tensor | None, Tensor | None]],
-        memory: Tensor | None = None,
-    ) -> _Graph:
-        """Records `compute`, which works on what is in `memory`. Nothing is computed: the first replay does that."""
-        if len(self._graphs) >= _MOST_GRAPHS:
-            raise _CannotCapture(f"there are more than {_MOST_GRAPHS} shapes")
-        graph, room = torch.cuda.CUDAGraph(), self._room()
-        try:
-            with capture(graph, self._pool):
-                torch.empty(room, dtype=torch.uint8, device=self.device)  # and gives it to the pool
-                rows_S, readings = compute()
-        except (RuntimeError, torch.AcceleratorError) as refusal:
-            raise _CannotCapture(str(refusal).splitlines()[0][:200]) from refusal
-        kept = self.update.captured()
-        self._graphs[name] = _Graph(graph=graph, memory=memory, rows_S=rows_S, readings=readings, kept=kept)
-        return self._graphs[name]
-
-    def _room(self) -> int:
-        """Bytes that the first graph takes for all; none where that is much of what there is, and might not fit."""
-        if self._graphs or not self._eager_tokens:
-            return 0
-        room = self._eager_bytes * self._most_tokens // self._eager_tokens
-        torch.cuda.empty_cache()
-        return room if 2 * room < torch.cuda.mem_get_info(self.device)[0] else 0
-
-
-class _CannotCapture(Exception):  # noqa: N818  (caught where it is raised)
-    """The model does on the host, or waits for, what a graph cannot hold."""
-
-
-def _copy(batch: Batch, index: int) -> tuple[Tensor, MicroBatch]:
-    """A memory for a graph to read a micro-batch from, and that micro-batch."""
-    memory = batch.memories[index].clone()
-    return memory, batch.micro_batches[index].over(memory)
+        return rows_S

@@ -1,0 +1,168 @@
+"""CUDA graphs by key: captured once, replayed from then on, all in one memory pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from brimful.hardware.capture import capture
+
+Outputs = TypeVar("Outputs")
+
+#: Graphs of one cache. A packed training run has at most a dozen shapes; classification has a handful of length
+#: classes, and of budgets in each.
+MOST_GRAPHS = 64
+
+
+class Replayable(Protocol):
+    """A recorded computation, such as a torch.cuda.CUDAGraph."""
+
+    def replay(self) -> None:
+        """Computes it again, on what is in the same memory by now."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records computations of one device: `GraphPool`."""
+
+    device: torch.device
+
+    def record(self, compute: Callable[[], Outputs]) -> tuple[Replayable, Outputs]:
+        """The recorded computation, and the tensors that a replay writes."""
+        ...
+
+
+class GraphPool:
+    """Memory that graphs share, whatever their shapes. They are replayed one after another, on one stream.
+
+    most_tokens: of the largest shape. The first graph takes as much as that one will need, to judge by what eager
+    passes took (`measured`), in one piece: blocks cut to one shape do not fit the next.
+    """
+
+    def __init__(self, device: torch.device, most_tokens: int = 0) -> None:
+        self.device, self._most_tokens = device, most_tokens
+        self._measured_tokens = self._measured_bytes = 0
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self.handle = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def measured(self, num_tokens: int) -> Iterator[None]:
+        """Within, a shape is met for the first time, and runs eagerly."""
+        torch.cuda.empty_cache()  # what the shape before has left does not fit this one
+        is_first = not self._graphs and num_tokens > self._measured_tokens
+        before = self._idle_bytes() if is_first else 0
+        yield
+        if is_first:
+            self._measured_tokens, self._measured_bytes = num_tokens, max(self._idle_bytes() - before, 0)
+
+    def record(self, compute: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+        """As `Recorder` has it. Nothing is computed: the first replay does that."""
+        graph, room_bytes = torch.cuda.CUDAGraph(), self._room_bytes()
+        with capture(graph, self.handle):
+            torch.empty(room_bytes, dtype=torch.uint8, device=self.device)  # and gives it to the pool
+            outputs = compute()
+        self._graphs.add(graph)
+        return graph, outputs
+
+    def _idle_bytes(self) -> int:
+        """Bytes that torch keeps and nothing uses: after a pass, what was used on the way."""
+        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def _room_bytes(self) -> int:
+        """Bytes that the first graph takes for all; none where that is much of what is free, and might not fit."""
+        if self._graphs or not self._measured_tokens:
+            return 0
+        room_bytes = self._measured_bytes * self._most_tokens // self._measured_tokens
+        torch.cuda.empty_cache()
+        return room_bytes if 2 * room_bytes < torch.cuda.mem_get_info(self.device)[0] else 0
+
+
+class Graph(Generic[Outputs]):
+    """A recorded computation, and the memory that it reads its inputs from. kept: what else must live as long."""
+
+    def __init__(self, recorded: Replayable, outputs: Outputs, static_inputs: Tensor | None, kept: object) -> None:
+        self._recorded, self._outputs, self._static_inputs, self._kept = recorded, outputs, static_inputs, kept
+
+    def replay(self, inputs: Tensor | None = None) -> Outputs:
+        """Computes it on a copy of `inputs`. The outputs are there until another graph of the pool is replayed."""
+        if self._static_inputs is not None and inputs is not None:
+            self._static_inputs.copy_(inputs, non_blocking=True)
+        self._recorded.replay()
+        return self._outputs
+
+
+class GraphCache:
+    """Graphs of the shapes that come again.
+
+    A shape runs eagerly when it is first met, which also warms up what capture must not (compilation, library handles,
+    optimizer states). When it comes again it is captured, and replayed from then on. If a capture is refused, all
+    graphs are dropped and everything runs eagerly.
+
+    recorder: None to capture nothing. what: the computations, as the user knows them. note: called once with the reason
+    if capture turns out to be impossible, and once if there are more graphs than `most`: further shapes run eagerly.
+    keep: called after each capture; what it returns lives as long as the graph.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder | None,
+        *,
+        what: str,
+        note: Callable[[str], None],
+        most: int = MOST_GRAPHS,
+        keep: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._recorder, self._what, self._note, self._most, self._keep = recorder, what, note, most, keep
+        self._graphs: dict[Hashable, Graph[Any]] = {}
+        self._met: set[Hashable] = set()
+        self._is_full = False
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether shapes that come again are captured."""
+        return self._recorder is not None
+
+    def meet(self, shapes: Iterable[Hashable]) -> bool:
+        """Remembers shapes. True if all were met before."""
+        new = set(shapes) - self._met
+        self._met |= new
+        return not new
+
+    def find(
+        self, key: Hashable, compute: Callable[[Any], Outputs], inputs: Tensor | None = None
+    ) -> Graph[Outputs] | None:
+        """The graph of a key, captured if there is none yet; None if it must run eagerly.
+
+        compute: works on a tensor such as `inputs`, and changes nothing on the host that matters if it is refused.
+        """
+        if self._recorder is None or key in self._graphs:
+            return self._graphs.get(key)
+        if len(self._graphs) == self._most:
+            if not self._is_full:
+                self._note(f"{self._what} of some shapes run eagerly: there are more than {self._most}")
+            self._is_full = True
+            return None
+        static = None if inputs is None else torch.zeros_like(inputs, device=self._recorder.device)
+        try:
+            recorded, outputs = self._recorder.record(partial(compute, static))
+        except (RuntimeError, torch.AcceleratorError) as refusal:
+            self._recorder = None
+            self._graphs.clear()
+            self._note(f"{self._what} run eagerly: {str(refusal).splitlines()[0][:200]}")
+            return None
+        self._graphs[key] = graph = Graph(recorded, outputs, static, self._keep())
+        return graph
+
+    def clear(self) -> None:
+        """Drops all graphs, whose addresses may be of what has been replaced, and meets all shapes anew."""
+        self._graphs.clear()
+        self._met.clear()

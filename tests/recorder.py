@@ -1,0 +1,36 @@
+"""Graphs on the CPU: what was recorded is computed again on the same memory, and written to the same outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+class CpuRecorder:
+    """Records as `GraphPool` does. refusal: what a capture fails with."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        self.refusal: str | None = None
+
+    def record(self, compute: Callable[[], Any]) -> tuple[Any, Any]:
+        """The recorded computation, and the tensors that a replay writes. Until then these hold nothing of use."""
+        if self.refusal is not None:
+            raise RuntimeError(self.refusal)
+        outputs = pytree.tree_map(torch.zeros_like, compute())
+        self.num_recorded += 1
+        return _Recorded(compute, outputs), outputs
+
+
+class _Recorded:
+    def __init__(self, compute: Callable[[], Any], outputs: Any) -> None:
+        self._compute, self._outputs = compute, outputs
+
+    def replay(self) -> None:
+        for output, found in zip(pytree.tree_leaves(self._outputs), pytree.tree_leaves(self._compute()), strict=True):
+            output.copy_(found)
