@@ -1,4 +1,4 @@
-"""What the arithmetic of a model asks for, and the rates that this machine gives it at the best."""
+"""Operations of a model, and the best rates of this machine for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a raw log that a later call goes on with, a budget of seconds, a process a measurement.
+"""Shared by the benchmarks: a raw log that a later call continues, a budget of seconds, a process per measurement.
 
 A script is called again until nothing is left. What its raw log has is not measured again, and what a killed call wrote
 by half is dropped. Each measurement is the script itself with `--one PLAN`, in a process group that ends with it; what
@@ -84,7 +84,7 @@ class Session:
         return [r for r in self.records if all(r.get(key) == value for key, value in wanted.items())]
 
     def fits(self, seconds: float) -> bool:
-        """Whether this much time is left."""
+        """True if this much time is left."""
         return self.deadline is None or time.monotonic() + seconds <= self.deadline
 
     def last_wall_s(self, kind: str, **wanted: Any) -> float | None:
@@ -160,12 +160,12 @@ def parser_of(description: str, works: Iterable[str], *, timeout_s: float) -> ar
 
 
 def default_inputs(name: str, *, smoke: bool) -> Path:
-    """Where a benchmark's models and texts are kept unless told."""
+    """Default folder of a benchmark's models and texts."""
     return Path(tempfile.gettempdir()) / f"brimful-benchmark-{name}{'-smoke' if smoke else ''}"
 
 
 def print_rows(found: Iterable[dict[str, Any]]) -> None:
-    """What a process of its own found, as `Session.child` reads it, each as soon as it is known."""
+    """Print found rows for `Session.child` to read, each as soon as it is known."""
     for row in found:
         print("ROW " + json.dumps(row), flush=True)
 

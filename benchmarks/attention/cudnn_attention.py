@@ -35,7 +35,7 @@ class RaggedAttention:
     def tensors(
         self, packed: Tensor, gradient: Tensor, out: Tensor, found: Tensor, lengths: Tensor, starts: Tensor
     ) -> dict[str, Tensor]:
-        """What the passes read and write. found: (T, 3, H, D), the gradients. starts: (N + 1,) int64."""
+        """Buffers of both passes. found: (T, 3, H, D), the gradients. starts: (N + 1,) int64."""
         sequences, heads, longest, head_dim = self._shape
         return {
             **dict(zip(("q", "k", "v"), packed.unbind(1), strict=True)),

@@ -1,4 +1,4 @@
-"""What a text asks of the chip, and how many of them a second the chip could answer if it did nothing else."""
+"""Operations of a text, and the roofline: texts a second if the chip did nothing else."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read_pool(inputs: Path, work: Work) -> Pool:
 
 
 def limits(device: torch.device, *, smoke: bool) -> dict[str, Any]:
-    """What this machine is, and the rate of its matrix units."""
+    """Describe this machine and its matmul rate."""
     side = 256 if smoke else 8192 if device.type == "cuda" else 2048
     dtypes = [torch.bfloat16] if device.type == "cuda" else [torch.bfloat16, torch.float32]
     rates = {dtype: 2 * side**3 / product_s(side, side, side, device, dtype=dtype) for dtype in dtypes}

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1]))  # what the benchmarks share
+sys.path.append(str(Path(__file__).parents[1]))
 
 from floor import read_pool
 from sides import Answered, BrimfulSide, CrossEncoderSide, PipelineSide, Run

@@ -1,4 +1,4 @@
-"""Where the device's time goes in a pass: by part and by kernel, and what is idle between.
+"""Device time of a pass by class and by kernel, and idle time between.
 
     python benchmarks/classification/kernels.py tweets/base bbc/base --tokenizer FOLDER
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.append(str(Path(__file__).parents[1]))  # what the benchmarks share
+sys.path.append(str(Path(__file__).parents[1]))
 
 from floor import read_pool
 from resumable import default_inputs

@@ -80,7 +80,7 @@ def write_rows(path: Path, num_rows: int) -> Path:
 
 
 def memory_bytes(process_id: int) -> tuple[int, int]:
-    """What a process has in memory now, and the most that it had; (0, 0) where it is gone."""
+    """Resident and peak memory of a process; (0, 0) if it has ended."""
     try:
         lines = Path(f"/proc/{process_id}/status").read_text("utf-8").splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -129,7 +129,7 @@ class Log:
             print(text, file=self._file, flush=True)
 
     def say(self, passed_s: float, now_bytes: int, peak_bytes: int) -> None:
-        """What is in memory after so many seconds."""
+        """Resident memory after so many seconds."""
         self.line(f"{passed_s:8.1f} s   now {now_bytes / 1e6:6.0f} MB   peak {peak_bytes / 1e6:6.0f} MB")
 
 

@@ -1,4 +1,4 @@
-"""How long a side is measured: every setting shortly, then the fastest, or each that is to have a row, in repeats."""
+"""Length of measurements: every setting in a short run, then the fastest, or each that has a row, in repeats."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def pace_of(work: Work, device: str, repeat_s: float, *, smoke: bool) -> Pace:
 
 
 def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
-    """What each setting of the plan gave: `texts_per_s` of the sweep, or `repeats`; `error` if it failed."""
+    """Measure each setting of the plan: `texts_per_s` of the sweep, or `repeats`; `error` if it failed."""
     work, pace = Work.parse(plan["work"]), Pace(**plan["pace"])
     side = SIDES[plan["side"]](work, inputs, plan["device"], smoke=plan["smoke"])
     pool = read_pool(inputs, work)

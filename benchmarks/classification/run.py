@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # what the benchmarks share
+sys.path.append(str(Path(__file__).parents[1]))
 
 import report
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
@@ -40,13 +40,13 @@ _EXPECTED_MORE_S = {"large": 15.0, "modernbert": 15.0}
 
 
 def sides_of(session: Session, work: Work) -> list[str]:
-    """What a row is measured with here: CrossEncoder where it is installed, and where texts are in memory."""
+    """Sides of a row: CrossEncoder only if it is installed and texts are in memory."""
     missing = work.files or find_spec("sentence_transformers") is None
     return [side for side in session.arguments.sides if not (side == "crossencoder" and missing)]
 
 
 def settings_of(session: Session, work: Work, side: str) -> list[dict[str, Any]]:
-    """What a side of a row is tried with."""
+    """Settings to try for a side of a row."""
     arguments = session.arguments
     device, smoke = arguments.device, arguments.smoke
     if side == "brimful":
@@ -78,7 +78,7 @@ def _own_settings(session: Session, work: Work) -> list[dict[str, Any]]:
 
 
 def plan_of(session: Session, work: Work, side: str) -> dict[str, Any]:
-    """What a process of its own is told to measure."""
+    """Plan of one measuring process."""
     arguments = session.arguments
     return {
         "work": work.name,
@@ -91,7 +91,7 @@ def plan_of(session: Session, work: Work, side: str) -> dict[str, Any]:
 
 
 def complete(session: Session, work: Work) -> bool:
-    """Whether some call has measured all that the row asks for."""
+    """True if one call has measured all settings of the row."""
     sides = sides_of(session, work)
     calls = {r["call"] for r in session.known("row", work=work.name, ok=True)}
     return any(
@@ -141,7 +141,7 @@ def row(session: Session, work: Work) -> bool:
 
 
 def one(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[dict[str, Any]]:
-    """What a process of its own does: limits of the machine, or one side of one row."""
+    """Measure one plan in this process: limits of the machine, or one side of one row."""
     import torch
     import transformers
 

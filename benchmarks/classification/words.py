@@ -1,4 +1,4 @@
-"""How fast one thread makes token ids of BERT's vocabulary: `tokenizers` alone, and with words looked up.
+"""Speed of one thread at tokenising with BERT's vocabulary: `tokenizers` alone, and with the word cache.
 
     python benchmarks/classification/words.py TOKENIZER
 

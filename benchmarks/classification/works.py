@@ -1,4 +1,4 @@
-"""What is measured: the rows of the table by name, the texts of each, and the models that all sides read."""
+"""Rows of the table by name, their texts, and the models that all sides read."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class Work:
 
     @property
     def name(self) -> str:
-        """What `parse` reads."""
+        """The name that `parse` reads."""
         return f"{'parquet/' if self.files else ''}{self.task}/{self.size}{'-fp8' if self.fp8 else ''}"
 
     @property
     def corpus(self) -> str:
-        """What its texts are of."""
+        """Corpus of its texts."""
         return "bbc" if self.task == "bbc" else "tweets"
 
     @property

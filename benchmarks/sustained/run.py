@@ -1,4 +1,4 @@
-"""What an NVIDIA GPU holds under load: rates of products and of our kernels, with the clock and the power they run at.
+"""Rates that an NVIDIA GPU holds under load: matmuls and our kernels, with clock and power.
 
     python benchmarks/sustained/run.py [training] [inference]
 
@@ -151,7 +151,7 @@ def layer(tokens: int, hidden: int) -> None:
 
 
 def forward_layer(tokens: int, hidden: int) -> None:
-    """What a layer of a pass without gradients does otherwise than that of a step."""
+    """The kernels of a layer that differ without gradients."""
     rows, kept, kind = random(tokens, hidden), random(tokens, hidden), f"{tokens} x {hidden}"
     weight = torch.randn(4 * hidden, hidden, device="cuda", dtype=BF16) * 0.02
     bias, wide_bias = (torch.randn(width, device="cuda", dtype=BF16) for width in (hidden, 4 * hidden))

@@ -1,4 +1,4 @@
-"""What the arithmetic of a step asks for, and what this chip gives: matrix rates, copy rate, the floor of a step."""
+"""Operations of a step and rates of this chip: matmuls, copy, and the roofline of a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _attention_operations(config: Any, lengths: np.ndarray) -> float:
 
 
 def limits(inputs: Path, works: list[Work], *, smoke: bool) -> dict[str, Any]:
-    """Rates of this machine, and the floor of each work: seconds of one step that does nothing but what it must.
+    """Rates of this machine, and the roofline of each work: seconds of its matmuls, attention and update alone.
 
     The floor: the matrix products of all layers, forward and backward, at the rate measured for their own shapes with
     the mean tokens of a batch; attention at the rate of the largest product; the optimizer's bytes at the copy rate.

@@ -1,4 +1,4 @@
-"""Fine-tuning by Hugging Face Trainer at its best settings, and by brimful: speed, memory, distance from the floor.
+"""Fine-tuning by Hugging Face Trainer at its best settings, and by brimful: speed, memory, share of the roofline.
 
     python benchmarks/training/run.py --output OUTPUT --tokenizer FOLDER --budget-s 580
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # what the benchmarks share
+sys.path.append(str(Path(__file__).parents[1]))
 
 import report
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
@@ -123,7 +123,7 @@ def steps_of(session: Session, work: Work, side: str) -> dict[str, Any]:
 
 
 def settings_of(session: Session, work: Work, side: str) -> list[dict[str, Any]] | None:
-    """What a side of a row is measured with, one process each; None if that waits for a sweep."""
+    """Settings of a side of a row, one process each; None if a sweep must find them first."""
     if side == "brimful":
         arguments = session.arguments
         precision = "fp8" if work.fp8 else "auto" if arguments.smoke else "bf16"
@@ -134,7 +134,7 @@ def settings_of(session: Session, work: Work, side: str) -> list[dict[str, Any]]
 
 
 def complete(session: Session, work: Work) -> bool:
-    """Whether some call has measured all that the row asks for."""
+    """True if one call has measured all settings of the row."""
     wanted = [(side, settings_of(session, work, side)) for side in work.sides]
     if any(settings is None for _, settings in wanted):
         return False
@@ -178,7 +178,7 @@ def measure(session: Session, work: Work, side: str, asked: dict[str, Any], sett
 
 
 def one(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[dict[str, Any]]:
-    """What a process of its own does: limits of the machine, or one side of one row."""
+    """Measure one plan in this process: limits of the machine, or one side of one row."""
     import torch
     import transformers
 

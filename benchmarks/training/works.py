@@ -1,4 +1,4 @@
-"""What is measured: the rows of the table by name, and the files that both sides read: models and JSONL."""
+"""Rows of the table by name, and the files that both sides read: models and JSONL."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Work:
 
     @property
     def name(self) -> str:
-        """What `parse` reads."""
+        """The name that `parse` reads."""
         batch = "" if self.batch_size == 32 else f"-b{self.batch_size}"
         return f"{self.corpus}/{self.size}{batch}{'-fp8' if self.fp8 else ''}"
 
@@ -74,7 +74,7 @@ class Work:
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """What is measured: HF, and ours where there is an ours."""
+        """Sides of the row: hf, and brimful unless the row is of Trainer alone."""
         return ("hf",) if self.corpus == "tweets512" else ("hf", "brimful")
 
     @property

@@ -79,7 +79,7 @@ def bar_chart(key: str, bars: Sequence[Bar], *, alt: str, whole: float | None = 
 
 
 def histogram(key: str, counts: Sequence[int], *, edges: Mapping[int, str], axis: str, alt: str) -> Markup:
-    """How many of all lie in each class, as shares. Classes are drawn equally wide, whatever they hold.
+    """Draw the share of each class, left to right. All classes are equally wide.
 
     edges: what is written below the edge with that number, from 0, left of the first class, to len(counts).
     axis: what is classed. key, alt: as of `bar_chart`.
