@@ -177,7 +177,7 @@ def test_captured_steps_in_fp8(token_budget: int) -> None:
     assert captured != in_bf16
 
 
-def test_the_proof_and_the_choice() -> None:
+def test_the_check_and_the_choice() -> None:
     """Measured on this GPU; what was found is printed."""
     step = make_step(Step, dropout=0.0)
     precision = choose_precision("fp8", GPU)

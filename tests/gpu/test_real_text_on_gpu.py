@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from brimful.tasks.answer_equivalence import TOLERANCE
+from brimful.core.tolerances import TOLERANCES
 from brimful.tasks.answers import softmax
 from engine.training import test_real_text as real
 from engine.training.test_real_text import HALVES, our_logits, plain_logits
@@ -39,4 +39,4 @@ def test_labels_agree_with_fp32_no_less_than_those_of_the_plain_model(
     print(f"{precision}, {execution}, ours and theirs: labels of fp32 {agreed}, logits off by {errors}")
     assert errors[0] <= errors[1]
     assert agreed[0] >= agreed[1]
-    assert (margins_N[ours_N != labels_N] < TOLERANCE[precision]).all()
+    assert (margins_N[ours_N != labels_N] < TOLERANCES[precision].answers).all()

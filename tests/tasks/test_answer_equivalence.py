@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from brimful.core.classification import AnswerEquivalence
-from brimful.tasks.answer_equivalence import TOLERANCE, compare_answers
+from brimful.core.tolerances import TOLERANCES
+from brimful.tasks.answer_equivalence import compare_answers
 from brimful.tasks.answers import AnswerForm, answer_form
 from brimful.tasks.zero_shot import Candidates, zero_shot_form
 
@@ -33,12 +34,12 @@ def equivalence(form: AnswerForm, fast: np.ndarray, plain: np.ndarray, precision
 PLAIN = logits_of([[0.8, 0.1, 0.1], [0.41, 0.39, 0.2], [0.2, 0.2, 0.6]])
 
 
-@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("problem_type", [None, "multi_label_classification", "regression"])
 def test_equal_logits_agree(precision: str, problem_type: str | None) -> None:
     found = equivalence(form_of(problem_type), PLAIN, PLAIN, precision)
     assert (found.agreement, found.largest_difference, found.num_flips, found.passed) == (1.0, 0.0, 0, True)
-    assert (found.num_rows, found.precision, found.tolerance) == (3, precision, TOLERANCE[precision])
+    assert (found.num_rows, found.precision, found.tolerance) == (3, precision, TOLERANCES[precision].answers)
 
 
 def test_a_flip_of_a_near_tie_is_explained() -> None:

@@ -14,14 +14,15 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from brimful.models.packed.check_inputs import proof_inputs
+from brimful.core.tolerances import TOLERANCES
+from brimful.models.packed.check_inputs import make_check_inputs
 from brimful.models.packed.equivalence import relative_error
 from brimful.models.packed.packed_forward import PaddedExecution
 
 #: Rows and columns that a weight must have: a smaller one is not worth the operator's call.
 _LEAST = 64
-#: Relative difference of logits (norm of the difference over the norm) that counts as rounding, by dtype of products.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+#: Relative error of logits that counts as rounding, by dtype of products. fp32: of all layers, not of one of each kind.
+_TOLERANCE = {torch.float32: 10 * TOLERANCES["fp32"].logits, torch.bfloat16: TOLERANCES["bf16"].logits}
 _OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
 
 
@@ -93,5 +94,5 @@ def _is_plain(module: nn.Module | None) -> TypeGuard[nn.Linear]:
 @torch.inference_mode()
 def _logits(model: nn.Module, dtype: torch.dtype, max_length: int) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        logits: Tensor = PaddedExecution(model)(proof_inputs(model.config, max_length))
+        logits: Tensor = PaddedExecution(model)(make_check_inputs(model.config, max_length))
         return logits.float()

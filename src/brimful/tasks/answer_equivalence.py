@@ -1,4 +1,4 @@
-"""Whether a fast path says what the plain fp32 model says, on rows that both have classified.
+"""Comparison of a fast path's answers with those of the plain fp32 model, on rows that both have classified.
 
     equivalence = compare_answers(form, form.score_blocks(fast_NC), form.score_blocks(plain_NC), precision="bf16")
 
@@ -9,33 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from brimful.core.classification import AnswerEquivalence
+from brimful.core.tolerances import TOLERANCES
 from brimful.tasks.answers import Form
 from brimful.tasks.ranking import Flags, Floats, Singles, finite_rows
 
-#: Largest difference of a probability from the plain fp32 model's that a precision explains; for regression, of an
-#: output over its root mean square. fp32: what the order of sums leaves. bf16, fp16: three to four times what Hugging
-#: Face's own model is off in them (MiniLM-L6 fine-tuned on BBC News, 256 texts of 8 words: 0.015 and 0.0023), since
-#: deeper models lose more. tf32 has fp16's mantissa, in products only: half of it. fp8: twice that of bf16.
-TOLERANCE: Final = {"fp32": 1e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2, "fp8": 1e-1}
-#: Difference of a row that only one of the two has an answer for: as far apart as two probabilities can be.
+#: Difference of a row that only one of the two has an answer for: the largest that two probabilities can have.
 _MISSING = 1.0
 
 
 def compare_answers(
     form: Form, fast: Sequence[Singles], plain: Sequence[Singles], *, precision: str
 ) -> AnswerEquivalence:
-    """The scores of the fast path against those of the plain model, each as `form.score_blocks` gives them.
+    """Compare scores of the fast path with those of the plain model, each as `form.score_blocks` gives them.
 
     A label is a near-tie where the plain model's score is closer than the tolerance to where the decision turns: the
     threshold, or the best of the other labels. A row is one where any of its labels is. A row that has an answer from
     one of the two only is an unexplained flip; one that has none from both is not counted.
     """
-    tolerance = TOLERANCE[precision]
+    tolerance = TOLERANCES[precision].answers
     blocks = [_rows(form, *pair, tolerance) for pair in zip(fast, plain, strict=True)]
     difference = max((float(block.differences_K.max(initial=0)) for block in blocks), default=0.0)
     num_rows = sum(len(block.differences_K) for block in blocks)
@@ -65,7 +60,7 @@ class _Rows:
 
 
 def _rows(form: Form, fast_GM: Singles, plain_GM: Singles, tolerance: float) -> _Rows:
-    """What is found of the K rows."""
+    """Compare the K rows."""
     by_fast_G, by_plain_G = finite_rows(fast_GM), finite_rows(plain_GM)
     known_G = by_fast_G | by_plain_G
     missing_K = np.not_equal(by_fast_G, by_plain_G)[known_G]
@@ -91,7 +86,7 @@ def _scale(plain_GM: Singles) -> Floats:
 
 
 def _given(form: Form, scores_GM: Floats) -> Flags:
-    """Which labels each row is given."""
+    """(G, M): True for each label that a row is given."""
     given_GM = np.ones(scores_GM.shape, dtype=bool)
     if not form.listed:
         given_GM = np.arange(scores_GM.shape[1]) == scores_GM.argmax(axis=1)[:, None]
@@ -99,7 +94,7 @@ def _given(form: Form, scores_GM: Floats) -> Flags:
 
 
 def _turning_points(form: Form, scores_GM: Floats) -> Floats:
-    """The score from which each label would be given, all others as they are; -inf for one that always is."""
+    """(G, M): score from which each label would be given, all others unchanged; -inf for one that always is."""
     points_GM = np.full(scores_GM.shape, -np.inf)
     if not form.listed and scores_GM.shape[1] > 1:
         second_G, best_G = np.partition(scores_GM, -2, axis=1)[:, -2:].T

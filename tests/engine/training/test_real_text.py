@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import brimful as package
+from brimful.core.tolerances import TOLERANCES
 from brimful.data.readers.packaged import bbc_news, minilm
-from brimful.tasks.answer_equivalence import TOLERANCE
 from brimful.tasks.answers import softmax
 from tolerances import MODEL_FP32, difference
 
@@ -84,7 +84,7 @@ def test_labels_agree_with_fp32_no_less_than_those_of_the_plain_model(
     texts = [texts[place] for place in hardest]
     labels_N, margins_N = exact_NC[hardest].argmax(axis=1), (best_N - second_N)[hardest]
     assert len(np.unique(labels_N)) == 5
-    assert margins_N[5] < TOLERANCE["fp16"], "few texts are hard"
+    assert margins_N[5] < TOLERANCES["fp16"].answers, "few texts are hard"
 
     ours_NC = our_logits(model, texts, precision)
     theirs_NC = plain_logits(model, texts, HALVES[precision])
@@ -92,4 +92,4 @@ def test_labels_agree_with_fp32_no_less_than_those_of_the_plain_model(
 
     assert difference(ours_NC, exact_NC[hardest]) <= difference(theirs_NC, exact_NC[hardest])
     assert np.mean(ours_N == labels_N) >= np.mean(theirs_N == labels_N)
-    assert (margins_N[ours_N != labels_N] < TOLERANCE[precision]).all()
+    assert (margins_N[ours_N != labels_N] < TOLERANCES[precision].answers).all()

@@ -129,7 +129,7 @@ def test_a_step_in_fp8() -> None:
         assert not fused.run(SHORT).read().applied
 
 
-def float8_proof(family: str, **settings: Any) -> tuple[float | None, dict[float8.Shape, bool]]:
+def float8_check(family: str, **settings: Any) -> tuple[float | None, dict[float8.Shape, bool]]:
     """In fp32 besides: Triton's interpreter has no bf16 to speak of."""
     model = FAMILIES[family].model(**settings).eval()
     form = FAMILIES[family].form
@@ -139,9 +139,9 @@ def float8_proof(family: str, **settings: Any) -> tuple[float | None, dict[float
     return equivalence._float8_error(model, form, row, logits.detach(), equivalence._gradient(model, logits), "fp32")
 
 
-def test_the_proof_of_layers_in_fp8() -> None:
+def test_the_check_of_layers_in_fp8() -> None:
     """Sizes that matrix units do not take are left out."""
-    error, shapes = float8_proof("bert", **ONE_LAYER | {"intermediate_size": 40})
+    error, shapes = float8_check("bert", **ONE_LAYER | {"intermediate_size": 40})
     assert error is not None
     assert 0.01 < error < 1
     assert set(shapes) == {(96, 32), (32, 32)}
@@ -151,7 +151,7 @@ def test_the_proof_of_layers_in_fp8() -> None:
 def test_layers_without_fused_kernels_have_no_fp8(family: str) -> None:
     """Those that our kernels do not cover, and those that are shared."""
     settings = WIDE | {"num_key_value_heads": 2, "head_dim": 16} if family == "llama" else {}
-    assert float8_proof(family, **settings) == (None, {})
+    assert float8_check(family, **settings) == (None, {})
 
 
 def gradient(step: Step, batch: Batch) -> tuple[float, torch.Tensor]:

@@ -68,7 +68,7 @@ def test_packed_is_plain(name: str, short: bool, spread: float) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_proof_admits(name: str, precision: str) -> None:
+def test_the_check_admits(name: str, precision: str) -> None:
     family = FAMILIES[name]
     found = check_here(family.model(initializer_range=0.02), precision=precision)
     assert found.packed, found.reason
@@ -340,14 +340,14 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "brimful" / "proofs"
+    return tmp_path / "brimful" / "equivalence"
 
 
 def files(cache: Path) -> int:
     return len(list(cache.iterdir())) if cache.exists() else 0
 
 
-def test_a_proof_is_remembered(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_is_remembered(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = FAMILIES["bert"].model()
     first = check_here(model, cache=True)
     assert first.packed
@@ -382,7 +382,7 @@ def kept(model: Any) -> Path | None:
     return equivalence._cache_path(model, LONGEST, torch.device("cpu"), "fp32", None)
 
 
-def test_what_a_proof_depends_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_check_depends_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def here(model: Any, max_length: int = LONGEST, precision: str = "fp32") -> None:
         check_here(model, max_length=max_length, precision=precision, cache=True)
 

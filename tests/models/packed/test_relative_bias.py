@@ -175,7 +175,7 @@ def test_forms_of_deberta_v2(settings: dict[str, Any], admitted: bool, precision
     assert found.packed is admitted, found.reason
 
 
-def test_distances_that_a_proof_has_to_reach() -> None:
+def test_distances_that_the_check_has_to_reach() -> None:
     assert farthest_bucket(FAMILIES["mpnet"].model().config) == 128
     assert farthest_bucket(FAMILIES["deberta"].model().config) == 24
     assert farthest_bucket(FAMILIES["deberta-v2"].model().config) == 80

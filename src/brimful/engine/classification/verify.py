@@ -1,7 +1,7 @@
-"""A runner that is verified: its answers on some of the user's own rows are those of the plain fp32 model.
+"""--verify: answers on some of the user's own rows are compared with those of the plain Hugging Face model in fp32.
 
-Where they are not, a slower path is tried: bf16 after fp8, then fp32, then padded rows. What runs in the end, and why,
-is told.
+Where they differ, a slower path is tried: bf16 after fp8, then fp32, then padded rows. The fallback and its reason are
+warned of and recorded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from brimful.levers.precision import choose_precision
 from brimful.step.precision import Precision
 from brimful.tasks.answer_equivalence import compare_answers
 
+#: Tokens of a batch of the plain model.
+_REFERENCE_TOKENS = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedRunner:
-    """A runner and what is known of it. equivalence: None if it was not asked for, or there was no row to compare.
+    """A runner and the comparison with the plain model.
 
-    fallback: why it is not the path that was planned, None if it is.
+    equivalence: None with --verify 0, or if there was no row to compare. fallback: why a slower path runs, or None.
     """
 
     runner: Runner
@@ -42,9 +45,9 @@ def verified_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, request: Request, sample: Texts, *,
     asked: Asked, num_tokens: int, callbacks: Callbacks,
 ) -> Generator[VerifiedRunner]:  # fmt: skip
-    """The fastest runner that agrees with the plain model; products of the process have its precision meanwhile.
+    """Yield the fastest runner that agrees with the plain model, inside its precision.
 
-    sample: the first rows of the input, asked: the same tokenised. num_tokens: of all of the input, about.
+    sample: the first rows of the input; asked: the same rows tokenised. num_tokens: estimate for the whole input.
     """
     compared = _some(request, sample, options.verify)
     if compared is None and options.verify:
@@ -69,21 +72,26 @@ def verified_runner(
             if equivalence is None or equivalence.passed or plainest:
                 yield VerifiedRunner(runner=runner, equivalence=equivalence, fallback=fallback)
                 return
-            fallback = _failed(equivalence, packed=runner.packing.packed)
+            how = f"{attempt.value}, packed" if runner.packing.packed else attempt.value
+            fallback = (
+                f"on {equivalence.num_rows:,} rows, {how} differs from the plain fp32 model by up to"
+                f" {equivalence.largest_difference:.2g} (allowed: {equivalence.tolerance:g}) and agrees on"
+                f" {share_text(equivalence.agreement)} of the labels: a slower path runs instead"
+            )
             callbacks.warning(fallback)
-            del runner  # its memory is the next one's
+            del runner  # frees its memory for the next one
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainAnswers:
-    """What the plain model says of some rows. logits_PC: of their sequences."""
+    """Logits of the plain model on some rows. logits_PC: one row per sequence."""
 
     request: Request
     asked: Asked
     logits_PC: npt.NDArray[np.float32]
 
     def compare(self, runner: Runner) -> AnswerEquivalence:
-        """A runner's answers against these. Products of the process must have its precision."""
+        """Compare a runner's answers with these. The process must have the runner's precision."""
         found_PC = runner.submit(self.asked.sequences).result()
         return compare_answers(
             self.request.form,
@@ -97,17 +105,24 @@ def plain_answers(
     checked: Checked, options: ClassifyOptions, precision: Precision, request: Request, asked: Asked,
     callbacks: Callbacks,
 ) -> PlainAnswers:  # fmt: skip
-    """Those of the plain Hugging Face model in fp32, on padded rows. It is loaded for it, where `precision` runs."""
-    exact, uncaptured = choose_precision("fp32", precision.device), replace(options, execution="eager")
+    """Load the plain Hugging Face model in fp32 on the device of `precision`, and run it on padded rows.
+
+    Its attention is eager: torch's fused one is wrong for some lengths with a sliding window. Eager scores grow with
+    the square of the length, so batches are small.
+    """
+    exact = choose_precision("fp32", precision.device)
+    budget = max(checked.max_length, _REFERENCE_TOKENS)
+    uncaptured = replace(options, execution="eager", token_budget=min(options.token_budget or budget, budget))
     with exact.apply():
         plain = make_runner(
             checked, uncaptured, exact, sample=asked.sequences, num_tokens=0, packing_wanted=False, callbacks=callbacks
         )
+        plain.execution.model.set_attn_implementation("eager")
         return PlainAnswers(request=request, asked=asked, logits_PC=plain.submit(asked.sequences).result())
 
 
 def _attempts(options: ClassifyOptions, precision: Precision) -> Iterator[tuple[Precision, bool]]:
-    """Precisions, and whether to pack, from the fastest to the plainest."""
+    """Pairs of precision and packing, from the fastest to the plainest."""
     wanted = options.packing == "auto"
     yield precision, wanted
     if precision.value == "fp8":
@@ -120,18 +135,9 @@ def _attempts(options: ClassifyOptions, precision: Precision) -> Iterator[tuple[
 
 
 def _some(request: Request, sample: Texts, num_rows: int) -> Asked | None:
-    """At most `num_rows` of the sample's rows, evenly spread, tokenised; None where there are none."""
-    there = np.flatnonzero(sample.asked_N())
-    if not num_rows or not len(there):
+    """Tokenise at most `num_rows` of the sample's rows, evenly spread; None if there are none."""
+    present = np.flatnonzero(sample.asked_N())
+    if not num_rows or not len(present):
         return None
-    places = np.unique(np.linspace(0, len(there) - 1, min(num_rows, len(there))).astype(np.int64))
-    return request.submit(sample.take(there[places]), Busy())()
-
-
-def _failed(found: AnswerEquivalence, *, packed: bool) -> str:
-    how = f"{found.precision}{', packed' if packed else ''}"
-    return (
-        f"on {found.num_rows:,} rows, {how} differs from the plain fp32 model by up to {found.largest_difference:.2g}"
-        f" (allowed: {found.tolerance:g}) and agrees on {share_text(found.agreement)} of the labels:"
-        " a slower path runs instead"
-    )
+    chosen = np.unique(np.linspace(0, len(present) - 1, min(num_rows, len(present))).astype(np.int64))
+    return request.submit(sample.take(present[chosen]), Busy())()

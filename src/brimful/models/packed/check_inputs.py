@@ -113,7 +113,7 @@ def padded_rows(sequences: Sequence[np.ndarray], config: Any) -> Inputs:
     return padded_inputs(sequences, len(sequences), longest, padding_id=padding_id_of(config), types=types)
 
 
-def proof_inputs(config: Any, max_length: int) -> Inputs:
+def make_check_inputs(config: Any, max_length: int) -> Inputs:
     """The sequences of the equivalence check, as padded rows: any model of a family takes them."""
     return padded_rows(make_sequences(config, max_length), config)
 

@@ -1,18 +1,17 @@
-"""The equivalence check: a model runs packed because it was shown equal to its plain Hugging Face forward, not by its
-name.
+"""The equivalence check at load: a model runs packed because its packed forward equals the plain Hugging Face one.
 
-On a copy with one layer of each kind, one more to read them, and the model's own weights, in eval mode:
+On a copy with one layer of each kind, one more above them, and the model's own weights, in eval mode. The reference is
+eager attention in fp32 on the CPU:
 
-    1  plain, alone = plain, in company            else rows influence one another: batches are never split
-    2  packed with reference attention = plain     forward in fp32; finds the pooling and the first position, and
-                                                   whether the end of the last layer works on pooled tokens alone
+    1  plain, alone = plain, in company            otherwise batches are never split
+    2  packed with reference attention = plain     forward in fp32; finds the pooling, the first position, and
+                                                   if the last layer can run on pooled tokens alone
     3  the same, each sequence alone in its row
     4  gradient of all parameters together         norm of the difference over the norm
     5  the chosen kernel = the reference           in the run's precision, forward and gradient
-    6  in fp8: fused layers, all products in fp8   lose no more than Linear layers whose operands are rounded
+    6  in fp8: fused layers, all products in fp8   lose no more than Linear layers with rounded operands
 
-One of the sequences is longer than any attention window that the run's lengths can reach, and than the distances that a
-bias by distance tells apart.
+One sequence is longer than any attention window and than the largest distance of a relative bias.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from torch.fx import GraphModule
 
 from brimful.core.cache import cache_path, read_cached, write_cached
 from brimful.core.errors import printable
+from brimful.core.tolerances import TOLERANCES
 from brimful.kernels.attention.dispatch import length_class
 from brimful.kernels.layers import float8
 from brimful.kernels.layout import Inputs, map_tensors
@@ -56,25 +56,19 @@ from brimful.models.packed.packed_forward import (
 )
 from brimful.models.packed.relative_bias import has_form
 
-#: Largest relative difference (norm of the difference over the norm) that counts as equal, by dtype of the products.
-FORWARD_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "tf32": 5e-3, "bf16": 5e-2, "fp16": 1e-2, "fp8": 1e-1}
-GRADIENT_TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5, "tf32": 1e-2, "bf16": 1e-1, "fp16": 3e-2, "fp8": 2e-1}
-
-#: Raised when packed execution or this equivalence check changes, so that what was proved of older code is not
-#: believed.
-_REVISION = 13
+#: Raised when packed execution or this check changes: results of older code are not read.
+_REVISION = 14
 
 
 @dataclass(frozen=True, kw_only=True)
 class Equivalence:
-    """What was shown of one model.
+    """Result of the check on one model.
 
     packed: it may run packed, in `form`. independent: rows of a batch do not influence one another.
-    *_error: relative differences that were measured, None where the equivalence check did not get that far.
-    half_weights: in half precision, it computes the same with its Linear weights kept in that precision.
-    float8_error: what its fused layers lose in fp8, in units of what is allowed; None where fp8 was not asked for, or
-    our kernels do not cover its layers. float8_shapes: (N, K) of the weights whose products can be in fp8.
-    float8_activated: those among them whose output goes through GELU at once.
+    *_error: measured relative differences, None where the check did not get that far; kernel_error and float8_error are
+    in units of the tolerance. half_weights: Linear weights may be stored in half precision.
+    float8_error: of fused layers in fp8; None if fp8 was not asked for or our kernels do not cover the layers.
+    float8_shapes: (N, K) of the weights that can be multiplied in fp8. float8_activated: those followed by GELU.
     """
 
     packed: bool
@@ -93,7 +87,7 @@ class Equivalence:
 
     @property
     def form(self) -> PackedForm | None:
-        """How the model runs packed, None where it does not."""
+        """Pooling and positions of the packed forward, None if the model does not run packed."""
         if self.pooling is None or self.first_position is None:
             return None
         return PackedForm(pooling=self.pooling, first_position=self.first_position, short=self.short)
@@ -109,13 +103,11 @@ def check_equivalence(
     attention: str | None = None,
     cache: bool = True,
 ) -> Equivalence:
-    """Whether `model` may run packed on `device` in `precision` with sequences of up to `max_length` tokens.
+    """Check if `model` may run packed on `device` in `precision` with sequences of up to `max_length` tokens.
 
-    typical_length: mean length of the sequences to come, by which the kernel is chosen. attention: the kernel's name,
-    if it was chosen already.
-
-    The model is not changed. The result is kept in the user's cache folder by architecture, versions, device and
-    precision; `cache=False` neither reads nor writes it.
+    typical_length: mean length of the sequences, which chooses the kernel. attention: the kernel's name, if chosen.
+    The model is not changed. Results are cached in the user's cache folder by architecture, versions, device and
+    precision, unless `cache=False`.
     """
     kernel = (typical_length, attention)
     path = _cache_path(model, max_length, device, precision, kernel) if cache else None
@@ -124,7 +116,7 @@ def check_equivalence(
     was = model.config._attn_implementation
     try:
         equivalence = _check(model, max_length, device, precision, kernel)
-    except Exception as failure:  # whatever a model does, it is not proved; not kept: it may be the machine's fault
+    except Exception as failure:  # any failure of a model's code fails the check; not cached: it may be the machine's
         why = f"{model.config.model_type} could not be tried: {type(failure).__name__}: {printable(failure)}"
         return Equivalence(packed=False, independent=False, reason=why)
     finally:
@@ -146,7 +138,7 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
         except (ValueError, RuntimeError, IndexError) as refusal:
             why = f"{small.config.model_type} does not take short sequences: {str(refusal).splitlines()[0][:100]}"
             return Equivalence(packed=False, independent=False, reason=why)
-        if not relative_error(plain.detach(), alone.detach()) <= FORWARD_TOLERANCE["fp32"]:
+        if not relative_error(plain.detach(), alone.detach()) <= TOLERANCES["fp32"].logits:
             why = "the result of a row depends on the other rows of its batch, or on its padding"
             return Equivalence(packed=False, independent=False, reason=why)
         plain_gradient = _gradient(small, plain)
@@ -156,7 +148,7 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
         row = packed_row(sequences, small.config, max_length, kernel)
         gradient = _gradient(small, PackedExecution(small, form, plain=True)(row)[: len(sequences)])
         gradient_error = relative_error(gradient, plain_gradient)
-    if not gradient_error <= GRADIENT_TOLERANCE["fp32"]:
+    if not gradient_error <= TOLERANCES["fp32"].gradient:
         why = f"its packed gradient differs from the plain one by {gradient_error:.1e}"
         return Equivalence(
             packed=False, independent=True, reason=why, forward_error=error, gradient_error=gradient_error
@@ -189,7 +181,7 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
 def _find_form(
     small: Any, sequences: Sequence[np.ndarray], plain: Tensor, max_length: int
 ) -> tuple[PackedForm | None, float | None, str]:
-    """The pooling and first position under which packed equals plain; else None, the smallest error and why."""
+    """Return the form under which packed equals plain, or None; the smallest error; the reason of a refusal."""
     if not getattr(small, "_supports_attention_backend", True) and not has_form(small.config):
         return None, None, f"attention of {small.config.model_type} cannot be told where sequences end"
     padding_id = getattr(small.config, "pad_token_id", None)
@@ -204,24 +196,24 @@ def _find_form(
             failure = f"{small.config.model_type} does not run on one row: {str(refusal).splitlines()[0][:100]}"
             continue
         best = min(best, error)
-        if error <= FORWARD_TOLERANCE["fp32"]:
+        if error <= TOLERANCES["fp32"].logits:
             return _shortened(small, form, sequences, plain, max_length), error, ""
     if best < float("inf"):
         failure = f"its packed logits differ from the plain ones by {best:.1e}"
     return None, best if best < float("inf") else None, failure
 
 
-#: What a model raises that does not run in a form.
+#: Exceptions of a model that cannot run in a form.
 _REFUSALS = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
 
 
 def _form_error(small: Any, form: PackedForm, sequences: Sequence[np.ndarray], plain: Tensor, max_length: int) -> float:
-    """Difference of packed logits from the plain ones, of all sequences in one row and of each alone in its own."""
+    """Relative error of packed logits: all sequences in one row, and each alone in its own."""
     with torch.no_grad():
         run = PackedExecution(small, form, plain=True)
         together = run(packed_row(sequences, small.config, max_length))[: len(sequences)]
         error = relative_error(together, plain)
-        if error <= FORWARD_TOLERANCE["fp32"]:
+        if error <= TOLERANCES["fp32"].logits:
             apart = [run(packed_row([s], small.config, max_length))[:1] for s in sequences]
             error = _worse(error, relative_error(torch.cat(apart), plain))
     return error
@@ -230,7 +222,7 @@ def _form_error(small: Any, form: PackedForm, sequences: Sequence[np.ndarray], p
 def _shortened(
     small: Any, form: PackedForm, sequences: Sequence[np.ndarray], plain: Tensor, max_length: int
 ) -> PackedForm:
-    """The form with a short last layer, where that gives the plain logits too."""
+    """Return the form with a short last layer if that gives the plain logits too."""
     short = replace(form, short=True)
     if form.pooling == "mean" or what_follows_attention(small) is None:
         return form
@@ -238,14 +230,14 @@ def _shortened(
         error = _form_error(small, short, sequences, plain, max_length)
     except _REFUSALS:
         return form
-    return short if error <= FORWARD_TOLERANCE["fp32"] else form
+    return short if error <= TOLERANCES["fp32"].logits else form
 
 
 def _kernel_error(small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str) -> float:
-    """Differences of the chosen kernel in the run's precision from fp32, in units of what is allowed; the larger one.
+    """Error of the chosen kernel in the run's precision, in units of the tolerance.
 
-    Allowed is the tolerance, or three times what the reference attention itself loses in that precision: what a model's
-    other layers round away is not the kernel's fault.
+    The tolerance is at least three times what the reference attention loses in that precision: rounding in other layers
+    is not the kernel's fault.
     """
     lost, found = (
         _errors(small, form, row, plain, gradient, precision, reference=reference) for reference in (True, False)
@@ -254,19 +246,19 @@ def _kernel_error(small: Any, form: PackedForm, row: Inputs, plain: Tensor, grad
 
 
 def _in_tolerances(found: tuple[float, float], lost: tuple[float, float], precision: str) -> float:
-    """The worse of two errors, forward and gradient, in units of what is allowed where a plain model loses `lost`."""
-    forward = found[0] / max(FORWARD_TOLERANCE[precision], 3 * lost[0])
-    return _worse(forward, found[1] / max(GRADIENT_TOLERANCE[precision], 3 * lost[1]))
+    """Return the worse of two errors, forward and gradient, in units of the tolerance; a plain model loses `lost`."""
+    forward = found[0] / max(TOLERANCES[precision].logits, 3 * lost[0])
+    return _worse(forward, found[1] / max(TOLERANCES[precision].gradient, 3 * lost[1]))
 
 
 def _float8_error(
     small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, around: str
 ) -> tuple[float | None, dict[float8.Shape, bool]]:
-    """What fused layers lose with all products in fp8, in units of what is allowed, and the shapes of these products'
-    weights, with whether what comes out is activated at once.
+    """Error of fused layers with all products in fp8, in units of the tolerance; shape of each weight, and if GELU follows
+    it.
 
-    Allowed is the tolerance, or three times what the plain model loses if its layers' operands are rounded to fp8.
-    around: the precision of all else.
+    The tolerance is at least three times what the plain model loses if the operands of its Linear layers are rounded to
+    fp8. around: precision of everything else.
     """
     rounded, fused = copy.deepcopy(small), copy.deepcopy(small)
     layers, form = layers_of(fused), replace(form, short=False)  # compiled layers run whole
@@ -296,7 +288,7 @@ def _rounded_linear(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _fused_or_not(covered: list[bool], graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A backend of torch.compile that notes whether our kernels cover a layer."""
+    """Backend of torch.compile that notes if our kernels cover a layer."""
     from brimful.models.fusion import fuse  # it needs Triton, which is missing beside torch for CPUs
 
     fused = fuse(graph)
@@ -307,7 +299,7 @@ def _fused_or_not(covered: list[bool], graph: GraphModule, inputs: Sequence[Any]
 def _takes_half_weights(
     small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str
 ) -> bool:
-    """Whether the model computes the same with Linear weights in half precision."""
+    """True if the model computes the same with Linear weights in half precision."""
     dtype = _HALF.get(precision)
     if dtype is None:
         return False
@@ -318,7 +310,7 @@ def _takes_half_weights(
             parameter.data = parameter.data.to(dtype)
     try:
         return _kernel_error(halved, form, row, plain, gradient, precision) <= 1.0
-    except (RuntimeError, TypeError, ValueError):  # it looks at its weights in another way
+    except (RuntimeError, TypeError, ValueError):  # its code needs fp32 weights
         return False
 
 
@@ -345,7 +337,7 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what was expected; NaN if anything is not finite."""
+    """Norm of the difference over the norm of `expected`; NaN if anything is not finite."""
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
 
 
@@ -376,8 +368,7 @@ def _exact_fp32() -> Iterator[None]:
 
 
 def _cache_path(model: Any, max_length: int, device: torch.device, precision: str, kernel: Kernel) -> Path | None:
-    """Where the equivalence check of this model is kept, None for a user without a home. Remote code has its hash in
-    the module."""
+    """Cache file of this model's check, None for a user without a home. Remote code has its hash in the module."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_ARCHITECTURE}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [torch.__version__, transformers.__version__, _REVISION]
@@ -386,7 +377,7 @@ def _cache_path(model: Any, max_length: int, device: torch.device, precision: st
     if device.type == "cuda":
         typical_length, attention = kernel
         chosen_by = [None if typical_length is None else length_class(typical_length), attention]
-    return cache_path("proofs", [kind, config, max_length, name, precision, chosen_by, versions])
+    return cache_path("equivalence", [kind, config, max_length, name, precision, chosen_by, versions])
 
 
 _NOT_ARCHITECTURE = frozenset({"_name_or_path", "id2label", "label2id", "transformers_version", "dtype", "torch_dtype"})
