@@ -1,9 +1,8 @@
-"""The Python interface: what the command line calls, for programs. Wires the parts; computes nothing itself."""
+"""The Python interface, which the command line calls too. Wires the parts; computes nothing itself."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, TextIO, cast
 from brimful.core import atomic_files
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import Classification
-from brimful.core.errors import DiskFullError, OptionError, OutputError, printable
+from brimful.core.errors import DiskFullError, OptionError, OutputError, did_you_mean, printable
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flag, flags_of
 from brimful.core.profile import Profile
 from brimful.core.records import Run, json_text
@@ -26,10 +25,10 @@ from brimful.integrations.fanout import Fanout
 from brimful.reports.charts import check_charts
 from brimful.reports.classification_page import classification_page
 
-#: Fields that a command takes without their flags, and those that its line names even if they are as usual.
+#: Fields that a command takes as positional arguments, and those that its line shows even at their default.
 _POSITIONALS = {"train": ("data",), "classify": ("model", "data")}
 _ALWAYS = {"train": ("model", "output"), "classify": ()}
-#: Fields of ClassifyOptions that are of a file, or that a call of a Classifier is given.
+#: Fields of ClassifyOptions that describe a file, or that a Classifier takes per call.
 _OF_A_FILE = (
     *("model", "data", "header", "column_names", "output", "text_column", "pair_column", "labels"),
     *("hypothesis_template", "multi_label", "top_k", "threshold", "logits", "resume", "max_errors", "shard_rows"),
@@ -40,11 +39,11 @@ _OF_A_FILE = (
 def train(
     data: str | Path, *, model: str | Path, output: str | Path, callbacks: Callbacks | None = None, **options: Any
 ) -> Run:
-    """Fine-tunes a classifier on a file of texts and saves it under `output`/model.
+    """Fine-tune a classifier on a file of texts and save it under `output`/model.
 
     options: the fields of TrainOptions, e.g. `learning_rate=2e-5, num_train_epochs=3`; `column_names` may be a list.
-    callbacks: hears what is inferred and how training goes. Default: nobody.
-    Raises: BrimfulError, of the kind that `core.errors` draws; OptionError for an option there is not.
+    callbacks: receives what is inferred and the progress. Default: nothing is reported.
+    Raises: BrimfulError, see `core.errors`; OptionError for an unknown option.
     """
     _check_known("train", TrainOptions, options)
     _join_names(options)
@@ -53,7 +52,7 @@ def train(
 
 
 def run_training(options: TrainOptions, callbacks: Callbacks) -> Run:
-    """Runs `options`; what `train` and the command line share."""
+    """Train with `options`, for `train` and the command line."""
     if options.report_to == "tensorboard" and not options.dry_run:
         from brimful.integrations.tensorboard import TensorBoard
 
@@ -65,7 +64,7 @@ def run_training(options: TrainOptions, callbacks: Callbacks) -> Run:
 
 
 def profile(data: str | Path, *, model: str | Path, callbacks: Callbacks | None = None, **options: Any) -> Profile:
-    """Says where the time of one training step goes, on these data. Nothing is saved but the trace asked for.
+    """Measure where the time of one training step goes, on these data. Saves nothing but the trace, if asked for.
 
     options: the fields of TrainOptions that a step depends on, and `steps` and `trace`.
     Raises: BrimfulError, as `train` does.
@@ -77,7 +76,7 @@ def profile(data: str | Path, *, model: str | Path, callbacks: Callbacks | None 
 
 
 def run_profile(options: ProfileOptions, callbacks: Callbacks) -> Profile:
-    """Profiles what `options` ask for; what `profile` and the command line share."""
+    """Profile with `options`, for `profile` and the command line."""
     return _profile(options, callbacks)
 
 
@@ -89,11 +88,11 @@ def classify(
     callbacks: Callbacks | None = None,
     **options: Any,
 ) -> Classification:
-    """Labels every row of a file of texts, into another file or a folder, in constant memory.
+    """Label every row of a file of texts, into another file or a folder, in constant memory.
 
-    For texts in memory there is `Classifier`. options: the other fields of ClassifyOptions, e.g. `max_length=256`;
-    `labels` and `column_names` may be lists, too.
-    Raises: BrimfulError; OptionError for an option there is not.
+    For texts in memory use `Classifier`. options: other fields of ClassifyOptions, e.g. `max_length=256`; `labels`
+    and `column_names` may also be lists.
+    Raises: BrimfulError; OptionError for an unknown option.
     """
     _check_known("classify", ClassifyOptions, options, without=("model", "data", "output"))
     _join_names(options)
@@ -108,7 +107,7 @@ def classify(
 
 
 def _join_names(options: dict[str, Any]) -> None:
-    """Makes a list of column names the text that the option has.
+    """Turn a list of column names into the option's form: one text, separated by commas.
 
     Raises: OptionError for a name that cannot be in it.
     """
@@ -122,7 +121,7 @@ def _join_names(options: dict[str, Any]) -> None:
 
 
 def _joined(labels: Sequence[object]) -> str:
-    """Candidate labels as the option has them."""
+    """Candidate labels in the option's form: one text, separated by commas."""
     wrong = [each for each in labels if not isinstance(each, str) or "," in each or each.startswith("column:")]
     if wrong:
         raise OptionError(
@@ -133,9 +132,9 @@ def _joined(labels: Sequence[object]) -> str:
 
 
 def run_classification(options: ClassifyOptions, callbacks: Callbacks, stdout: TextIO | None = None) -> Classification:
-    """Classifies what `options` ask for; what `classify` and the command line share.
+    """Classify with `options`, for `classify` and the command line.
 
-    stdout: where answers go without `options.output`.
+    stdout: gets the answers without `options.output`.
     """
     if options.report is not None:
         check_charts()
@@ -154,7 +153,7 @@ def run_classification(options: ClassifyOptions, callbacks: Callbacks, stdout: T
 
 
 def _check_report(path: Path) -> None:
-    """Before anything is done. No input and no output ends in .html, so none can be overwritten."""
+    """Check --report before the run. No input and no output ends in .html, so none can be overwritten."""
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
         raise OptionError(f"--report {printable(path)} is no name of a page", hint="let it end in .html")
     if not os.access(path.parent, os.W_OK | os.X_OK):
@@ -172,9 +171,9 @@ class Classifier(ModelClassifier):
         classifier("a text", top_k=None)                        all labels, the likeliest first
         classifier(["a text"], labels=["sport", "politics"])    zero-shot, with a model of natural-language inference
 
-    options: how it runs: max_length, precision, device, packing, token_budget, execution, num_workers,
+    options: max_length, precision, device, packing, token_budget, execution, num_workers,
     trust_remote_code, allow_pickle, as in ClassifyOptions.
-    Raises: BrimfulError; OptionError for an option there is not. Weights are read by the first call.
+    Raises: BrimfulError; OptionError for an unknown option. Weights are loaded at the first call.
     """
 
     def __init__(self, model: str | Path, *, callbacks: Callbacks | None = None, **options: Any) -> None:
@@ -186,20 +185,19 @@ def _check_known(function: str, kind: type[Any], options: Mapping[str, Any], wit
     known = sorted({field.name for field in flags_of(kind)} - set(without))
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
             raise OptionError(
                 f"{function} has no option '{printable(name)}'",
-                hint=f"did you mean {near[0]}?" if near else "the options are " + ", ".join(known),
+                hint=did_you_mean(name, known) or "the options are " + ", ".join(known),
             )
 
 
 def _path(given: object) -> Any:
-    """A path as text; anything that is none is left for the options to refuse."""
+    """A path as text; anything else is returned for the options to refuse."""
     return os.fspath(given) if isinstance(given, os.PathLike) else given
 
 
 def command_of(command: str, options: Any) -> str:
-    """The command line that asks for `options`."""
+    """Command line that gives `options`."""
     words, given = [], []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -221,7 +219,7 @@ def command_of(command: str, options: Any) -> str:
 
 
 def summary_json(run: Run) -> str:
-    """The one JSON document of `--json`: where the run and its model are, and what came of it."""
+    """JSON document of `--json`: folders of the run and its model, and the results."""
     folder = Path(str(run.options["output"]))
     document = {
         "run": str(folder),

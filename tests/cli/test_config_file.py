@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from brimful.cli.flags import classify_options, train_options
+from brimful.cli.flags import parse_options
 from brimful.core.errors import OptionError
 from brimful.core.options import TrainOptions
 
@@ -33,10 +33,10 @@ YAML = "batch_size: 16\nlearning-rate: 2e-5\nnew_head: true\nprecision: fp32\nnu
 def test_a_file_says_what_flags_say(name: str, text: str, tmp_path: Path) -> None:
     expected = options(batch_size=16, learning_rate=2e-5, new_head=True, precision="fp32", num_train_epochs=2.0)
     file = put(tmp_path, name, text)
-    assert train_options([*WORDS, "--config", file]) == expected
-    assert train_options(["--config=" + file, *WORDS]) == expected
+    assert parse_options("train", [*WORDS, "--config", file]) == expected
+    assert parse_options("train", ["--config=" + file, *WORDS]) == expected
     flags = ["--batch-size", "16", "--learning_rate=2e-5", "--new-head", "--precision", "fp32", "--num_train_epochs=2"]
-    assert train_options([*WORDS, *flags]) == expected
+    assert parse_options("train", [*WORDS, *flags]) == expected
 
 
 def test_flags_override_the_file_wherever_they_stand(tmp_path: Path) -> None:
@@ -45,14 +45,14 @@ def test_flags_override_the_file_wherever_they_stand(tmp_path: Path) -> None:
         ["--config", file, "--batch-size", "4", "--no-new-head"],
         ["--batch_size=4", "--no_new_head", "--config", file],
     ):
-        assert train_options([*WORDS, *words]) == options(batch_size=4, seed=7)
+        assert parse_options("train", [*WORDS, *words]) == options(batch_size=4, seed=7)
 
 
 def test_the_file_may_say_everything(tmp_path: Path) -> None:
     file = put(tmp_path, "c.yaml", "data: d.csv\nmodel: m\noutput: o\n")
-    assert train_options(["--config", file]) == options()
-    assert train_options(["--seed", "3", "--config", file]) == options(seed=3)
-    assert train_options(["--config", file, "other.csv"]) == options(data="other.csv")
+    assert parse_options("train", ["--config", file]) == options()
+    assert parse_options("train", ["--seed", "3", "--config", file]) == options(seed=3)
+    assert parse_options("train", ["--config", file, "other.csv"]) == options(data="other.csv")
 
 
 def test_every_option_can_stand_in_a_file(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_every_option_can_stand_in_a_file(tmp_path: Path) -> None:
         if field.default is not dataclasses.MISSING and field.default is not None
     }
     file = put(tmp_path, "c.yaml", yaml.safe_dump({**given, "data": "d.csv", "model": "m", "output": "o"}))
-    assert train_options(["--config", file]) == options()
+    assert parse_options("train", ["--config", file]) == options()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_every_option_can_stand_in_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_what_yaml_makes_of_values_is_put_right(text: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    assert train_options([*WORDS, "--config", put(tmp_path, "c.yaml", text)]) == options(**changes)
+    assert parse_options("train", [*WORDS, "--config", put(tmp_path, "c.yaml", text)]) == options(**changes)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_yaml_makes_of_values_is_put_right(text: str, changes: dict[str, An
 )
 def test_mistakes_in_a_file(name: str, text: str, said: str, hint: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError) as caught:
-        train_options([*WORDS, "--config", put(tmp_path, name, text)])
+        parse_options("train", [*WORDS, "--config", put(tmp_path, name, text)])
     assert said in str(caught.value)
     assert caught.value.hint
     assert hint in caught.value.hint
@@ -123,17 +123,17 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     for file, said in (("none.toml", "No such file"), ("binary.toml", "is not UTF-8"), (".", "directory")):
         with pytest.raises(OptionError, match=said):
-            train_options([*WORDS, "--config", str(tmp_path / file)])
+            parse_options("train", [*WORDS, "--config", str(tmp_path / file)])
     with pytest.raises(OptionError, match="--config"):
-        train_options([*WORDS, "--config"])
+        parse_options("train", [*WORDS, "--config"])
 
 
 def test_classify_takes_a_file_too(tmp_path: Path) -> None:
     file = put(tmp_path, "c.toml", 'threshold = 0.3\noutput = "a.csv"\n')
-    asked = classify_options(["m", "d.csv", "--config", file, "--output", "b.csv"])
+    asked = parse_options("classify", ["m", "d.csv", "--config", file, "--output", "b.csv"])
     assert (asked.threshold, asked.output) == (0.3, "b.csv")
     with pytest.raises(OptionError, match="unknown key 'seed'"):
-        classify_options(["m", "d.csv", "--config", put(tmp_path, "d.toml", "seed = 3")])
+        parse_options("classify", ["m", "d.csv", "--config", put(tmp_path, "d.toml", "seed = 3")])
     with pytest.raises(OptionError, match="unknown key 'batch_size'") as caught:
-        classify_options(["m", "d.csv", "--config", put(tmp_path, "d.toml", "batch_size = 3")])
+        parse_options("classify", ["m", "d.csv", "--config", put(tmp_path, "d.toml", "batch_size = 3")])
     assert caught.value.hint == "the keys are the names of the flags, as in text_column"

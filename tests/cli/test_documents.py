@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import brimful as package
-from brimful.cli.flags import classify_options, demo_options, help_texts, profile_options, train_options
+from brimful.cli.flags import help_texts, parse_options
 from brimful.core.errors import OptionError
 from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flag, flags_of
 from commands import Brimful
@@ -21,10 +22,10 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 #: Documents whose links are followed: those of the benchmarks too, whose flags are those of their scripts.
 LINKED = [*DOCUMENTS, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("*.md"))]
 COMMANDS: dict[str, tuple[type[Any], Any]] = {
-    "train": (TrainOptions, train_options),
-    "classify": (ClassifyOptions, classify_options),
-    "profile": (ProfileOptions, profile_options),
-    "demo": (DemoOptions, demo_options),
+    "train": (TrainOptions, partial(parse_options, "train")),
+    "classify": (ClassifyOptions, partial(parse_options, "classify")),
+    "profile": (ProfileOptions, partial(parse_options, "profile")),
+    "demo": (DemoOptions, partial(parse_options, "demo")),
 }
 #: Flags of other programs that documents name.
 FOREIGN = {"--strict", "--hypothesis-profile", "--help", "--version"}

@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from brimful.core.errors import OptionError, printable
+from brimful.core.errors import OptionError, did_you_mean, printable
+
+#: Examples of fields whose value is a list on the command line.
+_AS_TEXT = {"label_map": '"pos=POSITIVE,neg=NEGATIVE"', "class_weights": '"spam=3,ham=1"'}
 
 
 def read_configuration(file: str, known: Sequence[str]) -> dict[str, Any]:
-    """What stands in the file, by field name, as the file has it: text, a number, true or false.
+    """Read a configuration file: field name -> text, number, true or false. A null value leaves the field out.
 
-    known: names of the fields there are. A key whose value is null is as good as left out.
-    Raises: OptionError for a file that cannot be read, a key that is unknown or there twice, a value that is several.
+    known: names of the fields.
+    Raises: OptionError for a file that cannot be read, an unknown or repeated key, and a list or table as a value.
     """
     found: dict[str, Any] = {}
     shown = printable(file, 200)
     for key, value in _read(file).items():
         name = str(key).replace("-", "_")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
             one = next((each for each in known if "_" in each), known[0])
             raise OptionError(
                 f"{shown} has an unknown key '{printable(key)}'",
-                hint=f"did you mean {near[0]}?" if near else f"the keys are the names of the flags, as in {one}",
+                hint=did_you_mean(name, known) or f"the keys are the names of the flags, as in {one}",
             )
         if name in found:
             raise OptionError(f"{shown} has the key {name} twice, with - and with _", hint="leave one of them out")
         if isinstance(value, dict | list):
             raise OptionError(
                 f"{shown}: {name} must be one value, and is a {'table' if isinstance(value, dict) else 'list'}",
-                hint="write it as on the command line, in quotes: " + _one_value(name),
+                hint="write it as on the command line, in quotes: " + _AS_TEXT.get(name, '"a,b"'),
             )
         if value is not None:
             found[name] = value
     return found
-
-
-def _one_value(name: str) -> str:
-    return {"label_map": '"pos=POSITIVE,neg=NEGATIVE"', "class_weights": '"spam=3,ham=1"'}.get(name, '"a,b"')
 
 
 def _read(file: str) -> Mapping[Any, Any]:

@@ -1,6 +1,6 @@
-"""Words of a command line to options: one flag a field of the command's dataclass, its help the docstring under it.
+"""Parse a command line into options: one flag per field of the command's dataclass, its help the docstring under it.
 
-What a flag says stands above what --config says, and that above the default. A mistake is an OptionError, on one line.
+A flag overrides --config, which overrides the default. A mistake is an OptionError of one line.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import difflib
 import inspect
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -16,17 +15,17 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from brimful.cli.config_file import read_configuration
-from brimful.core.errors import OptionError, printable
+from brimful.core.errors import OptionError, did_you_mean, printable
 from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flag, flags_of
 
 _CONFIG_HELP = "TOML or YAML file with any of these options, by the same names; flags override it."
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command:
-    """One command. positionals: field -> how it is shown. groups: the first field of each group -> its heading.
+class Command:
+    """One command. positionals: field -> its name in the usage line. groups: first field of a group -> its heading.
 
-    short: field -> the flag of one letter that it has besides.
+    short: field -> its one-letter flag.
     """
 
     name: str
@@ -38,95 +37,90 @@ class _Command:
     short: Mapping[str, str] = field(default_factory=dict)
 
 
-_TRAIN = _Command(
-    name="train",
-    options=TrainOptions,
-    summary="Fine-tune a classifier on a file of texts.",
-    example="brimful train reviews.csv --model bert-base-uncased --output run",
-    positionals={"data": "DATA"},
-    groups={
-        "model": "needed",
-        "eval_data": "data and labels",
-        "batch_size": "what is learned",
-        "eval_steps": "evaluation, checkpoints, log",
-        "precision": "how it runs",
-        "resume": "the run",
-    },
-)
-_CLASSIFY = _Command(
-    name="classify",
-    options=ClassifyOptions,
-    summary="Label files of texts of any size with a fine-tuned classifier, or zero-shot with an NLI model.",
-    example="brimful classify run/model reviews.csv -o labelled.csv",
-    positionals={"model": "MODEL", "data": "INPUT"},
-    groups={
-        "output": "rows in, rows out",
-        "labels": "what is asked, what is answered",
-        "resume": "the run",
-        "precision": "how it runs",
-    },
-    short={"output": "-o"},
-)
-_PROFILE = _Command(
-    name="profile",
-    options=ProfileOptions,
-    summary="Show where the time of one training step goes, on your data. Nothing is trained, nothing is saved.",
-    example="brimful profile reviews.csv --model bert-base-uncased",
-    positionals={"data": "DATA"},
-    groups={
-        "model": "needed",
-        "eval_data": "data and labels",
-        "batch_size": "what is learned",
-        "precision": "how it runs",
-        "trust_remote_code": "the profile",
-    },
-)
-_DEMO = _Command(
-    name="demo",
-    options=DemoOptions,
-    summary="Fine-tune MiniLM on BBC News, on this machine, and label a few sentences with the result.",
-    example="brimful demo --output demo-run",
+COMMANDS = (
+    Command(
+        name="train",
+        options=TrainOptions,
+        summary="Fine-tune a classifier on a file of texts.",
+        example="brimful train reviews.csv --model bert-base-uncased --output run",
+        positionals={"data": "DATA"},
+        groups={
+            "model": "needed",
+            "eval_data": "data and labels",
+            "batch_size": "what is learned",
+            "eval_steps": "evaluation, checkpoints, log",
+            "precision": "how it runs",
+            "resume": "the run",
+        },
+    ),
+    Command(
+        name="classify",
+        options=ClassifyOptions,
+        summary="Label files of texts of any size with a fine-tuned classifier, or zero-shot with an NLI model.",
+        example="brimful classify run/model reviews.csv -o labelled.csv",
+        positionals={"model": "MODEL", "data": "INPUT"},
+        groups={
+            "output": "rows in, rows out",
+            "labels": "what is asked, what is answered",
+            "resume": "the run",
+            "precision": "how it runs",
+        },
+        short={"output": "-o"},
+    ),
+    Command(
+        name="profile",
+        options=ProfileOptions,
+        summary="Show where the time of one training step goes, on your data. Nothing is trained, nothing is saved.",
+        example="brimful profile reviews.csv --model bert-base-uncased",
+        positionals={"data": "DATA"},
+        groups={
+            "model": "needed",
+            "eval_data": "data and labels",
+            "batch_size": "what is learned",
+            "precision": "how it runs",
+            "trust_remote_code": "the profile",
+        },
+    ),
+    Command(
+        name="demo",
+        options=DemoOptions,
+        summary="Fine-tune MiniLM on BBC News, on this machine, and label a few sentences with the result.",
+        example="brimful demo --output demo-run",
+    ),
 )
 
 _SHOWN_AS: Mapping[str, str] = {"output": "PATH", "trace": "FILE", "metric_for_best_model": "METRIC"}
 _KINDS: Mapping[type[Any], str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def train_options(words: Sequence[str]) -> TrainOptions:
-    """Options of `brimful train`. Prints the help and exits with 0 if that is asked for.
+def parse_options(name: str, words: Sequence[str]) -> Any:
+    """Options of the command called `name`. Prints its help and exits with 0 if `words` ask for it.
 
-    Raises: OptionError for words that are no option or no value of one, and for what is missing.
+    Raises: OptionError for an unknown option, a wrong value, and a missing argument.
     """
-    options: TrainOptions = _parse(_TRAIN, words)
-    return options
-
-
-def classify_options(words: Sequence[str]) -> ClassifyOptions:
-    """Options of `brimful classify`; otherwise as `train_options`."""
-    options: ClassifyOptions = _parse(_CLASSIFY, words)
-    return dataclasses.replace(options, output=None) if options.output == "-" else options
-
-
-def profile_options(words: Sequence[str]) -> ProfileOptions:
-    """Options of `brimful profile`; otherwise as `train_options`."""
-    options: ProfileOptions = _parse(_PROFILE, words)
-    return options
-
-
-def demo_options(words: Sequence[str]) -> DemoOptions:
-    """Options of `brimful demo`; otherwise as `train_options`."""
-    options: DemoOptions = _parse(_DEMO, words)
-    return options
-
-
-def suggestion(name: str, known: Sequence[str], otherwise: str) -> str:
-    """A hint with the one of `known` that `name` may be a misspelling of, or `otherwise`."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else otherwise
+    (command,) = (each for each in COMMANDS if each.name == name)
+    all_hints = get_type_hints(command.options)
+    hints = {field.name: all_hints[field.name] for field in flags_of(command.options)}
+    words = [_with_dashes(word) for word in words]
+    _check_known(command, hints, words)
+    parsed, left = _parser(command, hints).parse_known_args(words)
+    if left:
+        said = f"brimful {command.name} does not know what to do with {printable(' '.join(left), 200)}"
+        raise OptionError(said, hint=f"{command.example}; quote names with spaces, and globs")
+    asked = vars(parsed)
+    given = read_configuration(asked.pop("config"), list(all_hints)) if "config" in asked else {}
+    given = {name: value for name, value in given.items() if name in hints} | asked
+    missing = [f.name for f in flags_of(command.options) if f.default is MISSING and f.name not in given]
+    if missing:
+        shown = " and ".join(command.positionals.get(name, flag(name)) for name in missing)
+        raise OptionError(f"brimful {command.name} needs {shown}", hint=command.example)
+    if command.options is ClassifyOptions and given.get("output") == "-":
+        given["output"] = None  # stdout, the default
+    return command.options(**{name: _value(flag(name), hints[name], value) for name, value in given.items()})
 
 
 def help_texts(options: type[Any]) -> dict[str, str]:
-    """The docstring under each field of a dataclass, inherited ones too, on one line."""
+    """Map each field of a dataclass, inherited ones too, to the docstring under it, on one line."""
     texts: dict[str, str] = {}
     for kind in reversed([kind for kind in options.__mro__ if dataclasses.is_dataclass(kind)]):
         texts |= _own_help_texts(kind)
@@ -159,33 +153,14 @@ class _Parser(argparse.ArgumentParser):
         raise OptionError(printable(message.removeprefix("argument "), 300), hint=f"{self.prog} --help")
 
 
-def _parse(command: _Command, words: Sequence[str]) -> Any:
-    all_hints = get_type_hints(command.options)
-    hints = {field.name: all_hints[field.name] for field in flags_of(command.options)}
-    words = [_with_dashes(word) for word in words]
-    _check_known(command, hints, words)
-    parsed, left = _parser(command, hints).parse_known_args(words)
-    if left:
-        said = f"brimful {command.name} does not know what to do with {printable(' '.join(left), 200)}"
-        raise OptionError(said, hint=f"{command.example}; quote names with spaces, and globs")
-    asked = vars(parsed)
-    given = read_configuration(asked.pop("config"), list(all_hints)) if "config" in asked else {}
-    given = {name: value for name, value in given.items() if name in hints} | asked
-    missing = [f.name for f in flags_of(command.options) if f.default is MISSING and f.name not in given]
-    if missing:
-        shown = " and ".join(command.positionals.get(name, flag(name)) for name in missing)
-        raise OptionError(f"brimful {command.name} needs {shown}", hint=command.example)
-    return command.options(**{name: _value(flag(name), hints[name], value) for name, value in given.items()})
-
-
 def _with_dashes(word: str) -> str:
     """`--batch_size=3` as `--batch-size=3`."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-def _check_known(command: _Command, hints: Mapping[str, Any], words: Sequence[str]) -> None:
-    """Raises: OptionError for a word that looks like a flag and is none, before another takes its value for its own."""
+def _check_known(command: Command, hints: Mapping[str, Any], words: Sequence[str]) -> None:
+    """Raises: OptionError for an unknown flag, before argparse can take its value for an argument."""
     known = [flag(name) for name in hints if name not in command.positionals]
     known += [flag(f"no_{name}") for name, hint in hints.items() if bool in _kinds(hint)] + ["--help", "--config"]
     for word in words[: words.index("--")] if "--" in words else words:
@@ -193,11 +168,11 @@ def _check_known(command: _Command, hints: Mapping[str, Any], words: Sequence[st
         if word.startswith("--") and name not in known:
             raise OptionError(
                 f"brimful {command.name} has no option {printable(name)}",
-                hint=suggestion(name, known, f"brimful {command.name} --help shows them all"),
+                hint=did_you_mean(name, known) or f"brimful {command.name} --help shows them all",
             )
 
 
-def _parser(command: _Command, hints: Mapping[str, Any]) -> argparse.ArgumentParser:
+def _parser(command: Command, hints: Mapping[str, Any]) -> argparse.ArgumentParser:
     usage = " ".join(["brimful", command.name, *command.positionals.values()])
     needed = [f.name for f in flags_of(command.options) if f.default is MISSING]
     usage += "".join(f" {flag(name)} {_shown_as(name)}" for name in needed if name not in command.positionals)
@@ -248,7 +223,7 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 
 
 def _value(name: str, hint: Any, given: object) -> object:
-    """What was written, in a file or on the command line, as what the field holds. The field checks the rest itself."""
+    """Convert text or a value of a file to the field's type. The dataclass checks the rest."""
     if get_origin(hint) is Literal:
         return "off" if given is False else given  # YAML reads `off` as false
     (kind,) = _kinds(hint)
@@ -259,10 +234,6 @@ def _value(name: str, hint: Any, given: object) -> object:
     try:
         return kind(given) if kind is not bool else {"true": True, "false": False}[given.lower()]
     except (ValueError, KeyError):
-        raise OptionError(
-            f"{name} is '{printable(given)}': it must be {_KINDS[kind]}", hint=_example(name, kind)
-        ) from None
-
-
-def _example(name: str, kind: type[Any]) -> str:
-    return {int: f"as in {name} 8", float: f"as in {name} 0.5 or {name} 2e-5"}.get(kind, f"{name} alone says true")
+        examples = {int: f"as in {name} 8", float: f"as in {name} 0.5 or {name} 2e-5", bool: f"{name} alone says true"}
+        said = f"{name} is '{printable(given)}': it must be {_KINDS[kind]}"
+        raise OptionError(said, hint=examples[kind]) from None

@@ -22,13 +22,15 @@ Every message is one line that says what, where and why; `hint` says what to do 
 
 from __future__ import annotations
 
+import difflib
 import unicodedata
+from collections.abc import Sequence
 
 EXIT_OK = 0
 
 
 def encodes(text: str) -> bool:
-    """Whether `text` can be written as UTF-8: half a surrogate pair cannot."""
+    """True if `text` can be written as UTF-8: half a surrogate pair cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -152,3 +154,9 @@ class Interrupted(BrimfulError):  # noqa: N818  (it is not an error of anyone's)
     def __init__(self, message: str, *, signal_number: int = 2, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.exit_code = 128 + signal_number
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str | None:
+    """Hint with the one of `known` that `name` may be a misspelling of, None if none is close."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else None

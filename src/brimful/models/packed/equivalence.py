@@ -254,8 +254,8 @@ def _in_tolerances(found: tuple[float, float], lost: tuple[float, float], precis
 def _float8_error(
     small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, around: str
 ) -> tuple[float | None, dict[float8.Shape, bool]]:
-    """Error of fused layers with all products in fp8, in units of the tolerance; shape of each weight, and if GELU follows
-    it.
+    """Error of fused layers with all products in fp8, in units of the tolerance; shapes of their weights, and if GELU
+    follows.
 
     The tolerance is at least three times what the plain model loses if the operands of its Linear layers are rounded to
     fp8. around: precision of everything else.
