@@ -552,10 +552,10 @@ def test_a_launch_that_was_asked_for_gives_way_where_padded_rows_must_run(
 def test_where_bf16_says_something_else_fp32_runs_and_everybody_is_told(
     brimful: Brimful, files: Files, tmp_path: Path
 ) -> None:
-    """The head's weights are 100 times as large: bf16's rounding decides."""
+    """The head's weights are 180 times as large: bf16's rounding decides."""
     model = save_classifier(tmp_path / "m", ["bad", "good"])
     tensors = load_file(model / "model.safetensors")
-    tensors["classifier.weight"] *= 100
+    tensors["classifier.weight"] *= 180
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     texts = [row["text"] for row in ROWS]
     with package.Classifier(model, precision="fp32") as classifier:
