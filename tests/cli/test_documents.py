@@ -104,7 +104,9 @@ def test_commands_in_documents_can_be_run(
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_flags_in_documents_exist(path: Path) -> None:
-    known = {flag(field.name) for options, _ in COMMANDS.values() for field in dataclasses.fields(options)}
+    fields = [field for options, _ in COMMANDS.values() for field in dataclasses.fields(options)]
+    known = {flag(field.name) for field in fields}
+    known |= {f"--no-{flag(field.name)[2:]}" for field in fields if "bool" in str(field.type)}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", path.read_text(encoding="utf-8")))
     assert named <= known | {"--config"} | FOREIGN
 
