@@ -1,4 +1,4 @@
-"""Which column is the text, which its pair, which the label: as told, else by name, else by what they hold."""
+"""Choose the columns of the text, of its pair and of the label: as told, else by name, else by their values."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _check_given(rows: Rows, name: str | None, flag: str) -> None:
 
 
 def check_there(rows: Rows, name: str, flag: str) -> None:
-    """That there is a column of this name. flag: where it was given. Raises: DataError."""
+    """Raises: DataError where no column has this name. flag: the option that gave it."""
     names = rows.table.column_names
     if name in names:
         return
@@ -153,7 +153,7 @@ def _mean_length(column: pa.ChunkedArray) -> float:
 
 
 def _is_numeric(column: pa.ChunkedArray) -> bool:
-    """Whether all values of the sample are numbers as text; empty ones say nothing."""
+    """True if all values of the sample are numbers as text; empty ones say nothing."""
     values = pc.utf8_trim_whitespace(column.slice(0, _SAMPLE_ROWS).drop_null())
     number = pc.match_substring_regex(values, r"^([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)?$")
     return bool(pc.all(number, min_count=0).as_py())

@@ -101,7 +101,7 @@ def _parse(data: bytes, dialect: Dialect, *, is_last: bool) -> tuple[RowsRead, i
 
 
 def _end_of_rows(data: bytes, dialect: Dialect) -> int | None:
-    """Where the last whole row of lines ends. None where quotation marks stand elsewhere than around values."""
+    """End of the last whole row of lines; None where quotation marks stand elsewhere than around values."""
     if not dialect.quoting:
         return len(data)
     codes = np.frombuffer(data, np.uint8)
@@ -121,7 +121,7 @@ def _end_of_rows(data: bytes, dialect: Dialect) -> int | None:
 
 
 def _read_fast(data: bytes, dialect: Dialect) -> pa.Table | None:
-    """What pyarrow makes of whole rows, None if it refuses one."""
+    """The table that pyarrow makes of whole rows, None if it refuses one."""
     if not data:
         return dialect.schema.empty_table()
     try:

@@ -27,7 +27,7 @@ NEEDS_ROWS = "it needs rows of texts: is it the right file?"
 
 
 def is_data_file(file: str) -> bool:
-    """Whether the name ends like one of the formats read here."""
+    """True for a name that ends like one of the formats read here."""
     return split_suffix(file)[0] in _TEXT | _BINARY
 
 

@@ -121,7 +121,7 @@ def header_doubt(names: Sequence[str], rows: pa.Table) -> str | None:
 
 
 def _judged(name: str, values: Sequence[str]) -> tuple[bool, str | None]:
-    """Whether `name` can only be the name of a column with these values, and else a reason why it is one of them."""
+    """True if `name` can only name a column of these values; else also a reason, if any, to take it for one of them."""
     if not values:
         return False, None
     shown = f"'{printable(name, 40)}'"

@@ -12,7 +12,7 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+-]+)?")
 
 
 def looks_like_hub_name(spec: str) -> bool:
-    """Whether `spec` can be `owner/name` or `name`, with `:split` after it or not."""
+    """True for `owner/name` or `name`, with or without `:split`."""
     return _NAME.fullmatch(spec) is not None
 
 

@@ -16,7 +16,7 @@ _ARRAY = "it holds an array of objects, or one object per line"
 
 
 def has_lines(document: bytes) -> bool:
-    """Whether a document that is not an array has an object on its first line, and is not one object around rows."""
+    """True for an object on the first line, unless the document is one object around rows."""
     start = re.compile(rb"\s*").match(document)
     begin = start.end() if start else 0
     end = document.find(b"\n", begin)

@@ -63,7 +63,7 @@ def open_stream(spec: str, stdin: BinaryIO | None = None, header: Header | None 
 
 
 def can_have_header(spec: str) -> bool:
-    """Whether `spec` names CSV or TSV files, among others or not."""
+    """True where CSV or TSV files are among those of `spec`."""
     with refusals(spec):
         return any(split_suffix(location.path)[0] in _WITH_HEADER for location in locate(spec))
 

@@ -1,4 +1,4 @@
-"""What is known of a model before its weights are loaded, and everything that can be refused by then.
+"""Facts of a model before its weights are loaded, and all refusals that need no weights.
 
     facts = inspect_model("bert-base-uncased", trust_remote_code=False, allow_pickle=False)
     facts.has_head, facts.max_positions      # (False, 512)
@@ -121,7 +121,7 @@ def load_tokenizer(facts: ModelFacts) -> PreTrainedTokenizerFast:
     if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
         # transformers makes up an empty tokenizer where the vocabulary is missing.
         raise ModelError(f"{where}: its tokenizer has no vocabulary", hint=AGAIN)
-    # What tokenizer.json says of lengths was right for other data: all-MiniLM pads everything to 128 tokens.
+    # The lengths in tokenizer.json were right for other data: all-MiniLM pads everything to 128 tokens.
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.padding_side = "right"
@@ -162,7 +162,7 @@ def empty_model(folder: Path, config: PreTrainedConfig, own_code: bool) -> PreTr
 
 
 def _find_head(folder: Path, model: PreTrainedModel, weights: Weights) -> tuple[bool, str]:
-    """Whether the weights hold all of the model's head, and why."""
+    """True if the weights hold all of the model's head; and why."""
     wanted = head_parameters(model)
     if not wanted:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Labels of the data against the outputs of the model's head: which output means which label.
+"""Match the labels of the data with the outputs of the model's head.
 
 alignment = align_labels(space, facts, label_map=None, new_head=False)
 model = load_model(facts, alignment.space, head=alignment.head, seed=42)

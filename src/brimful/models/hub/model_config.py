@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _AUTO = "AutoModelForSequenceClassification"
-#: What a config.json can say that changes where a model's code or weights come from, not what it computes.
+#: Keys of config.json that change where a model's code or weights come from, not what it computes.
 _NOT_OF_THE_MODEL = ("auto_map", "fusion_config", "transformers_weights")
 #: Counts that transformers runs through one by one to build a model, by the ends of their names, with a most that no
 #: real model comes near: beyond it, building would take the whole memory before anything could be refused.

@@ -1,4 +1,4 @@
-"""What other libraries say: kept off the terminal, or made one line of ours."""
+"""Messages of other libraries: kept off the terminal, or made one line of ours."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, on one printable line."""
+    """Kind and message of another library's error, on one printable line."""
     lines = str(error).strip().splitlines()
     return printable(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__, 200)

@@ -56,8 +56,8 @@ def _unreachable(name: str, path: Path, error: Exception) -> ModelError:
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         return ModelError(
-            f"the hub lets only those who asked have {printable(name)}",
-            hint="accept its terms on its page on the hub, then log in with `hf auth login`",
+            f"{printable(name)} is gated on the hub, and access was not granted",
+            hint="request access on its page on the hub, then log in with `hf auth login`",
         )
     if "RepositoryNotFoundError" in kinds:
         return ModelError(
