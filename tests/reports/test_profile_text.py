@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from brimful.core.profile import Kernel
-from brimful.reports.profile_text import anatomy_text
+from brimful.reports.profile_text import profile_text
 from profiles import PROFILE
 
 
 def test_the_table() -> None:
-    lines = anatomy_text(PROFILE).splitlines()
+    lines = profile_text(PROFILE).splitlines()
     assert lines[0] == "One step  10.00 ms on NVIDIA H200: packed, captured, bf16"
     assert "  contractions       5.000   50.0 %         3" in lines
     assert "  idle               0.500    5.0 %" in lines
@@ -24,7 +24,7 @@ def test_the_table() -> None:
 def test_kernels_that_no_rule_knows_are_always_shown() -> None:
     many = tuple(Kernel(name=f"nvjet_{i}", part="contractions", seconds=0.001 - i * 1e-6, count=1) for i in range(40))
     profile = dataclasses.replace(PROFILE, kernels=(*many, *PROFILE.kernels[1:]))
-    text = anatomy_text(profile)
+    text = profile_text(profile)
     assert "nobody_knows_me" in text
     assert "nvjet_14" in text
     assert "nvjet_15" not in text
@@ -34,11 +34,11 @@ def test_kernels_that_no_rule_knows_are_always_shown() -> None:
 def test_what_is_unknown_is_said_to_be() -> None:
     limits = dataclasses.replace(PROFILE.limits, model_matmul_flops_per_s=None, datasheet_flops_per_s=None)
     rates = dataclasses.replace(PROFILE.rates, mfu=None, datasheet_mfu=None, contraction_flops_per_s=None)
-    text = anatomy_text(dataclasses.replace(PROFILE, limits=limits, rates=rates))
+    text = profile_text(dataclasses.replace(PROFILE, limits=limits, rates=rates))
     assert "MFU, real tokens  unknown" in text
     assert "datasheet" not in text
 
 
 def test_a_kernels_name_obeys_no_terminal() -> None:
     kernel = Kernel(name="nvjet\x1b[31m\n", part="contractions", seconds=0.005, count=1)
-    assert "\x1b" not in anatomy_text(dataclasses.replace(PROFILE, kernels=(kernel,)))
+    assert "\x1b" not in profile_text(dataclasses.replace(PROFILE, kernels=(kernel,)))

@@ -11,7 +11,7 @@ from brimful.cli.demo import run_demo
 from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions
 from brimful.core.records import to_json
 from brimful.reports.classification_text import classification_text
-from brimful.reports.profile_text import anatomy_text
+from brimful.reports.profile_text import profile_text
 from brimful.reports.terminal import Terminal
 
 
@@ -28,7 +28,7 @@ def _classify(options: ClassifyOptions, terminal: Terminal) -> str | None:
 
 def _profile(options: ProfileOptions, terminal: Terminal) -> str:
     record = run_profile(options, terminal)
-    return to_json(record) if options.json else anatomy_text(record)
+    return to_json(record) if options.json else profile_text(record)
 
 
 def _demo(options: DemoOptions, terminal: Terminal) -> str | None:

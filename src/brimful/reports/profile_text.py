@@ -16,7 +16,7 @@ _NAME = 70
 _MUCH_STRETCH = 1.02
 
 
-def anatomy_text(profile: Profile) -> str:
+def profile_text(profile: Profile) -> str:
     """The whole report, without a line break at its end."""
     on_gpu = profile.recipe.device != "CPU"
     parts = (_step(profile), _parts(profile, on_gpu), _kernels(profile, on_gpu), _achieved(profile, on_gpu))
