@@ -38,7 +38,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What was written into one file: its size, and the SHA-256 of its content in hexadecimal."""
+    """Size of a written file, and the SHA-256 of its content in hexadecimal."""
 
     num_bytes: int
     sha256: str
@@ -135,7 +135,7 @@ class GrowingFile:
 
 
 def begins_with(path: Path, written: Written) -> bool:
-    """Whether the first bytes of `path` are what was written; False too if it is not there or too short.
+    """True if `path` begins with the bytes of `written`; False also for a missing or shorter file.
 
     Raises: OutputError if it cannot be read.
     """
@@ -152,7 +152,7 @@ def begins_with(path: Path, written: Written) -> bool:
 
 
 def holds(path: Path, written: Written) -> bool:
-    """Whether `path` is what was written, with nothing behind it; False too if it is not there.
+    """True if `path` holds the bytes of `written` and no more; False also for a missing file.
 
     Raises: OutputError if it cannot be read.
     """

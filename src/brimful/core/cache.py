@@ -1,4 +1,4 @@
-"""Findings that cost seconds and stay true, in the user's cache folder: a JSON file each, by all that it depends on."""
+"""Cached results in the user's cache folder: one JSON file per result, named by a hash of all it depends on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def cache_path(kind: str, depends_on: object) -> Path | None:
-    """Where a finding of a kind is kept, None for a user without a home. depends_on: as JSON has it."""
+    """Cache file of a result, None for a user without a home. depends_on: values that JSON can hold."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -21,7 +21,7 @@ def cache_path(kind: str, depends_on: object) -> Path | None:
 
 
 def read_cached(path: Path) -> dict[str, Any] | None:
-    """What was found before; None if nothing was, or it cannot be read."""
+    """Read a cached result; None if there is none, or it cannot be read."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -30,7 +30,7 @@ def read_cached(path: Path) -> dict[str, Any] | None:
 
 
 def write_cached(path: Path, found: Mapping[str, Any]) -> None:
-    """Keeps it. A cache that cannot be written costs seconds next time, nothing else."""
+    """Write a result. Errors are ignored: it is computed again next time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")

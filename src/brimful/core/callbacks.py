@@ -1,4 +1,4 @@
-"""What a running loop tells whoever watches it. The loops know this protocol; terminals and trackers implement it."""
+"""Progress of a running loop, as calls. The loops call this protocol; terminals and trackers implement it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from brimful.core.records import Recipe, Run
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a training run is.
+    """Progress of a training run.
 
     step: applied optimizer steps, of `num_steps`. loss: mean over the batches since the last progress.
     tokens_per_s, samples_per_s: real tokens and samples, since the last progress. left_s: estimated, None at first.
@@ -41,10 +41,10 @@ class Callbacks:
         """Something lost, skipped or fallen back on."""
 
     def data(self, report: Mapping[str, Any]) -> None:
-        """What the data look like, before training."""
+        """Summary of the data, before training."""
 
     def recipe(self, recipe: Recipe) -> None:
-        """How the run will run, before training."""
+        """The recipe, before training."""
 
     def progress(self, progress: Progress) -> None:
         """Training went on."""

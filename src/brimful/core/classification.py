@@ -11,17 +11,17 @@ from brimful.core.records import LabelSpace, Machine, PeakMemory, Recipe
 
 StageName = Literal["read", "tokenise", "compute", "write"]
 
-#: Rows with an error that are named; all of them have theirs in the output.
+#: Rows with an error that the record names; the output names all of them.
 FEW_ERRORS = 5
-#: Upper ends of the classes of token lengths that a counts counts, the last one open.
+#: Upper ends of the histogram bins of token lengths; the last bin is open.
 LENGTH_ENDS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
-#: Classes of confidence: as many of equal width from 0 to 1.
+#: Histogram bins of confidence, of equal width from 0 to 1.
 CONFIDENCE_BINS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowError:
-    """What is wrong with a row, and where it is: the file, and the row's number in it, from 1, without a header."""
+    """Error of one row: the file, the row's number in it (from 1, header not counted), and the message."""
 
     file: str
     row: int
@@ -30,13 +30,13 @@ class RowError:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Counts of rows that were answered. Tallies of parts add up to that of the whole.
+    """Counts of rows that were classified. Counts of parts add up to those of the whole.
 
     num_empty: rows without text, or without a token that the model knows. num_unlabelled: of zero-shot, rows with text
     and without candidate labels. num_errors: rows with an error beside.
     first_errors: the first of these rows, FEW_ERRORS at the most.
-    num_tokenizer_fallback: rows whose words were not looked up any more, as `tokenizers` had given other ids.
-    labels: how often each label was given. lengths: texts by number of tokens, a class per end in LENGTH_ENDS and one
+    num_tokenizer_fallback: rows tokenised without the word-piece cache, after `tokenizers` had given other ids.
+    labels: how often each label was given. lengths: texts by number of tokens, a bin per end in LENGTH_ENDS and one
     beyond. confidences: texts by their highest probability, in CONFIDENCE_BINS; empty for a regression.
     """
 
@@ -88,7 +88,7 @@ class AnswerEquivalence:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage of the stream. busy_s: seconds it worked, waiting for its neighbours not counted."""
+    """One stage of the pipeline. busy_s: seconds it worked, without waiting for other stages."""
 
     name: StageName
     busy_s: float
@@ -100,7 +100,7 @@ class Classification:
 
     labels: what answers can be; of zero-shot the candidate labels, where each row has its own those that were given.
     wall_s: seconds from the first row read to the last one written. start_s: seconds before it: loading and proving.
-    limit: the stage that the others waited for. mfu: of the tokens' own operations, by the datasheet's peak.
+    limit: the slowest stage. mfu: FLOPs of real tokens over the datasheet's peak.
     notes: what was guessed of the model, decided about the input's files and left out of them (keys of JSON), since
     this process began.
     equivalence: None with --verify 0, and where no row could be compared.

@@ -1,6 +1,6 @@
-"""What stands in the manifest beside the results of a classification: what they are, row by row of files, and of what.
+"""The manifest beside the results of a classification: their files, and the options and inputs that made them.
 
-A manifest says only what is on the disk already: it is written after the files that it names.
+A manifest is written after the files that it names, so it names only what is on the disk.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MANIFEST_SUFFIX = ".manifest.json"
 
 
 def is_manifest(path: Path) -> bool:
-    """Whether `path` is the manifest of a classification, and so no data."""
+    """True if `path` is the manifest of a classification, and so no data."""
     beside = path.with_name(path.name.removesuffix(MANIFEST_SUFFIX))
     return path.name == MANIFEST or (path != beside and beside.exists())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of the results, its type in Arrow's words."""
+    """A column of the results; its type as Arrow names it."""
 
     name: str
     type: str
@@ -57,9 +57,9 @@ class Shard:
 class Manifest:
     """The results of one classification.
 
-    identity: facts that decide what the results are, by a name to show; a run goes on only where all are equal.
+    identity: name -> value of everything that decides the results; a run resumes only if all are equal.
     columns: empty before the first rows. shards: files of results, in the order of their rows.
-    wal: rows after those, of a run that is not finished, as they are kept until they are in a file of results.
+    wal: write-ahead logs with the rows after those, until they are in a finished file of results.
     record: None until `status` is finished.
     """
 
@@ -115,7 +115,7 @@ def plain_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two identities: `--max-length was 128, is 256`; of digests, only that they do."""
+    """Differences of two identities, as `--max-length was 128, is 256`; of digests, only that they changed."""
     names = dict.fromkeys((*now, *before))
     return [_change(name, before.get(name), now.get(name)) for name in names if before.get(name) != now.get(name)]
 

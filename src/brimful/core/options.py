@@ -1,4 +1,4 @@
-"""What a user can ask for. Every flag exists once, here: a field, its default, and the docstring that is its help."""
+"""Options of every command. A flag is a field with its default; the docstring under it is its help."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class TrainOptions:
     eval_split: float = 0.1
     """Share of DATA held out for evaluation, stratified by label. 0 trains on every row. Ignored with --eval-data."""
     header: bool | None = None
-    """Whether the first line of CSV and TSV files names the columns. --no-header: it is a row, and the columns are
-    called column_1, column_2, ... Default: it names them, with a warning where it looks like a row."""
+    """Take the first line of CSV and TSV files as column names. --no-header: it is a row, and columns are called
+    column_1, column_2, ... Default: names, with a warning if it looks like a row."""
     column_names: str | None = None
     """Names of the columns of CSV and TSV files without a header, separated by commas; implies --no-header."""
     text_column: str | None = None
@@ -44,9 +44,9 @@ class TrainOptions:
     pair_column: str | None = None
     """Column with the second text of a pair. Default: found by name."""
     label_column: str | None = None
-    """Column with the label; several, separated by commas, for one column per output. Default: found by name."""
+    """Column with the label, or several separated by commas, one per output. Default: found by name."""
     task: TaskChoice = "auto"
-    """What the labels mean. auto: seen from the label column, and printed."""
+    """Kind of task. auto: inferred from the label column, and printed."""
     label_map: str | None = None
     """Data label to model label, for a head with other names: `pos=POSITIVE,neg=NEGATIVE`, or a JSON file."""
     new_head: bool = False
@@ -55,7 +55,7 @@ class TrainOptions:
     """Longest sequence in tokens; longer ones are truncated, and counted. Default: the model's limit, at most 512."""
 
     batch_size: int = 32
-    """Effective batch: samples per optimizer step, however it is split to run. Never changes by itself."""
+    """Effective batch size: samples per optimizer step, however it is split into micro-batches."""
     learning_rate: float = 5e-5
     """Peak learning rate."""
     num_train_epochs: float = 3.0
@@ -85,14 +85,14 @@ class TrainOptions:
     class_weights: str | None = None
     """`balanced`, or weights by label as `spam=3,ham=1`: of the class, or in multi-label of its positives."""
     seed: int = 42
-    """Seed of the order, the split, the new head and dropout."""
+    """Seed of sample order, data split, new head and dropout."""
 
     eval_steps: int | None = None
     """Applied steps between evaluations. Default: after each epoch."""
     save_steps: int | None = None
     """Applied steps between checkpoints. Default: after each epoch."""
     save_total_limit: int = 2
-    """Complete checkpoints to keep; the best one is kept besides."""
+    """Complete checkpoints to keep, besides the best one."""
     logging_steps: int = 10
     """Applied steps between logged lines."""
     metric_for_best_model: str | None = None
@@ -101,20 +101,20 @@ class TrainOptions:
     """Stop after this many evaluations without improvement of --metric-for-best-model."""
 
     precision: PrecisionChoice = "auto"
-    """Arithmetic of matrix products; weights, gradients, optimizer, norms and loss stay fp32.
-    auto: bf16 on a GPU that has it, fp32 elsewhere. fp8: bf16, with those products of fused layers in 8 bits that are
-    measured faster so here; on GPUs from compute capability 9.0 (Hopper)."""
+    """Precision of matrix products; weights, gradients, optimizer, norms and loss stay fp32.
+    auto: bf16 on a GPU that has it, fp32 elsewhere. fp8: bf16, and fp8 for the products of fused layers that a
+    measurement shows to be faster; needs compute capability 9.0 (Hopper)."""
     device: DeviceChoice = "auto"
-    """Where to run. auto: a GPU if there is one."""
+    """Device to run on. auto: a GPU if there is one."""
     deterministic: bool = False
-    """On a GPU: equal bits from equal seeds, at some cost in speed."""
+    """Give the same bits for the same seed on a GPU; somewhat slower."""
     packing: Literal["auto", "off"] = "auto"
-    """auto: sequences run packed, without padding, where that was proved equal on this model. off: padded batches."""
+    """auto: run packed, without padding, if the equivalence check passes on this model. off: padded batches."""
     token_budget: int | None = None
-    """Most tokens a micro-batch may have. Default: chosen from the data's lengths and the device."""
+    """Most tokens of a micro-batch. Default: chosen from the data's lengths and the device."""
     execution: ExecutionChoice = "auto"
-    """How steps are launched on a GPU: one kernel after another, captured as CUDA graphs, or captured with compiled
-    layers. auto: captured, and compiled where the run is long enough for it to pay."""
+    """Launch mode on a GPU. eager: one kernel after another; captured: CUDA graphs; compiled: CUDA graphs of compiled
+    layers. auto: captured, or compiled if the run is long enough to save time."""
     transform: str | None = None
     """Function applied to each text at each epoch, in worker processes: `file.py:function` or `module:function`,
     called with the text and a random.Random seeded by seed, epoch and sample."""
@@ -122,13 +122,13 @@ class TrainOptions:
     """Worker processes for --transform. Default: one per core, at most 8."""
 
     resume: bool = False
-    """Go on from the newest whole checkpoint in the output folder, from the beginning if there is none."""
+    """Resume from the newest complete checkpoint in the output folder, or start if there is none."""
     dry_run: bool = False
     """Print what would run, and stop."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the model."""
     allow_pickle: bool = False
-    """Load weights that are only there as a pickle (pytorch_model.bin)."""
+    """Load weights that exist only as a pickle (pytorch_model.bin)."""
     report_to: Literal["none", "tensorboard"] = "none"
     """Also write the events for this tracker."""
     json: bool = False
@@ -182,8 +182,8 @@ class ClassifyOptions:
     """File (.parquet, or .csv, .tsv, .jsonl, each also .gz or .zst) or folder (of Parquet shards) for the results, with
     all columns of the input. Default, and `-`: JSONL on stdout."""
     header: bool | None = None
-    """Whether the first line of CSV and TSV files names the columns. --no-header: it is a row, and the columns are
-    called column_1, column_2, ... Default: it names them, with a warning where it looks like a row."""
+    """Take the first line of CSV and TSV files as column names. --no-header: it is a row, and columns are called
+    column_1, column_2, ... Default: names, with a warning if it looks like a row."""
     column_names: str | None = None
     """Names of the columns of CSV and TSV files without a header, separated by commas; implies --no-header."""
     text_column: str | None = None
@@ -197,49 +197,48 @@ class ClassifyOptions:
     """Zero-shot with a model of natural-language inference: candidate labels, separated by commas, or `column:NAME` for
     a column with those of each row (a list, or text separated by commas)."""
     hypothesis_template: str = "This example is {}."
-    """Zero-shot: the sentence that a label is put into."""
+    """Zero-shot: sentence that each label is put into."""
     multi_label: bool = False
-    """Zero-shot: each label is true or not by itself; without it, one of them is."""
+    """Zero-shot: score each label by itself, so that several can be true; without it, exactly one is."""
     top_k: int | None = None
     """Also a column `scores` with this many labels of each text and their scores, likeliest first; 0 for all."""
     threshold: float | None = None
-    """Probability from which a label is given. Default: 0.5 for multi-label models, elsewhere the likeliest label is
-    given whatever its probability."""
+    """Least probability of a given label. Default: 0.5 for multi-label models; other models always give the likeliest
+    label."""
     logits: bool = False
     """Also a column `logits` with the model's raw outputs, in the order of its labels."""
 
     resume: bool = False
-    """Go on where an interrupted run into the same output stopped, from the beginning if there is none."""
+    """Resume an interrupted run into the same output, or start if there is none."""
     max_errors: int | None = None
-    """Stop when more rows than this cannot be classified. Default: never; such rows say why in a column `error`."""
+    """Stop when more rows than this cannot be classified. Default: never; the column `error` has the reasons."""
     shard_rows: int = 1_000_000
-    """Rows of one file of a folder of results."""
+    """Rows per file in a folder of results."""
     verify: int = 256
-    """Rows on which the fast path is compared with the plain fp32 model before the rest is trusted to it; 0: none."""
+    """Rows of the input on which the fast path is first compared with the plain fp32 model; 0: none."""
     report: str | None = None
-    """File for a report of the pass as one HTML page that needs no network."""
+    """File for an HTML report of the pass, one page that needs no network."""
 
     precision: PrecisionChoice = "auto"
-    """Arithmetic of matrix products. auto: bf16 on a GPU that has it and on a CPU with units for it, fp32 elsewhere.
-    fp8: bf16, with those products of fused layers in 8 bits that are measured faster so here; on GPUs from compute
-    capability 9.0 (Hopper)."""
+    """Precision of matrix products. auto: bf16 on a GPU or CPU with units for it, fp32 elsewhere. fp8: bf16, and fp8
+    for the products of fused layers that a measurement shows to be faster; needs compute capability 9.0 (Hopper)."""
     device: DeviceChoice = "auto"
-    """Where to run. auto: a GPU if there is one."""
+    """Device to run on. auto: a GPU if there is one."""
     num_gpus: int | None = None
-    """GPUs to use, a process each. Default: all that are visible, one where the input is small."""
+    """GPUs to use, one process each. Default: all visible ones, or one for a small input."""
     packing: Literal["auto", "off"] = "auto"
-    """auto: packed, without padding, where that was proved equal on this model. off: padded batches."""
+    """auto: run packed, without padding, if the equivalence check passes on this model. off: padded batches."""
     token_budget: int | None = None
-    """Most tokens a micro-batch may have. Default: by device."""
+    """Most tokens of a micro-batch. Default: chosen by device."""
     execution: ExecutionChoice = "auto"
-    """How the pass is launched on a GPU: one kernel after another, captured as CUDA graphs, or captured with compiled
-    layers. auto: captured, and compiled where the input is long enough for it to pay."""
+    """Launch mode on a GPU. eager: one kernel after another; captured: CUDA graphs; compiled: CUDA graphs of compiled
+    layers. auto: captured, or compiled if the input is long enough to save time."""
     num_workers: int | None = None
-    """Processes that tokenise; 0: threads of this one. Default: by the number of cores and the device."""
+    """Tokeniser processes; 0: threads of this process. Default: chosen by the number of cores and the device."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the model."""
     allow_pickle: bool = False
-    """Load weights that are only there as a pickle (pytorch_model.bin)."""
+    """Load weights that exist only as a pickle (pytorch_model.bin)."""
     json: bool = False
     """With --output: print one JSON document about the pass on stdout at the end."""
 
@@ -272,17 +271,17 @@ class ClassifyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(TrainOptions):
-    """The anatomy of one step of the run that `train` would make of the same options.
+    """Options of `profile`: those of `train` that a step depends on, so that one file can serve both.
 
-    What says nothing of a step (`NOT_OF_A_STEP`) is no flag of `profile`, and a --config that has it is taken as it is.
+    The others (`NOT_OF_A_STEP`) are no flags of `profile`; a --config may hold them, and they are ignored.
     """
 
     output: str = ""
     """Nothing is saved."""
     steps: int = 20
-    """Steps to time, and then to record: as many of the run's first batches."""
+    """Steps to time, and then to trace, on the run's first batches."""
     trace: str | None = None
-    """File for the recorded steps as a Chrome trace, compressed if its name ends in .gz."""
+    """File for the traced steps as a Chrome trace, compressed if its name ends in .gz."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -297,7 +296,7 @@ NOT_OF_A_STEP = frozenset(
 
 
 def flags_of(kind: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
-    """The fields of a command's options that are its flags."""
+    """Fields of a command's options that are its flags."""
     hidden = NOT_OF_A_STEP if issubclass(kind, ProfileOptions) else frozenset()
     return tuple(field for field in dataclasses.fields(kind) if field.name not in hidden)
 
@@ -322,7 +321,7 @@ _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or 
 
 
 def _check_types(options: object) -> None:
-    """That each field holds what its annotation says: the command line makes sure of it, a Python call may not."""
+    """Check each field against its annotation, for Python calls; the command line has converted types already."""
     hints = get_type_hints(type(options))
     for field in dataclasses.fields(cast(Any, options)):
         hint, value = hints[field.name], getattr(options, field.name)
@@ -346,7 +345,7 @@ def _check_types(options: object) -> None:
 
 
 def _check_text(name: str, value: str) -> None:
-    """That it can be a file name, and that the libraries that save models can be told it."""
+    """Check that a text is UTF-8 without NUL: it may be a file name."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -383,7 +382,7 @@ def _check_positive(options: object, *names: str) -> None:
 
 
 def _usual(options: object, name: str) -> str:
-    """A hint with the default of a field."""
+    """Hint with the default of a field."""
     default = next(field.default for field in dataclasses.fields(cast(Any, options)) if field.name == name)
     if default is None or default is dataclasses.MISSING:
         return "leave it out, or see --help" if default is None else "see --help"
@@ -395,8 +394,8 @@ def flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-#: Fields that say how a run is started and shown, not what it learns or how it runs: free to differ on --resume.
-#: The data are compared by what they hold, not by their names.
+#: Fields that may differ on --resume: they change neither what is learned nor how it runs. Data are compared by
+#: content, not by name.
 NOT_PART_OF_THE_RUN = frozenset(
     {"data", "eval_data", "header", "column_names", "output", "resume", "dry_run", "json", "report_to", "num_workers"}
     | {"save_total_limit"}

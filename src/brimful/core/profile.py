@@ -68,7 +68,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a step works on, the mean over the timed steps.
+    """Work of a step, mean over the timed steps.
 
     tokens: of the sequences. computed_tokens: with the tails of token budgets, or padding.
     product_flops: of forward and backward products of all computed tokens with the model's matrices.
@@ -89,7 +89,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What this device reached, measured just before, in the run's precision.
+    """Measured peaks of this device in the run's precision.
 
     matmul_flops_per_s: a large square product. model_matmul_flops_per_s: the model's own products, forward and
     backward, one after another, over the tokens of a micro-batch. copy_bytes_per_s: a large copy, bytes read and
@@ -104,7 +104,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What the step achieved.
+    """Rates that the step achieved.
 
     fill: real tokens over computed tokens. contraction_flops_per_s, attention_flops_per_s, optimizer_bytes_per_s: while
     kernels of that part run. mfu: useful_flops over the step's time and the measured rate of a large square product.
@@ -123,7 +123,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Where the time of one training step goes.
+    """Time of one training step, by kind of kernel.
 
     steps: how many were timed, and then recorded. parts: add up to the mean step, idle last. stretch: what recorded
     kernels were shortened by where together they were longer than the step without the profiler, else 1.

@@ -1,4 +1,4 @@
-"""Nouns that travel between the parts: frozen, keyword-only, JSON both ways. Unknown is None."""
+"""Records: frozen, keyword-only dataclasses, JSON both ways. Unknown is None."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Arithmetic = Literal["exact", "rounding", "training"]
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSpace:
-    """What the outputs of a classifier mean.
+    """Task and output names of a classifier.
 
     names: output i is called names[i]. For regression, the name of the label column(s).
-    values: label as it stands in the data, as text -> output index. Empty for regression and zero-shot.
+    values: label in the data, as text -> output index. Empty for regression and zero-shot.
     """
 
     task: TaskName
@@ -53,7 +53,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Lever:
-    """One choice of how to run, with what it does to the arithmetic and why it was made."""
+    """One choice of how to run, its effect on the arithmetic, and its reason."""
 
     name: str
     value: str
@@ -63,7 +63,7 @@ class Lever:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a run is run: every lever with its reason. What is learned stands in the options, not here."""
+    """Every lever of a run with its reason. The options hold what is learned."""
 
     device: str
     levers: tuple[Lever, ...]
@@ -84,10 +84,10 @@ class PeakMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Compilations:
-    """How often steps were compiled and captured since a process began to train; made once, they serve all of a run.
+    """Compilations and captures of a training process.
 
-    traced: pieces of the model that torch's compiler traced, anew ones counted again. captured: CUDA graphs.
-    last_traced, last_captured: batches consumed when the last of each came about; None if there was none.
+    traced: graphs traced by torch's compiler, retraced ones counted again. captured: CUDA graphs.
+    last_traced, last_captured: batches consumed when the last of each was made; None if there was none.
     """
 
     traced: int = 0
@@ -133,8 +133,8 @@ class Run:
 
 T = TypeVar("T")
 
-#: Beyond what JSON always escapes: controls, direction marks, line separators, half surrogate pairs (which a file name
-#: can hold and UTF-8 cannot). All stand in strings only.
+#: Characters escaped besides those of JSON: controls, direction marks, line separators, half surrogate pairs (which a
+#: file name can hold and UTF-8 cannot). They occur in strings only.
 _OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -144,7 +144,7 @@ def to_json(record: Any) -> str:
 
 
 def json_text(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
-    """Strict JSON that is safe to look at: what a terminal or a browser would obey is escaped, letters are not.
+    """Strict JSON that is safe to print: control characters are escaped, letters are not.
 
     Raises: ValueError for a number that JSON does not have.
     """
@@ -154,12 +154,12 @@ def json_text(value: Any, *, indent: int | None = None, default: Callable[[Any],
 
 @functools.lru_cache(maxsize=16)
 def _encoder(indent: int | None, default: Callable[[Any], Any] | None) -> json.JSONEncoder:
-    """Made once: making one takes longer than it needs for a row of results."""
+    """Cached encoder: making one takes longer than encoding a row of results."""
     return json.JSONEncoder(indent=indent, ensure_ascii=False, allow_nan=False, default=default)
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """The record that `to_json` wrote. Keys that `kind` does not have are left out: a newer version wrote them.
+    """Parse a record that `to_json` wrote. Unknown keys are dropped: a newer version wrote them.
 
     Raises: ValueError for text that is not JSON, KeyError or TypeError for a required field that is missing.
     """

@@ -48,7 +48,7 @@ def number_text(number: float | None) -> str:
 
 
 def part_text(count: int, whole: int) -> str:
-    """How many, exactly, and as a share that is neither none nor all unless it is: `12 (< 0.1 %)`; `0` of nothing."""
+    """Count and share, never rounded to none or all: `12 (< 0.1 %)`; `0` of nothing."""
     if not whole:
         return f"{count:,}"
     share = count / whole

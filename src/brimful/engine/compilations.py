@@ -10,7 +10,7 @@ from brimful.step.step import Step
 
 
 class CompilationWatch:
-    """What came about in one process since this was made, step by step."""
+    """Compilations and captures in this process since this object was made."""
 
     def __init__(self, step: Step) -> None:
         self._step, self._traced_before = step, _num_traced()

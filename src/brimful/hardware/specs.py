@@ -1,4 +1,4 @@
-"""What makers say their chips can do: dense products, without the sparsity that datasheets count double with."""
+"""Peak FLOP/s from datasheets: dense products, without sparsity."""
 
 from __future__ import annotations
 

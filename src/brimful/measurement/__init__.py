@@ -1,1 +1,1 @@
-"""What a device does, measured: its limits, and the kernels of a step."""
+"""Measurements of a device: its peaks, and the kernels of a step."""

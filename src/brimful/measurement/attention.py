@@ -79,7 +79,7 @@ def _is_time(value: object) -> bool:
 
 
 def _unless_refused(device: torch.device, work: Callable[[], T]) -> T | None:
-    """What `work` gives, with gradients and without a trace in the generators; None if its kernel is refused here.
+    """Run `work` with gradients and leave the random generators unchanged; None if its kernel is refused here.
 
     What is freed is the device's again: what comes next looks at how much there is.
     """

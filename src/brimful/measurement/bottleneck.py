@@ -19,7 +19,7 @@ _BEATEN = 1.2
 
 
 def reading_of(profile: Profile) -> str:
-    """What the step waits for, or is made of."""
+    """Bottleneck of a step."""
     if _beaten(profile):
         return "the step was faster than the limits measured just before it: the device was busy then, profile again"
     idle = profile.part("idle").share

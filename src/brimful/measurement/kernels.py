@@ -1,4 +1,4 @@
-"""What a kernel is for, by its name alone: inside a replayed CUDA graph nothing else is known.
+"""Kinds of kernels, by name alone: a replayed CUDA graph tells nothing else.
 
 The table of rules is read from the top, and the first pattern found in a name decides. Names that inductor makes list
 the operators fused into a kernel, so their rules stand before those of libraries: `triton_poi_fused_addmm_gelu` is no

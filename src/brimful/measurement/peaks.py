@@ -1,4 +1,4 @@
-"""What the device can do, measured on it: products of matrices and copies. About a second on a GPU.
+"""Measured peaks of the device: matrix products and copies. Takes about a second on a GPU.
 
 Everything is repeated on the same buffers and the median taken. Small ones stay in caches, so a step, which meets
 others each time, may fall a little short of what is measured here.

@@ -26,7 +26,7 @@ _LAUNCH = re.compile(r"^cu(da)?(LaunchKernel|GraphLaunch|Memcpy\w*Async|Memset\w
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What was recorded.
+    """A recorded trace.
 
     document: the Chrome trace as torch wrote it, JSON. kernels: on the GPU, copies and fills included. operators: of
     the thread that ran the steps, nested; recorded on a CPU only. num_launches: calls of the host that gave the GPU

@@ -1,4 +1,4 @@
-"""What a model is made of, found in its modules rather than by its name."""
+"""Statistics of a model, read from its modules, not from its name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def matmul_parameters(model: nn.Module) -> int:
 
 
 def matrices(model: nn.Module) -> Counter[tuple[int, int]]:
-    """How many matrices outside embeddings a model has, by shape."""
+    """Number of matrices outside embeddings, by shape."""
     return Counter(
         (parameter.shape[0], parameter.shape[1])
         for module in model.modules()
@@ -53,7 +53,7 @@ def token_matrices(model: Any) -> Counter[tuple[int, int]] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """What decides how much a model's attention computes.
+    """Facts that determine the FLOPs of a model's attention.
 
     channels: of all heads. causal: whether a token sees none behind it. windows: how many layers have each, None where
     a token sees the whole sequence.

@@ -49,7 +49,7 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 
 def can_reorder(dtype: torch.dtype) -> bool:
-    """Whether this torch has the operators, for products of this dtype, and was not told to leave oneDNN alone."""
+    """True if this torch has the operators for products of this dtype, and oneDNN is not turned off."""
     there = all(hasattr(torch.ops.mkldnn, name) for name in _OPERATORS) and torch.backends.mkldnn.is_available()
     return there and torch._C._get_mkldnn_enabled() and dtype in _TOLERANCE
 
@@ -84,7 +84,7 @@ def reorder_linears(model: nn.Module, dtype: torch.dtype, *, rows: int, max_leng
 
 
 def _is_plain(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether this is a Linear layer and nothing else: without hooks, and without what somebody set on it."""
+    """True for a Linear layer without hooks and without attributes that somebody set."""
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         return False
     own = {"training", "in_features", "out_features"}

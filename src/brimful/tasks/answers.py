@@ -1,4 +1,4 @@
-"""What the logits of a classifier mean: as columns of a file, as a counts, and as the objects of transformers'
+"""Answers from the logits of a classifier: columns of a file, counts, and the objects of transformers'
 pipeline.
 
     form = answer_form(config, threshold=0.9)
@@ -35,7 +35,7 @@ SCORES, LOGITS = pa.list_(pa.float64()), pa.list_(pa.float32())
 
 
 def label_space(config: Any) -> LabelSpace:
-    """What the outputs of a model mean by its configuration, as transformers' pipeline reads it.
+    """Label space of a model by its configuration, as transformers' pipeline reads it.
 
     A single output is a label that is true or not (multi_label) unless the configuration says that it is a number.
     """
@@ -53,7 +53,7 @@ def label_space(config: Any) -> LabelSpace:
 
 @dataclass(frozen=True, kw_only=True)
 class Form(ABC):
-    """Which columns the answers become.
+    """Form of the answers: their columns.
 
     top_k: labels of a row in the column `scores`, 0 for all; None: there is no such column.
     threshold: score from which a label is given; None: DEFAULT_THRESHOLD where `listed`, elsewhere any.
@@ -69,11 +69,11 @@ class Form(ABC):
     @property
     @abstractmethod
     def listed(self) -> bool:
-        """Whether a text may have several labels, or none: label and score are lists."""
+        """True if a text may have several labels, or none: label and score are lists."""
 
     @property
     def numeric(self) -> bool:
-        """Whether the outputs are numbers, not scores of labels."""
+        """True if the outputs are numbers, not scores of labels."""
         return False
 
     @property
@@ -208,7 +208,7 @@ def objects(
     function_to_apply: str | None = None,
     given: Literal["list", "text", "pair"] = "list",
 ) -> list[Any] | dict[str, Any]:
-    """What transformers' pipeline("text-classification") returns for texts with these logits.
+    """Return what transformers' pipeline("text-classification") returns for texts with these logits.
 
     top_k: a number, or None for all, makes a list per text, the likeliest first. "", the pipeline's own way to say that
     it was not given: one {"label", "score"} per text, of the likeliest.
@@ -232,7 +232,7 @@ def objects(
 
 
 def check_objects(*, top_k: int | Literal[""] | None, function_to_apply: str | None) -> None:
-    """That `objects` can be asked for in this form. Raises: OptionError for another top_k, or another function."""
+    """Check that `objects` supports these arguments. Raises: OptionError for another top_k, or another function."""
     if top_k != "" and top_k is not None:
         wrong = "a whole number" if not isinstance(top_k, Integral) else "at least 0" if top_k < 0 else None
         if wrong is not None:

@@ -58,7 +58,7 @@ class Ranking:
         )
 
     def counts(self) -> dict[str, int]:
-        """How often each label stands here, those that do."""
+        """Count of each label that occurs."""
         found: Counter[str] = Counter()
         times = np.bincount(self.indices_P, minlength=len(self.names))
         present = np.flatnonzero(times)

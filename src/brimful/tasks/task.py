@@ -1,4 +1,4 @@
-"""What a classifier is trained on and judged by: the loss as a sum over rows, its denominator, and the metrics.
+"""Tasks: the loss as a sum over rows, its denominator, and the metrics.
 
 The plain Hugging Face loss is a mean. Here it is `loss_rows_S(...).sum() / denominator`, with the denominator of the
 whole effective batch: whatever the split into micro-batches, the gradients add up to the one of the plain batch.
@@ -42,7 +42,7 @@ class Task(ABC):
         """Each row's addend to the loss sum, in the dtype of the logits."""
 
     def denominator(self, targets_N: np.ndarray) -> float:
-        """What the loss sum of an effective batch with these targets is divided by."""
+        """Denominator of the loss of an effective batch with these targets."""
         return float(len(targets_N) * self.space.num_outputs)
 
     @abstractmethod

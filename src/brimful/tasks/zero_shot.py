@@ -182,7 +182,7 @@ class ZeroShotForm(Form):
         return self._tally(self._ranking(logits_PC, candidates))
 
     def objects(self, logits_PC: Singles, candidates: Candidates, texts: Sequence[str | None]) -> list[dict[str, Any]]:
-        """What transformers' pipeline("zero-shot-classification") returns for a list of these texts.
+        """Return what transformers' pipeline("zero-shot-classification") returns for a list of these texts.
 
         For one text alone it returns the one element. A row without an answer has no labels.
         """

@@ -116,7 +116,7 @@ def split_examples(examples: Examples, share: float, seed: int) -> tuple[Example
 
 
 def describe(train: Examples, evaluation: Examples | None, empty_rows: int = 0) -> dict[str, Any]:
-    """What the examples look like, as JSON.
+    """Summary of the examples, for JSON.
 
     rows, eval_rows: examples; eval_rows is None without an evaluation. empty_rows: rows left out for want of text.
     labels, eval_labels: examples by label; for regression target and eval_target, with min, mean and max by output.
@@ -187,7 +187,7 @@ def _chosen_by_stratum(
 
 
 def _quotas(counts: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.int64]:
-    """How many of each stratum to take: its share rounded down, and the rest where most was cut off. One stays."""
+    """Number to take of each stratum: its share rounded down, the rest by largest remainder. One row stays."""
     exact = counts * share
     most = np.maximum(counts - 1, 0)
     quotas: npt.NDArray[np.int64] = np.minimum(np.floor(exact).astype(np.int64), most)
@@ -240,7 +240,7 @@ def _characters(examples: Examples) -> dict[str, int] | None:
 
 
 def _keys(examples: Examples) -> pa.ChunkedArray:
-    """What makes two examples the same to a model: the text, with the pair."""
+    """Keys by which two examples are the same to a model: the text, with the pair."""
     if examples.pairs is None:
         return examples.texts
     return pc.binary_join_element_wise(examples.texts, examples.pairs, pa.scalar("\0", pa.large_string()))

@@ -61,7 +61,7 @@ class LabelColumn:
 
     @cached_property
     def owners(self) -> npt.NDArray[np.int64]:
-        """Which of the N lists each of `elements` stands in."""
+        """(E,): number of the list, of N, that each of `elements` is in."""
         lengths = pc.list_value_length(self.values).fill_null(0).to_numpy()
         return np.repeat(np.arange(len(lengths)), lengths)
 

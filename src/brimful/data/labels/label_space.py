@@ -24,7 +24,7 @@ _MOST_CLASSES = 1000
 
 
 def detect_labels(rows: Rows, columns: Columns, task: TaskChoice = "auto") -> LabelSpace:
-    """What the label columns of the training rows mean.
+    """Infer task and labels from the label columns of the training rows.
 
     auto: several columns of 0 and 1, lists, and texts such as `a|b` are multi_label. Several other numeric columns, or
     one with numbers that are not whole or with more than 50 distinct ones, are regression. The rest is single_label.

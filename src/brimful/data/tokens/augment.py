@@ -108,7 +108,7 @@ def worker_errors() -> Iterator[None]:
 
 
 class _Worker:
-    """What a worker process keeps between batches."""
+    """State of a worker process between batches."""
 
     transform: Transform
     encoder: Encoder

@@ -75,7 +75,7 @@ class Tokens:
         return ids, None if self.types is None else [self.types[start:stop] for start, stop in places]
 
     def same_sequence(self, index: int, other: Tokens) -> bool:
-        """Whether one sequence is the same in both: ids, types, and whether it was cut."""
+        """True if a sequence is the same in both: ids, types, and truncation."""
         types, other_types = self.sequence_types(index), other.sequence_types(index)
         return (
             np.array_equal(self.sequence(index), other.sequence(index))
@@ -168,7 +168,7 @@ class Encoder:
 
     @property
     def cuts_beginnings(self) -> bool:
-        """Whether a text that is too long loses its first tokens, not its last."""
+        """True if truncation drops the first tokens, not the last."""
         truncation = self.backend.truncation
         return truncation is not None and truncation["direction"] == "left"
 
@@ -276,7 +276,7 @@ class Encoder:
         return Tokens(ids=ids, offsets=offsets, types=types, truncated=truncated)
 
     def _find_frame(self) -> _Frame | None:
-        """What the tokenizer puts around a text; None if it is not of this form."""
+        """Special tokens before and after a text; None if the tokenizer does more than that."""
         [encoding] = self._batch(["1"])
         text_T = np.array([origin == 0 for origin in encoding.sequence_ids], dtype=np.bool_)
         special = self.backend.num_special_tokens_to_add(False) if self.add_special_tokens else 0

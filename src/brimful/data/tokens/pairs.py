@@ -31,7 +31,7 @@ class Specials:
 
 @dataclass(frozen=True, kw_only=True)
 class PairTemplate:
-    """What a tokenizer puts around two texts: before, between, text, behind.
+    """Special tokens around two texts: before, between, and after.
 
     text_type, hypothesis_type: token types of the two. with_types: whether the model has any. max_length: tokens of the
     longest pair. from_left: whether a text that is too long loses its beginning.
@@ -147,7 +147,7 @@ def _no_room(num_tokens: int, template: PairTemplate) -> OptionError:
 def encode_pairs(
     encoder: Encoder, texts: Sequence[str], hypotheses: Sequence[str], text_P: np.ndarray, hypothesis_P: np.ndarray
 ) -> Tokens:
-    """What `assemble` gives, by the tokenizer itself, pair by pair. encoder: with truncation `only_first`.
+    """Encode pairs one by one with the tokenizer, the reference of `assemble`. encoder: truncates `only_first`.
 
     Raises: OptionError if a hypothesis leaves no room for a token of its text.
     """
@@ -157,7 +157,7 @@ def encode_pairs(
 def assembly_is_exact(
     template: PairTemplate, encoder: Encoder, texts: Sequence[str], hypotheses: Sequence[str]
 ) -> bool:
-    """Whether all pairs of these texts, a sample of the user's, come out id for id as the tokenizer makes them.
+    """True if every pair of these sample texts is assembled to the ids of the tokenizer.
 
     Raises: OptionError if a hypothesis leaves no room for a token of its text.
     """

@@ -1,4 +1,4 @@
-"""How much of a long text decides its first tokens: tokenising stops there, where that can be proved.
+"""Pretruncation: cut a long text before tokenising, where the first tokens are the same for certain.
 
 The place is a single space between a letter or digit and another character, all of ASCII. What stands before it is
 normalised alike with and without what follows (these three neither combine, nor compose, nor share a grapheme), no
@@ -45,7 +45,7 @@ def beginning(text: str, num_characters: int) -> str:
 
 
 def beginnings_agree(backend: Tokenizer) -> bool:
-    """Whether the tokens of a beginning are, for every text, the first tokens of the text. False if it is not known."""
+    """True if the tokens of a prefix are the first tokens of the whole text, for every text. False if unknown."""
     return (
         type(backend.model).__name__ in _MODELS
         and not getattr(backend.model, "dropout", None)
@@ -76,7 +76,7 @@ def _is_local(normalizer: dict[str, Any]) -> bool:
 
 
 def _keeps_words(normalizer: Any) -> bool:
-    """Whether letters, digits and the spaces between them stay, but for their case and what is put before all."""
+    """True if letters, digits and the spaces between them are kept, but for case and a prefix."""
     return normalizer is None or normalizer.normalize_str(_WORDS).lower().endswith(_WORDS.lower())
 
 
@@ -90,7 +90,7 @@ def _splits_at_spaces(pre_tokenizer: dict[str, Any]) -> bool:
 
 
 def _stays_within_words(added_token: str) -> bool:
-    """That no match of it begins before a place and ends after, also when it is normalised: it is one word or blank."""
+    """True if no match crosses a word boundary, normalised or not: it is one word, or blank."""
     if not added_token.strip():
         return True
     return added_token.isascii() and added_token.isprintable() and " " not in added_token

@@ -47,7 +47,7 @@ _MOST_WORKERS = 14
 
 
 def choose_workers(num_bytes: float | None, device_type: str, cores: int) -> int:
-    """How many processes should tokenise so much text, 0 for threads of this one. num_bytes: None if it is not known.
+    """Number of processes to tokenise `num_bytes` of text, 0 for threads of this process. None: size unknown.
 
     On a CPU the model needs the cores. Beside a GPU, two cores are left to reading, launching and writing. A worker
     gives some 0.5 M tokens a second where `tokenizers` does the work, 14 of them 7 M; where words can be looked up
@@ -83,7 +83,7 @@ class TokenStream:
 
     @property
     def by_words(self) -> bool:
-        """Whether words are looked up, as far as is known by the last window submitted. False stays False."""
+        """True while the word-piece cache is used, as of the last window submitted. False stays False."""
         return self.encoder.by_words
 
     def leave_words(self) -> None:
@@ -124,7 +124,7 @@ class TokenStream:
 
     @property
     def failed(self) -> bool:
-        """Whether a worker was ended, so that every further window would fail."""
+        """True if a worker died, so that every further window would fail."""
         return self._error is not None
 
     def _check(self, texts: Texts) -> None:
@@ -302,7 +302,7 @@ class _Window:
             yield _Slice(self, number, self.texts[rows], None if self.pairs is None else self.pairs[rows], by_words)
 
     def receive(self, number: int, part: Tokens) -> bool:
-        """Whether this was the last part."""
+        """Take a part; return True for the last one."""
         with self.lock:
             self.parts[number] = part
             return len(self.parts) == len(self.cuts) - 1
@@ -340,7 +340,7 @@ def _flat(column: Any) -> Texts:
 
 
 def _cuts(sizes: np.ndarray) -> list[int]:
-    """Where slices begin, and where the last one ends. sizes: (N + 1,) bytes up to each row."""
+    """Start of each slice, and end of the last. sizes: (N + 1,) bytes up to each row."""
     num_rows = len(sizes) - 1
     cuts = [0]
     while cuts[-1] < num_rows or len(cuts) == 1:

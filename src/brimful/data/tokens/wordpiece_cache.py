@@ -56,7 +56,7 @@ class Words:
         return cls(backend, lowercase=normalizer["lowercase"])
 
     def cover(self, text: str) -> bool:
-        """Whether the text's words can be looked up."""
+        """True if the text's words can be looked up."""
         if not text.isascii() and (self._ascii_only or len(text.encode(errors="replace")) > _MOST_BYTES * len(text)):
             return False
         if _CONTROL.search(text):

@@ -1,4 +1,4 @@
-"""Where the results of a classification go: what a name asks for, and whether it can be had."""
+"""The output of a classification: its form by name, and checks that it can be written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OutputPath:
 
     @property
     def folder(self) -> Path:
-        """Where files are while the run is not finished."""
+        """Folder of the files until the run is finished."""
         return self.path.with_name(self.path.name + ".parts") if self.single else self.path
 
     @property
@@ -40,7 +40,7 @@ class OutputPath:
 
 
 def place_of(path: Path) -> OutputPath:
-    """What `path` asks for: by its suffix a file, without one a folder; what is a folder already stays one.
+    """Output for `path`: a file if it has a suffix, a folder if not; an existing folder stays one.
 
     Raises: OptionError for a suffix of a form that cannot be written.
     """
@@ -56,7 +56,7 @@ def place_of(path: Path) -> OutputPath:
 
 
 def check_output(path: Path, data: str, files: Iterable[Path] = ()) -> None:
-    """That results can be written to `path`, before they are made, and are not among what is read.
+    """Check before the run that results can be written to `path`, and that `path` is not an input.
 
     data: what the user calls the input. files: those that it was found to be.
     Raises: OptionError.
@@ -80,7 +80,7 @@ def check_output(path: Path, data: str, files: Iterable[Path] = ()) -> None:
 
 
 def _check_apart(place: OutputPath, file: Path) -> None:
-    """That `place` is neither a file of the input, nor a folder that holds one, nor in a folder that is the input."""
+    """Check that `place` is no input file, holds none, and is not inside an input folder."""
     try:
         given, ours = file.resolve(), place.path.resolve()
         if not given.exists():
@@ -102,7 +102,7 @@ def _check_apart(place: OutputPath, file: Path) -> None:
 
 
 def _check_not_matched(place: OutputPath, data: str) -> None:
-    """That a glob does not match what is written: the run would read it when it is resumed or repeated."""
+    """Check that a glob does not match the output: a resumed or repeated run would read it."""
     if not any(character in data for character in "*?["):
         return
     pattern = str(Path(data).expanduser().absolute())

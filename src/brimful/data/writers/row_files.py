@@ -115,7 +115,7 @@ def _writer(stream: Any, form: Form, schema: pa.Schema) -> _Writer:
 
 
 def _check_schema(schema: pa.Schema, form: Form) -> None:
-    """That rows of these columns can be written; names the first that cannot."""
+    """Check that these columns can be written; the error names the first that cannot."""
     for field in schema:
         one = pa.schema([field])
         try:
@@ -232,7 +232,7 @@ def _flat(table: pa.Table) -> pa.Table:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Whether pyarrow writes values of this type to a CSV file as a reader would expect them."""
+    """True if pyarrow writes values of this type to CSV as a reader expects them."""
     types = pa.types
     simple = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_null(kind)
     dated = types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind)

@@ -87,7 +87,7 @@ class ShardedOutput:
 
     @property
     def counts(self) -> Counts:
-        """What was counted of those rows."""
+        """Counts of those rows."""
         return sum((shard.counts for shard in self._manifest.shards), Counts()) + self._tally_in_shard()
 
     def write(self, table: pa.Table, counts: Counts) -> None:
@@ -172,7 +172,7 @@ class ShardedOutput:
     # --- what an earlier run left -------------------------------------------------------------------------------------
 
     def _check_folder(self) -> None:
-        """That a folder of results is empty or ours."""
+        """Check that a folder of results is empty or ours."""
         with atomic_files.file_errors(self._folder):
             names = sorted(each.name for each in self._folder.iterdir()) if self._folder.exists() else []
         strange = [

@@ -40,7 +40,7 @@ class WriteAheadLog:
         return self._file.path
 
     def write(self, batches: list[pa.RecordBatch], counts: Counts) -> None:
-        """Append rows. Where it is broken off, the log is worth what it was at its last `sync`, and no more."""
+        """Append rows. After a crash, the log holds what it held at its last `sync`."""
         self.whole = False
         with atomic_files.file_errors(self.path):
             for batch in batches:
@@ -50,7 +50,7 @@ class WriteAheadLog:
         self.whole = True
 
     def sync(self) -> Shard:
-        """What is in it, when it is on the disk."""
+        """Flush the log to disk; return its entry for the manifest."""
         with atomic_files.file_errors(self.path):
             written = self._file.sync()
         return Shard(
@@ -67,7 +67,7 @@ class WriteAheadLog:
 
 
 def logged_batches(path: Path, shard: Shard) -> Iterator[pa.RecordBatch]:
-    """The rows of a log that is whole; what was appended after its last `sync` is cut off.
+    """Rows of a log up to its last `sync`; what was appended after it is cut off.
 
     Raises: OutputError if it cannot be read.
     """
@@ -78,12 +78,12 @@ def logged_batches(path: Path, shard: Shard) -> Iterator[pa.RecordBatch]:
 
 
 def is_whole(path: Path, shard: Shard) -> bool:
-    """Whether a file of results is what the manifest says that it holds, and nothing more."""
+    """True if a file of results has the bytes that the manifest names, and no more."""
     return atomic_files.holds(path, _written(shard))
 
 
 def is_kept(path: Path, shard: Shard) -> bool:
-    """Whether a log begins with what the manifest says that it holds; more may have been appended since."""
+    """True if a log begins with the bytes that the manifest names; more may follow."""
     return atomic_files.begins_with(path, _written(shard))
 
 

@@ -1,4 +1,4 @@
-"""What is asked of the model about each row, and what its answer becomes: a text or a pair, or candidate labels.
+"""Requests: the sequences that each row gives the model (a text, a pair, or candidate labels), and the answers.
 
 A request turns a window of rows into sequences of tokens, and the logits of these sequences into answers.
 """
@@ -33,7 +33,7 @@ _TYPICAL_LABELS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """What is read of N rows. A row whose text is null is not asked about.
+    """Texts of N rows. A row whose text is null is not classified.
 
     texts, pairs: large_string. labels: the candidate labels of each row, None where all have the same.
     """
@@ -103,16 +103,16 @@ class Request(Protocol):
 
     @property
     def form(self) -> Form:
-        """What answers look like."""
+        """Columns of the answers."""
         ...
 
     @property
     def sequences_per_row(self) -> int:
-        """How many the model reads of each row; about, where rows differ."""
+        """Sequences per row; the mean where rows differ."""
         ...
 
     def labels(self, counts: Counts) -> LabelSpace:
-        """What answers can be, for the record. counts: of all rows."""
+        """Possible answers, for the record. counts: of all rows."""
         ...
 
     def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
@@ -177,7 +177,7 @@ class TextQuestion:
 
 
 class ZeroShotQuestion:
-    """Which of its candidate labels a text entails: one sequence for each, put together from ids.
+    """Zero-shot: one sequence per text and candidate label, put together from ids.
 
     encoder: of `zero_shot_encoder`. tokens: of `encoder.without_special_tokens()`. labels: those of every row, None if
     each has its own. template: how pairs are put together from ids; None to have the tokenizer encode each.
@@ -261,7 +261,7 @@ def make_zero_shot(
     form: ZeroShotForm, encoder: Encoder, tokens: TokenStream, asked: Sequence[Any] | str, sample: Texts,
     callbacks: Callbacks,
 ) -> ZeroShotQuestion:  # fmt: skip
-    """Which of its candidate labels a text entails: those of its own where the sample has such, else those asked for.
+    """Zero-shot request with the labels of each row if the sample has them, else with --labels.
 
     encoder: of `zero_shot_encoder`. tokens: of `encoder.without_special_tokens()`.
     """
@@ -278,7 +278,7 @@ def make_zero_shot(
 
 
 def pair_template(encoder: Encoder, form: ZeroShotForm, sample: Texts, labels: Sequence[str]) -> PairTemplate | None:
-    """How pairs are put together from ids, where that was seen equal, id for id, on a sample of the user's own rows."""
+    """Template that puts pairs together from ids, if it gives the tokenizer's ids on a sample of the user's rows."""
     template = find_template(encoder)
     texts = sample.texts.drop_null().slice(0, _COMPARED).to_pylist()
     hypotheses = form.hypotheses(pa.array(labels, pa.large_string())).to_pylist()

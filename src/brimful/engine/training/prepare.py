@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What a run is made of, resolved: nothing here is `auto` any more."""
+    """Everything a run is made of; no choice is `auto` any more."""
 
     facts: ModelFacts
     alignment: Alignment
@@ -71,7 +71,7 @@ class Prepared:
 
     @property
     def space(self) -> LabelSpace:
-        """What the outputs mean, in the model's order."""
+        """Task and output names, in the model's order."""
         return self.alignment.space
 
 
@@ -226,7 +226,7 @@ def _in_order(examples: Examples, space: LabelSpace) -> np.ndarray:
 
 
 def _check_metric(options: TrainOptions, task: Task, evaluation: Part | None) -> None:
-    """That --metric-for-best-model names a metric of this task, before hours of training say it does not."""
+    """Check before training that --metric-for-best-model names a metric of this task."""
     if options.metric_for_best_model is None or evaluation is None:
         return
     few = evaluation.targets_N[: min(64, len(evaluation.targets_N))]

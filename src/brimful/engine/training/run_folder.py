@@ -72,7 +72,7 @@ class RunFolder:
 
 
 def check_free(path: Path, *, resume: bool) -> None:
-    """That a new run may begin in `path`, before anything is read or written.
+    """Check that a new run may begin in `path`, before anything is read or written.
 
     Raises: OutputError for a folder with another run, or with anything else, in it.
     """
@@ -101,7 +101,7 @@ def check_free(path: Path, *, resume: bool) -> None:
 def check_same(
     run: Run, options: TrainOptions, space: LabelSpace, data_fingerprint: str, report: Mapping[str, Any]
 ) -> None:
-    """That options, data, and the files behind options are those the run was started with.
+    """Check that options, data and the files behind options are those the run was started with.
 
     report: of the data, with the SHA-256 of those files.
     Raises: OutputError naming what differs.
@@ -121,7 +121,7 @@ def check_same(
 
 
 def differences_of_place(before: Run, now: Run) -> list[str]:
-    """What a run goes on with that is not what it began with: versions, processors, levers that were chosen for it."""
+    """Differences from where the run began: versions, processors, levers."""
 
     def facts(run: Run) -> dict[str, object]:
         machine = run.machine
@@ -134,7 +134,7 @@ def differences_of_place(before: Run, now: Run) -> list[str]:
 
 
 def check_space(path: Path, num_parameters: int, optimizer_bytes: int, num_checkpoints: int) -> None:
-    """That the checkpoints and the model of a run will fit on the disk of `path`, which may hold some of them already.
+    """Check that the checkpoints and the model of a run fit on the disk of `path`, which may hold some already.
 
     Raises: OutputError with both numbers.
     """

@@ -66,7 +66,7 @@ _MOST_NON_FINITE = 5
 
 @dataclasses.dataclass
 class _State:
-    """What the loop itself must remember: JSON in every checkpoint."""
+    """State of the training loop: JSON in every checkpoint."""
 
     consumed: int = 0
     applied: int = 0
@@ -301,7 +301,7 @@ class _Loop:
         state.window_loss, state.window_batches = 0.0, 0
 
     def _may_be_due(self, batch: Batch) -> bool:
-        """Whether something is to be done after this batch if all steps in flight turn out to be applied."""
+        """True if evaluation, a save or a log line is due after this batch, should all steps in flight be applied."""
         applied = self._state.applied + len(self._flying)
         every = [n for n in (self._options.eval_steps, self._options.save_steps) if n]
         return (

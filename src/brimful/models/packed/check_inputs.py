@@ -1,5 +1,4 @@
-"""What an equivalence check is made on: a copy of a model with few layers, and sequences that show what the whole one
-would do."""
+"""Inputs of the equivalence check: a copy of the model with few layers, and sequences that reach every case."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def one_layer_of_each_kind(model: Any) -> Any:
 
 
 def _settings(layer: nn.Module) -> str:
-    """What a layer's modules were made with: windows, scales, switches."""
+    """Settings of a layer's modules: windows, scales, switches."""
     return str(
         [
             (name, key, value)
