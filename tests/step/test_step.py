@@ -434,6 +434,29 @@ def test_a_run_goes_back_to_where_it_was() -> None:
     assert [step.run(ROWS.batch(n)).read() for n in range(3)] == first
 
 
+def test_the_scale_goes_on_growing_where_it_was() -> None:
+    step, resumed = (make_step(FAMILIES["bert"].model(), precision="fp16") for _ in range(2))
+    step.update.growth.fill_(7)
+    resumed.load_state(snapshot(step))
+    assert int(resumed.update.growth) == 7
+
+
+def test_statistics_of_batches_come_back() -> None:
+    """Buffers are state, too."""
+
+    def fresh() -> tuple[Step, nn.BatchNorm1d]:
+        model = FAMILIES["bert"].model().train()
+        norm = nn.BatchNorm1d(model.config.hidden_size)
+        model.classifier = nn.Sequential(norm, model.classifier)
+        return make_step(model), norm
+
+    (step, norm), (resumed, its_norm) = fresh(), fresh()
+    step.run(ROWS.batch(0))
+    resumed.load_state(snapshot(step))
+    assert bool(norm.running_mean.any())
+    assert torch.equal(its_norm.running_mean, norm.running_mean)
+
+
 def test_dropout_differs_by_seed_batch_and_micro_batch() -> None:
     model = FAMILIES["bert"].model(dropout=0.3).train()
     batch = ROWS.batch(0)
