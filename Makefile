@@ -2,7 +2,14 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 
-.PHONY: demo test check faults clean
+# What most mistakes break, in a minute and a half: one step, batches, packing, answers, one reader, one run of each command.
+QUICK := core data/batches data/labels data/readers/test_stream.py kernels/test_layout.py mutants reports \
+	kernels/attention/test_dispatch.py models/packed/test_families.py::test_packed_is_plain step/test_step.py \
+	step/test_exactness.py::test_packed_bert tasks/test_task.py tasks/test_answer_equivalence.py cli/test_help.py \
+	cli/test_config_file.py cli/test_train_command.py::test_the_talk_in_a_pipe \
+	cli/test_classify_command.py::test_lines_of_json_on_stdout_keep_columns_and_order
+
+.PHONY: demo test quick mutants check faults clean
 
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "brimful needs Python 3.11 or newer; hint: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -15,7 +22,14 @@ demo: .venv/installed
 	$(BIN)/brimful demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+quick: .venv/installed
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(addprefix tests/,$(QUICK))
+
+# On a machine with a GPU: make mutants MUTANTS=--gpu
+mutants: .venv/installed
+	$(BIN)/python tests/mutants/run_mutants.py $(MUTANTS)
 
 check: .venv/installed
 	$(BIN)/ruff check .
@@ -24,7 +38,7 @@ check: .venv/installed
 	$(BIN)/lint-imports
 
 faults: .venv/installed
-	$(BIN)/python -m pytest -m faults -s tests/engine/training/test_faults.py tests/engine/classification/test_classify_faults.py tests/data/writers/test_shards.py
+	$(BIN)/python -m pytest -m faults -s tests/engine/training/test_faults.py tests/engine/training/test_resume.py tests/engine/classification/test_classify_faults.py tests/data/writers/test_shards.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache demo-run

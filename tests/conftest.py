@@ -24,14 +24,17 @@ import torch  # noqa: E402  (what is imported reads the environment)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU, step by step
 import transformers  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 torch.set_num_threads(1)  # models are tiny: two threads wait for one another, ten times as long on a busy machine
 transformers.logging.set_verbosity_error()
 
 # Equal examples in every run: what is found once is found always. `--hypothesis-profile=search` looks further.
-settings.register_profile("brimful", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "brimful", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=50
+)
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=1000)
+settings.register_profile("mutants", settings.get_profile("brimful"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("brimful")
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:

@@ -169,7 +169,7 @@ KINDS = ("single_label", "multi_label", "regression 1", "regression 2")
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_packed_bert(kind: str, data: st.DataObject) -> None:
     case = data.draw(cases(kind))
     check("bert", case, case.packed(), STEP_FP64)
@@ -177,7 +177,7 @@ def test_packed_bert(kind: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_padded_bert(kind: str, data: st.DataObject) -> None:
     case = data.draw(cases(kind))
     check("bert", case, case.rows(), STEP_FP64)
@@ -194,7 +194,7 @@ def test_padded_bert(kind: str, data: st.DataObject) -> None:
     ],
 )
 @given(data=st.data(), kind=st.sampled_from(KINDS))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_packed_families(family: str, tolerance: float, data: st.DataObject, kind: str) -> None:
     case = data.draw(cases(kind, longest=LONGEST))
     check(family, case, case.packed(), tolerance)
@@ -202,7 +202,7 @@ def test_packed_families(family: str, tolerance: float, data: st.DataObject, kin
 
 @pytest.mark.parametrize("family", ["gpt2", "distilbert", "deberta-v2", "deberta-v2-convolution", "mpnet"])
 @given(data=st.data(), kind=st.sampled_from(KINDS))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_packed_families_that_keep_fp64(family: str, data: st.DataObject, kind: str) -> None:
     case = data.draw(cases(kind, longest=LONGEST))
     check(family, case, case.packed(), STEP_FP64)
@@ -210,7 +210,7 @@ def test_packed_families_that_keep_fp64(family: str, data: st.DataObject, kind: 
 
 @pytest.mark.parametrize("family", ["llama", "modernbert"])
 @given(data=st.data(), kind=st.sampled_from(KINDS))
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_padded_families(family: str, data: st.DataObject, kind: str) -> None:
     case = data.draw(cases(kind, longest=LONGEST))
     check(family, case, case.rows(), STEP_PARTLY_FP32)

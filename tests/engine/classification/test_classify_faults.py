@@ -28,9 +28,11 @@ import torch
 from runs import Runner, open_runner, sha256
 from tiny_files import review, save_classifier
 
+pytestmark = pytest.mark.xdist_group("classify faults")  # one process makes what they share
+
 LOG = Path(__file__).parents[3] / "benchmarks" / "faults" / "classify.log"
 #: A window has 1 MiB of text on a CPU: 64 rows of these.
-TEXT_BYTES, ROWS = 16 << 10, 600
+TEXT_BYTES, ROWS = 16 << 10, 500
 #: Of the campaign: enough that most kills come while rows are classified, not before.
 CAMPAIGN_ROWS = 4000
 OPTIONS = ["--device", "cpu", "--max-length", "16", "--top-k", "0", "--shard-rows", "100"]
@@ -116,10 +118,14 @@ PLANS = {
     "before a file gets its name": "kill:replace:{file}:1",
     "after all is done": "kill:unlink:.lock:1",
 }
+#: A file of text differs from one of Parquet in how it is written, and not in how it is kept.
+TEXT_PLANS = ("in the middle of a window", "before a file gets its name")
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
-@pytest.mark.parametrize("event", PLANS)
+@pytest.mark.parametrize(
+    ("event", "name"),
+    [(event, name) for event in PLANS for name in OUTPUTS if name != "results.csv" or event in TEXT_PLANS],
+)
 def test_five_kills(
     event: str, name: str, runner: Runner, home: Path, alone: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:

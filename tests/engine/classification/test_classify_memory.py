@@ -12,6 +12,8 @@ import pytest
 from runs import Runner
 from tiny_files import review, save_classifier
 
+pytestmark = pytest.mark.xdist_group("runs")  # one process makes what they share
+
 #: Bytes that a row carries from the input to the results and that cannot be made smaller; the texts are few and short.
 CARRIED_BYTES = 1000
 FEW, MANY = 15_000, 150_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +18,15 @@ from brimful.engine.classification.runner import Runner, check_model, make_runne
 from brimful.levers.precision import choose_precision
 from tiny_files import review, save_classifier
 
+pytestmark = pytest.mark.xdist_group("gpu workers")  # one process makes what they share
+
+#: So many that the logits of a few thousand texts are more than a socket holds.
+LABELS = [f"label {number}" for number in range(60)]
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, ClassifyOptions, list[Tokens]]:
-    model = save_classifier(tmp_path_factory.mktemp("gpu_workers") / "m", ["a", "b", "c"])
+    model = save_classifier(tmp_path_factory.mktemp("gpu_workers") / "m", LABELS)
     options = ClassifyOptions(model=str(model), data="", device="cpu", precision="fp32")
     checked = check_model(options)
     windows = [checked.encoder.encode([review(i % 2 == 0, i + j) * (1 + i % 3) for i in range(20)]) for j in range(6)]
@@ -39,7 +43,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, ClassifyOpti
 
 
 def test_windows_keep_their_order(made: tuple[Runner, ClassifyOptions, list[Tokens]]) -> None:
-    """Those before the other process is ready are computed here; then each takes what the other has no hands for."""
+    """Those before the other process is ready are computed here; then each takes what the other has no hands for.
+
+    Windows and logits that are larger than what a socket holds keep theirs, too.
+    """
     runner, options, windows = made
     with GpuWorkers(runner, job_of(runner, options, windows[0], 0), [{"OMP_NUM_THREADS": "1"}]) as gpu_workers:
         assert len(gpu_workers) == 2
@@ -53,16 +60,9 @@ def test_windows_keep_their_order(made: tuple[Runner, ClassifyOptions, list[Toke
             assert np.allclose(result.result(), runner.submit(window).result(), atol=1e-6)
             assert result.busy_s > 0
         assert gpu_workers._under_way.total() == 0
-
-
-def test_windows_larger_than_what_a_socket_holds(made: tuple[Runner, ClassifyOptions, list[Tokens]]) -> None:
-    runner, options, windows = made
-    large = Tokens.join([windows[0]] * 1500)
-    with GpuWorkers(runner, job_of(runner, options, windows[0], 0), [{"OMP_NUM_THREADS": "1"}]) as gpu_workers:
-        member: Any = gpu_workers._others[0]
-        results = [member.submit(large) for _ in range(4)]
-        for result in results:
-            assert result.future.result(timeout=240).logits_NC.shape == (30000, 3)
+        large, member = Tokens.join([windows[0]] * 150), gpu_workers._others[0]
+        for submitted in [member.submit(large) for _ in range(4)]:
+            assert submitted.future.result(timeout=240).logits_NC.shape == (3000, len(LABELS))
 
 
 def test_a_process_that_ended_is_told(made: tuple[Runner, ClassifyOptions, list[Tokens]], tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_process_that_ended_is_told(made: tuple[Runner, ClassifyOptions, list[
         gpu_workers._others[0]._process.kill()
         assert gpu_workers._others[0].ready.wait(60)
         results = [gpu_workers.submit(window) for window in windows[:2]]
-        assert results[0].result().shape == (20, 3)
+        assert results[0].result().shape == (20, len(LABELS))
         with pytest.raises(DeviceError, match="ended before its work was done"):
             results[1].result()
 
@@ -86,7 +86,7 @@ def test_why_a_process_did_not_start_is_told(
     with GpuWorkers(runner, job, [{"OMP_NUM_THREADS": "1"}]) as gpu_workers:
         assert gpu_workers._others[0].ready.wait(240)
         results = [gpu_workers.submit(window) for window in windows[:2]]
-        assert results[0].result().shape == (20, 3)
+        assert results[0].result().shape == (20, len(LABELS))
         with pytest.raises(DeviceError, match="there is no folder"):
             results[1].result()
 

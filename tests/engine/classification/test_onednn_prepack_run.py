@@ -38,8 +38,10 @@ def was_reordered(ours: brimful.Classifier) -> bool:
     return "weights" in {lever.name for lever in ours.recipe.levers}
 
 
-@pytest.mark.parametrize("precision", list(NEAR))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [*((family, "fp32") for family in FAMILIES), *((family, "bf16") for family in ("bert", "modernbert", "gpt2"))],
+)
 def test_every_family(
     family: str, precision: Literal["fp32", "bf16"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ import torch
 
 from runs import Ended, Runner, checkpoints, learned
 
+pytestmark = pytest.mark.xdist_group("runs")  # one process makes what they share
+
 LOG = Path(__file__).parents[3] / "benchmarks" / "faults" / "train.log"
 LEARNING = [
     *("--max-length", "48", "--batch-size", "8", "--num-train-epochs", "4", "--learning-rate", "3e-3"),

@@ -19,6 +19,8 @@ from brimful.core.units import bytes_text
 from brimful.engine.training.checkpoint import newest_whole
 from runs import Runner, checkpoints, contents, events, learned
 
+pytestmark = pytest.mark.xdist_group("runs")  # one process makes what they share
+
 OPTIONS: dict[str, Any] = {
     "max_length": 48, "batch_size": 8, "max_steps": 12, "save_steps": 3, "eval_steps": 3, "learning_rate": 3e-3,
     "logging_steps": 1,

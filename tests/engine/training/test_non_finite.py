@@ -18,6 +18,8 @@ from brimful.data.batches.batch import Sampler
 from brimful.engine.training.checkpoint import load_checkpoint
 from runs import POISON, Runner, checkpoints, events, texts, write_rows
 
+pytestmark = pytest.mark.xdist_group("runs")  # one process makes what they share
+
 SIZES = {"max_length": 48, "batch_size": 8, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
 #: A target whose squared error is infinite in fp32; one whose squared error is finite and whose gradient's norm is not.
 NO_LOSS, NO_GRADIENT = 1e30, 1.5e19

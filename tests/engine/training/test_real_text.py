@@ -18,17 +18,19 @@ from brimful.data.readers.packaged import bbc_news, minilm
 from brimful.tasks.answers import softmax
 from tolerances import MODEL_FP32, difference
 
+pytestmark = pytest.mark.xdist_group("real text")  # one process makes what they share
+
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: The hardest texts that are compared, and of how many: near-ties fall to either side by chance, and only many of them
 #: show who is the more often right. A CPU computes in fp16 ten times as slowly.
-NUM_TEXTS = {"bf16": (600, 7600), "fp16": (30, 600)}
+NUM_TEXTS = {"bf16": (300, 3800), "fp16": (30, 600)}
 
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     """Five words each, of articles that the model was not trained on: too few to be sure of many."""
     words = [row["text"].split() for row in _articles()[256:]]
-    return [" ".join(each[start : start + 5]) for start in (8, 0, 16, 24) for each in words]
+    return [" ".join(each[start : start + 5]) for start in (8, 0) for each in words]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def exact_NC(model: Path, texts: list[str]) -> np.ndarray:
 
 
 def test_fp32_is_the_plain_model(model: Path, texts: list[str], exact_NC: np.ndarray) -> None:
-    assert difference(our_logits(model, texts[:600], "fp32"), exact_NC[:600]) < MODEL_FP32
+    assert difference(our_logits(model, texts[:300], "fp32"), exact_NC[:300]) < MODEL_FP32
 
 
 @pytest.mark.parametrize("precision", HALVES)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,8 @@ from runs import (
     single_label_rows,
     write_rows,
 )
+
+pytestmark = pytest.mark.xdist_group("runs")  # one process makes what they share
 
 BASE = ["--max-length", "48", "--batch-size", "8", "--num-train-epochs", "3", "--logging-steps", "1"]
 BEST = "--metric-for-best-model loss --save-total-limit 2"
@@ -122,12 +125,17 @@ def ended_by(plan: str, ended: Ended) -> None:
 # --- ended anywhere -------------------------------------------------------------------------------------------------
 
 
+def _more(*case: Any) -> Any:
+    """A case of `make faults`: others end in the same places."""
+    return pytest.param(*case, marks=pytest.mark.faults)
+
+
 @pytest.mark.parametrize(
     ("variant", "plans"),
     [
         ("steps", ["kill:event:step:3"]),  # before the first checkpoint
-        ("steps", ["kill:event:step:9", "kill:event:step:9"]),  # in the middle of an epoch, and again
-        ("steps", ["int:event:step:4"]),  # where an evaluation is due
+        _more("steps", ["kill:event:step:9", "kill:event:step:9"]),  # in the middle of an epoch, and again
+        _more("steps", ["int:event:step:4"]),  # where an evaluation is due
         ("steps", ["term:event:step:5", "term:event:step:1", "kill:event:step:1", "int:event:resumed:1"]),
         ("steps", ["term:event:step:7", "kill:event:evaluated:2", "tear:write:events.jsonl:12"]),
         ("steps", ["int:event:step:21"]),  # after the last step, before its evaluation
@@ -135,14 +143,14 @@ def ended_by(plan: str, ended: Ended) -> None:
         ("epochs", ["kill:event:step:10", "term:event:step:4"]),  # term: at the end of an epoch
         ("epochs", ["int:event:step:7", "kill:event:evaluated:1"]),  # both are due there
         ("max steps", ["term:event:step:2", "kill:event:step:2"]),  # into the third epoch
-        ("patience", ["kill:event:step:5", "term:event:evaluated:2"]),
+        _more("patience", ["kill:event:step:5", "term:event:evaluated:2"]),
         ("patience", ["int:event:step:6", "kill:event:evaluated:2", "kill:event:finished:1"]),
         ("padded", ["kill:event:step:8", "term:event:step:4"]),
         ("transform", ["term:event:step:6", "kill:event:step:6"]),
-        ("fp16", ["kill:event:overflow:1"]),
+        _more("fp16", ["kill:event:overflow:1"]),
         ("fp16", ["term:event:overflow:1", "kill:event:step:7"]),
         ("not finite", ["kill:event:skipped:1", "term:event:skipped:1"]),
-        ("not finite", ["int:event:step:9", "kill:event:skipped:1"]),
+        _more("not finite", ["int:event:step:9", "kill:event:skipped:1"]),
     ],
 )
 def test_ended_and_resumed(
@@ -214,7 +222,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "when", "code"), [(signal.SIGINT, '"started"', 130), (signal.SIGTERM, '"kind": "step"', 143)]
+    ("number", "when", "code"), [(signal.SIGINT, '"started"', 130), _more(signal.SIGTERM, '"kind": "step"', 143)]
 )
 def test_a_real_process_group_told_to_stop(
     number: int,

@@ -84,18 +84,19 @@ def compiled(model: Any) -> list[bool]:
 PRENORM = {"modernbert": (None, 4), "qwen3": (1, 1), "llama": (2, 1), "qwen2": (1, 1)}
 
 
-def settings_of(family: str) -> dict[str, Any]:
-    if family in PRENORM:
-        keys = PRENORM[family][0]
-        return WIDE if keys is None else WIDE | {"num_key_value_heads": keys, "head_dim": 16}
+def settings_of(family: str, num_layers: int = 1) -> dict[str, Any]:
+    """One layer, unless a family's differ by their number: each token is interpreted in each of them."""
+    if family == "modernbert":
+        return WIDE
     if family == "distilbert":
-        return {"dim": 32, "n_heads": 2, "hidden_dim": 48}
-    return WIDE | ({"embedding_size": 32} if family == "electra" else {})
+        return {"dim": 32, "n_heads": 2, "hidden_dim": 48, "n_layers": num_layers}
+    keys = {"num_key_value_heads": PRENORM[family][0], "head_dim": 16} if family in PRENORM else {}
+    return WIDE | keys | {"num_hidden_layers": num_layers} | ({"embedding_size": 32} if family == "electra" else {})
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "electra", "distilbert", "mpnet", "deberta-v2"])
 def test_a_fused_step_is_the_plain_one(family: str) -> None:
-    model = FAMILIES[family].model(**settings_of(family))
+    model = FAMILIES[family].model(**settings_of(family, num_layers=2 if family == "bert" else 1))
     plain = make_step(copy.deepcopy(model), family=family)
     fused = make_step(model, family=family)
     covered = compiled(model)

@@ -155,7 +155,7 @@ def compile_layers(model: Any) -> ShorteningBackend:
 @pytest.mark.parametrize("family", ["bert", "distilbert", "electra", "roberta"])
 def test_last_layer_for_first_tokens(family: str) -> None:
     torch.manual_seed(0)
-    model: Any = FAMILIES[family].model(**settings_of(family)).eval()
+    model: Any = FAMILIES[family].model(**settings_of(family, num_layers=2)).eval()
     form = PackedForm(pooling="first", first_position=2 if family == "roberta" else 0)
     tokens = tokens_of([5, 17, 3, 9, 9])
     (piece,) = cut_window(tokens.lengths, 64, 24, typical_length=9)
@@ -174,7 +174,7 @@ def test_last_layer_for_first_tokens(family: str) -> None:
 @pytest.mark.parametrize("family", ["bert", "distilbert"])
 def test_training_with_a_last_layer_for_first_tokens(family: str) -> None:
     """Losses and gradients are the whole layer's, and so are logits between steps."""
-    model: Any = FAMILIES[family].model(**settings_of(family))
+    model: Any = FAMILIES[family].model(**settings_of(family, num_layers=2))
     plain, short = make_step(copy.deepcopy(model), family=family), make_step(model, family=family)
     packed: Any = short.execution
     backend = packed.last = compile_layers(model)
@@ -208,7 +208,7 @@ def test_dropout_of_a_last_layer_for_first_tokens_is_that_of_its_seed() -> None:
     ("case", "short"), [("first", True), ("mean", False), ("other attention", False), ("shared", False)]
 )
 def test_which_models_are_compiled_so(case: str, short: bool) -> None:
-    model: Any = FAMILIES["bert"].model(**settings_of("bert"))
+    model: Any = FAMILIES["bert"].model(**settings_of("bert", num_layers=2))
     layers: Any = layers_of(model)
     if case == "shared":
         layers[0].output.dense.weight = layers[-1].output.dense.weight

@@ -44,7 +44,7 @@ def difference(step: Step, other: Step) -> float:
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
 def test_equal_to_torch_in_fp32(max_grad_norm: float) -> None:
     plain, fused = both(max_grad_norm=max_grad_norm)
-    for number in range(6):
+    for number in range(4):
         batch = ROWS.batch(number)
         expected, found = plain.run(batch).read(), fused.run(batch).read()
         assert found.loss == pytest.approx(expected.loss, rel=1e-5)
@@ -64,7 +64,7 @@ def test_half_copies_are_what_autocast_makes() -> None:
     assert layer.output.LayerNorm.weight.dtype == torch.float32
     assert fused.execution.model.bert.embeddings.word_embeddings.weight.dtype == torch.float32
     first = None
-    for number in range(6):
+    for number in range(4):
         batch = ROWS.batch(number)
         expected, found = plain.run(batch).read(), fused.run(batch).read()
         assert found.loss == pytest.approx(expected.loss, rel=1e-5 if first is None else 1e-2)
