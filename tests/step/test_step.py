@@ -384,6 +384,21 @@ def test_a_sample_that_is_not_finite_is_no_overflow_in_fp16() -> None:
     assert (outcome.applied, outcome.overflow, outcome.bad_samples) == (False, False, (21,))
 
 
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
+def test_the_loss_scale_is_taken_out_of_gradients(max_grad_norm: float) -> None:
+    """Of their norm, and before they are clipped; AdamW would not notice."""
+    moved, norms = [], []
+    for precision in ("fp32", "fp16"):
+        model = FAMILIES["bert"].model()
+        before, sgd = weights(model), Optimizer(value="sgd")
+        step = make_step(model, precision=precision, optimizer=sgd, max_grad_norm=max_grad_norm, schedule=torch.ones(2))
+        step.update.scale.fill_(64.0 if precision == "fp16" else 1.0)
+        norms.append(step.run(ROWS.batch(0)).read().grad_norm)
+        moved.append(weights(model) - before)
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)
+    assert difference(moved[1], moved[0]) < 0.05
+
+
 def test_fp16_learns_what_fp32_learns() -> None:
     losses = []
     for precision in ("fp32", "fp16", "bf16"):
