@@ -154,6 +154,20 @@ def test_quotes_of_a_long_file_are_judged_once(tmp_path: Path) -> None:
     ]
 
 
+def test_quotes_are_judged_where_the_first_of_them_stand(tmp_path: Path) -> None:
+    """Nothing before them says what they are for."""
+    file = tmp_path / "rows.tsv"
+    bare = '"so it begins\t1\nsaid "no"\t0\nall "\t1\n'
+    file.write_text("text\tlabel\n" + "a film\t0\n" * 99 + bare)
+    with blocks_of(200):
+        rows = read_rows(str(file))
+        table, faults = streamed(file)
+    assert faults == {}
+    assert rows.table.equals(table)
+    assert rows.table["text"].to_pylist()[99:] == ['"so it begins', 'said "no"', 'all "']
+    assert "quotation marks are read as text" in rows.notes[0]
+
+
 def test_decisions_about_a_file_are_told_to_both(tmp_path: Path) -> None:
     file = tmp_path / "rows.tsv"
     file.write_text('text\tlabel\n"so it begins\t1\nsaid "no"\t0\n')

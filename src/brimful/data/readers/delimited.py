@@ -1,7 +1,7 @@
 """CSV and TSV, every value as the text in the file.
 
 No file says whether it quotes its values. Most do; many TSVs hold bare quotation marks, which a quoting reader takes
-for the beginning of a value, and swallows rows until the next one. The first few MB of a file decide.
+for the beginning of a value, and swallows rows until the next one. The first few MB that have any decide.
 
 A block of lines is read by pyarrow where quotation marks stand around values and nowhere else: then it is clear which
 line ends are within values. Any other block, and one that pyarrow refuses, is read by Python's slow but exact parser.
@@ -26,7 +26,7 @@ from brimful.data.readers.lines import ROW_BYTES, TOO_LONG, FileLines
 from brimful.data.readers.parts import Part, Piece, RowsRead, in_order, unread_row
 
 _QUOTE = ord('"')
-#: A value in quotation marks that goes on for longer at the end of the first block is taken for one that never ends.
+#: A value in quotation marks that goes on for longer at the end of that block is taken for one that never ends.
 _LONG_ROW_BYTES = 1 << 20
 
 
@@ -53,7 +53,7 @@ class DelimitedPart(Part):
         return in_order(self._tables())
 
     def _tables(self) -> Iterator[RowsRead]:
-        begun, is_head = b"", True
+        begun, is_head, is_decided = b"", True, False
         for data, is_last in self._lines.blocks():
             self.share = self._lines.share
             if data is None:
@@ -63,8 +63,9 @@ class DelimitedPart(Part):
                 continue
             if is_head:
                 data, is_head = data[self._header_bytes :], False
-                self._dialect = _with_quoting(self._dialect, data, is_last)
             data = begun + data
+            if not is_decided and b'"' in data:
+                self._dialect, is_decided = _with_quoting(self._dialect, data, is_last), True
             rows, end = _parse(data, self._dialect, is_last=is_last)
             begun = data[end:]
             yield rows
@@ -72,9 +73,7 @@ class DelimitedPart(Part):
 
 
 def _with_quoting(dialect: Dialect, head: bytes, is_last: bool) -> Dialect:
-    """The dialect in which fewer rows of the first block are wrong; where they are equal, marks stand around values."""
-    if b'"' not in head:
-        return dialect
+    """The dialect in which fewer rows of a block are wrong; where they are equal, marks stand around values."""
     end = _end_of_rows(head, dialect)
     is_last = is_last or (end is not None and len(head) - end > _LONG_ROW_BYTES)
     if end is not None and (end == len(head) or not is_last) and _read_fast(head[:end], dialect) is not None:
@@ -195,7 +194,8 @@ def _records(
         except csv.Error:
             read_to = begin + reader.line_num
         closed = _closed_line(lines[at], dialect) if lenient and read_to == at + 1 else None
-        if closed is None and read_to == len(lines) and not (is_last or _is_endless(lines, at)):
+        may_go_on = closed is None and read_to == len(lines) and not is_last
+        if may_go_on and sum(map(len, lines[at:])) <= ROW_BYTES:
             return
         in_doubt = closed is None
         yield closed or _not_closed(lines[at]), at + 1
@@ -207,10 +207,6 @@ def _closed_line(line: str, dialect: Dialect) -> list[str] | None:
     reader = csv.reader([line.rstrip("\r\n") + "\n", ""], delimiter=dialect.delimiter)
     record = next(reader)
     return record if reader.line_num == 1 else None
-
-
-def _is_endless(lines: Sequence[str], begin: int) -> bool:
-    return sum(map(len, lines[begin:])) > ROW_BYTES
 
 
 def _decoded(data: bytes) -> list[str]:
