@@ -20,7 +20,7 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.options import TrainOptions
 from brimful.data.batches.prefetch import Feed
 from brimful.engine.assemble import Built, build
-from brimful.engine.training.prepare import prepare
+from brimful.engine.prepare import prepare
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_precision
 

@@ -12,7 +12,7 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.options import TrainOptions
 from brimful.data.batches.batch import PackedLayout
 from brimful.engine import assemble as building
-from brimful.engine.training.prepare import prepare
+from brimful.engine.prepare import prepare
 from brimful.levers.attention import Measured
 from brimful.levers.precision import choose_precision
 from brimful.models.packed.equivalence import check_equivalence

@@ -16,8 +16,8 @@ from brimful.core.options import TrainOptions
 from brimful.data.readers.packaged import bbc_news, minilm, tweets
 from brimful.engine.assemble import build
 from brimful.engine.compilations import CompilationWatch
+from brimful.engine.prepare import prepare
 from brimful.engine.profiling.timing import run_steps
-from brimful.engine.training.prepare import prepare
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_precision
 

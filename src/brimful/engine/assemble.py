@@ -15,7 +15,7 @@ from brimful.data.batches.batch import Layout, PackedLayout, PaddedLayout, Sampl
 from brimful.data.batches.packing import TILE, choose_budgets, length_buckets
 from brimful.data.batches.prefetch import Source
 from brimful.data.tokens.augment import Augmenter
-from brimful.engine.training.prepare import Part, Prepared
+from brimful.engine.prepare import Part, Prepared
 from brimful.hardware.probe import device_name
 from brimful.levers.attention import AttentionKernels, choose_kernels, measure_attention, padded_lever
 from brimful.levers.execution import ExecutionMode, choose_execution

@@ -20,7 +20,7 @@ from brimful.core.errors import Interrupted
 from brimful.core.options import TrainOptions
 from brimful.data.tokens import wordpiece_cache
 from brimful.engine.classification import classify, windows
-from brimful.engine.training.prepare import prepare
+from brimful.engine.prepare import prepare
 from tiny import FAMILIES
 from tiny_files import review, write_csv
 

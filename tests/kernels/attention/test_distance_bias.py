@@ -26,7 +26,7 @@ from tolerances import ATTENTION, difference
 
 pytest.importorskip("triton")
 from brimful.kernels.attention.distance_bias import attend, relative_attention_HTD
-from brimful.kernels.layers.dropout import kept_mask_PRC
+from brimful.kernels.dropout import kept_mask_PRC
 
 HEADS, HEAD_DIM, POSITIONS = 2, 16, 9
 SCALE, SEED = 0.25, torch.tensor(123456789123456)

@@ -10,7 +10,7 @@ from brimful.kernels.layout import PackedShape, make_segments
 
 pytest.importorskip("triton")
 from brimful.kernels.attention.varlen import supports, varlen_attention_HTD
-from brimful.kernels.layers.dropout import kept_mask_PRC
+from brimful.kernels.dropout import kept_mask_PRC
 
 LENGTHS = [5, 70, 1, 33]
 SHAPE = PackedShape(num_tokens=160, num_slots=6, max_length=80)

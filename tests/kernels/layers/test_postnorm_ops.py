@@ -18,8 +18,8 @@ from brimful.kernels.layout import PackedShape, make_segments
 
 pytest.importorskip("triton")
 
+from brimful.kernels.dropout import kept_mask_PRC
 from brimful.kernels.layers import dropout_add_layernorm, gelu, postnorm_ops
-from brimful.kernels.layers.dropout import kept_mask_PRC
 from brimful.kernels.layers.dropout_add_layernorm import dropout_add_norm
 from brimful.kernels.layers.embedding import embeddings_norm
 from brimful.kernels.residual_dtype import half_residuals

@@ -18,9 +18,9 @@ from brimful.kernels.layout import PackedShape, make_segments
 pytest.importorskip("triton")
 
 from brimful.kernels.attention import qkv_rope
+from brimful.kernels.dropout import kept_mask_PRC
 from brimful.kernels.layers import dropout_add_prenorm, glu, postnorm_ops
 from brimful.kernels.layers import prenorm_ops as pre
-from brimful.kernels.layers.dropout import kept_mask_PRC
 from kernels.layers.test_postnorm_ops import Case, seed_of
 from tolerances import difference
 

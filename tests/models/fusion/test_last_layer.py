@@ -19,15 +19,15 @@ pytest.importorskip("triton")
 from brimful.data.batches.packing import cut_window
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.profiling import profile
-from brimful.kernels.attention.cls_attention import (
+from brimful.kernels.attention.dispatch import triton_attention
+from brimful.kernels.attention.varlen import attend
+from brimful.kernels.dropout import kept_mask_PRC
+from brimful.kernels.layers.cls_attention import (
     Dropout,
     attend_first,
     attend_first_backward,
     projected_first_attention,
 )
-from brimful.kernels.attention.dispatch import triton_attention
-from brimful.kernels.attention.varlen import attend
-from brimful.kernels.layers.dropout import kept_mask_PRC
 from brimful.kernels.layout import pack_numbers, unpack_numbers
 from brimful.kernels.rng import next_site, one_seed
 from brimful.levers.execution import ExecutionMode

@@ -46,8 +46,8 @@ from brimful.engine.classification.runner import Checked, Runner, check_model
 from brimful.engine.classification.stages import Busy, Stages, run_stages
 from brimful.engine.classification.verify import VerifiedRunner, verified_runner
 from brimful.engine.classification.windows import Reading, Window, WindowSize, answered
+from brimful.engine.prepare import tell_columns
 from brimful.engine.signals import StopSignals
-from brimful.engine.training.prepare import tell_columns
 from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, num_gpus_of, probe
 from brimful.hardware.specs import datasheet_flops_per_s

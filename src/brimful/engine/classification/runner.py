@@ -19,7 +19,7 @@ from brimful.core.options import ClassifyOptions, ExecutionChoice
 from brimful.core.records import LabelSpace, Lever, Recipe
 from brimful.data.tokens.encoder import Encoder, Tokens
 from brimful.engine.assemble import make_layout
-from brimful.engine.training.prepare import longest_sequence
+from brimful.engine.prepare import longest_sequence
 from brimful.hardware.probe import device_name
 from brimful.levers.attention import AttentionKernels, choose_kernels, padded_lever
 from brimful.levers.execution import ExecutionMode, choose_forward

@@ -25,8 +25,8 @@ from brimful.core.profile import Limits, Profile, Rates, StepTime, Work
 from brimful.core.records import PeakMemory
 from brimful.data.batches.batch import Batch, MicroBatch
 from brimful.engine.assemble import Built, build
+from brimful.engine.prepare import prepare
 from brimful.engine.profiling.timing import run_steps, time_steps, warm_up
-from brimful.engine.training.prepare import prepare
 from brimful.engine.training.train import deterministic
 from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, probe

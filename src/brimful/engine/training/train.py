@@ -36,6 +36,7 @@ from brimful.engine.assemble import Built, build
 from brimful.engine.clock import Clock
 from brimful.engine.compilations import CompilationWatch
 from brimful.engine.inference import evaluating, evaluation_forward, predict_logits
+from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.signals import StopSignals
 from brimful.engine.training.checkpoint import (
     Checkpoint,
@@ -47,7 +48,6 @@ from brimful.engine.training.checkpoint import (
     saved_steps,
 )
 from brimful.engine.training.events import EventLog
-from brimful.engine.training.prepare import Prepared, prepare
 from brimful.engine.training.run_folder import RunFolder, check_free, check_same, check_space, differences_of_place
 from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, probe

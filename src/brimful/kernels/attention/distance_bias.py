@@ -26,7 +26,7 @@ from torch import Tensor
 
 from brimful.kernels.attention.varlen import Tiles, supports
 from brimful.kernels.attention.varlen_kernels import head_rows, row_numbers, varlen_attention_delta
-from brimful.kernels.layers.dropout import kept_at, kept_factor, row_keys, threshold
+from brimful.kernels.dropout import kept_at, kept_factor, row_keys, threshold
 from brimful.kernels.rng import draw_seed
 
 __all__ = ["relative_attention_HTD", "supports"]

@@ -19,7 +19,7 @@ from brimful.kernels.attention.varlen_kernels import (
     varlen_attention_delta,
     varlen_attention_forward,
 )
-from brimful.kernels.layers.dropout import kept_factor, threshold
+from brimful.kernels.dropout import kept_factor, threshold
 from brimful.kernels.rng import draw_seed
 
 _LOG2_E = 1.4426950408889634

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from brimful.kernels.layers.dropout import column_keys, kept, kept_at, row_keys
+from brimful.kernels.dropout import column_keys, kept, kept_at, row_keys
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.layers.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
+from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
 from brimful.kernels.split_reduction import sum_strips
 
 #: Numbers of a forward program's tile, whole rows of them, without dropout and with it; its warps.

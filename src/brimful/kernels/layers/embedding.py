@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.layers.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
+from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
 from brimful.kernels.split_reduction import sum_strips
 
 #: Tables that are added at most; rows of a table that is summed in strips.

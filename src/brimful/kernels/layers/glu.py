@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.layers.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
+from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
 from brimful.kernels.layers.gelu import normal
 
 Activation = Literal["gelu", "silu"]

@@ -14,8 +14,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from brimful.kernels.attention.cls_attention import first_rows, projected_first_attention
 from brimful.kernels.layers import postnorm_ops
+from brimful.kernels.layers.cls_attention import first_rows, projected_first_attention
 from brimful.models.fusion import fuse, layer_backend
 from brimful.models.fusion.nodes import is_parameter
 

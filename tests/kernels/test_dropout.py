@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from brimful.kernels.layers.dropout import kept_mask_PRC, threshold
+from brimful.kernels.dropout import kept_mask_PRC, threshold
 from brimful.kernels.rng import next_site, one_seed
 
 SIZE = 512

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from brimful.kernels.attention.varlen_kernels import head_rows
-from brimful.kernels.layers.dropout import kept_factor, kept_in, threshold
+from brimful.kernels.dropout import kept_factor, kept_in, threshold
 from brimful.kernels.layers.postnorm_ops import (
     Gradients,
     _are_leaves,
