@@ -169,6 +169,12 @@ def test_text_of_the_user_is_never_markup_nor_control(terminal: Terminal, capsys
     ]
 
 
+def test_wide_characters_keep_columns_in_line(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = {"p50": 3, "p95": 5, "p100": 9}
+    Terminal().data({"rows": 3, "labels": {"标签": 1, "four": 2}, "token_lengths": lengths})
+    assert lines(capsys)[2:4] == ["  标签          1", "  four          2"]
+
+
 def test_many_labels_are_cut_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     report = {
         "rows": 1000,

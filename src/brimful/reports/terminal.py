@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
@@ -21,10 +22,11 @@ from rich.table import Column
 from brimful.core.callbacks import Callbacks
 from brimful.core.callbacks import Progress as TrainingProgress
 from brimful.core.errors import printable
-from brimful.core.records import Lever, Recipe, Run
+from brimful.core.records import Recipe, Run
 from brimful.core.units import bytes_text, count_text, number_text, seconds_text, share_text
 from brimful.reports.arithmetic import arithmetic_legend
 from brimful.reports.eta import Pace
+from brimful.reports.text_columns import aligned
 
 #: Seconds between plain progress lines where there is no terminal to draw a bar on.
 _PLAIN_EVERY_S = 10.0
@@ -63,9 +65,8 @@ class Terminal(Callbacks):
             "Data", counts + (f", {count_text(held_out)} to evaluate on" if held_out else ", none to evaluate on")
         )
         labels = list((report.get("labels") or {}).items())
-        width = max((len(printable(name, 40)) for name, _ in labels[:_MOST_LABELS]), default=0)
-        for name, count in labels[:_MOST_LABELS]:
-            self._say(f"{printable(name, 40):<{width}}  {count_text(count):>9}", indent=2)
+        for line in aligned([(printable(name, 40), f"{count_text(n):>9}") for name, n in labels[:_MOST_LABELS]]):
+            self._say(line, indent=2)
         if len(labels) > _MOST_LABELS:
             self._say(f"and {len(labels) - _MOST_LABELS:,} more labels", indent=2)
         for name, spread in (report.get("target") or {}).items():
@@ -91,16 +92,16 @@ class Terminal(Callbacks):
 
     def recipe(self, recipe: Recipe) -> None:
         self._head("How it runs", f"on {printable(recipe.device)}")
-        names = max((len(lever.name) for lever in recipe.levers), default=0)
-        values = max((len(lever.value) for lever in recipe.levers), default=0)
-        lines = [_lever_line(lever, names, values) for lever in recipe.levers]
-        for lever, line in zip(recipe.levers, lines, strict=True):
-            reason = printable(lever.reason, 300)
-            if not self._console.is_terminal:
-                self._say(f"{line}  {reason}", indent=2)
-            else:
+        levers = [(printable(each.name), printable(each.value), each.arithmetic) for each in recipe.levers]
+        reasons = [printable(each.reason, 300) for each in recipe.levers]
+        if self._console.is_terminal:
+            margin = max((cell_len(name) for name, *_ in levers), default=0) + 4
+            for line, reason in zip(aligned(levers), reasons, strict=True):
                 self._say(line, indent=2)
-                self._say(reason, indent=names + 4, style="dim")
+                self._say(reason, indent=margin, style="dim")
+        else:
+            for line in aligned([(*lever, reason) for lever, reason in zip(levers, reasons, strict=True)]):
+                self._say(line, indent=2)
         for line in arithmetic_legend(recipe):
             self._say(line, indent=2, style="dim")
         self._console.print()
@@ -144,9 +145,8 @@ class Terminal(Callbacks):
             used = f"{bytes_text(peak.allocated)} used, {bytes_text(peak.reserved)} reserved"
             rows.append(("peak memory", f"{used}, {bytes_text(peak.nvml)} by the driver"))
         rows += [("model", printable(f"{folder}/model", 1000)), ("record", printable(f"{folder}/run.json", 1000))]
-        width = max(len(name) for name, _ in rows)
-        for name, value in rows:
-            self._say(f"{printable(name):<{width}}  {value}", indent=2)
+        for line in aligned([(printable(name), value) for name, value in rows]):
+            self._say(line, indent=2)
         self._console.print()
         self._console.print(f"Use it:  brimful classify {_safe(shlex.quote(f'{folder}/model'), 1000)} FILE")
 
@@ -202,10 +202,6 @@ def _counted(done: int, total: int | None, share: float | None, pace: Pace) -> s
     rate = None if pace.rows_per_s is None else f"{count_text(pace.rows_per_s)} rows/s"
     left = None if pace.left_s is None else f"{seconds_text(pace.left_s)} left"
     return "  ".join(said for said in (rows, of_all, rate, left) if said is not None)
-
-
-def _lever_line(lever: Lever, names: int, values: int) -> str:
-    return f"{printable(lever.name):<{names}}  {printable(lever.value):<{values}}  {lever.arithmetic:<8}"
 
 
 def _safe(text: object, limit: int = 400) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.cells import cell_len, set_cell_size
 
 from brimful.core.errors import printable
@@ -16,3 +18,9 @@ def fitted(text: str, columns: int) -> str:
 def padded(text: str, columns: int) -> str:
     """`text` padded with spaces to `columns`."""
     return text + " " * (columns - cell_len(text))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines: each column is as wide as its widest cell, and two spaces are between columns."""
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(padded, row, widths)).rstrip() for row in rows]
