@@ -141,7 +141,7 @@ def test_the_talk_on_a_terminal_of_80_columns(files: Files, tmp_path: Path) -> N
     after_bars = [line.split("\r")[-1] for line in shown.replace("\r\n", "\n").splitlines()]
     lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in after_bars]
     assert max(map(len, lines)) <= 80
-    assert "  exact: the same result as the plain model's, up to the order of sums" in lines
+    assert "  exact: the same result as the plain model, up to the order of sums" in lines
     assert lines[-1] == "Use it:  brimful classify run/model FILE"
 
 
