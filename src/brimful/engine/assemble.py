@@ -29,6 +29,7 @@ from brimful.models.packed.packed_forward import Execution, padding_id_of
 from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.precision import Precision
 from brimful.step.step import Step, make_schedule
+from brimful.tasks.task import Task
 
 #: Most tokens of a micro-batch unless --token-budget says otherwise: on a GPU enough to fill it, on a CPU few enough
 #: to stay near the caches.
@@ -38,17 +39,39 @@ _LOOKED_AT = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Built:
-    """A run that could begin."""
+class Workload:
+    """Facts of a training run that its step is made for.
+
+    batches: lengths of the sequences of each effective batch, of those to come or of as many like them. mean_length: of
+    a sequence, in tokens. num_steps: applied ones, the warm-up's among them.
+    """
+
+    task: Task
+    batches: list[np.ndarray]
+    mean_length: float
+    max_length: int
+    num_steps: int
+    num_warmup_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembled:
+    """A model on its device, and the step that trains it."""
 
     model: Any
     execution: Execution
     layout: Layout
     step: Step
-    source: Source
     precision: Precision
     recipe: Recipe
     packing: Packing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built(Assembled):
+    """A run that could begin."""
+
+    source: Source
 
 
 def build(options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks) -> Built:
@@ -56,34 +79,78 @@ def build(options: TrainOptions, prepared: Prepared, precision: Precision, callb
 
     Raises: ModelError for weights that do not fit the model.
     """
-    device = precision.device
     model = load_model(prepared.facts, prepared.space, head=prepared.alignment.head, seed=options.seed)
-    typical_length = round(float(prepared.training.tokens.lengths.mean()))
+    lengths, order = prepared.training.tokens.lengths, prepared.order
+    looked_at = min(_LOOKED_AT, prepared.num_batches or prepared.num_steps)
+    workload = Workload(
+        task=prepared.task,
+        batches=[lengths[order.samples(number)] for number in range(looked_at)],
+        mean_length=float(lengths.mean()),
+        max_length=prepared.max_length,
+        num_steps=prepared.num_steps,
+        num_warmup_steps=prepared.num_warmup_steps,
+    )
+    assembled = assemble(model, workload, options, precision, callbacks)
+    return Built(**vars(assembled), source=_source(options, prepared, assembled.layout))
+
+
+def assemble(
+    model: Any,
+    workload: Workload,
+    options: TrainOptions,
+    precision: Precision,
+    callbacks: Callbacks,
+    *,
+    cache: bool = True,
+) -> Assembled:
+    """Puts together how a model in memory runs. Its parameters become the step's.
+
+    cache: whether an equivalence check of the same architecture holds for it too.
+    """
+    device, typical_length = precision.device, round(workload.mean_length)
     measured = measure_attention(model, precision, typical_length) if options.packing == "auto" else None
     kernels = choose_kernels(model.config, precision, typical_length, measured)
     equivalence = check_equivalence(
         model,
-        max_length=prepared.max_length,
+        max_length=workload.max_length,
         device=device,
         precision=precision.value,
         typical_length=typical_length,
         attention=kernels.fastest,
+        cache=cache,
     )
     packing = Packing(equivalence=equivalence, wanted=options.packing == "auto")
     model = model.to(device).train()
     execution = packing.apply(model)
-    layout, budget_lever = _layout(options, prepared, packing, kernels, precision, model.config)
-    schedule = make_schedule(
-        options.lr_scheduler_type, options.learning_rate, prepared.num_steps, prepared.num_warmup_steps
+    layout, budget_lever = make_layout(
+        packing,
+        kernels,
+        precision,
+        model.config,
+        batches=workload.batches,
+        batch_size=options.batch_size,
+        max_length=workload.max_length,
+        token_budget=options.token_budget,
     )
-    mode = _mode(options, prepared, packing, kernels, model, precision)
+    schedule = make_schedule(
+        options.lr_scheduler_type, options.learning_rate, workload.num_steps, workload.num_warmup_steps
+    )
+    mode = choose_execution(
+        options.execution,
+        device,
+        model,
+        num_tokens=int(workload.num_steps * options.batch_size * workload.mean_length),
+        packed=packing.packed,
+        fixed=kernels.unfixed,
+        float8=precision.value == "fp8",
+    )
     precision = _with_float8(precision, equivalence, layout, mode, callbacks)
     mode.apply(execution, fused=kernels.fused, note=callbacks.warning)
     optimizer = choose_optimizer(options, model)
     update = optimizer.apply(
         model, schedule, precision, max_grad_norm=options.max_grad_norm, half_weights=equivalence.half_weights
     )
-    arguments = (execution, prepared.task, update, precision)
+    arguments = (execution, workload.task, update, precision)
     step = (
         CapturedStep(
             *arguments,
@@ -102,12 +169,11 @@ def build(options: TrainOptions, prepared: Prepared, precision: Precision, callb
         optimizer.lever(),
         kernels.lever() if packing.packed else padded_lever(model),
     )
-    return Built(
+    return Assembled(
         model=model,
         execution=execution,
         layout=layout,
         step=step,
-        source=_source(options, prepared, layout),
         precision=precision,
         recipe=Recipe(device=device_name(device), levers=(*levers, mode.lever(), _dropout())),
         packing=packing,
@@ -170,41 +236,6 @@ def _largest_budget(config: Any, precision: Precision) -> int:
     free_bytes, _ = torch.cuda.mem_get_info(precision.device)
     token_bytes = 45 * width * depth * (precision.dtype.itemsize // 2)
     return max(TILE, min(default, free_bytes // 2 // token_bytes // TILE * TILE))
-
-
-def _layout(
-    options: TrainOptions, prepared: Prepared, packing: Packing, kernels: AttentionKernels, precision: Precision,
-    config: Any,
-) -> tuple[Layout, Lever]:  # fmt: skip
-    lengths, order = prepared.training.tokens.lengths, prepared.order
-    looked_at = min(_LOOKED_AT, prepared.num_batches or prepared.num_steps)
-    batches = [lengths[order.samples(number)] for number in range(looked_at)]
-    return make_layout(
-        packing,
-        kernels,
-        precision,
-        config,
-        batches=batches,
-        batch_size=options.batch_size,
-        max_length=prepared.max_length,
-        token_budget=options.token_budget,
-    )
-
-
-def _mode(
-    options: TrainOptions, prepared: Prepared, packing: Packing, kernels: AttentionKernels, model: Any,
-    precision: Precision,
-) -> ExecutionMode:  # fmt: skip
-    samples = prepared.num_steps * options.batch_size
-    return choose_execution(
-        options.execution,
-        precision.device,
-        model,
-        num_tokens=int(samples * prepared.training.tokens.lengths.mean()),
-        packed=packing.packed,
-        fixed=kernels.unfixed,
-        float8=precision.value == "fp8",
-    )
 
 
 def _with_float8(

@@ -13,7 +13,7 @@ from torch import nn
 
 from brimful.data.batches.batch import PackedLayout
 from brimful.data.tokens.encoder import Tokens
-from brimful.engine.assemble import Built
+from brimful.engine.assemble import Assembled
 from brimful.step.forward import Forward, LayoutForward, PendingLogits
 from brimful.step.graphs.captured_forward import PackedForward
 from brimful.step.graphs.captured_step import CapturedStep
@@ -24,7 +24,7 @@ _AHEAD = 1
 _PADDED_TOKENS = 4096
 
 
-def evaluation_forward(built: Built, *, most_rows: int, note: Callable[[str], None]) -> Forward:
+def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str], None]) -> Forward:
     """The forward pass of a model in training, as large as its largest micro-batch.
 
     Captured where its steps are, in the memory of their graphs. most_rows: sequences of an effective batch.
