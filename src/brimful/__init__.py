@@ -32,11 +32,14 @@ if TYPE_CHECKING:
     from brimful.core.options import ClassifyOptions, TrainOptions
     from brimful.core.profile import Profile
     from brimful.core.records import Run
+    from brimful.data.batches.batch import Batch
+    from brimful.integrations.custom_loop import Feed, Step
 
 __version__ = "0.1.0"
 
 _ERRORS = "brimful.core.errors"
 _PUBLIC = {
+    "Batch": "brimful.data.batches.batch",
     "BrimfulError": _ERRORS,
     "CheckpointError": _ERRORS,
     "Classification": "brimful.core.classification",
@@ -45,6 +48,7 @@ _PUBLIC = {
     "DataError": _ERRORS,
     "DeviceError": _ERRORS,
     "DiskFullError": _ERRORS,
+    "Feed": "brimful.integrations.custom_loop",
     "InputError": _ERRORS,
     "Interrupted": _ERRORS,
     "ModelError": _ERRORS,
@@ -53,6 +57,7 @@ _PUBLIC = {
     "OutputError": _ERRORS,
     "Profile": "brimful.core.profile",
     "Run": "brimful.core.records",
+    "Step": "brimful.integrations.custom_loop",
     "TrainOptions": "brimful.core.options",
     "classify": "brimful.api",
     "profile": "brimful.api",
@@ -60,6 +65,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "Batch",
     "BrimfulError",
     "CheckpointError",
     "Classification",
@@ -68,6 +74,7 @@ __all__ = [
     "DataError",
     "DeviceError",
     "DiskFullError",
+    "Feed",
     "InputError",
     "Interrupted",
     "ModelError",
@@ -76,6 +83,7 @@ __all__ = [
     "OutputError",
     "Profile",
     "Run",
+    "Step",
     "TrainOptions",
     "classify",
     "profile",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,14 @@ from brimful.tasks.task import Task
 _AHEAD = 3
 #: Places on a GPU: of those that wait, of the one being staged, and of the one that the step was given.
 _PLACES = _AHEAD + 2
+
+
+class Batches(Protocol):
+    """Effective batches by number, on the host."""
+
+    def batches(self, start: int, stop: int | None) -> Iterator[Batch]:
+        """Batches from number `start` up to `stop`, or to the end if it is None."""
+        ...
 
 
 class Source:
@@ -114,7 +122,7 @@ class Feed:
     wait_s: seconds the consumer has waited for a batch that was not ready.
     """
 
-    def __init__(self, source: Source, device: torch.device, *, start: int = 0, stop: int | None = None) -> None:
+    def __init__(self, source: Batches, device: torch.device, *, start: int = 0, stop: int | None = None) -> None:
         self._source, self._device, self._range = source, device, (start, stop)
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=_AHEAD)
         self._ended = threading.Event()

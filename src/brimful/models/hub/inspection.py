@@ -90,7 +90,7 @@ def inspect_model(name: str, *, trust_remote_code: bool, allow_pickle: bool) -> 
         labels_are_placeholders=names is not None and all(re.fullmatch(r"LABEL_\d+", n) for n in names),
         has_head=has_head,
         head_note=note,
-        max_positions=_max_positions(config, model),
+        max_positions=max_positions(config, model),
         weight_files=weights.files,
         weight_bytes=weights.total_bytes,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -211,7 +211,8 @@ def _label_names(config: PreTrainedConfig) -> tuple[str, ...] | None:
     return tuple(str(names[index]) for index in range(len(names)))
 
 
-def _max_positions(config: PreTrainedConfig, model: PreTrainedModel) -> int | None:
+def max_positions(config: PreTrainedConfig, model: PreTrainedModel) -> int | None:
+    """Return the longest sequence in tokens, None where positions have no limit."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:

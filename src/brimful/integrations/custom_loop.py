@@ -1,0 +1,259 @@
+"""The step of a training loop of your own: a model in memory and tokenised rows in, one optimizer step out.
+
+step = brimful.Step(model, num_steps=300, batch_size=32, learning_rate=2e-5)
+with brimful.Feed(step, batches) as feed:
+    for batch in feed:
+        outcome = step.run(batch).read()
+step.release()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from brimful.core.callbacks import Callbacks
+from brimful.core.errors import OptionError
+from brimful.core.options import TrainOptions
+from brimful.core.records import LabelSpace, TaskName
+from brimful.data.batches import prefetch
+from brimful.data.batches.batch import Batch, make_batch
+from brimful.data.tokens.encoder import Tokens, offsets_of
+from brimful.engine.assemble import Workload, assemble
+from brimful.engine.inference import evaluating, evaluation_forward, predict_logits
+from brimful.hardware.probe import choose_device
+from brimful.levers.precision import choose_precision
+from brimful.models.hub.inspection import max_positions
+from brimful.models.packed.packed_forward import has_token_types
+from brimful.step.state import StepState
+from brimful.step.step import Pending
+from brimful.tasks.task import make_task
+
+#: Tokenised rows: a dictionary each, with `input_ids`, or columns of them such as padded tensors.
+Rows = Sequence[Mapping[str, Any]] | Mapping[str, Any]
+
+#: Fields of TrainOptions that a step depends on.
+OPTIONS = (
+    *("task", "max_length", "batch_size", "learning_rate", "warmup_steps", "warmup_ratio", "lr_scheduler_type"),
+    *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "label_smoothing_factor"),
+    *("seed", "precision", "device", "packing", "token_budget", "execution"),
+)
+_PROBLEMS: dict[str, TaskName] = {
+    "regression": "regression",
+    "single_label_classification": "single_label",
+    "multi_label_classification": "multi_label",
+}
+_LONGEST = 512
+#: Batches that token budgets are chosen by.
+_MOST_BATCHES = 2000
+_FEW_LENGTHS = 64
+
+
+class Step:
+    """One optimizer step of an `AutoModelForSequenceClassification`, packed where the equivalence check allows it.
+
+    num_steps: of the learning-rate schedule. lengths: tokens of the sequences to come, by which token budgets and
+    kernels are chosen; by default all lengths up to `max_length` are expected alike. callbacks: hears warnings.
+    options: fields of TrainOptions that a step depends on (`OPTIONS`).
+
+    The model is moved to the device, its weights are in fp32, and until `release` it belongs to the step: logits come
+    from `predict`.
+    Raises: OptionError for an option that does not work here.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_steps: int,
+        lengths: Sequence[int] | np.ndarray | None = None,
+        callbacks: Callbacks | None = None,
+        **options: Any,
+    ) -> None:
+        if unknown := sorted(set(options) - set(OPTIONS)):
+            raise OptionError(f"Step has no option {unknown[0]!r}", hint="the options are " + ", ".join(OPTIONS))
+        self._options = asked = TrainOptions(data="", model="", output="", **options)
+        callbacks = callbacks or Callbacks()
+        precision = choose_precision(asked.precision, choose_device(asked.device))
+        limit = max_positions(model.config, model)
+        if asked.max_length is not None and limit is not None and asked.max_length > limit:
+            raise OptionError(f"max_length is {asked.max_length}, and the model has positions for {limit} tokens")
+        self._max_length = asked.max_length or min(_LONGEST, limit or _LONGEST)
+        self._vocab_size = getattr(model.config.get_text_config(), "vocab_size", None) or 1 << 31
+        self._with_types = has_token_types(model.config)
+        self._before = (model.config._attn_implementation, model.training)
+        space = _label_space(model.config, asked)
+        self._task = make_task(space, np.zeros(0, dtype=np.int64), None, asked.label_smoothing_factor)
+        batches = _expected_batches(lengths, asked.batch_size, self._max_length)
+        workload = Workload(
+            task=self._task,
+            batches=batches,
+            mean_length=float(np.concatenate(batches).mean()),
+            max_length=self._max_length,
+            num_steps=num_steps,
+            num_warmup_steps=asked.warmup_steps or math.ceil((asked.warmup_ratio or 0.0) * num_steps),
+        )
+        with precision.apply():
+            # What is in memory need not be what its configuration says: a check of the same architecture may not hold.
+            built = assemble(model.float(), workload, asked, precision, callbacks, cache=False)
+        self._built, self._num_made = built, 0
+        self._forward = evaluation_forward(built, most_rows=asked.batch_size, note=callbacks.warning)
+        self.device, self.recipe = precision.device, built.recipe
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences run packed; the recipe says why."""
+        return self._built.packing.packed
+
+    def batch(self, rows: Rows, *, number: int | None = None) -> Batch:
+        """One effective batch, laid out in micro-batches, on the host.
+
+        rows: dictionaries with `input_ids`, `labels` and, for models that have them, `token_type_ids`; or columns of
+        these, padded on the right, with their `attention_mask`. number: of the batch, from which dropout is seeded; by
+        default batches are numbered as they are made.
+        Raises: OptionError for rows that the model or the step cannot take.
+        """
+        number = self._num_made if number is None else number
+        self._num_made = number + 1
+        each = _each_row(rows)
+        if not 0 < len(each) <= self._options.batch_size:
+            raise OptionError(f"a batch has {len(each)} rows, and batch_size is {self._options.batch_size}")
+        ids, types = self._sequences(each)
+        return make_batch(number, np.arange(len(each)), ids, types, self._targets(each), self._task, self._built.layout)
+
+    def run(self, batch: Batch) -> Pending:
+        """Run one optimizer step. Return at once; `read()` of the result waits for the outcome."""
+        if self.device.type == "cuda" and not batch.memories:
+            batch = batch.sent(self.device)
+        with self._built.precision.apply():
+            return self._built.step.run(batch)
+
+    def predict(self, rows: Rows) -> np.ndarray:
+        """(N, C) fp32 logits of any number of rows, in their order, by the weights of now. Labels are not needed."""
+        ids, types = self._sequences(_each_row(rows))
+        tokens = Tokens(
+            ids=np.concatenate(ids).astype(np.int32),
+            offsets=offsets_of(np.array([len(each) for each in ids])),
+            types=None if types is None else np.concatenate(types).astype(np.uint8),
+            truncated=np.zeros(len(ids), dtype=np.bool_),
+        )
+        with self._built.precision.apply(), evaluating(self._built.model):
+            return predict_logits(self._forward, tokens)
+
+    def state(self) -> StepState:
+        """Everything an exact continuation needs."""
+        return self._built.step.state()
+
+    def load_state(self, state: StepState) -> None:
+        """Take up where `state` was taken."""
+        self._built.step.load_state(state)
+
+    def release(self) -> Any:
+        """End training. Return the model: its weights are plain fp32 parameters, and its own forward works again."""
+        attention, training = self._before
+        self._built.step.release()
+        self._built.model.set_attn_implementation(attention)
+        return self._built.model.train(training)
+
+    def _sequences(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        """Token ids of each row without padding, and token types if the model has any and they are given."""
+        ids, types = [], []
+        for number, row in enumerate(rows):
+            found = _array(row["input_ids"])
+            mask = np.ones(len(found), np.bool_) if row.get("attention_mask") is None else _array(row["attention_mask"])
+            length = int(mask.astype(bool).sum())
+            if not mask[:length].all():
+                raise OptionError(f"attention_mask of row {number} is not ones, then zeros", hint="pad on the right")
+            if not 0 < length <= self._max_length:
+                raise OptionError(
+                    f"row {number} has {length} tokens, and max_length is {self._max_length}",
+                    hint="truncate when you tokenise",
+                )
+            ids.append(found[:length])
+            if not 0 <= ids[-1].min() <= ids[-1].max() < self._vocab_size:
+                raise OptionError(
+                    f"row {number} has a token outside of the model's vocabulary of {self._vocab_size}",
+                    hint="use the model's own tokenizer",
+                )
+            if self._with_types and row.get("token_type_ids") is not None:
+                types.append(_array(row["token_type_ids"])[:length])
+        if types and len(types) != len(ids):
+            raise OptionError("some rows have token_type_ids, and some have none", hint="give them all, or none")
+        if self._with_types and not types:
+            types = [np.zeros_like(each) for each in ids]
+        return ids, types if self._with_types else None
+
+    def _targets(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """(N,) int64 classes, or (N, C) fp32."""
+        if missing := [number for number, row in enumerate(rows) if "labels" not in row and "label" not in row]:
+            raise OptionError(f"row {missing[0]} has no labels")
+        labels = np.stack([_array(row.get("labels", row.get("label"))) for row in rows])
+        space = self._task.space
+        if space.task == "single_label":
+            if labels.ndim > 1 or not np.issubdtype(labels.dtype, np.integer):
+                raise OptionError("labels are not one integer a row", hint='is it task="multi_label" or "regression"?')
+            if not 0 <= labels.min() <= labels.max() < space.num_outputs:
+                raise OptionError(f"labels are {labels.min()} to {labels.max()}, and there are {space.num_outputs}")
+            return labels.astype(np.int64)
+        labels = labels.reshape(len(rows), -1).astype(np.float32)
+        if labels.shape[1] != space.num_outputs:
+            raise OptionError(f"each row has {labels.shape[1]} labels, and the model has {space.num_outputs} outputs")
+        return labels
+
+
+class Feed(prefetch.Feed):
+    """Batches of a step made ahead in a thread, and copied to the device while it works.
+
+    A context manager to iterate over; a batch is on the device until the next one is asked for. batches: the rows of
+    each, as `Step.batch` takes them. start: number of the first one, to go on where a run was stopped.
+    """
+
+    def __init__(self, step: Step, batches: Iterable[Rows], *, start: int = 0) -> None:
+        super().__init__(_Made(step, batches), step.device, start=start)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    step: Step
+    rows: Iterable[Rows]
+
+    def batches(self, start: int, stop: int | None) -> Iterator[Batch]:
+        for number, rows in enumerate(self.rows, start):
+            yield self.step.batch(rows, number=number)
+
+
+def _each_row(rows: Rows) -> Sequence[Mapping[str, Any]]:
+    """A dictionary for each row."""
+    if not isinstance(rows, Mapping):
+        return rows
+    columns = {name: [_array(each) for each in _column(values)] for name, values in rows.items() if values is not None}
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _column(values: Any) -> Any:
+    return values.detach().cpu() if isinstance(values, Tensor) else values
+
+
+def _array(value: Any) -> np.ndarray:
+    return value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+
+
+def _label_space(config: Any, options: TrainOptions) -> LabelSpace:
+    """The outputs of a model as its own loss reads them, where `task` does not say otherwise."""
+    default: TaskName = "regression" if config.num_labels == 1 else "single_label"
+    task = options.task if options.task != "auto" else _PROBLEMS.get(config.problem_type or "", default)
+    return LabelSpace(task=task, names=tuple(str(config.id2label[index]) for index in range(config.num_labels)))
+
+
+def _expected_batches(lengths: Sequence[int] | np.ndarray | None, size: int, longest: int) -> list[np.ndarray]:
+    """Lengths of the sequences of batches like those to come."""
+    if lengths is None:
+        each = np.linspace(1, longest, min(_FEW_LENGTHS, longest)).astype(np.int64)
+        return [np.full(size, length) for length in each]
+    known = np.random.default_rng(0).permutation(np.minimum(np.asarray(lengths, dtype=np.int64), longest))
+    return [known[start : start + size] for start in range(0, min(len(known), _MOST_BATCHES * size), size)]
