@@ -92,6 +92,11 @@ def test_layouts_hold_each_sequence_once(layout: Layout, lengths: list[int], wit
             assert (kinds is None) if types is None else (kinds.tolist() == types[member].tolist())
 
 
+def test_rows_that_influence_one_another_stay_together() -> None:
+    [(inputs, members)] = UNSPLIT.arrange(sequences([30, 3, 30, 9, 30]), None)
+    assert (inputs.num_tokens, members) == (150, [0, 1, 2, 3, 4])
+
+
 @given(lengths=lengths_of_a_batch)
 def test_shapes_are_few_and_within_the_budget(lengths: list[int]) -> None:
     for inputs, _ in PACKED.arrange(sequences(lengths), None):

@@ -40,6 +40,14 @@ def test_as_few_micro_batches_as_fit(lengths: list[int], budgets: Budgets) -> No
         assert number <= 2 * fewest + 1
 
 
+def test_short_sequences_fill_what_long_ones_leave() -> None:
+    assert [members for _, members in pack([4, 4, 4, 6, 6, 6], Budgets(tokens=(10,), fill=1.0))] == [
+        [0, 3],
+        [1, 4],
+        [2, 5],
+    ]
+
+
 def test_a_sequence_longer_than_every_budget_is_an_error() -> None:
     with pytest.raises(ValueError, match="90 tokens are more than the largest budget, 64"):
         pack([10, 90], Budgets(tokens=(32, 64), fill=1.0))
