@@ -1,4 +1,4 @@
-"""The anatomy of one training step: what was measured, per step, and what it is measured against.
+"""Profile of one training step: what was measured, per step, and what it is measured against.
 
 Seconds are of one step, the mean over the steps that were timed. Unknown is None.
 """

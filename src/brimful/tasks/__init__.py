@@ -1,4 +1,4 @@
-"""Tasks: the loss sum, its denominator and the metrics of single-label, multi-label and regression classifiers.
+"""Tasks: loss sum, denominator and metrics of single-label, multi-label and regression classifiers.
 
-Also what their logits mean: labels and scores as columns and as objects, of candidate labels too, and their parity.
+Also the answers from their logits, as columns and as objects, and their equivalence with the plain model's.
 """

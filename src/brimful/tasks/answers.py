@@ -115,7 +115,7 @@ class Form(ABC):
         ranking = ranking if self.listed else ranking.top(1)
         return ranking if self.least is None else ranking.at_least(self.least)
 
-    def _tally(self, ranking: Ranking) -> Counts:
+    def _count(self, ranking: Ranking) -> Counts:
         best_A = ranking.scores_P[ranking.offsets_N1[:-1][ranking.answered_N]]
         bins_A = np.minimum((best_A * CONFIDENCE_BINS).astype(np.int64), CONFIDENCE_BINS - 1)
         confidences = np.bincount(bins_A, minlength=CONFIDENCE_BINS)
@@ -152,7 +152,7 @@ class AnswerForm(Form):
 
     def counts(self, logits_NC: Singles) -> Counts:
         """Labels given and confidences. The other counts are the caller's to add: `counts + Counts(num_rows=...)`."""
-        return Counts() if self.numeric else self._tally(self._ranking(logits_NC))
+        return Counts() if self.numeric else self._count(self._ranking(logits_NC))
 
     def score_blocks(self, logits_NC: Singles) -> list[Singles]:
         """[(N, C)]: probabilities, for regression the numbers; rows without an answer are NaN."""

@@ -179,7 +179,7 @@ class ZeroShotForm(Form):
 
     def counts(self, logits_PC: Singles, candidates: Candidates) -> Counts:
         """Labels given and confidences. The other counts are the caller's to add: `counts + Counts(num_rows=...)`."""
-        return self._tally(self._ranking(logits_PC, candidates))
+        return self._count(self._ranking(logits_PC, candidates))
 
     def objects(self, logits_PC: Singles, candidates: Candidates, texts: Sequence[str | None]) -> list[dict[str, Any]]:
         """Return what transformers' pipeline("zero-shot-classification") returns for a list of these texts.

@@ -38,7 +38,7 @@ def tidy(table: pa.Table, file: str | None = None) -> pa.Table:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type of values in memory: large_string, large_list and double for their kin; others stay."""
+    """Widened type of values in memory: large_string, large_list and double; other types stay."""
     if pa.types.is_dictionary(kind):
         return plain_type(kind.value_type)
     if pa.types.is_string(kind) or pa.types.is_string_view(kind):

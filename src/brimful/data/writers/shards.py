@@ -88,7 +88,7 @@ class ShardedOutput:
     @property
     def counts(self) -> Counts:
         """Counts of those rows."""
-        return sum((shard.counts for shard in self._manifest.shards), Counts()) + self._tally_in_shard()
+        return sum((shard.counts for shard in self._manifest.shards), Counts()) + self._counts_in_shard()
 
     def write(self, table: pa.Table, counts: Counts) -> None:
         """Append the next window of rows.
@@ -326,12 +326,12 @@ class ShardedOutput:
     def _rows_in_shard(self) -> int:
         return sum(shard.num_rows for shard in self._kept()) + (self._log.num_rows if self._log else 0)
 
-    def _tally_in_shard(self) -> Counts:
+    def _counts_in_shard(self) -> Counts:
         kept = sum((shard.counts for shard in self._kept()), Counts())
         return kept + self._log.counts if self._log else kept
 
     def _kept(self) -> list[Shard]:
-        """Journals before the one that grows."""
+        """Logs before the open one."""
         current = self._log.path.name if self._log else None
         return [shard for shard in self._manifest.wal if shard.file != current]
 
@@ -381,7 +381,7 @@ class ShardedOutput:
             num_rows=self._rows_in_shard(),
             num_bytes=written.num_bytes,
             sha256=written.sha256,
-            counts=self._tally_in_shard(),
+            counts=self._counts_in_shard(),
         )
 
     def _discard_live(self) -> None:

@@ -291,8 +291,8 @@ class _Pass:
     ) -> None:  # fmt: skip
         self._options, self._question = options, request
         self._rows, self._reading, self._row_bytes = given.rows, given.reading, given.row_bytes
-        self._runner, self._fleet, self._output, self._callbacks = runner, gpu_workers, output, callbacks
-        self._stages, self._tally, self._operations, self._wall_s = Stages(), Counts(), 0.0, 0.0
+        self._runner, self._gpu_workers, self._output, self._callbacks = runner, gpu_workers, output, callbacks
+        self._stages, self._counts, self._operations, self._wall_s = Stages(), Counts(), 0.0, 0.0
         self._memory = MemoryWatch(runner.precision.device)
         self._done = output.rows_done
         self._earlier = output.counts if isinstance(output, ShardedOutput) else Counts()
@@ -310,7 +310,7 @@ class _Pass:
             self._callbacks.note(f"going on after {self._done:,} rows")
         self._callbacks.stage("classifying")
         began = time.perf_counter()
-        request, gpu_workers = self._question, self._fleet
+        request, gpu_workers = self._question, self._gpu_workers
         size = WindowSize.on(
             self._runner.precision.device.type,
             sequences_per_row=request.sequences_per_row,
@@ -332,7 +332,7 @@ class _Pass:
             for note in self._rows.notes:
                 self._callbacks.note(note)
             hint = "the same command with --resume goes on" if self._options.output else "start it again"
-            done = self._done + self._tally.num_rows
+            done = self._done + self._counts.num_rows
             raise Interrupted(f"stopped after {done:,} rows", signal_number=stop.received, hint=hint)
 
     def _write(self, window: Window, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> None:
@@ -340,12 +340,12 @@ class _Pass:
         if counts.num_errors:
             counts = replace(counts, first_errors=self._first_errors(table))
         self._output.write(table, counts)
-        self._tally += counts
+        self._counts += counts
         self._operations += self._runner.operations(asked.sequences.lengths) or 0.0
         self._memory.look()
-        done = self._done + self._tally.num_rows
+        done = self._done + self._counts.num_rows
         self._callbacks.count(done, self._rows.num_rows, self._rows.progress(done))
-        most, found = self._options.max_errors, self._earlier.num_errors + self._tally.num_errors
+        most, found = self._options.max_errors, self._earlier.num_errors + self._counts.num_errors
         if most is not None and found > most:
             one = counts.first_errors[0]
             raise DataError(
@@ -361,13 +361,13 @@ class _Pass:
         """Of the rows that come next."""
         errors = table.column(table.num_columns - 1)
         rows = np.flatnonzero(errors.is_valid().to_numpy())[:FEW_ERRORS]
-        places = [self._rows.place(self._done + self._tally.num_rows + int(row)) for row in rows]
+        places = [self._rows.place(self._done + self._counts.num_rows + int(row)) for row in rows]
         texts = [printable(error, 200) for error in errors.take(rows).to_pylist()]
         return tuple(RowError(file=file, row=row, error=text) for (file, row), text in zip(places, texts, strict=True))
 
     def record(self, command: str, verified: VerifiedRunner, start_s: float) -> Classification:
         """What there is to say at the end."""
-        options, recipe, counts = self._options, self._runner.recipe, self._tally
+        options, recipe, counts = self._options, self._runner.recipe, self._counts
         everything = self._earlier + counts
         peak = datasheet_flops_per_s(recipe.device, self._runner.precision.value)
         wall_s = max(self._wall_s, 1e-9)
@@ -388,7 +388,9 @@ class _Pass:
             wall_s=self._wall_s,
             texts_per_s=counts.num_rows / wall_s,
             tokens_per_s=counts.num_tokens / wall_s,
-            mfu=self._operations / wall_s / peak / max(1, self._fleet.num_used) if peak and self._operations else None,
+            mfu=self._operations / wall_s / (peak * max(1, self._gpu_workers.num_used))
+            if peak and self._operations
+            else None,
             stages=self._stages.record(),
             limit=self._stages.limit(),
             peak_bytes=self._memory.peak(),

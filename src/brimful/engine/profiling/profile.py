@@ -1,4 +1,4 @@
-"""The anatomy of one training step: the step that `train` would run, on the batches that it would run on.
+"""Profile of one training step: the step that `train` would run, on the batches that it would run on.
 
 It is warmed up until every shape has been met and captured, then timed without the profiler, then recorded with it.
 """

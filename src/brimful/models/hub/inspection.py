@@ -220,7 +220,7 @@ def max_positions(config: PreTrainedConfig, model: PreTrainedModel) -> int | Non
     if getattr(text, "relative_attention", False) and not getattr(text, "position_biased_input", True):
         return None  # DeBERTa without a table of positions
     for name, module in model.base_model.named_modules():
-        # RoBERTa and its kin number positions from padding_idx + 1 on, within the one table.
+        # RoBERTa and related models number positions from padding_idx + 1 on, within the one table.
         padding = getattr(module, "padding_idx", None)
         if name.endswith("position_embeddings") and padding is not None and module.weight.shape[0] == limit:
             return limit - int(padding) - 1

@@ -302,7 +302,7 @@ class PackedExecution(Execution):
 
 def what_follows_attention(model: Any) -> nn.Module | None:
     """The module of the last layer that takes what attention made, and the residual beside it, where there is one: then
-    the rest of the layer works on as many tokens as it is given (BERT and its kin)."""
+    the rest of the layer works on as many tokens as it is given (BERT and related models)."""
     layers = layers_of(model)
     found = None if layers is None else getattr(getattr(layers[-1], "attention", None), "output", None)
     return found if isinstance(found, nn.Module) else None
