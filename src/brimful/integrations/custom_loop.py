@@ -107,7 +107,7 @@ class Step:
 
     @property
     def packed(self) -> bool:
-        """Whether sequences run packed; the recipe says why."""
+        """True if sequences run packed; the recipe has the reason."""
         return self._built.packing.packed
 
     def batch(self, rows: Rows, *, number: int | None = None) -> Batch:
