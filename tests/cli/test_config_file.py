@@ -136,4 +136,4 @@ def test_classify_takes_a_file_too(tmp_path: Path) -> None:
         parse_options("classify", ["m", "d.csv", "--config", put(tmp_path, "d.toml", "seed = 3")])
     with pytest.raises(OptionError, match="unknown key 'batch_size'") as caught:
         parse_options("classify", ["m", "d.csv", "--config", put(tmp_path, "d.toml", "batch_size = 3")])
-    assert caught.value.hint == "the keys are the names of the flags, as in column_names"
+    assert caught.value.hint == "the keys are the names of the flags, as in text_column"

@@ -34,17 +34,17 @@ class TrainOptions:
     """Rows to evaluate on, in any of the forms of DATA. Default: a split of DATA."""
     eval_split: float = 0.1
     """Share of DATA held out for evaluation, stratified by label. 0 trains on every row. Ignored with --eval-data."""
-    header: bool | None = None
-    """Take the first line of CSV and TSV files as column names. --no-header: it is a row, and columns are called
-    column_1, column_2, ... Default: names, with a warning if it looks like a row."""
-    column_names: str | None = None
-    """Names of the columns of CSV and TSV files without a header, separated by commas; implies --no-header."""
     text_column: str | None = None
     """Column with the text. Default: found by name and type."""
     pair_column: str | None = None
     """Column with the second text of a pair. Default: found by name."""
     label_column: str | None = None
     """Column with the label, or several separated by commas, one per output. Default: found by name."""
+    header: bool | None = None
+    """Take the first line of CSV and TSV files as column names. --no-header: it is a row, and columns are called
+    column_1, column_2, ... Default: names, with a warning if it looks like a row."""
+    column_names: str | None = None
+    """Names of the columns of CSV and TSV files without a header, separated by commas; implies --no-header."""
     task: TaskChoice = "auto"
     """Kind of task. auto: inferred from the label column, and printed."""
     label_map: str | None = None
@@ -181,15 +181,15 @@ class ClassifyOptions:
     output: str | None = None
     """File (.parquet, or .csv, .tsv, .jsonl, each also .gz or .zst) or folder (of Parquet shards) for the results, with
     all columns of the input. Default, and `-`: JSONL on stdout."""
+    text_column: str | None = None
+    """Column with the text. Default: found by name and type."""
+    pair_column: str | None = None
+    """Column with the second text of a pair. Default: found by name."""
     header: bool | None = None
     """Take the first line of CSV and TSV files as column names. --no-header: it is a row, and columns are called
     column_1, column_2, ... Default: names, with a warning if it looks like a row."""
     column_names: str | None = None
     """Names of the columns of CSV and TSV files without a header, separated by commas; implies --no-header."""
-    text_column: str | None = None
-    """Column with the text. Default: found by name and type."""
-    pair_column: str | None = None
-    """Column with the second text of a pair. Default: found by name."""
     max_length: int | None = None
     """Longest sequence in tokens; longer ones are truncated, and counted. Default: the model's limit, at most 512."""
 
