@@ -191,7 +191,7 @@ def make_layout(
     max_length: int,
     token_budget: int | None,
 ) -> tuple[Layout, Lever]:
-    """How batches are laid out for this model, and the lever that says so.
+    """Layout of batches for this model, and its lever.
 
     config: of the loaded model. batches: lengths of the sequences of batches as they will come. batch_size: most
     sequences of a batch.

@@ -41,7 +41,7 @@ def column_keys(columns):
 
 @triton.jit
 def kept(places, rows, threshold):
-    """What dropout keeps at places, whose keys are their rows' and their columns' added up; bool, in their shape.
+    """Mask of kept elements, bool; an element's key is the sum of its row's and its column's.
 
     A polynomial of degree 4 modulo 2^32: its two multiply-adds run beside the other arithmetic of attention, where the
     shifts of a hash would have to queue. Rows, columns, squares and progressions in such masks are as independent as
@@ -66,12 +66,12 @@ def kept_in(SEED, site, plane, rows, columns, threshold):
 
 
 def threshold(dropout: float) -> int:
-    """What of 32 random bits, read as a signed number, falls below this is dropped."""
+    """Drop threshold: an element is dropped if 32 random bits, as a signed number, fall below it."""
     return min(round(dropout * (1 << 32)) - (1 << 31), (1 << 31) - 1)
 
 
 def kept_factor(dropout: float) -> float:
-    """What is kept is multiplied by this."""
+    """Factor of kept elements."""
     return 0.0 if dropout >= 1 else 1.0 / (1.0 - dropout)
 
 

@@ -32,7 +32,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Where sequences start and end in one packed row of T tokens. Every token, the unused tail's too, is in a segment.
+    """Starts and ends of sequences in one packed row of T tokens. Every token, the unused tail's too, is in a segment.
 
     cu_seqlens_N: (N + 1,) int32, non-decreasing from 0 to T; N is constant, what is not needed repeats T.
     segment_T: (T,) int64, the segment of each token.

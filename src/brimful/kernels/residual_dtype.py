@@ -23,5 +23,5 @@ def half_residuals(half: bool = True) -> Iterator[None]:
 
 
 def residuals_are_half() -> bool:
-    """Whether that is so here."""
+    """True if that is so here."""
     return _half

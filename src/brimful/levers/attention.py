@@ -77,12 +77,12 @@ class AttentionKernels:
 
     @property
     def fused(self) -> bool:
-        """Whether layers can be fused around them: around ours alone."""
+        """True if layers can be fused around them: around ours alone."""
         return set(self.functions) <= {"triton_attention", "relative_attention"}
 
     @property
     def needs_groups(self) -> bool:
-        """Whether segments must come as padded rows too; their shapes then change with every batch."""
+        """True if segments must come as padded rows too; their shapes then change with every batch."""
         return grouped_attention.__name__ in self.functions
 
     @property
@@ -129,7 +129,7 @@ def choose_kernels(
 
 
 def measure_attention(model: nn.Module, precision: Precision, typical_length: int) -> Measured | None:
-    """Which kernel is the fastest for training this model here; None without a choice, or if none could be timed."""
+    """Fastest kernel for training this model here; None without a choice, or if none could be timed."""
     config: Any = model.config
     heads, device, dtype = _heads(config), precision.device, precision.dtype
     said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]

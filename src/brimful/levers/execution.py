@@ -1,4 +1,4 @@
-"""How the host launches a step.
+"""Launch of a step by the host.
 
     eager     one kernel after another
     captured  as CUDA graphs: cheap, and it always pays
@@ -38,7 +38,7 @@ _MOST_COMPILED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionMode:
-    """How the steps of one run are launched."""
+    """Launch mode of the steps of a run."""
 
     value: str
     reason: str
@@ -51,16 +51,16 @@ class ExecutionMode:
 
     @property
     def captured(self) -> bool:
-        """Whether steps are replayed as graphs."""
+        """True if steps are replayed as graphs."""
         return self.value in ("captured", "compiled")
 
     @property
     def compiled(self) -> bool:
-        """Whether layers are compiled."""
+        """True if layers are compiled."""
         return self.value == "compiled"
 
     def supports(self) -> Verdict:
-        """What was chosen works here: `choose_execution` made sure."""
+        """Always true: `choose_execution` has checked it."""
         return Verdict(ok=True, because=self.reason)
 
     def cost(self, num_parameters: int) -> Cost:
@@ -105,7 +105,7 @@ class ExecutionMode:
 
 
 def _own_parameters(layers: Iterable[nn.Module]) -> bool:
-    """Whether no parameter is in two layers: gradients of one that is meet before the update."""
+    """True if no parameter is in two layers: gradients of one that is meet before the update."""
     found = [id(parameter) for layer in layers for parameter in layer.parameters()]
     return len(found) == len(set(found))
 

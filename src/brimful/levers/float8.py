@@ -102,7 +102,7 @@ def _known_timing(device: torch.device, shape: Shape, num_tokens: int, *, activa
 
 
 def timing_path(device: torch.device, shape: Shape, num_tokens: int, *, activated: bool = False) -> Path | None:
-    """Where the timing of one shape is kept: by device, versions, shape, tokens and what follows."""
+    """Cache file of one shape's timing, by device, versions, shape, tokens and following op."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     import triton
 
@@ -172,7 +172,7 @@ def _reason(timings: Mapping[Shape, Timing], chosen: Mapping[Shape, Products], n
 
 
 def _factors(timings: Mapping[Shape, Timing]) -> str:
-    """How many times as fast fp8 is as bf16: `768x768 output 0.91x, input gradient 0.88x; 3072x768 output 1.2x`."""
+    """Speed-up of fp8 over bf16: `768x768 output 0.91x, input gradient 0.88x; 3072x768 output 1.2x`."""
     return "; ".join(
         f"{shape[0]}x{shape[1]} "
         + ", ".join(f"{name.replace('_', ' ')} {bf16_s / fp8_s:.2g}x" for name, (bf16_s, fp8_s) in timing.items())

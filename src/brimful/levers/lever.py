@@ -1,4 +1,4 @@
-"""What every lever says of itself: where it works, what it costs, what it does to the arithmetic, why it was chosen.
+"""The lever protocol: support, cost, effect on the arithmetic, and reason.
 
 One file a lever. `apply` differs by lever, because what is applied differs: a context, an optimizer, an execution.
 """
@@ -13,7 +13,7 @@ from brimful.core.records import Arithmetic, Lever
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a lever works here, and because of what."""
+    """Answer to "does a lever work here", with the reason."""
 
     ok: bool
     because: str
@@ -41,11 +41,11 @@ class Technique(Protocol):
         ...
 
     def supports(self) -> Verdict:
-        """Whether it works on the device it was made for."""
+        """True if it works on the device it was made for."""
         ...
 
     def cost(self, num_parameters: int) -> Cost:
-        """What it costs in memory for a model with so many parameters."""
+        """Memory cost for a model with so many parameters."""
         ...
 
     def lever(self) -> Lever:

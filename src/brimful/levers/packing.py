@@ -14,7 +14,7 @@ from brimful.models.packed.packed_forward import Execution, PackedExecution, Pad
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """How one model runs: packed if it was proved and asked for, on padded rows otherwise.
+    """Execution of one model: packed if wanted and the equivalence check passed, on padded rows otherwise.
 
     equivalence: of this model, which also says whether its batches may be split. wanted: False for --packing off.
     """
@@ -25,16 +25,16 @@ class Packing:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """`exact`: equal up to the order of sums, and proved so."""
+        """`exact`: equal up to the order of sums, by the equivalence check."""
         return "exact"
 
     @property
     def packed(self) -> bool:
-        """Whether the model runs packed."""
+        """True if the model runs packed."""
         return self.supports().ok
 
     def supports(self) -> Verdict:
-        """What the equivalence check says."""
+        """Result of the equivalence check."""
         if not self.wanted:
             return Verdict(ok=False, because="turned off by --packing off")
         return Verdict(ok=self.equivalence.packed, because=self.equivalence.reason)

@@ -36,7 +36,7 @@ class Precision:
 
     @property
     def scaled(self) -> bool:
-        """Whether gradients need a loss scale."""
+        """True if gradients need a loss scale."""
         return self.value == "fp16"
 
     @property

@@ -31,7 +31,7 @@ class ParameterState:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], parameter: Tensor) -> ParameterState:
-        """What torch's optimizers keep of a parameter, in one dictionary."""
+        """State of a parameter in torch's optimizers, as one dictionary."""
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         on_host = (key for key, value in tensors.items() if value.device.type == "cpu" != parameter.device.type)
         values = {key: value for key, value in state.items() if key not in tensors}

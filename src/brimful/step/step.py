@@ -31,7 +31,7 @@ from brimful.tasks.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one effective batch, read from the device.
+    """Result of one effective batch, read from the device.
 
     loss: mean over the batch as the plain loss has it. grad_norm: before clipping. applied: whether weights changed.
     overflow: fp16 only, the gradients did not fit under the loss scale, which was lowered.
@@ -167,7 +167,7 @@ class Step:
         self.precision.after_update()  # copies of the weights that were made within
 
     def reduce(self) -> None:
-        """Where gradients of several processes meet; with one there is nothing to do."""
+        """Reduce gradients over processes; nothing to do for one."""
 
     def state(self) -> StepState:
         """Everything an exact continuation needs."""

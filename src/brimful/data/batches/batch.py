@@ -26,7 +26,7 @@ Shape = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """What one forward and backward runs on.
+    """Inputs of one forward and backward pass.
 
     targets_S: the task's targets, any valid value in empty slots. valid_S: (S,) bool, True where there is a sample.
     denominator: () fp64, what the whole effective batch's loss is over. samples: dataset index of each sample, on the
@@ -150,7 +150,7 @@ Arranged = list[tuple[Inputs, list[int]]]
 
 
 class Layout(Protocol):
-    """How the sequences of a batch are laid out in micro-batches."""
+    """Layout of a batch's sequences in micro-batches."""
 
     def arrange(self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> Arranged:
         """Inputs and members of each micro-batch; members are indices into `ids`, in slot order."""
@@ -294,7 +294,7 @@ def make_batch(
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Which samples each effective batch has: shuffled anew each epoch, the last batch of an epoch ragged.
+    """Samples of each effective batch: reshuffled each epoch, the last batch of an epoch ragged.
 
     A function of (seed, epoch, position) alone: there is no state to save, and resuming costs nothing.
     """

@@ -1,4 +1,4 @@
-"""Which sequences share a micro-batch, and in which of a few fixed shapes it runs.
+"""Packing: sequences to micro-batches of a few fixed shapes.
 
 A token budget is the fixed number of tokens of a packed micro-batch. Budgets are chosen once, from the lengths that
 the run will really see: few, because every one is compiled and captured; close, because what they do not hold is

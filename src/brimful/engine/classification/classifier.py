@@ -91,12 +91,12 @@ class ModelClassifier:
 
     @property
     def labels(self) -> LabelSpace:
-        """What the model's outputs mean."""
+        """Task and output names of the model."""
         return self._checked.space
 
     @property
     def recipe(self) -> Recipe | None:
-        """How it runs; None before the first call."""
+        """The recipe; None before the first call."""
         return None if self._runner is None else self._runner.recipe
 
     def __call__(
@@ -145,7 +145,7 @@ class ModelClassifier:
             return self._logits(window)
 
     def verify(self, texts: Given, pairs: Sequence[Text] | Text = None) -> AnswerEquivalence:
-        """How the answers on these texts compare with those of the plain model in fp32, which is loaded for it."""
+        """Compare the answers on these texts with those of the plain model in fp32, which is loaded for it."""
         window, _, _ = _window(texts, pairs, self._callbacks)
         if window.texts.null_count == len(window):
             raise OptionError("there is no text to compare", hint="give some that the model is meant for")
@@ -268,7 +268,7 @@ def _check_call(
     labels: Labels | None, multi_label: bool, template: str, top_k: int | Literal[""] | None,
     function_to_apply: str | None,
 ) -> None:  # fmt: skip
-    """What belongs to zero-shot, and what does not. Raises: OptionError."""
+    """Check that zero-shot arguments come with labels, and others without. Raises: OptionError."""
     if labels is not None:
         if top_k != "" or function_to_apply is not None:
             raise OptionError("top_k and function_to_apply are not for zero-shot", hint="it gives all labels, ranked")
@@ -294,7 +294,7 @@ def _labels_of_each(labels: Labels, num_texts: int) -> Candidates | None:
 
 
 def _window(texts: Any, pairs: Any, callbacks: Callbacks) -> tuple[Texts, _Shape, list[Text]]:
-    """What was given as columns, what it was, and the texts themselves."""
+    """Given texts as columns, their form, and the texts themselves."""
     given: _Shape = "list"
     if isinstance(texts, str | None):
         if not isinstance(pairs, str | None):

@@ -123,7 +123,7 @@ def classify_file(
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """What was asked for, found and checked; nothing is loaded yet.
+    """Checked inputs of a run; no weights are loaded yet.
 
     sample: texts of the first rows. row_bytes: bytes of such a row in memory.
     """
@@ -182,7 +182,7 @@ def _output(options: ClassifyOptions, given: _Given, lines: LineOutput | None) -
 
 
 def _question(given: _Given, options: ClassifyOptions, stack: ExitStack, callbacks: Callbacks) -> Request:
-    """What is asked of each row. stack: ends what tokenises."""
+    """Request of a run. stack: closes the tokenisers."""
     checked, num_workers = given.checked, options.num_workers
     if num_workers is None:
         num_workers = choose_workers(_text_bytes(given), given.precision.device.type, num_cores() or 1)
@@ -245,7 +245,7 @@ def _gpu_workers(
 
 
 def _identity(options: ClassifyOptions, given: _Given) -> dict[str, Any]:
-    """What answers depend on, by names to show."""
+    """Everything the answers depend on, by displayed name."""
     precision = given.precision
     on_gpu = precision.device.type == "cuda"
     machine = probe()
@@ -276,7 +276,7 @@ def _fingerprint(checked: Checked) -> str:
 
 
 def _not_by_words(counts: Counts) -> str | None:
-    """What there is to say of tokenising in the end; the same whether a run was resumed or not."""
+    """Note on tokenising at the end; the same for resumed runs."""
     if not counts.num_tokenizer_fallback:
         return None
     return f"`tokenizers` made all ids of {counts.num_tokenizer_fallback:,} rows: words looked up had given others"
@@ -366,7 +366,7 @@ class _Pass:
         return tuple(RowError(file=file, row=row, error=text) for (file, row), text in zip(places, texts, strict=True))
 
     def record(self, command: str, verified: VerifiedRunner, start_s: float) -> Classification:
-        """What there is to say at the end."""
+        """Make the record of the pass."""
         options, recipe, counts = self._options, self._runner.recipe, self._counts
         everything = self._earlier + counts
         peak = datasheet_flops_per_s(recipe.device, self._runner.precision.value)

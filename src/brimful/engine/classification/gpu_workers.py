@@ -37,7 +37,7 @@ READY = "ready"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a process needs to make the same runner as this one has."""
+    """Arguments with which another process makes the same runner."""
 
     options: ClassifyOptions
     precision: str
@@ -183,7 +183,7 @@ class _Member:
             later.future.set_result(found)
 
     def _received(self) -> Any:
-        """What the process says next: that it is ready, a window's logits, or an exception."""
+        """Next message of the process: ready, a window's logits, or an exception."""
         try:
             return self._connection.recv()
         except Exception:  # it is gone, or what it sent cannot be read: nobody may wait for it
@@ -201,7 +201,7 @@ def other_gpus(num_gpus: int) -> list[dict[str, str]]:
 
 
 def job_of(runner: Runner, options: ClassifyOptions, sample: Tokens, num_tokens: int) -> Job:
-    """What makes a runner such as this one."""
+    """Job that makes a runner like this one."""
     return Job(
         options=replace(options, execution=runner.execution_mode),
         precision=runner.precision.value,

@@ -1,4 +1,4 @@
-"""A saved classifier made ready to run: its files checked, its weights on the device, its fast path proved.
+"""Load a saved classifier: check its files, move its weights to the device, choose its fast path.
 
 What it then runs is `Runner.submit`: tokenised texts in, logits out. What logits mean is the business of
 `tasks.answers`, where texts come from and answers go that of `classify.py`.

@@ -64,7 +64,7 @@ class Busy:
 
 
 class Stages:
-    """How long each stage was busy."""
+    """Busy seconds of each stage."""
 
     def __init__(self) -> None:
         self.read, self.tokenise, self.compute, self.write = Busy(), Busy(), Busy(), Busy()
@@ -143,7 +143,7 @@ def timed(items: Iterable[Item], busy: Busy) -> Iterator[Item]:
 
 
 class Ahead(Generic[Item]):
-    """What another thread makes: `depth` items that are ready, and one more. Closing it ends the thread."""
+    """Iterator that runs in another thread, `depth` items and one more ahead. Closing it ends the thread."""
 
     def __init__(self, items: Iterator[Item], depth: int) -> None:
         self._items = items

@@ -52,7 +52,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSize:
-    """Where windows end: at so many rows, or with the row whose text reaches so many bytes.
+    """Limits of a window: number of rows, or bytes of text.
 
     first_part: how many times smaller the first window is of texts that are in memory.
     """
@@ -86,7 +86,7 @@ class WindowSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Which columns are read. labels: the one with the candidate labels of each row, None if all have the same."""
+    """Columns to read. labels: the one with the candidate labels of each row, None if all have the same."""
 
     columns: Columns
     labels: str | None
@@ -119,11 +119,11 @@ class Reading:
         return table.select(list(dict.fromkeys(name for name in named if name is not None)))
 
     def texts(self, table: pa.Table) -> Texts:
-        """What is read: null where there is no text, of pairs either, or the candidate labels are wrong."""
+        """Texts: null where a text or its pair is missing, or the candidate labels are wrong."""
         return self._read(table, pa.nulls(table.num_rows, pa.large_string()))[0]
 
     def _read(self, table: pa.Table, faults: pa.Array) -> tuple[Texts, pa.Array]:
-        """What is read, and `faults` with those of candidate labels. A row whose fault is in a column that is not read
+        """Texts, and `faults` with those of candidate labels. A row whose fault is in a column that is not read
         has its text, and so an answer."""
         text, pair, labels = _text(table, self.columns.text), None, None
         there = has_text(text)

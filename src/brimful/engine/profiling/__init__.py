@@ -1,1 +1,1 @@
-"""Where the time of a step goes."""
+"""Profile of a training step."""

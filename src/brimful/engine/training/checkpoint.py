@@ -139,7 +139,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, or would be."""
+    """Path of the checkpoint of `step`, present or not."""
     return folder / _folder_name(step)
 
 

@@ -24,7 +24,7 @@ except ImportError:  # Triton comes with torch for GPUs, and is missing beside t
 
 @dataclass(frozen=True, kw_only=True)
 class RelativeBias:
-    """What a score gets by the distance of query i and key j alone: q_i . keys[b] + k_j . queries[b] + bias[b].
+    """Bias of a score by the distance of query i and key j: q_i . keys[b] + k_j . queries[b] + bias[b].
 
     bucket_W: b, the row of the tables below, of each distance j - i from -reach to reach - 1, (2 * reach,) int64 with
     reach at least the longest segment. keys_HRD, queries_HRD: of R positions, None where a model has none.
@@ -39,7 +39,7 @@ class RelativeBias:
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """What attention computes besides the products: all of it belongs to the model.
+    """Mask, scale and cap of attention, as the model defines them.
 
     relative: what is added to scaled scores, before a soft cap.
     """
@@ -105,7 +105,7 @@ def _rows_RHLD(x_HTD: Tensor, group: Group) -> Tensor:
 
 
 def _full(valid_RL: Tensor) -> bool:
-    """Whether a group has no padding; only asked on the CPU, where looking costs nothing."""
+    """True if a group has no padding; only asked on the CPU, where looking costs nothing."""
     return valid_RL.device.type == "cpu" and bool(valid_RL.all())
 
 

@@ -36,7 +36,7 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _places(start, owners, queries, keys, head, stride_t, stride_h, reach):
-    """Where a table has the column of each distance in the rows of `owners`, which are the queries or the keys."""
+    """Index into a table of each distance for the rows of `owners`, the queries or the keys."""
     return head.to(tl.int64) * stride_h + (start + owners).to(tl.int64) * stride_t + (keys - queries + reach)
 
 
@@ -276,7 +276,7 @@ def attend(
 
 
 def _made(q: Tensor, dropout: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What the forward pass fills."""
+    """Output tensors of the forward pass."""
     heads, tokens, head_dim = q.shape
     out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
     mask_rows = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)

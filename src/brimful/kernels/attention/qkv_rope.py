@@ -182,7 +182,7 @@ class Heads:
         return self.queries // self.keys
 
     def in_place(self, norm: HeadNorm | None) -> bool:
-        """Whether what comes in is not needed any more, and has the shape of what goes out."""
+        """True if what comes in is not needed any more, and has the shape of what goes out."""
         return norm is None and self.group == 1
 
 

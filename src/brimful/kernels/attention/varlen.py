@@ -26,13 +26,13 @@ _LOG2_E = 1.4426950408889634
 
 
 def supports(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernel takes such queries: bf16, fp16 and fp32, heads of 16, 32, 64 or 128."""
+    """True if the kernel takes such queries: bf16, fp16 and fp32, heads of 16, 32, 64 or 128."""
     return dtype in (torch.bfloat16, torch.float16, torch.float32) and head_dim in (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How a kernel is cut: rows that a program owns, rows it takes at a time of the others, warps, stages.
+    """Launch shape of a kernel: rows per program, rows of the other operand per iteration, warps, stages.
 
     registers: most of a thread, so that more programs fit a multiprocessor; None for as many as the compiler likes.
     split: whether blocks that need no mask have a loop of their own.
@@ -81,7 +81,7 @@ def _launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[
 
 
 def _factors(scale: float, softcap: float) -> tuple[float, float]:
-    """What products are multiplied with before the tanh of a soft cap, and before the exponential to the base 2."""
+    """Factors of the scores before the tanh of a soft cap, and before the exponential to base 2."""
     if softcap > 0:
         return 2.0 * _LOG2_E * scale / softcap, softcap * _LOG2_E
     return 1.0, scale * _LOG2_E

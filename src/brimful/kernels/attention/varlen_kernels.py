@@ -34,7 +34,7 @@ def _scores(q, k, inner, CAP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _seen(queries, keys, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Which keys a query sees by causality and window; both in shapes that broadcast."""
+    """Mask of the keys that a query sees by causality and window; both in shapes that broadcast."""
     distance = queries - keys
     seen = distance == distance
     if CAUSAL:

@@ -42,7 +42,7 @@ _BLOCK = 64
 
 @triton.jit
 def _stays(SEED, site, head, start, rows, drop_below):
-    """Which keys dropout leaves to the segment's first query."""
+    """Mask of the keys that dropout keeps for the segment's first query."""
     return kept_in(SEED, site, head, start + tl.zeros([1], tl.int32), rows, drop_below)
 
 
@@ -166,7 +166,7 @@ def _strides(*found: Tensor) -> list[int]:
 
 
 def _dropout(dropout: Dropout | None, unread: Tensor) -> tuple[tuple[Tensor, int], tuple[int, float]]:
-    """What kernels are told of dropout: seed and site, and the threshold and what is kept is multiplied with."""
+    """Kernel arguments of dropout: seed, site, threshold and factor of kept elements."""
     if dropout is None:
         return (unread, 0), (0, 1.0)
     return (dropout.seed, dropout.site), (threshold(dropout.p), kept_factor(dropout.p))

@@ -163,7 +163,7 @@ def parameter_gradients(strips: Tensor, bias_dtype: torch.dtype) -> tuple[Tensor
 
 @dataclass(frozen=True)
 class _Backward:
-    """How the backward kernel runs: most programs, their warps, rows of a tile, and tiles on their way at once."""
+    """Launch shape of the backward kernel: most programs, warps, rows of a tile, and stages."""
 
     programs: int
     warps: int

@@ -49,7 +49,7 @@ def _tile(first, num_rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _stays(SEED, site, rows, columns, drop_below):
-    """What dropout keeps of rows."""
+    """Mask of elements that dropout keeps."""
     return kept_in(SEED, site, 0, rows[:, None], columns[None, :], drop_below)
 
 

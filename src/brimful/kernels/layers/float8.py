@@ -131,12 +131,12 @@ def _plain_product(a_MK: Scaled, b_NK: Scaled, bias_N: Tensor | None) -> Tensor:
 
 
 def fits(shape: Shape) -> bool:
-    """Whether the matrix units take products with a weight of this shape."""
+    """True if the matrix units take products with a weight of this shape."""
     return all(size % ALIGNMENT == 0 for size in shape)
 
 
 class Products(NamedTuple):
-    """Which of a linear layer's three products are in fp8."""
+    """The products of a linear layer, of three, that are in fp8."""
 
     output: bool = False
     input_gradient: bool = False
@@ -144,7 +144,7 @@ class Products(NamedTuple):
 
 
 class Plan:
-    """Which products are taken in fp8 by the shape of their weight, (N, K).
+    """Products in fp8, by the shape of their weight, (N, K).
 
     choices: None for all. fewest: with fewer tokens all products stay as they are: choices were made for many more.
     met: weights of which shapes were asked for while it was active, and whether what comes out is activated at once.

@@ -16,7 +16,7 @@ _STEP, _COLUMNS = 64, 64
 
 @triton.jit
 def _scales(bits, SMALLEST: tl.constexpr, LARGEST: tl.constexpr):
-    """What values are multiplied with, and the scale that undoes it, from the bits of the largest."""
+    """Scale of the values and its inverse, from the bits of the largest absolute value."""
     largest = bits.to(tl.float32, bitcast=True)
     largest = tl.where(largest < SMALLEST, SMALLEST, largest)  # of what is not a number, itself
     return LARGEST / largest, largest / LARGEST

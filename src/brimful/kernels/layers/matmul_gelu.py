@@ -75,7 +75,7 @@ def gelu_product(X, W, BIAS, Y, num_rows, width, depth, ROWS: tl.constexpr, COLU
 
 
 def suits(x_TK: Tensor, w_NK: Tensor) -> bool:
-    """Whether the kernel takes these operands, on GPUs where it was measured to be faster, from 1,024 rows on.
+    """True if the kernel takes these operands, on GPUs where it was measured to be faster, from 1,024 rows on.
 
     With fewer it is up to 8 µs slower, and taken even so, lest the number of texts decide what is rounded in between.
     """
@@ -88,7 +88,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def takes(x_TK: Tensor, w_NK: Tensor) -> bool:
-    """Whether the kernel could: half precision, columns of whole tiles, rows as the accelerator finds them."""
+    """True if the kernel could: half precision, columns of whole tiles, rows as the accelerator finds them."""
     return (
         x_TK.dtype.itemsize == 2
         and len(x_TK) > 0

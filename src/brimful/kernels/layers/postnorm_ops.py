@@ -43,7 +43,7 @@ def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """What products of `x` run in here: autocast's dtype, or its own."""
+    """Dtype of matrix products of `x`: autocast's, or its own."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -56,7 +56,7 @@ def halved(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _version(x: Tensor) -> int:
-    """How often `x` was changed in place; inference tensors do not count."""
+    """In-place version of `x`; inference tensors have none."""
     return 0 if x.is_inference() else x._version
 
 
@@ -96,7 +96,7 @@ def _multiply(
 
 
 def _fp8_products(x_TK: Tensor, w_NK: Tensor, *, activated: bool) -> float8.Products:
-    """Which products of these the active plan takes in fp8."""
+    """Products that the active plan runs in fp8."""
     plan = float8.active_plan()
     if plan is None:
         return float8.Products()
@@ -111,7 +111,7 @@ def _input_gradient(g_TN: Tensor, weight: Tensor, scales: Tensor | None) -> Tens
 
 
 def _are_leaves(*parameters: Tensor | None) -> bool:
-    """Whether nothing reads the gradients of these before the end of the backward pass."""
+    """True if nothing reads the gradients of these before the end of the backward pass."""
     return all(each is None or each.is_leaf for each in parameters)
 
 

@@ -116,7 +116,7 @@ def _after(call: Node) -> dict[Node, None]:
 
 
 def _has_tokens(node: Node, x: Any) -> bool:
-    """Whether a node's result has a row a token, as `x` has: (1, T, ...). Symbols are compared as they are written:
+    """True if a node's result has a row a token, as `x` has: (1, T, ...). Symbols are compared as they are written:
     asking whether they are equal would make the compiler see to it."""
     made, like = node.meta.get("example_value"), x.meta["example_value"]
     return isinstance(made, torch.Tensor) and made.ndim == like.ndim and str(made.shape[:-1]) == str(like.shape[:-1])

@@ -22,12 +22,12 @@ def replace(graph: Graph, node: Node, function: Callable[..., Any], arguments: t
 
 
 def is_call(node: Any, *targets: Any) -> bool:
-    """Whether something is a node that calls one of these functions."""
+    """True if something is a node that calls one of these functions."""
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
 
 
 def is_method(node: Any, *names: str) -> bool:
-    """Whether something is a node that calls one of these methods."""
+    """True if something is a node that calls one of these methods."""
     return isinstance(node, Node) and node.op == "call_method" and node.target in names
 
 
@@ -72,7 +72,7 @@ def dropout_call(node: Any) -> dict[str, Any] | None:
 
 
 def probability(call: dict[str, Any]) -> Any:
-    """What a dropout drops: 0 outside training."""
+    """Probability of a dropout: 0 outside training."""
     if not call["training"]:
         return 0.0
     return 0.5 if call["p"] is None else call["p"]
@@ -87,7 +87,7 @@ def layer_norm(node: Any) -> dict[str, Any] | None:
 
 
 def uncast(node: Any) -> Any:
-    """What a node is but for its dtype."""
+    """The node before any casts."""
     while is_method(node, "float") or (is_method(node, "to") and isinstance(node.args[-1], torch.dtype)):
         node = node.args[0]
     return node
@@ -102,7 +102,7 @@ def both_ways(node: Any, target: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def is_sum(node: Any) -> bool:
-    """Whether a node adds two others and has one reader; in place only where nobody else sees that."""
+    """True if a node adds two others and has one reader; in place only where nobody else sees that."""
     if not is_call(node, operator.add, operator.iadd) or len(node.users) != 1:
         return False
     changed = node.args[0]
@@ -123,10 +123,10 @@ def shape_of(node: Any) -> tuple[Any, ...]:
 
 
 def same_shape(node: Any, other: Any) -> bool:
-    """Whether two nodes make tensors of one shape."""
+    """True if two nodes make tensors of one shape."""
     return made(node) is not None and made(other) is not None and shape_of(node) == shape_of(other)
 
 
 def is_parameter(node: Any) -> bool:
-    """Whether a node is a parameter of the module."""
+    """True if a node is a parameter of the module."""
     return isinstance(node, Node) and isinstance(node.meta.get("example_value"), torch.nn.Parameter)

@@ -38,7 +38,7 @@ from brimful.models.fusion.postnorm import replace_attention
 
 @dataclass(frozen=True, kw_only=True)
 class _Norm:
-    """What is normalised, by which gain; as LayerNorm without a shift if `centred`, else by its mean square."""
+    """Input and gain of a norm; LayerNorm without a shift if `centred`, else RMSNorm."""
 
     input: Node
     gain: Node
@@ -222,7 +222,7 @@ def attention(graph: Graph, node: Node) -> None:
 
 
 def _fit(q: _Heads, k: _Heads, v: _Heads) -> bool:
-    """Whether one kernel makes queries, keys and values of one product."""
+    """True if one kernel makes queries, keys and values of one product."""
     parts = (q.part, k.part, v.part)
     one = parts == (0, 1, 2) and q.linear["weight"] is k.linear["weight"] is v.linear["weight"]
     return (
@@ -264,7 +264,7 @@ def _heads(node: Any) -> _Heads | None:
 
 
 def _repeated(node: Any) -> tuple[Any, int]:
-    """What is repeated along the first axis, and how often; the node itself and 1 if nothing is."""
+    """Node repeated along the first axis, and the number of repeats; the node itself and 1 if none."""
     call = method_arguments(node, "repeat_interleave", ("input", "repeats", "dim"))
     if call is None or call["dim"] != 0 or not isinstance(call["repeats"], int):
         return node, 1
@@ -289,7 +289,7 @@ def _linear_of(node: Node) -> tuple[dict[str, Any] | None, int | None]:
 
 
 def _turned(node: Any) -> tuple[Any, tuple[Node, Node]] | None:
-    """What is turned, x, and by which angles, in x * cos + cat(-second half, first half) * sin."""
+    """Input x and angles of a rotary embedding: x * cos + cat(-second half, first half) * sin."""
     for straight, across in both_ways(node, operator.add):
         for x, cos in both_ways(straight, operator.mul):
             for crossed, sin in both_ways(across, operator.mul):
@@ -299,7 +299,7 @@ def _turned(node: Any) -> tuple[Any, tuple[Node, Node]] | None:
 
 
 def _crossed(node: Any) -> Any:
-    """What x is in cat(-second half of x, first half of x) along the last axis; None if it is something else."""
+    """The x of cat(-second half of x, first half of x) along the last axis; None for anything else."""
     call = arguments(node, torch.cat, ("tensors", "dim"))
     if call is None or call["dim"] != -1 or len(call["tensors"]) != 2 or not is_call(call["tensors"][0], operator.neg):
         return None
@@ -313,6 +313,6 @@ def _crossed(node: Any) -> Any:
 
 
 def _is_angle(node: Any, x: Any) -> bool:
-    """Whether a node makes numbers for each token and channel of x (1, H, T, D), equal for all heads, not learned."""
+    """True if a node makes numbers for each token and channel of x (1, H, T, D), equal for all heads, not learned."""
     found, (*_, tokens, channels) = made(node), shape_of(x)
     return found is not None and not found.requires_grad and shape_of(node) == (1, 1, tokens, channels)

@@ -162,7 +162,7 @@ def empty_model(folder: Path, config: PreTrainedConfig, own_code: bool) -> PreTr
 
 
 def _find_head(folder: Path, model: PreTrainedModel, weights: Weights) -> tuple[bool, str]:
-    """True if the weights hold all of the model's head; and why."""
+    """Tell if the weights hold all of the model's head, and why."""
     wanted = head_parameters(model)
     if not wanted:
         raise ModelError(

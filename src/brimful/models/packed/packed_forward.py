@@ -148,7 +148,7 @@ class PaddedExecution(Execution):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedForm:
-    """How a model runs packed: what its head reads, and the number its positions start at.
+    """Form of the packed forward: the pooling that the head reads, and the first position.
 
     short: whether what follows attention in the last layer is given the tokens that the head reads, and no others.
     """
@@ -159,7 +159,7 @@ class PackedForm:
 
 
 class LeftOut(NamedTuple):
-    """What a pass does not compute in the last layer for tokens that the head does not read.
+    """Work skipped in the last layer for tokens that the head does not read.
 
     parameters: of the matrices that they are not multiplied with. attention: whether their queries too.
     """
@@ -207,7 +207,7 @@ class PackedExecution(Execution):
 
     @property
     def left_out(self) -> LeftOut:
-        """What the last pass left out."""
+        """Work that the last pass skipped."""
         layers = layers_of(self.model)
         if layers is None:
             return LeftOut()
@@ -248,7 +248,7 @@ class PackedExecution(Execution):
 
     @contextmanager
     def _told(self, inputs: PackedInputs) -> Iterator[dict[str, Any]]:
-        """What tells attention where sequences end: arguments that layers hand on, or an encoder that was told."""
+        """Arguments that give attention the sequence ends, or an encoder that has them."""
         if self._relative is None:
             yield {"segments": inputs.segments, "plain": self.plain}
             return
@@ -309,7 +309,7 @@ def what_follows_attention(model: Any) -> nn.Module | None:
 
 
 def has_token_types(config: Any) -> bool:
-    """Whether a model must be told token types: it has several, or embeds them as if they were words, as GPT-2 does."""
+    """True if a model must be told token types: it has several, or embeds them as if they were words, as GPT-2 does."""
     num_types = getattr(config, "type_vocab_size", None)
     if num_types is not None:
         return bool(num_types > 1)

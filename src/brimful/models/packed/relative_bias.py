@@ -51,7 +51,7 @@ class Buckets:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRow:
-    """What attention is handed instead of distances or a bias between all tokens.
+    """Packed row, passed to attention in place of distances or a bias between all tokens.
 
     buckets: None in a model without relative positions. bias_HR: MPNet's table for all layers.
     """
@@ -73,7 +73,7 @@ class PackedRow:
 
 
 class _Form:
-    """What comes in front of a family's class, whose methods and modules it uses."""
+    """Base of a family's packed form, mixed into the family's class."""
 
     if TYPE_CHECKING:
 
@@ -281,7 +281,7 @@ _FORMS: dict[str, dict[str, type[_Form]]] = {
 
 
 def has_form(config: Any) -> bool:
-    """Whether a model has a packed form here."""
+    """True if a model has a packed form here."""
     return config.model_type in _FORMS
 
 

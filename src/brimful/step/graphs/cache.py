@@ -128,7 +128,7 @@ class GraphCache:
 
     @property
     def enabled(self) -> bool:
-        """Whether shapes that come again are captured."""
+        """True if shapes that come again are captured."""
         return self._recorder is not None
 
     def meet(self, shapes: Iterable[Hashable]) -> bool:
