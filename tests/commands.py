@@ -14,7 +14,7 @@ from brimful.cli.commands import run
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """What a command printed, and its exit code."""
+    """Output and exit code of a command."""
 
     code: int
     out: str

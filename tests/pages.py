@@ -65,7 +65,7 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
     def check(self) -> None:
-        """That it is self-contained, runs nothing, and can be read by everyone."""
+        """Check that it is self-contained, runs nothing, and can be read by everyone."""
         scripts = self.all("script")
         assert [script.get("type") for script in scripts] == ["application/json"]
         assert "url(" not in self.style

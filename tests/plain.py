@@ -13,7 +13,7 @@ from brimful.tasks.task import MultiLabel, SingleLabel, Task
 
 
 def padded(ids: list[np.ndarray], types: list[np.ndarray] | None, padding_id: int) -> dict[str, Tensor]:
-    """What a Hugging Face collator makes of one batch: padded at the end to its longest sequence."""
+    """One batch as Hugging Face's collator makes it: padded at the end to its longest sequence."""
     longest = max(len(i) for i in ids)
     ids_BL = torch.full((len(ids), longest), padding_id)
     mask_BL = torch.zeros_like(ids_BL)

@@ -75,7 +75,7 @@ def single_label_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How one run of the command line ended.
+    """The end of one run of the command line.
 
     code: negative for a signal. peak_bytes: the most memory that it had. said: stdout and stderr together.
     """
@@ -146,7 +146,7 @@ def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
 
 
 def learned(folder: Path) -> dict[str, Any]:
-    """What two runs that learned the same have in common, bit for bit."""
+    """Everything that two runs have in common, bit for bit, if they learned the same."""
     record = json.loads((folder / "run.json").read_text("utf-8"))
     steps = [(e["step"], e["loss"], e["learning_rate"], e["grad_norm"]) for e in events(folder, "step")]
     return {

@@ -1,4 +1,4 @@
-"""Whether answers are those of transformers' pipeline."""
+"""Comparison of answers with those of transformers' pipeline."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Family:
 
     @property
     def form(self) -> PackedForm:
-        """How it runs packed."""
+        """The form that it runs packed in."""
         return PackedForm(pooling=self.pooling, first_position=self.first_position, short=self.short)
 
     def model(self, num_labels: int = 3, *, seed: int = 0, dropout: float = 0.0, **settings: Any) -> Any:

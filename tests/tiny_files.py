@@ -1,4 +1,4 @@
-"""What a user has on the disk: tiny classifiers with a tokenizer in Hugging Face form, and rows in a CSV."""
+"""Files of a user: tiny classifiers with a tokenizer in Hugging Face form, and rows in a CSV."""
 
 from __future__ import annotations
 

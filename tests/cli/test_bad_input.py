@@ -19,7 +19,7 @@ _POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsiz
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPath:
-    """Where one mistake is made: a folder of its own, and the session's files."""
+    """The place of one mistake: a folder of its own, and the session's files."""
 
     folder: Path
     files: Files
@@ -460,7 +460,7 @@ def test_a_mistake_is_two_lines_and_changes_nothing(
 
 
 def assert_one_error(err: str, words: tuple[str, ...], hint: str) -> None:
-    """That stderr ends in one error and one hint with these words in them, and has no other, and no traceback."""
+    """Check that stderr ends in one error and one hint with these words in them, and has no other, and no traceback."""
     *talk, error, last = err.splitlines()
     assert error.startswith("error: ")
     assert last.startswith("hint: ")

@@ -56,7 +56,7 @@ def test_the_file_may_say_everything(tmp_path: Path) -> None:
 
 
 def test_every_option_can_stand_in_a_file(tmp_path: Path) -> None:
-    """What a file says arrives, for each field, as its default or as text where the default is nothing."""
+    """A file's values arrive, for each field, as its default or as text where the default is nothing."""
     given = {
         field.name: field.default
         for field in dataclasses.fields(TrainOptions)

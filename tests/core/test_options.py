@@ -1,4 +1,4 @@
-"""What a user can ask for: defaults, what is refused, what differs from an earlier run."""
+"""Options: defaults, what is refused, what differs from an earlier run."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from runs import POISON, Runner, open_runner, save_tiny_model, single_label_rows
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where models, rows and undisturbed runs of the session are."""
+    """Folder of the session's models, rows and undisturbed runs."""
     return tmp_path_factory.mktemp("engine")
 
 

@@ -21,7 +21,7 @@ from tiny_files import review, save_classifier, write_csv
 
 @pytest.mark.parametrize("packing", ["auto", "off"])
 def test_the_measured_kernel_is_proved_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: Any) -> None:
-    """Where rows are not packed, nothing is measured."""
+    """Nothing is measured for rows that are not packed."""
     proved: list[str | None] = []
 
     def seen(model: Any, **given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a run says of its compilations, against torch's compiler and a step that captures."""
+"""A run's words on its compilations, against torch's compiler and a step that captures."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def rows_of(number: int, task: str, *, with_types: bool) -> list[dict[str, Any]]
 
 
 def as_padded(rows: list[dict[str, Any]], padding_id: int) -> dict[str, torch.Tensor]:
-    """What a data collator makes of the rows."""
+    """The rows as a data collator batches them."""
     ids = [np.array(row["input_ids"]) for row in rows]
     types = [np.array(row["token_type_ids"]) for row in rows] if "token_type_ids" in rows[0] else None
     return padded(ids, types, padding_id) | {"labels": torch.tensor([row["labels"] for row in rows])}

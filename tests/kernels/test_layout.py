@@ -74,7 +74,7 @@ def test_sequences_come_back_from_a_packed_row(case: tuple[list[int], PackedShap
 
 @given(lengths_and_shapes, st.booleans())
 def test_numbers_unpack_to_the_packed_inputs(case: tuple[list[int], PackedShape], with_types: bool) -> None:
-    """Where they arrive, segments are found by search."""
+    """Segments are found by search on the device that they arrive at."""
     lengths, shape = case
     ids = sequences(lengths)
     ids[0][-1] = PADDING

@@ -36,7 +36,7 @@ class Function:
 def launch(
     function: Function, specialization: str = "one", module: str = "brimful.kernels.layers.dropout_add_layernorm"
 ) -> Any:
-    """What Triton asks before it compiles: True is not to."""
+    """The hook that Triton calls before it compiles: True prevents it."""
     hook = knobs.runtime.jit_cache_hook
     if hook is None:
         return None

@@ -1,4 +1,4 @@
-"""Which attention kernel is taken: for training by timing where several can do it, else by a rule."""
+"""The choice of an attention kernel: for training by timing where several can do it, else by a rule."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WIDE = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What is timed: nothing here, ours is half as fast as the other."""
+    """The kernels that are timed: none here, ours is half as fast as the other."""
     found: list[tuple[Any, ...]] = []
 
     def seconds(*given: Any) -> dict[str, float]:

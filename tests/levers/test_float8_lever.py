@@ -1,4 +1,4 @@
-"""Which products run in fp8, and what is said where none does. On the CPU fp8 is emulated, and never faster."""
+"""Products that run in fp8, and the reason if none does. On the CPU fp8 is emulated, and never faster."""
 
 from __future__ import annotations
 

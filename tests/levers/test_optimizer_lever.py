@@ -1,4 +1,4 @@
-"""Which parameters decay, and which kernels update them."""
+"""Parameters that decay, and kernels that update them."""
 
 from __future__ import annotations
 

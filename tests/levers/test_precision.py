@@ -1,4 +1,4 @@
-"""What a precision puts around forward passes."""
+"""The contexts that a precision puts around forward passes."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _run_pytest(src: Path, log: Path, arguments: list[str]) -> None:
 
 
 def verdict(mutant: Mutant, limit_s: float) -> tuple[bool, str]:
-    """Whether the mutant was killed, and a line on it. Tests without an end have noticed it too."""
+    """Run a mutant's tests; return True if it was killed, and a line on it. Tests without an end have noticed it."""
     began = time.monotonic()
     if mutant.found != 1:
         return False, f"NOT FOUND  {mutant.name}: its old text occurs {mutant.found} times in {mutant.file}"

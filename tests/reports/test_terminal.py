@@ -1,4 +1,4 @@
-"""What a person sees: in a pipe, on a terminal of 80 columns, and while a live bar is drawn."""
+"""Terminal output: in a pipe, on a terminal of 80 columns, and while a live bar is drawn."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_rows_are_counted_and_the_count_goes_when_all_are_done(
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the clock says, to be set."""
+    """The time, to be set."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     return now

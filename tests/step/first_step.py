@@ -38,7 +38,7 @@ class Utils:
 
 
 class Driver:
-    """What Triton asks of an H200."""
+    """An H200 as Triton sees it."""
 
     utils = Utils()
 

@@ -1,4 +1,4 @@
-"""What the library rests on: however a batch is packed and split, its gradient is the plain padded batch's.
+"""The promise of the library: however a batch is packed and split, its gradient is the plain padded batch's.
 
 The plain batch is one Hugging Face forward with its own eager attention and one of torch's mean losses. Everything is
 in fp64, and gradients are compared over all parameters together.
@@ -220,7 +220,7 @@ def test_padded_families(family: str, data: st.DataObject, kind: str) -> None:
 @given(ends=st.lists(st.integers(0, 4), min_size=2, max_size=6), room=st.sampled_from([0, 10, 100]))
 @settings(max_examples=15)
 def test_texts_that_end_in_the_padding_token(family: str, ends: list[int], room: int) -> None:
-    """Where padding is also the end token, as it is for most decoders, tokenizers may put it at the end of each text.
+    """Padding may be the end token too, as in most decoders: tokenizers may then put it at the end of each text.
 
     Hugging Face's heads look for the last token that is not padding, and read the one before it.
     """
@@ -245,7 +245,7 @@ def test_texts_that_end_in_the_padding_token(family: str, ends: list[int], room:
 
 
 def test_cases_are_of_one_and_of_many_micro_batches() -> None:
-    """That the tests above test what they say."""
+    """Check the cases of the tests above."""
     task = SingleLabel(_label_space("single_label", 3))
     case = Case((30, 20, 10, 30, 1), False, task, np.zeros(5, dtype=np.int64), 0, 1, 0)
     assert len(case.packed().micro_batches) == 4

@@ -1,4 +1,4 @@
-"""What logits mean: the answers of transformers' own pipeline as objects, and the same as columns."""
+"""Answers from logits: those of transformers' own pipeline as objects, and the same as columns."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_regression_is_the_mean_squared_error(num_rows: int, num_outputs: int, s
 @pytest.mark.parametrize("task_name", ["single_label", "multi_label", "regression"])
 @given(num_rows=st.integers(2, 20), cut=st.integers(1, 19), seed=st.integers(0, 99))
 def test_a_sum_over_parts_is_the_sum_over_all(task_name: TaskName, num_rows: int, cut: int, seed: int) -> None:
-    """What splitting rests on, with empty slots among the parts."""
+    """The ground of splitting, with empty slots among the parts."""
     logits, targets = draw(task_name, num_rows, 3, seed)
     text = None if task_name == "regression" else "negative=3,positive=0.25"
     task = make_task(space(task_name), targets, text, 0.0 if task_name == "regression" else 0.1)

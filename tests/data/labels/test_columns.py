@@ -1,4 +1,4 @@
-"""Which columns are taken, and why."""
+"""Columns that are taken, and the reasons."""
 
 from __future__ import annotations
 

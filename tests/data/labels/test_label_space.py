@@ -1,4 +1,4 @@
-"""What labels are taken to mean, and the targets that rows get."""
+"""Meanings of labels, and the targets that rows get."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_the_delimiter_is_the_one_that_rows_agree_on(tmp_path: Path) -> None:
 
 
 def test_one_name_takes_whole_lines_for_texts(tmp_path: Path) -> None:
-    """Where commas do not cut all of them alike."""
+    """Rows that commas do not cut alike."""
     file = put(tmp_path / "rows.csv", ["good, really, a lot", "bad", "fine, so far"])
     assert read_rows(file, Header.of(None, "text")).table["text"].to_pylist() == [
         "good, really, a lot",

@@ -79,7 +79,7 @@ def joined(chunks: list[Chunk]) -> list[Row]:
 
 
 def errors_of(chunks: list[Chunk]) -> dict[int, str]:
-    """What is said of rows, by row; checks that chunks follow one another."""
+    """Errors by row; checks that chunks follow one another."""
     found, row = {}, chunks[0].first_row if chunks else 0
     for chunk in chunks:
         assert chunk.first_row == row

@@ -157,7 +157,7 @@ def nli(folder: Path) -> Path:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_zero_shot(tmp_path: Path, request: pytest.FixtureRequest, first: bool) -> None:
-    """Where the first rows differ, pairs are not put together from ids; where a later one does, words are given up."""
+    """Pairs are not put together from ids if the first rows differ; if a later one does, words are given up."""
     model, labels = nli(tmp_path / "nli"), ["good", "bad"]
     texts = [f"the film {i}" + (" zebra" if i == (0 if first else WINDOW) else "") for i in range(2 * WINDOW)]
     pq.write_table(pa.table({"text": texts}), tmp_path / "rows.parquet")

@@ -1,4 +1,4 @@
-"""What stands in a file of results of each form: every value comes back, whatever it is."""
+"""Files of results in each form: every value comes back, whatever it is."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_rows_that_influence_one_another_are_classified_alone(tmp_path: Path) ->
 @pytest.mark.parametrize("packing", ["auto", "off"])
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_a_decoder_whose_configuration_names_no_padding(family: str, packing: str, tmp_path: Path) -> None:
-    """What the tokenizer pads with is padding to the head too, which reads the last token that is none."""
+    """The tokenizer's padding token is padding to the head too, which reads the last token before it."""
     model = save_classifier(tmp_path, ["a", "b", "c"], family)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))

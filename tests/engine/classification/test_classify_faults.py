@@ -139,7 +139,7 @@ def test_five_kills(
 
 
 def test_a_run_that_was_left_alone(alone: dict[str, dict[str, Any]], home: Path) -> None:
-    """What the kills are compared with is right: every row once and in its place, the shards cut where they were."""
+    """The run that kills are compared with is right: every row once and in its place, shards cut where they were."""
     table = pq.read_table(home / "alone-results.parquet" / "results.parquet")
     shards = [pq.read_table(path) for path in sorted((home / "alone-results" / "results").glob("*.parquet"))]
     assert table["id"].to_pylist() == list(range(ROWS))
@@ -202,7 +202,7 @@ def header(seed: int, wanted: int, typical_s: dict[str, float]) -> str:
 
 
 def what_is_there(output: Path) -> str:
-    """What a kill left, in words."""
+    """A description of the files that a kill left."""
     folder = output.with_name(output.name + ".parts") if output.suffix else output
     if not (folder / "_manifest.json").exists():
         return "all results" if output.suffix and output.exists() else "nothing"

@@ -1,4 +1,4 @@
-"""How many tokens a CPU computes at once, and that answers do not depend on it."""
+"""The tokens that a CPU computes at once, and answers that do not depend on them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from brimful.engine.inference import Done
 
 
 class StageError(Exception):
-    """What a stage raises here."""
+    """The error of a stage in these tests."""
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Where windows end."""
+"""Ends of windows."""
 
 from __future__ import annotations
 

@@ -477,7 +477,7 @@ SCENARIOS = {
 
 
 def check(folder: Path, scenario: Scenario, *, only_after: bool = False) -> bool:
-    """Whether the newest whole checkpoint is the one from after; else it must be the one from before, bit for bit."""
+    """True if the newest whole checkpoint is the one from after; else it must be the one from before, bit for bit."""
     found, _ = newest_whole(folder, RUN)
     if same(found, *scenario.after):
         return True
@@ -553,7 +553,7 @@ class Folder:
     synced: dict[str, Any] = field(default_factory=dict)
 
     def survivors(self) -> Iterator[dict[str, Any]]:
-        """What may be in it after a power cut: all changes, none, only the new names, only the removals."""
+        """Its possible contents after a power cut: all changes, none, only the new names, only the removals."""
         yield self.live
         yield self.synced
         yield {**self.synced, **self.live}

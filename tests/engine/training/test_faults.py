@@ -88,7 +88,7 @@ def test_kills_before_any_operation(
 
 
 def operations(runner: Runner, words: list[str], output: Path, kind: str) -> int:
-    """How often a run that is left alone changes the disk under its folder."""
+    """The number of times that an uninterrupted run changes the disk under its folder."""
     counts = output.with_suffix(".txt")
     if not counts.exists():
         ended = runner([*words, "--output", str(output)], f"count:{kind}:*:{counts}")
@@ -172,7 +172,7 @@ def header(seed: int, wanted: int, typical_s: float, weights: str) -> str:
 
 
 def what_is_there(folder: Path) -> str:
-    """What a kill left, in words."""
+    """A description of the files that a kill left."""
     if not (folder / "run.json").exists():
         names = sorted(path.name.split("-")[0] for path in folder.glob("*")) if folder.exists() else []
         return ", ".join(names) or "nothing"
@@ -186,7 +186,7 @@ def what_is_there(folder: Path) -> str:
 
 
 def went_on(ended: Ended) -> str:
-    """Where a start began, by what it said."""
+    """The place that a start began at, by its own words."""
     if "had finished" in ended.said:
         return "was finished"
     for line in ended.said.splitlines():

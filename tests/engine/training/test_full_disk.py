@@ -179,7 +179,7 @@ def test_an_exit_code_and_a_way_on_without_a_mount(
 
 
 def test_stopped_on_a_full_disk(runner: Runner, model: Path, rows: Path, tmp_path: Path) -> None:
-    """What cannot be saved is not said to be."""
+    """A model that cannot be saved is not said to be."""
     words = ["train", str(rows), "--model", str(model), "--output", str(tmp_path / "run"), *WORDS]
     ended = runner(words, "term:event:step:2", file_bytes=LITTLE)
     assert ended.code == 4, ended.said

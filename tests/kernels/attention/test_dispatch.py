@@ -138,7 +138,7 @@ def test_grouped_is_the_plain_twin(dtype: torch.dtype, case: Case) -> None:
 @given(case=cases(), data=st.data())
 @settings(max_examples=40)
 def test_nothing_leaks_between_sequences(value: float, case: Case, data: st.DataObject) -> None:
-    """What one sequence holds, be it not a number, leaves every bit of the others' outputs and gradients alone."""
+    """A sequence's content, even if not a number, leaves every bit of the others' outputs and gradients alone."""
     touched = data.draw(st.integers(0, len(case.lengths) - 1))
     start = sum(case.lengths[:touched])
     inside_T = torch.zeros(sum(case.lengths) + case.tail, dtype=torch.bool)

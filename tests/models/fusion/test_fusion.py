@@ -279,7 +279,7 @@ def graph_of(function: Callable[..., Any], *inputs: Any) -> GraphModule:
 
 
 class Layer(torch.nn.Module):
-    """What the patterns look for, in variations."""
+    """Variations of the layers that patterns look for."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def test_what_only_looks_like_a_pattern_is_not_taken(kind: str) -> None:
 
 
 class Stream(torch.nn.Module):
-    """What the patterns of pre-norm layers look for, in variations."""
+    """Variations of the pre-norm layers that patterns look for."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What intake says of models, and every way in which it refuses one."""
+"""Inspection of models, and every way in which it refuses one."""
 
 from __future__ import annotations
 

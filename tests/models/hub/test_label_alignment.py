@@ -1,4 +1,4 @@
-"""Which output means which label: every rule, and every refusal."""
+"""Labels of outputs: every rule, and every refusal."""
 
 from __future__ import annotations
 
