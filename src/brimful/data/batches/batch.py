@@ -20,7 +20,7 @@ from brimful.tasks.task import Task
 
 #: Bytes that the tensors of one memory begin at multiples of: the widest words that kernels read.
 _ALIGNMENT = 16
-#: What one graph can run on.
+#: Key of the micro-batches that one graph can run on.
 Shape = tuple[Any, ...]
 
 

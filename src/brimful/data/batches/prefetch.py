@@ -8,19 +8,19 @@ it goes.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from brimful.core.ahead import POLL_S, Ahead
 from brimful.data.batches.batch import Batch, Layout, Sampler, make_batch
 from brimful.data.tokens.augment import Augmenter, Encoded, worker_errors
 from brimful.data.tokens.encoder import Tokens
@@ -113,6 +113,10 @@ class _Place:
     free: torch.cuda.Event | None = None
 
 
+#: A batch, and on a GPU its place there and the end of its copy.
+_Staged = tuple[Batch, _Place | None, torch.cuda.Event | None]
+
+
 class Feed:
     """Iterates over staged batches on the device. Use as a context manager: leaving it ends the thread.
 
@@ -124,43 +128,39 @@ class Feed:
 
     def __init__(self, source: Batches, device: torch.device, *, start: int = 0, stop: int | None = None) -> None:
         self._source, self._device, self._range = source, device, (start, stop)
-        self._ready: queue.Queue[Any] = queue.Queue(maxsize=_AHEAD)
-        self._ended = threading.Event()
+        self._ahead: Ahead[_Staged] | None = None
         self._stream = _copy_stream(device) if device.type == "cuda" else None
         self._places: queue.SimpleQueue[_Place] = queue.SimpleQueue()
         for _ in range(_PLACES):
             self._places.put(_Place())
         self._room = 0
-        self._thread = threading.Thread(target=self._stage, name="brimful-feed", daemon=True)
-        self._over = False
         self.wait_s = 0.0
 
     def __enter__(self) -> Feed:
-        self._thread.start()
+        self._ahead = Ahead(self._staged(), _AHEAD, name="brimful-feed")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        while self._thread.is_alive():  # the thread may be waiting for room
-            try:
-                self._ready.get_nowait()
-            except queue.Empty:
-                self._thread.join(0.01)
+        if self._ahead is not None:
+            self._ahead.close()
         if self._stream is not None:  # what comes into the memory of places is copied after what still reads them
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def __iter__(self) -> Iterator[Batch]:
-        while not self._over:
+        while self._ahead is not None and not self._ahead.ended.is_set():
             began = time.perf_counter()
-            item = self._ready.get()
-            self.wait_s += time.perf_counter() - began
-            if item is None or isinstance(item, BaseException):
-                self._over = True
-                if item is None:
-                    return
-                raise item
+            try:
+                item = self._ahead.take()
+            except BaseException:
+                self._ahead.ended.set()
+                raise
+            finally:
+                self.wait_s += time.perf_counter() - began
+            if item is None:
+                self._ahead.ended.set()
+                return
             batch, place, copied = item
-            if place is None:
+            if place is None or copied is None:
                 yield batch
                 continue
             torch.cuda.current_stream(self._device).wait_event(copied)
@@ -171,42 +171,25 @@ class Feed:
                 free.record(torch.cuda.current_stream(self._device))
                 self._places.put(replace(place, free=free))
 
-    def _stage(self) -> None:
-        try:
-            for batch in self._source.batches(*self._range):
-                if self._stream is None:
-                    staged: Any = (batch, None, None)
-                elif (place := self._next_place()) is None:
-                    return
-                else:
-                    staged = self._to_device(batch, place, self._stream)
-                if not self._put(staged):
-                    return
-            self._put(None)
-        except BaseException as error:  # the consumer's to raise
-            self._put(error)
-
-    def _put(self, item: Any) -> bool:
-        while not self._ended.is_set():
-            try:
-                self._ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def _staged(self) -> Iterator[_Staged]:
+        for batch in self._source.batches(*self._range):
+            if self._stream is None:
+                yield batch, None, None
+            elif (place := self._next_place()) is None:
+                return
+            else:
+                yield self._to_device(batch, place, self._stream)
 
     def _next_place(self) -> _Place | None:
         """None if the feed was left meanwhile."""
-        while not self._ended.is_set():
+        while self._ahead is None or not self._ahead.ended.is_set():
             try:
-                return self._places.get(timeout=0.1)
+                return self._places.get(timeout=POLL_S)
             except queue.Empty:
                 continue
         return None
 
-    def _to_device(
-        self, batch: Batch, place: _Place, stream: torch.cuda.Stream
-    ) -> tuple[Batch, _Place, torch.cuda.Event]:
+    def _to_device(self, batch: Batch, place: _Place, stream: torch.cuda.Stream) -> _Staged:
         """Sends a batch to a place, made larger if a batch has been larger than it."""
         self._room = max(self._room, batch.num_bytes)
         memory = place.memory

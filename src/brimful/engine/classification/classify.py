@@ -283,7 +283,7 @@ def _not_by_words(counts: Counts) -> str | None:
 
 
 class _Pass:
-    """All windows through all stages, and what there is to say of them."""
+    """One pass of all windows through all stages, and its counts."""
 
     def __init__(
         self, options: ClassifyOptions, given: _Given, request: Request, runner: Runner, gpu_workers: GpuWorkers,

@@ -13,17 +13,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from typing import Any, Generic, TypeVar
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
+from brimful.core.ahead import POLL_S, Ahead
 from brimful.core.classification import Stage, StageName
 
 Item = TypeVar("Item")
 
 #: Windows of a device that wait before it is their turn, and as many behind it to be written.
 _AHEAD = 2
-#: How soon a signal to stop is heard while there is nothing to do, and how long the reading thread may take to end.
-_POLL_S, _END_S = 0.1, 1.0
+#: Seconds that the reading thread may take to end: it may wait for a pipe.
+_END_S = 1.0
 
 
 class Busy:
@@ -118,11 +119,18 @@ def run_stages(
             raise
 
     # The thread that reads ahead holds one more window than there is room for.
-    with (
-        closing(Ahead(submitted(), _AHEAD * most_devices - 1)) as ahead,
-        ThreadPoolExecutor(1, "brimful-write") as writer,
-    ):
-        for window, waiting in ahead.until(lambda: stop() or failed.is_set()):
+    ahead = Ahead(submitted(), _AHEAD * most_devices - 1, name="brimful-read")
+    with ExitStack() as stack:
+        stack.callback(ahead.close, _END_S)
+        writer = stack.enter_context(ThreadPoolExecutor(1, "brimful-write"))
+        while not stop() and not failed.is_set():
+            try:
+                item = ahead.take(POLL_S)
+            except queue.Empty:
+                continue
+            if item is None:
+                break
+            window, waiting = item
             asked = waiting()
             writing.append(writer.submit(finish, window, asked, compute(asked)))
             while len(writing) > _AHEAD * devices():
@@ -140,50 +148,3 @@ def timed(items: Iterable[Item], busy: Busy) -> Iterator[Item]:
         if item is None:
             return
         yield item
-
-
-class Ahead(Generic[Item]):
-    """Iterator that runs in another thread, `depth` items and one more ahead. Closing it ends the thread."""
-
-    def __init__(self, items: Iterator[Item], depth: int) -> None:
-        self._items = items
-        self._ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(depth)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._make, name="brimful-read", daemon=True)
-        self._thread.start()
-
-    def until(self, stop: Callable[[], bool]) -> Iterator[Item]:
-        """The items, until there are no more or `stop` says so, which is asked while none comes too."""
-        while not stop():
-            try:
-                item, error = self._ready.get(timeout=_POLL_S)
-            except queue.Empty:
-                continue
-            if error is not None:
-                raise error
-            if item is None:
-                return
-            yield item
-
-    def close(self) -> None:
-        """Ends the thread and drops what nobody took. One that waits for a pipe is left to end with the process."""
-        self._ended.set()
-        self._thread.join(_END_S)
-
-    def _make(self) -> None:
-        try:
-            for item in self._items:
-                if not self._put((item, None)):
-                    return
-            self._put((None, None))
-        except BaseException as error:  # the consumer's to raise
-            self._put((None, error))
-
-    def _put(self, item: tuple[Item | None, BaseException | None]) -> bool:
-        while not self._ended.is_set():
-            try:
-                self._ready.put(item, timeout=_POLL_S)
-                return True
-            except queue.Full:
-                continue
-        return False

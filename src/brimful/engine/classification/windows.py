@@ -1,4 +1,4 @@
-"""Windows: the rows of a stream a few thousand at a time, what is read of them, and what they are with their answers.
+"""Windows: the rows of a stream a few thousand at a time, the texts in them, and the rows with their answers.
 
 Windows are cut by rows and bytes, counted from where a window began, never by time. A run that is resumed begins with a
 window, and so cuts the same ones.
