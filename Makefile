@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys;
 BIN := .venv/bin
 
 # What most mistakes break, in a minute and a half: one step, batches, packing, answers, one reader, one run of each command.
-QUICK := core data/batches data/labels data/readers/test_stream.py kernels/test_layout.py mutants reports \
+QUICK := test_words.py core data/batches data/labels data/readers/test_stream.py kernels/test_layout.py mutants reports \
 	kernels/attention/test_dispatch.py models/packed/test_families.py::test_packed_is_plain step/test_step.py \
 	step/test_exactness.py::test_packed_bert tasks/test_task.py tasks/test_answer_equivalence.py cli/test_help.py \
 	cli/test_config_file.py cli/test_train_command.py::test_the_talk_in_a_pipe \
