@@ -19,11 +19,13 @@ from brimful.data.batches.batch import Batch, PackedLayout, Sampler
 from brimful.data.batches.packing import Budgets, choose_budgets
 from brimful.data.batches.prefetch import Feed, Source
 from brimful.data.tokens.encoder import Tokens
+from brimful.engine.inference import evaluating, predict_logits
 from brimful.hardware.capture import capture
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.precision import choose_precision
 from brimful.models.packed.packed_forward import PackedExecution, PackedForm
+from brimful.step.graphs.captured_forward import PackedForward
 from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.step import Step, make_schedule
 from brimful.tasks.task import SingleLabel
@@ -301,6 +303,37 @@ def test_the_fused_update_is_torchs(token_budget: int) -> None:
     names = [n for n, weight in ours.items() if weight.is_floating_point() and "key.bias" not in n]
     one, two = (torch.cat([group[n].flatten() for n in names]) for group in (ours, theirs))
     assert (one - two).norm() < 2e-2 * two.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_evaluation_in_the_memory_of_the_steps(compiled: bool) -> None:
+    """Captured between steps: logits are the eager pass's, and steps learn what they learn alone."""
+    alone = losses(make_step(CapturedStep, dropout=0.1, compiled=compiled), source(8192))
+    step: Any = make_step(CapturedStep, dropout=0.1, compiled=compiled)
+    tokens, found = source(8192).tokens, []
+    captured, eager = (
+        PackedForward(
+            step.execution,
+            step.precision,
+            budget=2048,
+            longest=128,
+            padding_id=0,
+            typical_length=60,
+            recorder=recorder,
+            fused=False,
+            note=pytest.fail,
+        )
+        for recorder in (step.pool, None)
+    )
+    with Feed(source(8192), GPU, stop=STEPS) as feed:
+        for batch in feed:
+            found.append(step.run(batch).read().loss)
+            if batch.number % 8 == 7:
+                with evaluating(step.execution.model):
+                    ours, expected = (predict_logits(forward, tokens) for forward in (captured, eager))
+                assert np.array_equal(ours, expected)
+    assert len(captured._graphs) > 0
+    assert found == pytest.approx(alone, rel=2e-2)
 
 
 def test_side_streams_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,12 +231,12 @@ def _each_row(rows: Rows) -> Sequence[Mapping[str, Any]]:
     """A dictionary for each row."""
     if not isinstance(rows, Mapping):
         return rows
-    columns = {name: [_array(each) for each in _column(values)] for name, values in rows.items() if values is not None}
+    columns = {
+        name: list(_array(values)) if isinstance(values, Tensor) else values
+        for name, values in rows.items()
+        if values is not None
+    }
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _column(values: Any) -> Any:
-    return values.detach().cpu() if isinstance(values, Tensor) else values
 
 
 def _array(value: Any) -> np.ndarray:

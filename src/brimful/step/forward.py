@@ -115,13 +115,9 @@ def chunks(lengths: np.ndarray, batch_tokens: int, most_rows: int) -> Iterator[n
 
 
 def _to(inputs: Inputs, device: torch.device) -> Inputs:
-    if device.type == "cpu":
-        return inputs
-    return map_tensors(inputs, lambda tensor: _pinned(tensor).to(device, non_blocking=True))
+    def send(tensor: Tensor) -> Tensor:
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned.numpy()[...] = tensor.numpy()  # torch would wake a thread a core for it, as `pack_numbers` says
+        return pinned.to(device, non_blocking=True)
 
-
-def _pinned(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, by numpy: torch would wake a thread a core for it, as `pack_numbers` says."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    copy.numpy()[...] = tensor.numpy()
-    return copy
+    return inputs if device.type == "cpu" else map_tensors(inputs, send)

@@ -230,7 +230,8 @@ class PaddedLayout:
             buckets.setdefault(length, []).append(index)
         found = []
         for length, members in buckets.items():
-            rows = min(self.num_rows, max(1, self.num_tokens // length), _power_of_two(len(members)))
+            few = 1 << (len(members) - 1).bit_length()
+            rows = min(self.num_rows, max(1, self.num_tokens // length), few)
             for start in range(0, len(members), rows):
                 found.append(self._rows(ids, types, members[start : start + rows], rows, length))
         return found
@@ -252,10 +253,6 @@ class PaddedLayout:
         chosen = None if types is None else [types[i] for i in members]
         inputs = padded_inputs([ids[i] for i in members], num_rows, length, padding_id=self.padding_id, types=chosen)
         return inputs, members
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def make_batch(
