@@ -13,7 +13,8 @@ from brimful.core.options import TrainOptions
 from brimful.data.batches.batch import PackedLayout
 from brimful.engine import assemble as building
 from brimful.engine.prepare import prepare
-from brimful.levers.attention import Measured
+from brimful.levers import facts
+from brimful.levers.facts import Measured
 from brimful.levers.precision import choose_precision
 from brimful.models.packed.equivalence import check_equivalence
 from tiny_files import review, save_classifier, write_csv
@@ -28,8 +29,8 @@ def test_the_measured_kernel_is_proved_and_used(tmp_path: Path, monkeypatch: pyt
         proved.append(given["attention"])
         return check_equivalence(model, **given)
 
-    monkeypatch.setattr(building, "check_equivalence", seen)
-    monkeypatch.setattr(building, "measure_attention", lambda *_: Measured(fastest="flash_attention", said="1 ms"))
+    monkeypatch.setattr(facts, "check_equivalence", seen)
+    monkeypatch.setattr(facts, "measure_attention", lambda *_: Measured(fastest="flash_attention", said="1 ms"))
     model = save_classifier(tmp_path / "model", ["bad", "good"])
     rows = ([review(bool(i % 2), i), str(i % 2)] for i in range(24))
     data = write_csv(tmp_path / "rows.csv", ("text", "label"), rows)

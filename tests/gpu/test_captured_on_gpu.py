@@ -21,7 +21,7 @@ from brimful.data.batches.prefetch import Feed, Source
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.inference import evaluating, predict_logits
 from brimful.hardware.capture import capture
-from brimful.levers.execution import ExecutionMode
+from brimful.levers.execution import compile_layers
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.precision import choose_precision
 from brimful.models.packed.packed_forward import PackedExecution, PackedForm
@@ -101,13 +101,13 @@ def make_step(
     model = AutoModelForSequenceClassification.from_config(config).cuda().train()
     execution = PackedExecution(model, PackedForm(pooling="first", first_position=first_position, short=short))
     if compiled:
-        ExecutionMode(value="compiled", reason="a test").apply(execution, fused=fused, note=pytest.fail)
+        compile_layers(execution, fused=fused, note=pytest.fail)
     options: dict[str, Any] = {"seed": 3}
     if kind is CapturedStep:
         options |= {"most_tokens": 8192, "fused": compiled and fused, "note": note}
     space = LabelSpace(task="single_label", names=("a", "b", "c"), values={"a": 0, "b": 1, "c": 2})
     chosen = choose_precision(precision, GPU)  # type: ignore[arg-type]
-    update = Optimizer(value="adamw_torch_fused", fused=our_update).apply(
+    update = Optimizer(value="adamw_torch_fused", fused=our_update).update(
         model, make_schedule("linear", 1e-3, STEPS, 4), chosen, max_grad_norm=1.0
     )
     return kind(execution, SingleLabel(space), update, chosen, **options)

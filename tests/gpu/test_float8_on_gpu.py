@@ -15,7 +15,7 @@ from brimful.core.errors import BrimfulError
 from brimful.data.batches.prefetch import Feed
 from brimful.kernels.layers import float8, postnorm_ops
 from brimful.kernels.layers.float8 import Plan, Products, Scaled, cast, columns_of, product, rows_of
-from brimful.levers.float8 import choose_float8, time_shapes
+from brimful.levers.float8 import choose_products, time_shapes
 from brimful.levers.precision import choose_precision
 from brimful.models.packed.equivalence import check_equivalence
 from brimful.step.graphs.captured_step import CapturedStep
@@ -180,7 +180,7 @@ def test_captured_steps_in_fp8(token_budget: int) -> None:
 def test_the_check_and_the_choice() -> None:
     """Measured on this GPU; what was found is printed."""
     step = make_step(Step, dropout=0.0)
-    precision = choose_precision("fp8", GPU)
+    assert choose_precision("fp8", GPU).value == "fp8"
     equivalence = check_equivalence(
         step.execution.model, max_length=128, device=GPU, precision="fp8", typical_length=60, cache=False
     )
@@ -189,7 +189,7 @@ def test_the_check_and_the_choice() -> None:
     assert equivalence.float8_error is not None
     assert equivalence.float8_error <= 1
     assert set(equivalence.float8_shapes) == {(384, 128), (128, 128), (256, 128), (128, 256)}
-    print(choose_float8(precision, equivalence, num_tokens=8192, fused=True).lever())
+    print(choose_products(GPU, equivalence, num_tokens=8192).line())
     for tokens, shapes in ((1344, ((2304, 768), (768, 768), (3072, 768), (768, 3072))),
                            (16384, ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)))):  # fmt: skip
         for shape, timing in time_shapes(GPU, shapes, tokens, cache=False).items():

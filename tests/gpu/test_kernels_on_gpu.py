@@ -16,7 +16,7 @@ from brimful.kernels.attention.dispatch import (
     triton_attention,
 )
 from brimful.kernels.layout import PackedShape, make_segments, map_tensors, with_groups
-from brimful.levers.attention import measure_attention
+from brimful.levers.facts import measure_attention
 from brimful.step.precision import Precision
 
 pytestmark = pytest.mark.gpu

@@ -25,8 +25,8 @@ from brimful.kernels.attention.dispatch import (
     grouped_attention,
     triton_attention,
 )
-from brimful.levers import attention
-from brimful.levers.attention import MARGIN, choose_kernels, measure_attention
+from brimful.levers import facts
+from brimful.levers.facts import MARGIN, choose_kernels, measure_attention
 from brimful.measurement.attention import Heads
 from brimful.step.precision import Precision
 from tiny import FAMILIES, sequences
@@ -45,7 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         found.append(given)
         return {"triton_attention": 2.0, "flash_attention": 1.0}
 
-    monkeypatch.setattr(attention, "attention_seconds", seconds)
+    monkeypatch.setattr(facts, "attention_seconds", seconds)
     return found
 
 
@@ -60,13 +60,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 )
 def test_another_must_win_by_the_margin(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], name: str) -> None:
     """At any length; fused layers are ours alone."""
-    monkeypatch.setattr(attention, "attention_seconds", lambda *_: seconds)
+    monkeypatch.setattr(facts, "attention_seconds", lambda *_: seconds)
     model = FAMILIES["bert"].model(**WIDE)
     for typical_length in (30, 3000):
         measured = measure_attention(model, FP16, typical_length)
         found = choose_kernels(model.config, FP16, typical_length, measured)
         assert (found.functions, found.fastest) == ((name,), name)
-        assert "ms by" in found.lever().reason
+        assert "ms by" in measured.said
 
 
 def test_what_is_timed_is_what_the_model_computes(asked: list[tuple[Any, ...]]) -> None:
@@ -99,7 +99,7 @@ def test_where_there_is_no_choice_nothing_is_timed(asked: list[tuple[Any, ...]])
     assert not asked
     cpu = choose_kernels(bert.config, Precision(value="fp32", device=torch.device("cpu"), reason="asked for"), 30)
     assert cpu.functions == (grouped_attention.__name__,)
-    assert cpu.lever().reason == "for sequences of 30 tokens in the mean"
+    assert not cpu.variable_length.ok
 
 
 def test_a_kernel_that_cannot_do_it_is_not_taken() -> None:

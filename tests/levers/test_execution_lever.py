@@ -1,13 +1,19 @@
-"""Why a forward pass runs one kernel after another, in words that are true of it."""
+"""The way steps and passes are launched, and why, in words that are true of it."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from brimful.core.errors import OptionError
-from brimful.levers.attention import AttentionKernels
-from brimful.levers.execution import choose_forward
+from brimful.levers.execution import ExecutionMode
+from brimful.levers.optimizer import Optimizer
+from brimful.step.updates.torch_update import TorchUpdate
+from levers.assemblies import PROOF, assembly_of
+from tiny import FAMILIES
 
 
 @pytest.mark.parametrize(
@@ -20,9 +26,38 @@ from brimful.levers.execution import choose_forward
     ],
 )
 def test_why_a_forward_pass_is_not_captured(device: str, packed: bool, function: str, said: str) -> None:
-    kernels = AttentionKernels(functions=(function,), typical_length=30)
-    asked = {"num_tokens": 0, "packed": packed, "fixed": kernels.unfixed}
-    mode = choose_forward("auto", torch.device(device), None, **asked)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {
+        "training": False, "device": device, "function": function, "equivalence": replace(PROOF, packed=packed),
+    }  # fmt: skip
+    model = FAMILIES["bert"].model()
+    mode = ExecutionMode.choose(assembly_of(model, **settings))
     assert (mode.value, mode.reason) == ("eager", said)
     with pytest.raises(OptionError, match="--execution captured does not work here: " + said):
-        choose_forward("captured", torch.device(device), None, **asked)  # type: ignore[arg-type]
+        ExecutionMode.choose(assembly_of(model, execution="captured", **settings))
+
+
+@pytest.mark.parametrize(("num_tokens", "value"), [(1000, "captured"), (10**12, "compiled")])
+@pytest.mark.parametrize("training", [False, True])
+def test_layers_are_compiled_where_the_run_is_long_enough(num_tokens: int, value: str, training: bool) -> None:
+    assembly = assembly_of(FAMILIES["bert"].model(), training=training, device="cuda", num_tokens=num_tokens)
+    assembly.levers[Optimizer] = Optimizer(value="sgd")
+    assert ExecutionMode.choose(assembly).value == value
+
+
+@pytest.mark.parametrize(("family", "value"), [("bert", "compiled"), ("albert", "captured")])
+def test_layers_are_fused_where_fp8_is_asked_for(family: str, value: str) -> None:
+    """However short the run is; layers that are shared cannot be."""
+    assembly = assembly_of(FAMILIES[family].model(), precision="fp8", device="cuda")
+    assembly.levers[Optimizer] = Optimizer(value="sgd")
+    assert ExecutionMode.choose(assembly).value == value
+
+
+def test_an_update_that_the_host_waits_for_is_in_no_graph() -> None:
+    model = FAMILIES["bert"].model()
+    assembly = assembly_of(model, device="cuda")
+    assembly.levers[Optimizer] = Optimizer(value="sgd")
+    assembly.update = TorchUpdate(
+        model, lambda _: torch.optim.Adafactor(model.parameters()), torch.ones(1), max_grad_norm=0.0, scaled=False
+    )
+    mode = ExecutionMode.choose(assembly)
+    assert (mode.value, mode.reason) == ("eager", "the optimizer's host waits for the gradient of each step")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
     FunnelConfig,
@@ -14,8 +13,8 @@ from transformers import (
     XLNetConfig,
 )
 
-from brimful.core.options import TrainOptions
-from brimful.levers.optimizer import choose_optimizer, decayed_names, parameter_groups
+from brimful.levers.optimizer import Optimizer, decayed_names, parameter_groups
+from levers.assemblies import assembly_of
 from tiny import FAMILIES
 
 
@@ -56,8 +55,9 @@ def test_relative_attention_biases_do_not_decay() -> None:
 
 
 def test_the_recipe_names_the_kernels() -> None:
-    model = nn.Linear(4, 4)
-    for optim in ("adamw_torch", "sgd"):
-        options = TrainOptions(data="", model="", output="", optim=optim)  # type: ignore[arg-type]
-        line = choose_optimizer(options, model).lever()
-        assert (line.value, line.reason) == (optim, "asked for; torch's fused kernels, fp32 weights and states")
+    model = FAMILIES["bert"].model()
+    reasons = {"adamw_torch": "ours are for fp32 weights on a GPU", "sgd": "ours are of AdamW"}
+    for optim, why in reasons.items():
+        line = assembly_of(model, optim=optim).lever(Optimizer).line()
+        assert line.value == optim
+        assert line.reason == f"asked for; torch's fused kernels ({why}), fp32 weights and states"

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from brimful.kernels.attention.dispatch import triton_attention
-from brimful.levers.execution import ExecutionMode
+from brimful.levers.execution import compile_layers
 from brimful.levers.optimizer import Optimizer
 from brimful.models.packed import packed_forward
 from brimful.models.packed.packed_forward import PackedExecution, PackedForm
@@ -66,9 +66,9 @@ def main() -> None:
     packed = PackedExecution(
         BertForSequenceClassification(config).train(), PackedForm(pooling="first", first_position=0)
     )
-    ExecutionMode(value="compiled", reason="a test").apply(packed, fused=True, note=pytest.fail)
+    compile_layers(packed, fused=True, note=pytest.fail)
     precision = Precision(value="bf16", device=torch.device("cpu"), reason="a test")
-    update = Optimizer(value="adamw_torch_fused", fused=True).apply(
+    update = Optimizer(value="adamw_torch_fused", fused=True).update(
         packed.model, make_schedule("linear", 1e-3, 10, 0), precision, max_grad_norm=1.0
     )
     step = Step(packed, TASK, update, precision, seed=0)

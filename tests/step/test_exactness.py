@@ -127,7 +127,7 @@ def models(family: str, num_outputs: int) -> tuple[Any, Any]:
 
 def accumulated(execution: Execution, case: Case, batch: Batch) -> tuple[float, torch.Tensor]:
     """Loss and gradient of one batch, accumulated micro-batch by micro-batch."""
-    update = Optimizer(value="sgd").apply(execution.model, torch.zeros(1), FP32, max_grad_norm=1.0)
+    update = Optimizer(value="sgd").update(execution.model, torch.zeros(1), FP32, max_grad_norm=1.0)
     step = Step(execution, case.task, update, FP32, seed=0)
     rows = [step.accumulate(batch, index) for index in range(len(batch.micro_batches))]
     loss = sum(float(r.sum()) for r in rows) / float(batch.micro_batches[0].denominator)

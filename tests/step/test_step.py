@@ -82,7 +82,7 @@ def make_step(
     seed: int = 0,
 ) -> Step:
     chosen = Precision(value=precision, device=CPU, reason="a test")
-    update = (optimizer or Optimizer(value="adamw_torch", weight_decay=0.1)).apply(
+    update = (optimizer or Optimizer(value="adamw_torch", weight_decay=0.1)).update(
         model,
         make_schedule("linear", 2e-3, STEPS, 3) if schedule is None else schedule,
         chosen,

@@ -39,7 +39,7 @@ def make_step(optim: Any, *, fused: bool = False) -> Step:
     task = SingleLabel(LabelSpace(task="single_label", names=("a", "b")))
     optimizer = Optimizer(value=optim, weight_decay=0.5, fused=fused)
     execution = Experts()
-    update = optimizer.apply(execution.model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
+    update = optimizer.update(execution.model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
     return Step(execution, task, update, precision, seed=1)
 
 

@@ -53,12 +53,16 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Lever:
-    """One choice of how to run, its effect on the arithmetic, and its reason."""
+    """One choice of how to run, its effect on the arithmetic, and its reason.
+
+    source: of the method, such as a paper; None in records of versions that did not keep it.
+    """
 
     name: str
     value: str
     arithmetic: Arithmetic
     reason: str
+    source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,35 +1,14 @@
-"""Attention kernels of a packed run: which ones the layers will get, and whether they want padded rows besides.
-
-For training in half precision on a GPU, those that can do it are timed, forward and backward with the model's heads,
-windows, causality and dropout, on sequences as long as the data's. Ours stays unless another is faster by a margin:
-layers are fused with ours alone. cuDNN's variable-length kernel and FlexAttention are no candidates: both passes of
-variable lengths together they are faster nowhere on an H200 (benchmarks/attention), and torch 2.11 fails in cuDNN's
-backward pass.
-
-Classification does not measure: answers must be the same bytes wherever a run is resumed.
-"""
+"""The attention kernel of a packed run; padded rows keep Hugging Face's own attention."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-import torch
-from torch import nn
-
-from brimful.core.records import Arithmetic, Lever
-from brimful.kernels.attention.dispatch import (
-    Pattern,
-    RelativeBias,
-    candidates,
-    choose_attention,
-    grouped_attention,
-    length_class,
-)
-from brimful.levers.lever import Cost, Verdict
-from brimful.measurement.attention import Heads, attention_seconds
-from brimful.models.packed.relative_bias import farthest_bucket
-from brimful.step.precision import Precision
+from brimful.data.batches.batch import PackedLayout
+from brimful.levers.facts import AttentionKernels, kernels_of
+from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.packing import Packing
+from brimful.levers.token_budget import TokenBudget
 
 _NAMES = {
     "grouped_attention": "torch's sdpa on groups of similar length",
@@ -38,145 +17,46 @@ _NAMES = {
     "triton_attention": "our Triton kernel, variable length",
     "relative_attention": "our Triton kernel, variable length with a bias by distance",
 }
-_SHORT_NAMES = {"flash_attention": "FlashAttention-2", "triton_attention": "ours"}
-
-
-#: Another kernel must be faster than ours by this factor: layers that it is in cannot be fused, which costs as much.
-MARGIN = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """The name of the kernel to take, and in words how long each takes."""
+class Attention(Lever):
+    """Attention of a model that runs packed, by `kernels`, or on padded rows, by Hugging Face's own."""
 
-    fastest: str
-    said: str
+    name = "attention"
+    source = "Dao 2023, arXiv 2307.08691; Rabe and Staats 2021, arXiv 2112.05682"
+    kernels: AttentionKernels
 
+    @classmethod
+    def supports(cls, assembly: Assembly) -> Verdict:
+        """Return whether there is a kernel of variable lengths."""
+        return assembly.fact(kernels_of).variable_length
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionKernels:
-    """The kernels of one model in one precision, by function name, those of full layers and of windowed ones.
+    @classmethod
+    def choose(cls, assembly: Assembly) -> Attention:
+        """Choose kernels by device, precision, pattern and length, for training the fastest of those timed."""
+        kernels = assembly.fact(kernels_of)
+        if not assembly.lever(Packing).packed:
+            own = str(assembly.model.config._attn_implementation)
+            return cls(value=own, reason="Hugging Face's own, on padded rows", kernels=kernels)
+        reason = f"for sequences of {kernels.typical_length} tokens in the mean"
+        if kernels.measured is not None:
+            reason += f"; {kernels.measured.said}"
+        value = "; ".join(dict.fromkeys(_NAMES[name] for name in kernels.functions))
+        return cls(value=value, reason=reason, kernels=kernels)
 
-    typical_length: mean length of the sequences to come. measured: None where nothing was.
-    """
+    def cost(self, work: StepWork) -> Cost:
+        """Seconds of scores and sums of values, without the softmax."""
+        flops = 0.0 if work.attention is None else work.attention.flops(work.lengths_N) * work.passes / 3
+        return Cost(step_s=flops / work.flops_per_s)
 
-    functions: tuple[str, ...]
-    typical_length: int
-    measured: Measured | None = None
-    source: str = "Dao 2023, arXiv 2307.08691; Rabe and Staats 2021, arXiv 2112.05682"
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """`exact`: equal up to the order of sums, in the precision of the run."""
-        return "exact"
-
-    @property
-    def fastest(self) -> str | None:
-        """The kernel measured to be the fastest, by function name."""
-        return None if self.measured is None else self.measured.fastest
-
-    @property
-    def fused(self) -> bool:
-        """True if layers can be fused around them: around ours alone."""
-        return set(self.functions) <= {"triton_attention", "relative_attention"}
-
-    @property
-    def needs_groups(self) -> bool:
-        """True if segments must come as padded rows too; their shapes then change with every batch."""
-        return grouped_attention.__name__ in self.functions
-
-    @property
-    def unfixed(self) -> str | None:
-        """Why shapes do not repeat from batch to batch, None if they do."""
-        return "attention works on groups of rows whose shapes change with every batch" if self.needs_groups else None
-
-    def supports(self) -> Verdict:
-        """The choice made sure that they do."""
-        return Verdict(ok=True, because="chosen by device, precision, pattern and length")
-
-    def cost(self, num_parameters: int) -> Cost:
-        """Nothing that grows with the parameters."""
-        return Cost()
-
-    def lever(self) -> Lever:
-        """Its line in the recipe."""
-        names = dict.fromkeys(_NAMES[name] for name in self.functions)
-        reason = f"for sequences of {self.typical_length} tokens in the mean"
-        if self.measured is not None:
-            reason += f"; {self.measured.said}"
-        return Lever(name="attention", value="; ".join(names), arithmetic="exact", reason=reason)
-
-
-def padded_lever(model: Any) -> Lever:
-    """The line of a model on padded rows, which keeps its own attention."""
-    own = str(model.config._attn_implementation)
-    return Lever(name="attention", value=own, arithmetic="exact", reason="Hugging Face's own, on padded rows")
-
-
-def choose_kernels(
-    config: Any, precision: Precision, typical_length: int, measured: Measured | None = None
-) -> AttentionKernels:
-    """The kernels that layers of this configuration will be given."""
-    head_dim = _heads(config).size
-    wanted = None if measured is None else measured.fastest
-    chosen = [
-        choose_attention(precision.device, precision.dtype, pattern, head_dim, typical_length, wanted)
-        for pattern in (_pattern(config, window=window) for window in _windows(config))
-    ]
-    return AttentionKernels(
-        functions=tuple(function.__name__ for function in chosen), typical_length=typical_length, measured=measured
-    )
-
-
-def measure_attention(model: nn.Module, precision: Precision, typical_length: int) -> Measured | None:
-    """Fastest kernel for training this model here; None without a choice, or if none could be timed."""
-    config: Any = model.config
-    heads, device, dtype = _heads(config), precision.device, precision.dtype
-    said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
-    patterns = [
-        _pattern(config, window=window, causal=bool(said) and all(said), dropout=_dropout(config))
-        for window in _windows(config)
-    ]
-    found = candidates(device, dtype, patterns[0], heads.size)
-    if dtype.itemsize != 2 or len(found) == 1:
-        return None
-    number = length_class(typical_length)
-    timed = [attention_seconds(found, device, dtype, pattern, heads, number) for pattern in patterns]
-    names = [each.__name__ for each in found if all(each.__name__ in times for times in timed)]
-    seconds = {name: sum(times[name] for times in timed) for name in names}
-    if not seconds:
-        return None
-    ours = found[0].__name__
-    fastest = min(seconds, key=lambda name: seconds[name] * (1.0 if name == ours else MARGIN))
-    times = ", ".join(f"{value * 1e3:.3g} ms by {_SHORT_NAMES.get(name, name)}" for name, value in seconds.items())
-    what = "a full and a windowed layer's" if len(patterns) > 1 else "a layer's"
-    return Measured(fastest=fastest, said=f"{what} forward and backward, timed here: {times}")
-
-
-def _heads(config: Any) -> Heads:
-    queries = getattr(config, "num_attention_heads", None) or 1  # FNet has none, and no use for a kernel
-    given = (getattr(config, name, None) for name in ("head_dim", "attention_head_size"))
-    size = next((d for d in given if d), getattr(config, "hidden_size", 64) // queries)
-    return Heads(queries=queries, keys=getattr(config, "num_key_value_heads", None) or queries, size=size)
-
-
-def _windows(config: Any) -> list[int | None]:
-    """Of the kinds of layers that there may be: none, and the configuration's if it has one."""
-    named = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
-    return [None, *[window for window in named if isinstance(window, int)][:1]]
-
-
-def _pattern(config: Any, *, window: int | None = None, causal: bool = False, dropout: float = 0.0) -> Pattern:
-    return Pattern(
-        scale=1.0,
-        causal=causal,
-        window=window,
-        softcap=getattr(config, "attn_logit_softcapping", None),
-        dropout=dropout,
-        relative=None if farthest_bucket(config) is None else RelativeBias(bucket_W=torch.empty(0)),
-    )
-
-
-def _dropout(config: Any) -> float:
-    names = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
-    return float(next((p for p in (getattr(config, name, None) for name in names) if p is not None), 0.0))
+    def apply(self, assembly: Assembly) -> None:
+        """Have each packed batch carry the kernel's name, and the rows that kernels without variable lengths take."""
+        assembly.lever(TokenBudget)
+        if isinstance(assembly.layout, PackedLayout):
+            assembly.layout = replace(
+                assembly.layout,
+                groups=not self.kernels.variable_length.ok,
+                typical_length=self.kernels.typical_length,
+                attention=self.kernels.fastest,
+            )

@@ -1,4 +1,4 @@
-"""Launch of a step by the host.
+"""The way that the host launches a step.
 
     eager     one kernel after another
     captured  as CUDA graphs: cheap, and it always pays
@@ -19,9 +19,11 @@ import torch
 from torch import nn
 
 from brimful.core.errors import OptionError
-from brimful.core.options import ExecutionChoice
-from brimful.core.records import Arithmetic, Lever
-from brimful.levers.lever import Cost, Verdict
+from brimful.levers.facts import kernels_of
+from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.optimizer import Optimizer
+from brimful.levers.packing import Packing
+from brimful.levers.token_budget import cuts_windows
 from brimful.models.model_stats import embeddings_of, layers_of, matmul_parameters
 from brimful.models.packed.packed_forward import Execution, PackedExecution
 
@@ -37,126 +39,123 @@ _MOST_COMPILED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExecutionMode:
-    """Launch mode of the steps of a run."""
+class ExecutionMode(Lever):
+    """The way the steps, or passes, of one run are launched. fused: whether layers are fused around our attention."""
 
-    value: str
-    reason: str
-    source: str = "torch.compile, torch.cuda.CUDAGraph"
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """`exact`: fused kernels round less often than separate ones."""
-        return "exact"
+    name = "execution"
+    source = "torch.compile, torch.cuda.CUDAGraph"
+    fused: bool = False
 
     @property
     def captured(self) -> bool:
-        """True if steps are replayed as graphs."""
+        """True where steps are replayed as graphs."""
         return self.value in ("captured", "compiled")
 
     @property
     def compiled(self) -> bool:
-        """True if layers are compiled."""
+        """True where layers are compiled."""
         return self.value == "compiled"
 
-    def supports(self) -> Verdict:
-        """Always true: `choose_execution` has checked it."""
-        return Verdict(ok=True, because=self.reason)
+    @classmethod
+    def supports(cls, assembly: Assembly) -> Verdict:
+        """Return whether steps can be captured: on a GPU, where shapes repeat and the host need not see any number."""
+        if assembly.device.type != "cuda":
+            because = f"graphs and fused kernels are for GPUs, and this runs on {assembly.device.type}"
+            return Verdict(ok=False, because=because)
+        if not assembly.lever(Packing).packed:
+            return Verdict(ok=False, because="padded batches have too many shapes")
+        if assembly.training:
+            assembly.lever(Optimizer)
+        if assembly.update is not None and not assembly.update.on_device:
+            return Verdict(ok=False, because="the optimizer's host waits for the gradient of each step")
+        return assembly.fact(kernels_of).variable_length
 
-    def cost(self, num_parameters: int) -> Cost:
-        """A captured step keeps one set of gradients in the graphs' pool beside the eager one's."""
-        return Cost(resident_bytes=4 * num_parameters if self.captured else 0)
+    @classmethod
+    def choose(cls, assembly: Assembly) -> ExecutionMode:
+        """Choose the mode asked for, for `auto` the fastest that works here and pays."""
+        asked, verdict = assembly.options.execution, cls.supports(assembly)
+        fused = assembly.fact(kernels_of).fused
+        if asked == "auto" and assembly.precision.value == "fp8" and cuts_windows(assembly):
+            asked = "compiled"  # fp8 is of fused layers
+        if not verdict.ok:
+            if asked not in ("auto", "eager"):
+                raise OptionError(f"--execution {asked} does not work here: {verdict.because}", hint="leave it out")
+            return cls(value="eager", reason="asked for" if asked == "eager" else verdict.because)
+        layers = layers_of(assembly.model)
+        if asked == "compiled" and layers is None:
+            raise OptionError(
+                "--execution compiled does not work here: the model has no list of layers of its own",
+                hint="use captured",
+            )
+        if asked != "auto":
+            return cls(value=asked, reason="asked for", fused=fused)
+        if assembly.precision.value == "fp8" and layers is not None:
+            return cls(value="compiled", reason="products in fp8 are those of fused layers", fused=fused)
+        return cls._that_pays(assembly, has_layers=layers is not None)
 
-    def lever(self) -> Lever:
-        """Its line in the recipe."""
-        return Lever(name="execution", value=self.value, arithmetic="exact", reason=self.reason)
+    @classmethod
+    def _that_pays(cls, assembly: Assembly, *, has_layers: bool) -> ExecutionMode:
+        passes, compile_s = (3, _COMPILE_S) if assembly.training else (1, _COMPILE_FORWARD_S)
+        flops = 2 * passes * matmul_parameters(assembly.model) * assembly.num_tokens
+        saved_s = _SAVED * flops / _REACHED
+        fused = assembly.fact(kernels_of).fused
+        if not has_layers or saved_s < compile_s:
+            reason = (
+                f"one launch a step; compiling would save about {saved_s:.0f} s of this run and take {compile_s:.0f} s"
+            )
+            return cls(value="captured", reason=reason, fused=fused)
+        reason = "one launch a step, with element-wise work fused by layer"
+        return cls(value="compiled", reason=reason, fused=fused)
 
-    def apply(
-        self, execution: Execution, *, fused: bool, note: Callable[[str], None], forward_only: bool = False
-    ) -> None:
-        """Compiles the model's layers in place, if that was chosen. Compilation itself waits for the first step.
+    def cost(self, work: StepWork) -> Cost:
+        """Gradients in the graphs' pool beside those of eager steps, seconds of compiling, and those that it saves."""
+        compile_s = _COMPILE_S if work.num_trained else _COMPILE_FORWARD_S
+        return Cost(
+            resident_bytes=4 * work.num_trained if self.captured else 0,
+            step_s=-_SAVED * work.products_s(work.num_tokens) if self.compiled else 0.0,
+            once_s=compile_s if self.compiled else 0.0,
+        )
 
-        fused: whether layers can be fused around the attention that they will be given. Then, where the head reads the
-        first token only, the last layer leaves out what it does not read. note: hears of layers that turn out not to
-        compile. forward_only: for a model that is only read.
-        """
-        model = execution.model
-        layers = layers_of(model)
-        if not self.compiled or layers is None:
-            return
-        if isinstance(execution, PackedExecution):
-            execution.run_whole()  # one trace for all layers
-        # Imported where it is needed: Triton comes with torch for GPUs, and is missing beside torch for CPUs.
-        from brimful.models.fusion import embedding_backend, layer_backend
-        from brimful.models.fusion.last_layer import ShorteningBackend
+    def apply(self, assembly: Assembly) -> None:
+        """Compile the model's layers in place, if that was chosen. Compilation itself waits for the first step."""
+        if self.compiled and assembly.execution is not None:
+            compile_layers(assembly.execution, fused=self.fused, note=assembly.warn, forward_only=not assembly.training)
 
-        # Every model that a process compiles counts against the limit, which is made for one that compiles often.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_COMPILED)
-        own = _own_parameters(layers)
-        fusible = own or forward_only
-        backend: Any = partial(layer_backend, note=note) if fusible else "inductor"
-        if own and fused and isinstance(execution, PackedExecution) and execution.form.pooling == "first":
-            backend = execution.last = ShorteningBackend(layers[-1], note)
-        for layer in layers:
-            layer.compile(dynamic=True, backend=backend)
-        embeddings = embeddings_of(model)
-        if embeddings is not None:
-            embeddings.compile(dynamic=True, backend=partial(embedding_backend, before_fused=fusible and fused))
+
+def compile_layers(
+    execution: Execution, *, fused: bool, note: Callable[[str], None], forward_only: bool = False
+) -> None:
+    """Compile the model's layers and embeddings in place.
+
+    fused: whether layers can be fused around the attention that they will be given. Then, where the head reads the
+    first token only, the last layer leaves out what it does not read. note: hears of layers that turn out not to
+    compile. forward_only: for a model that is only read.
+    """
+    model = execution.model
+    layers = layers_of(model)
+    if layers is None:
+        return
+    if isinstance(execution, PackedExecution):
+        execution.run_whole()  # one trace for all layers
+    # Imported where it is needed: Triton comes with torch for GPUs, and is missing beside torch for CPUs.
+    from brimful.models.fusion import embedding_backend, layer_backend
+    from brimful.models.fusion.last_layer import ShorteningBackend
+
+    # Every model that a process compiles counts against the limit, which is made for one that compiles often.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_COMPILED)
+    own = _own_parameters(layers)
+    fusible = own or forward_only
+    backend: Any = partial(layer_backend, note=note) if fusible else "inductor"
+    if own and fused and isinstance(execution, PackedExecution) and execution.form.pooling == "first":
+        backend = execution.last = ShorteningBackend(layers[-1], note)
+    for layer in layers:
+        layer.compile(dynamic=True, backend=backend)
+    embeddings = embeddings_of(model)
+    if embeddings is not None:
+        embeddings.compile(dynamic=True, backend=partial(embedding_backend, before_fused=fusible and fused))
 
 
 def _own_parameters(layers: Iterable[nn.Module]) -> bool:
-    """True if no parameter is in two layers: gradients of one that is meet before the update."""
+    """Whether no parameter is in two layers: gradients of one that is meet before the update."""
     found = [id(parameter) for layer in layers for parameter in layer.parameters()]
     return len(found) == len(set(found))
-
-
-def choose_execution(
-    asked: ExecutionChoice, device: torch.device, model: Any, *, num_tokens: int, packed: bool, fixed: str | None,
-    float8: bool = False, compile_s: float = _COMPILE_S,
-) -> ExecutionMode:  # fmt: skip
-    """The mode asked for; for `auto` the fastest that works here and pays.
-
-    num_tokens: of the whole run. fixed: None where shapes repeat from batch to batch, else why they do not.
-    float8: whether products in fp8 were asked for, which are those of compiled layers. compile_s: what compiling takes.
-    Raises: OptionError for a mode that does not work here.
-    """
-    refused = _refusal(device, packed=packed, fixed=fixed)
-    if refused is not None:
-        if asked not in ("auto", "eager"):
-            raise OptionError(f"--execution {asked} does not work here: {refused}", hint="leave it out")
-        return ExecutionMode(value="eager", reason="asked for" if asked == "eager" else refused)
-    layers = layers_of(model)
-    if asked == "compiled" and layers is None:
-        raise OptionError(
-            "--execution compiled does not work here: the model has no list of layers of its own", hint="use captured"
-        )
-    if asked != "auto":
-        return ExecutionMode(value=asked, reason="asked for")
-    if float8 and layers is not None:
-        return ExecutionMode(value="compiled", reason="products in fp8 are those of fused layers")
-    saved_s = _SAVED * 6 * matmul_parameters(model) * num_tokens / _REACHED
-    if layers is None or saved_s < compile_s:
-        reason = f"one launch a step; compiling would save about {saved_s:.0f} s of this run and take {compile_s:.0f} s"
-        return ExecutionMode(value="captured", reason=reason)
-    return ExecutionMode(value="compiled", reason="one launch a step, with element-wise work fused by layer")
-
-
-def choose_forward(
-    asked: ExecutionChoice, device: torch.device, model: Any, *, num_tokens: int, packed: bool, fixed: str | None
-) -> ExecutionMode:
-    """The same for a forward pass over `num_tokens`.
-
-    Raises: OptionError for a mode that does not work here.
-    """
-    third = num_tokens // 3  # a step is three passes
-    return choose_execution(
-        asked, device, model, num_tokens=third, packed=packed, fixed=fixed, compile_s=_COMPILE_FORWARD_S
-    )
-
-
-def _refusal(device: torch.device, *, packed: bool, fixed: str | None) -> str | None:
-    if device.type != "cuda":
-        return f"graphs and fused kernels are for GPUs, and this runs on {device.type}"
-    if not packed:
-        return "padded batches have too many shapes"
-    return fixed

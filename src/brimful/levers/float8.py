@@ -11,19 +11,21 @@ Products in fp8 are those of layers on fused kernels. Heads, embeddings, norms a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from brimful.core.cache import cache_path, read_cached, write_cached
+from brimful.core.records import Arithmetic
 from brimful.kernels.layers.float8 import Plan, Products, Shape, cast, product
+from brimful.levers.execution import ExecutionMode
+from brimful.levers.facts import equivalence_of
+from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.token_budget import TokenBudget, cuts_windows
 from brimful.measurement.peaks import median_seconds
 from brimful.models.packed.equivalence import Equivalence
-from brimful.step.precision import Precision
-
-SOURCE = "Micikevicius et al. 2022, arXiv 2209.05433; rowwise scales as in torchao.float8"
 
 #: fp8 must be faster by this factor: the same buffers again and again lie in caches as those of a step do not.
 MARGIN = 1.05
@@ -38,40 +40,105 @@ _REVISION = 2
 Timing = Mapping[str, tuple[float, float]]
 
 
-def choose_float8(
-    precision: Precision, equivalence: Equivalence, *, num_tokens: int, fused: bool, forward_only: bool = False
-) -> Precision:
-    """`precision` with its plan, or bf16 with the reason why no product is in fp8. Other precisions as they are.
+@dataclass(frozen=True, kw_only=True)
+class Float8(Lever):
+    """Products of fused layers in fp8. plan: which ones, None where none is.
 
-    num_tokens: of the largest micro-batch. fused: whether layers are to run on fused kernels. forward_only: for a model
-    that is only read, which has no gradients' products.
+    timings: by shape of the weight, by which they were chosen.
     """
-    if precision.value != "fp8":
-        return precision
-    refused = _refusal(equivalence, fused)
-    if refused is not None:
-        return precision.in_bf16(refused)
+
+    name = "fp8"
+    source = "Micikevicius et al. 2022, arXiv 2209.05433; rowwise scales as in torchao.float8"
+    plan: Plan | None = None
+    timings: Mapping[Shape, Timing] = field(default_factory=dict)
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """`rounding`, where any product is in it."""
+        return "exact" if self.plan is None else "rounding"
+
+    @classmethod
+    def supports(cls, assembly: Assembly) -> Verdict:
+        """Return whether our fused kernels cover the model's layers, and lose no more than is allowed in fp8."""
+        return supports_float8(assembly.fact(equivalence_of), fused=_fuses(assembly))
+
+    @classmethod
+    def choose(cls, assembly: Assembly) -> Float8 | None:
+        """Choose the products that are faster so, where fp8 was asked for."""
+        if assembly.precision.value != "fp8":
+            return None
+        equivalence, forward_only = assembly.fact(equivalence_of), not assembly.training
+        verdict = cls.supports(assembly)
+        if not verdict.ok:
+            return cls(value="off", reason=f"fp8 was asked for, but {verdict.because}")
+        assembly.lever(TokenBudget)
+        return choose_products(assembly.device, equivalence, num_tokens=assembly.budget, forward_only=forward_only)
+
+    def cost(self, work: StepWork) -> Cost:
+        """Copies of weights in 8 bits, rows and columns for training, and seconds against those in bf16."""
+        num_bytes, step_s = 0, 0.0
+        for (rows, columns), timing in self.timings.items():
+            chosen, count = faster_products(timing), work.token_matrices[rows, columns]
+            num_bytes += count * rows * columns * (chosen.output + chosen.input_gradient)
+            step_s += count * sum(timing[name][1] - timing[name][0] for name in timing if getattr(chosen, name))
+        return Cost(resident_bytes=num_bytes, step_s=step_s)
+
+    def apply(self, assembly: Assembly) -> None:
+        """Have passes follow the plan, or run in bf16, which is said, where no product is faster in fp8."""
+        if self.plan is None:
+            assembly.precision = replace(assembly.precision, value="bf16", reason=self.reason)
+            assembly.warn(f"products run in bf16: {self.reason}")
+        else:
+            assembly.precision = replace(assembly.precision, plan=self.plan)
+
+
+def _fuses(assembly: Assembly) -> bool:
+    mode = assembly.lever(ExecutionMode)
+    return mode.compiled and (assembly.training or cuts_windows(assembly))
+
+
+def supports_float8(equivalence: Equivalence, *, fused: bool) -> Verdict:
+    """Return the verdict on a model. fused: whether its layers are to run on fused kernels."""
+    error = equivalence.float8_error
+    if not equivalence.packed:
+        return Verdict(ok=False, because="the model does not run packed")
+    if not fused:
+        because = "its products are those of fused layers, which this execution does not have"
+        return Verdict(ok=False, because=because)
+    if error is None:
+        return Verdict(ok=False, because="our fused kernels do not cover the model's layers")
+    lost = f"the model loses {error:.1f} times what is allowed in it"
+    return Verdict(ok=error <= 1.0, because=lost)
+
+
+def choose_products(
+    device: torch.device, equivalence: Equivalence, *, num_tokens: int, forward_only: bool = False
+) -> Float8:
+    """Choose by timing each product of each shape of weight, in bf16 and in fp8.
+
+    num_tokens: of the largest micro-batch. forward_only: for a model that is only read, which has no gradients'
+    products.
+    """
     activated = frozenset(equivalence.float8_activated if forward_only else ())
-    timings = time_shapes(precision.device, equivalence.float8_shapes, num_tokens, activated=activated)
+    timings = time_shapes(device, equivalence.float8_shapes, num_tokens, activated=activated)
     if forward_only:
         timings = {shape: {"output": timing["output"]} for shape, timing in timings.items()}
     chosen = {shape: faster_products(timing) for shape, timing in timings.items()}
-    if not any(any(products) for products in chosen.values()):
-        return precision.in_bf16(f"no product is faster in it here: {_factors(timings)} at {num_tokens:,} tokens")
-    plan = Plan(chosen, fewest=num_tokens // _FEWER)
-    return replace(precision, plan=plan, reason=_reason(timings, chosen, num_tokens))
-
-
-def _refusal(equivalence: Equivalence, fused: bool) -> str | None:
-    if not equivalence.packed:
-        return "the model does not run packed"
-    if not fused:
-        return "its products are those of fused layers, which this execution does not have"
-    if equivalence.float8_error is None:
-        return "our fused kernels do not cover the model's layers"
-    if not equivalence.float8_error <= 1.0:
-        return f"the model loses {equivalence.float8_error:.1f} times what is allowed in it"
-    return None
+    number, total = sum(sum(products) for products in chosen.values()), sum(map(len, timings.values()))
+    if not number:
+        reason = f"fp8 was asked for, but no product is faster in it here: {_factors(timings)} at {num_tokens:,} tokens"
+        return Float8(value="off", reason=reason)
+    left = {
+        shape: {name: pair for name, pair in timing.items() if not getattr(chosen[shape], name)}
+        for shape, timing in timings.items()
+    }
+    reason = f"asked for; these products of layers are faster in it here at {num_tokens:,} tokens"
+    return Float8(
+        value=f"{number} of {total} products",
+        reason=f"{reason}; bf16 stays in {_factors(left)}" if any(left.values()) else reason,
+        plan=Plan(chosen, fewest=num_tokens // _FEWER),
+        timings=timings,
+    )
 
 
 def faster_products(timing: Timing) -> Products:
@@ -158,17 +225,6 @@ def _activated(x_TK: Tensor, w_NK: Tensor) -> list[Callable[[], Tensor]]:
             return in_bf16()
 
     return [in_bf16, in_fp8]
-
-
-def _reason(timings: Mapping[Shape, Timing], chosen: Mapping[Shape, Products], num_tokens: int) -> str:
-    number = sum(sum(products) for products in chosen.values())
-    total = sum(len(timing) for timing in timings.values())
-    text = f"asked for; {number} of {total} products of layers are faster in it here at {num_tokens:,} tokens"
-    left = {
-        shape: {name: pair for name, pair in timing.items() if not getattr(chosen[shape], name)}
-        for shape, timing in timings.items()
-    }
-    return f"{text}; bf16 stays in {_factors(left)}" if any(left.values()) else text
 
 
 def _factors(timings: Mapping[Shape, Timing]) -> str:

@@ -1,53 +1,229 @@
-"""The lever protocol: support, cost, effect on the arithmetic, and reason.
+"""The protocol of levers. Each says where it works, what it costs, what it does and why it was chosen.
 
-One file a lever. `apply` differs by lever, because what is applied differs: a context, an optimizer, an execution.
+`Assembly` walks them. A new lever is a file with a subclass of `Lever`, named once in `engine.assemble`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypeVar
 
-from brimful.core.records import Arithmetic, Lever
+import numpy as np
+import torch
+from torch import Tensor
+
+from brimful.core import records
+from brimful.core.options import ClassifyOptions, TrainOptions
+from brimful.core.records import Arithmetic
+from brimful.data.batches.batch import Layout
+from brimful.models.model_stats import Attention, attention_of, linear_parameters, matrices, token_matrices
+from brimful.models.packed.packed_forward import Execution
+from brimful.step.precision import Precision
+from brimful.step.updates.update import Update
+
+Shape = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Answer to "does a lever work here", with the reason."""
+    """Answer to whether a lever works here, with the reason."""
 
     ok: bool
     because: str
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """One training step of a model in numbers, or one forward pass, and what its device reaches.
+
+    lengths_N: tokens of each sequence. linear_parameters: those that autocast casts. token_matrices: how many matrices
+    of each shape every token is multiplied with. flops_per_s: of products. bytes_per_s: of memory.
+    """
+
+    lengths_N: np.ndarray
+    num_parameters: int
+    num_trained: int
+    linear_parameters: int
+    token_matrices: Counter[Shape]
+    attention: Attention | None
+    width: int
+    depth: int
+    flops_per_s: float
+    bytes_per_s: float
+
+    @classmethod
+    def of(cls, model: Any, lengths_N: np.ndarray, *, flops_per_s: float, bytes_per_s: float) -> StepWork:
+        """Count what `model` does to sequences of these lengths; without trained parameters it is a forward pass."""
+        parameters, linear = list(model.parameters()), linear_parameters(model)
+        return cls(
+            lengths_N=lengths_N,
+            num_parameters=sum(p.numel() for p in parameters),
+            num_trained=sum(p.numel() for p in parameters if p.requires_grad),
+            linear_parameters=sum(p.numel() for p in parameters if id(p) in linear),
+            token_matrices=token_matrices(model) or matrices(model),
+            attention=attention_of(model),
+            width=getattr(model.config, "hidden_size", None) or 0,
+            depth=getattr(model.config, "num_hidden_layers", None) or 0,
+            flops_per_s=flops_per_s,
+            bytes_per_s=bytes_per_s,
+        )
+
+    @property
+    def passes(self) -> int:
+        """Passes worth one forward pass: a backward pass is two."""
+        return 3 if self.num_trained else 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, without padding."""
+        return int(self.lengths_N.sum())
+
+    def products_s(self, num_tokens: int) -> float:
+        """Seconds of the products of so many tokens with the model's matrices."""
+        each = sum(count * rows * columns for (rows, columns), count in self.token_matrices.items())
+        return 2 * self.passes * num_tokens * each / self.flops_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Bytes that a lever keeps on the device for as long as training lasts, and for the length of one step."""
+    """Bytes and seconds of a lever; negative where it saves what another lever counts.
+
+    resident_bytes: on the device for as long as the run lasts. step_bytes: besides, for the length of one step.
+    step_s: of one step. once_s: before the first.
+    """
 
     resident_bytes: int = 0
     step_bytes: int = 0
+    step_s: float = 0.0
+    once_s: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            resident_bytes=self.resident_bytes + other.resident_bytes,
+            step_bytes=self.step_bytes + other.step_bytes,
+            step_s=self.step_s + other.step_s,
+            once_s=self.once_s + other.once_s,
+        )
 
 
-class Technique(Protocol):
-    """A lever, chosen: its value is fixed, its reason known.
+@dataclass(frozen=True, kw_only=True)
+class Lever:
+    """A lever as it was chosen for one model, device and workload.
 
-    source: where the method and its figures come from.
+    name: of its line in the recipe. source: of the method and its figures. value: what was chosen. reason: why.
     """
 
-    source: str
+    name: ClassVar[str]
+    source: ClassVar[str]
+    value: str
+    reason: str
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """`exact`, `rounding` or `training`."""
-        ...
+        """Effect on results: `exact` is equal up to the order of sums."""
+        return "exact"
 
-    def supports(self) -> Verdict:
-        """True if it works on the device it was made for."""
-        ...
+    @classmethod
+    def supports(cls, assembly: Assembly) -> Verdict:
+        """Return whether it works here."""
+        raise NotImplementedError
 
-    def cost(self, num_parameters: int) -> Cost:
-        """Memory cost for a model with so many parameters."""
-        ...
+    @classmethod
+    def choose(cls, assembly: Assembly) -> Self | None:
+        """Choose its value: what was asked for, else the best that is supported. None where it has no place at all.
 
-    def lever(self) -> Lever:
+        Raises: OptionError for what was asked for and is not supported.
+        """
+        raise NotImplementedError
+
+    def cost(self, work: StepWork) -> Cost:
+        """Return what it adds to one step, or pass, of `work`."""
+        raise NotImplementedError
+
+    def apply(self, assembly: Assembly) -> None:
+        """Make what was chosen of the model and the parts around it."""
+        raise NotImplementedError
+
+    def line(self) -> records.Lever:
         """Its line in the recipe."""
-        ...
+        return records.Lever(
+            name=self.name, value=self.value, arithmetic=self.arithmetic, reason=self.reason, source=self.source
+        )
+
+
+L = TypeVar("L", bound=Lever)
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class Assembly:
+    """A loaded model on its way to running: facts that levers are chosen by, and what levers made so far.
+
+    packing_wanted: whether sequences may run packed. max_length: most tokens of a sequence. typical_length: mean length
+    of the sequences to come, by which kernels are chosen. num_tokens: of the whole run, about. batches: lengths of the
+    sequences of batches as they will come, given the most tokens of a micro-batch. schedule: (steps + 1,) learning rate
+    by applied steps, None for a model that is only read. cache: whether an equivalence check of the same architecture
+    holds for it too.
+
+    precision: asked for, later with its fp8 products. budget: most tokens of a micro-batch.
+    """
+
+    options: TrainOptions | ClassifyOptions
+    model: Any
+    precision: Precision
+    packing_wanted: bool
+    max_length: int
+    typical_length: int
+    num_tokens: int
+    batches: Callable[[int], Sequence[np.ndarray]]
+    schedule: Tensor | None
+    warn: Callable[[str], None]
+    cache: bool = True
+    execution: Execution | None = None
+    layout: Layout | None = None
+    budget: int = 0
+    update: Update | None = None
+    seed: int = 0
+    levers: dict[type[Lever], Lever | None] = field(default_factory=dict)
+    facts: dict[Callable[[Assembly], Any], Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the model is to run on."""
+        return self.precision.device
+
+    @property
+    def training(self) -> bool:
+        """True for a model that learns."""
+        return self.schedule is not None
+
+    def fact(self, find: Callable[[Assembly], T]) -> T:
+        """Return what `find` finds of this assembly, found once: what is measured or checked on its model."""
+        if find not in self.facts:
+            self.facts[find] = find(self)
+        return self.facts[find]  # type: ignore[no-any-return]
+
+    def find(self, kind: type[L]) -> L | None:
+        """Return the lever of a kind, chosen and applied by the first that asks for it."""
+        if kind not in self.levers:
+            chosen = self.levers[kind] = kind.choose(self)
+            if chosen is not None:
+                chosen.apply(self)
+        return self.levers[kind]  # type: ignore[return-value]
+
+    def lever(self, kind: type[L]) -> L:
+        """`find`, of a lever that every run has."""
+        found = self.find(kind)
+        assert found is not None
+        return found
+
+    def drop(self, lever: Lever) -> None:
+        """Leave out a lever that turned out not to work when it was applied."""
+        self.levers[type(lever)] = None
+
+    def recipe(self, kinds: Sequence[type[Lever]], device: str) -> records.Recipe:
+        """Walk the levers: choose and apply each, and write down its line."""
+        chosen = [self.find(kind) for kind in kinds]
+        return records.Recipe(device=device, levers=tuple(lever.line() for lever in chosen if lever is not None))

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from brimful.core.options import OptimizerChoice, TrainOptions
-from brimful.core.records import Arithmetic, Lever
-from brimful.levers.lever import Cost, Verdict
+from brimful.levers.facts import equivalence_of
+from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.packing import Packing
 from brimful.step.precision import Precision
 from brimful.step.updates.fused_adamw import FusedAdamW, can_fuse
 from brimful.step.updates.torch_update import TorchUpdate
@@ -27,33 +28,65 @@ _NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_n
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class Optimizer(Lever):
     """An optimizer and its hyperparameters. The learning rate belongs to the step, which reads it from its schedule.
 
-    fused: whether it is updated by our own kernels.
+    fused: whether it is updated by our own kernels. copies: whether these keep the weights of Linear layers in half
+    precision beside their fp32 masters, where products are in it.
     """
 
+    name = "optimizer"
+    source = "Loshchilov and Hutter 2019, arXiv 1711.05101; torch.optim"
     value: OptimizerChoice
+    reason: str = "asked for"
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
     fused: bool = False
-    reason: str = "asked for"
-    source: str = "Loshchilov and Hutter 2019, arXiv 1711.05101; torch.optim"
+    copies: bool = True
+
+    @classmethod
+    def supports(cls, assembly: Assembly) -> Verdict:
+        """Return whether our fused kernels update it here; torch's do everywhere."""
+        asked = asked_optimizer(assembly.options)  # type: ignore[arg-type]
+        if not asked.value.startswith("adamw"):
+            return Verdict(ok=False, because="ours are of AdamW")
+        if not min(asked.beta1, asked.beta2) > 0:
+            return Verdict(ok=False, because="ours need decays above 0")
+        return Verdict(ok=can_fuse(assembly.model), because="ours are for fp32 weights on a GPU")
+
+    @classmethod
+    def choose(cls, assembly: Assembly) -> Optimizer | None:
+        """Take the one asked for, by the fastest kernels there are for it."""
+        if not assembly.training:
+            return None
+        assembly.lever(Packing)  # puts the model on its device
+        asked, verdict = asked_optimizer(assembly.options), cls.supports(assembly)  # type: ignore[arg-type]
+        kernels = "our fused kernels" if verdict.ok else f"torch's fused kernels ({verdict.because})"
+        return replace(
+            asked,
+            fused=verdict.ok,
+            copies=assembly.precision.half is not None and assembly.fact(equivalence_of).half_weights,
+            reason=f"asked for; {kernels}, fp32 weights and states",
+        )
 
     @property
-    def arithmetic(self) -> Arithmetic:
-        """`exact`: it is what was asked for."""
-        return "exact"
+    def state_bytes(self) -> int:
+        """Bytes of states of a trained parameter: two fp32 for AdamW, none for plain SGD."""
+        return 0 if self.value == "sgd" else 8
 
-    def supports(self) -> Verdict:
-        """torch has fused kernels for the CPU and for CUDA."""
-        return Verdict(ok=True, because="torch has a fused kernel for CPU and CUDA")
+    def cost(self, work: StepWork) -> Cost:
+        """Gradients, states and copies of weights, and seconds of reading and writing them.
 
-    def cost(self, num_parameters: int) -> Cost:
-        """Two fp32 states a parameter for AdamW, none for plain SGD."""
-        return Cost(resident_bytes=0 if self.value == "sgd" else 8 * num_parameters)
+        With copies, gradients of these weights are in half precision too, and autocast casts nothing.
+        """
+        copies = 2 * work.linear_parameters if self.fused and self.copies else 0
+        return Cost(
+            resident_bytes=self.state_bytes * work.num_trained + copies,
+            step_bytes=4 * work.num_trained - 2 * copies,
+            step_s=(self.moved_bytes(work.num_trained) - 3 * copies) / work.bytes_per_s,
+        )
 
     def moved_bytes(self, num_parameters: int, num_idle: int = 0) -> int:
         """Bytes that one update must read and write at least, all fp32: AdamW reads weight, gradient and two states and
@@ -64,24 +97,18 @@ class Optimizer:
         each = 3 + 1 if self.value == "sgd" else 7 + 1
         return 4 * (each * (num_parameters - num_idle) + 2 * num_idle)
 
-    def lever(self) -> Lever:
-        """Its line in the recipe."""
-        return Lever(name="optimizer", value=self.value, arithmetic="exact", reason=self.reason)
+    def apply(self, assembly: Assembly) -> None:
+        """Make the update of the model's trained parameters."""
+        assert assembly.schedule is not None
+        assembly.update = self.update(
+            assembly.model,
+            assembly.schedule,
+            assembly.precision,
+            max_grad_norm=assembly.options.max_grad_norm,  # type: ignore[union-attr]
+        )
 
-    def apply(
-        self,
-        model: nn.Module,
-        schedule: Tensor,
-        precision: Precision,
-        *,
-        max_grad_norm: float,
-        half_weights: bool = True,
-    ) -> Update:
-        """The update of a model's trained parameters.
-
-        schedule: (steps + 1,) learning rate by applied steps. half_weights: whether Linear layers may hold their
-        weights in half precision.
-        """
+    def update(self, model: nn.Module, schedule: Tensor, precision: Precision, *, max_grad_norm: float) -> Update:
+        """Make the update of a model's trained parameters. schedule: (steps + 1,) learning rate by applied steps."""
         decayed = decayed_names(model)
         if self.fused:
             return FusedAdamW(
@@ -92,7 +119,7 @@ class Optimizer:
                 betas=(self.beta1, self.beta2),
                 epsilon=self.epsilon,
                 weight_decay=dict.fromkeys(decayed, self.weight_decay),
-                half=precision.half if half_weights else None,
+                half=precision.half if self.copies else None,
             )
         groups = parameter_groups(model, decayed, self.weight_decay)
 
@@ -109,16 +136,6 @@ class Optimizer:
             )
 
         return TorchUpdate(model, make, schedule, max_grad_norm=max_grad_norm, scaled=precision.scaled)
-
-
-def choose_optimizer(options: TrainOptions, model: nn.Module) -> Optimizer:
-    """The optimizer that was asked for, by the kernels that are the fastest for this model where it is."""
-    asked = asked_optimizer(options)
-    if not asked.value.startswith("adamw"):
-        return replace(asked, reason="asked for; torch's fused kernels, fp32 weights and states")
-    if can_fuse(model) and min(asked.beta1, asked.beta2) > 0:
-        return replace(asked, fused=True, reason="asked for; our fused kernels, fp32 weights and states")
-    return replace(asked, reason="asked for; torch's fused kernels, fp32 weights and states")
 
 
 def asked_optimizer(options: TrainOptions) -> Optimizer:

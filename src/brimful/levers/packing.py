@@ -6,59 +6,61 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from brimful.core.records import Arithmetic, Lever
-from brimful.levers.lever import Cost, Verdict
+from brimful.levers.facts import equivalence_of
+from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.weights import Weights
 from brimful.models.packed.equivalence import Equivalence
-from brimful.models.packed.packed_forward import Execution, PackedExecution, PaddedExecution
+from brimful.models.packed.packed_forward import PackedExecution, PaddedExecution
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packing:
-    """Execution of one model: packed if wanted and the equivalence check passed, on padded rows otherwise.
+class Packing(Lever):
+    """The layout of a model's sequences: end to end, or in padded rows.
 
-    equivalence: of this model, which also says whether its batches may be split. wanted: False for --packing off.
+    equivalence: what the check found, which also says if batches may be split. wanted: whether it was asked for.
     """
 
+    name = "packing"
+    source = "Krell et al. 2021, arXiv 2107.02027; Portes et al. 2023, arXiv 2312.17482"
     equivalence: Equivalence
     wanted: bool = True
-    source: str = "Krell et al. 2021, arXiv 2107.02027; Portes et al. 2023, arXiv 2312.17482"
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        """`exact`: equal up to the order of sums, by the equivalence check."""
-        return "exact"
 
     @property
     def packed(self) -> bool:
-        """True if the model runs packed."""
-        return self.supports().ok
+        """True for a model that runs packed."""
+        return self.value == "packed"
 
-    def supports(self) -> Verdict:
-        """Result of the equivalence check."""
-        if not self.wanted:
-            return Verdict(ok=False, because="turned off by --packing off")
-        return Verdict(ok=self.equivalence.packed, because=self.equivalence.reason)
+    @classmethod
+    def supports(cls, assembly: Assembly) -> Verdict:
+        """Return what the equivalence check says of this model."""
+        equivalence = assembly.fact(equivalence_of)
+        return Verdict(ok=equivalence.packed and equivalence.form is not None, because=equivalence.reason)
 
-    def cost(self, num_parameters: int) -> Cost:
-        """Nothing: it saves the padding."""
-        return Cost()
+    @classmethod
+    def choose(cls, assembly: Assembly) -> Packing:
+        """Pack where that is shown to be equal, unless it was turned off."""
+        verdict, equivalence = cls.supports(assembly), assembly.fact(equivalence_of)
+        if not assembly.packing_wanted:
+            reason = "turned off by --packing off"
+            return cls(value="padded", reason=reason, equivalence=equivalence, wanted=False)
+        return cls(value="packed" if verdict.ok else "padded", reason=verdict.because, equivalence=equivalence)
 
-    def lever(self) -> Lever:
-        """Its line in the recipe."""
-        return Lever(
-            name="packing",
-            value="packed" if self.packed else "padded",
-            arithmetic="exact",
-            reason=self.supports().because,
+    def cost(self, work: StepWork) -> Cost:
+        """Seconds of the products of all tokens that are computed: padded, each row is as long as the longest."""
+        padded = len(work.lengths_N) * int(work.lengths_N.max(initial=0))
+        return Cost(step_s=work.products_s(work.num_tokens if self.packed else padded))
+
+    def apply(self, assembly: Assembly) -> None:
+        """Put the model on its device, and make the execution that runs it."""
+        model = assembly.model = assembly.model.to(assembly.device).train(assembly.training)
+        assembly.find(Weights)  # before an execution keeps modules that it replaces
+        assembly.execution = (
+            PackedExecution(model, self.equivalence.form)
+            if self.packed and self.equivalence.form is not None
+            else PaddedExecution(model, plain_attention(model))
         )
-
-    def apply(self, model: Any) -> Execution:
-        """The execution that runs the model."""
-        if self.packed and self.equivalence.form is not None:
-            return PackedExecution(model, self.equivalence.form)
-        return PaddedExecution(model, plain_attention(model))
 
 
 def plain_attention(model: Any) -> str:
-    """The attention that Hugging Face's own forward is right with: scores with a soft cap only have the eager one."""
+    """Return the attention that Hugging Face's own forward is right with: soft caps have the eager one only."""
     return "eager" if getattr(model.config, "attn_logit_softcapping", None) else "sdpa"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from brimful.core.errors import DeviceError, OptionError
 from brimful.core.options import PrecisionChoice
-from brimful.core.records import Arithmetic, Lever
-from brimful.levers.lever import Verdict
+from brimful.core.records import Arithmetic
+from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.packing import Packing
+from brimful.models.half_weights import halve_linears
 from brimful.step.precision import Precision
 
-SOURCE = "Micikevicius et al. 2018, arXiv 1710.03740; torch.amp"
 #: The first compute capability whose matrix units have each.
 _BEGINS = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (9, 0)}
 
@@ -28,10 +30,48 @@ def supports(value: str, device: torch.device) -> Verdict:
     return Verdict(ok=True, because="it runs everywhere")
 
 
-def lever(precision: Precision) -> Lever:
-    """Its line in the recipe."""
-    arithmetic: Arithmetic = "exact" if precision.value == "fp32" else "rounding"
-    return Lever(name="precision", value=precision.value, arithmetic=arithmetic, reason=precision.reason)
+@dataclass(frozen=True, kw_only=True)
+class PrecisionLever(Lever):
+    """The precision of products. half: whether they are in half precision. copies: whether Linear layers of a model
+    that is only read hold half-precision weights alone."""
+
+    name = "precision"
+    source = "Micikevicius et al. 2018, arXiv 1710.03740; torch.amp"
+    half: bool
+    copies: bool = False
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """`exact` in fp32, `rounding` otherwise."""
+        return "exact" if self.value == "fp32" else "rounding"
+
+    @classmethod
+    def supports(cls, assembly: Assembly) -> Verdict:
+        """Return whether the device multiplies in it."""
+        return supports(assembly.precision.value, assembly.device)
+
+    @classmethod
+    def choose(cls, assembly: Assembly) -> PrecisionLever:
+        """Take the assembly's; fp8 is bf16 beside a lever of its own."""
+        precision, packing = assembly.precision, assembly.lever(Packing)
+        return cls(
+            value="bf16" if precision.value == "fp8" else precision.value,
+            reason=precision.reason,
+            half=precision.half is not None,
+            copies=packing.packed and packing.equivalence.half_weights and not assembly.training,
+        )
+
+    def cost(self, work: StepWork) -> Cost:
+        """Weights, fp32 unless they are copies in half precision, and the copies that autocast makes in a step."""
+        cast = 2 * work.linear_parameters if self.half else 0
+        if self.copies:
+            return Cost(resident_bytes=4 * work.num_parameters - cast)
+        return Cost(resident_bytes=4 * work.num_parameters, step_bytes=cast, step_s=3 * cast / work.bytes_per_s)
+
+    def apply(self, assembly: Assembly) -> None:
+        """Halve the Linear weights of a model that is only read. All else is the context of its passes."""
+        if self.copies:
+            halve_linears(assembly.model, assembly.precision.dtype)  # those that are still as they were
 
 
 def choose_precision(asked: PrecisionChoice, device: torch.device) -> Precision:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 import brimful
-from brimful.engine.classification.runner import cpu_budget
+from brimful.levers.weights import cpu_budget
 from tiny_files import review, save_classifier
 
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import brimful
-from brimful.engine.classification import runner
+from brimful.engine import assemble
+from brimful.levers import weights
 from brimful.models import onednn_prepack
 from tiny import FAMILIES
 from tiny_files import review, save_classifier
@@ -58,7 +59,7 @@ def test_every_family(
         found = ours.logits(TEXTS)
     assert bool(calls) == done
     assert done or precision == "bf16"
-    monkeypatch.setattr(runner, "can_reorder", lambda _: False)
+    monkeypatch.setattr(weights, "can_reorder", lambda _: False)
     with classifier(model, precision) as plain:
         np.testing.assert_allclose(found, plain.logits(TEXTS), atol=NEAR[precision])
         assert not was_reordered(plain)
@@ -81,7 +82,7 @@ class _ReadsForLongTexts(nn.Module):
 
 def test_the_model_that_others_are_compared_with_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_classifier(tmp_path / "model", ["bad", "good"])
-    load = runner.load_model
+    load = assemble.load_model
 
     def load_reading(*args: Any, **kwargs: Any) -> Any:
         loaded: Any = load(*args, **kwargs)
@@ -89,7 +90,7 @@ def test_the_model_that_others_are_compared_with_is_plain(tmp_path: Path, monkey
         inside.dense = _ReadsForLongTexts(inside.dense)
         return loaded
 
-    monkeypatch.setattr(runner, "load_model", load_reading)
+    monkeypatch.setattr(assemble, "load_model", load_reading)
     with classifier(model) as ours:
         assert np.isnan(ours.logits(TEXTS)).any()
         assert not ours.verify(TEXTS).passed

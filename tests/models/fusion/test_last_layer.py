@@ -30,7 +30,7 @@ from brimful.kernels.layers.cls_attention import (
 )
 from brimful.kernels.layout import pack_numbers, unpack_numbers
 from brimful.kernels.rng import next_site, one_seed
-from brimful.levers.execution import ExecutionMode
+from brimful.levers import execution as launching
 from brimful.models.fusion.last_layer import ShorteningBackend
 from brimful.models.model_stats import layers_of
 from brimful.models.packed import packed_forward
@@ -214,8 +214,7 @@ def test_which_models_are_compiled_so(case: str, short: bool) -> None:
         layers[0].output.dense.weight = layers[-1].output.dense.weight
     packed = PackedExecution(model, PackedForm(pooling="mean" if case == "mean" else "first", first_position=0))
     whole = PackedExecution(copy.deepcopy(model), packed.form)
-    mode = ExecutionMode(value="compiled", reason="a test")
-    mode.apply(packed, fused=case != "other attention", note=pytest.fail, forward_only=True)
+    launching.compile_layers(packed, fused=case != "other attention", note=pytest.fail, forward_only=True)
     inputs = SHORT.micro_batches[0].inputs
     with torch.inference_mode():
         assert torch.allclose(packed(inputs)[:3], whole(inputs)[:3], atol=1e-5)

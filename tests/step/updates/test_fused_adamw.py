@@ -120,7 +120,7 @@ def test_blocks_of_whole_rows(weight_decay: float) -> None:
     optimizer = replace(OURS, weight_decay=weight_decay)
     schedule = torch.full((9,), 1e-2)
     precision = Precision(value="fp32", device=torch.device("cpu"), reason="a test")
-    update: Any = optimizer.apply(model, schedule, precision, max_grad_norm=0.0)
+    update: Any = optimizer.update(model, schedule, precision, max_grad_norm=0.0)
     sizes = dict(zip(update.named, update._block_sizes, strict=True))
     assert [sizes[f"tables.{name}.weight"] for name in ("words", "narrow", "odd", "wide")] == [768, 1024, 1024, 1024]
     theirs = torch.optim.AdamW(parameter_groups(plain, decayed_names(plain), weight_decay), lr=1e-2)

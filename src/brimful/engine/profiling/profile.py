@@ -210,15 +210,15 @@ def _per_s(amount: float | None, seconds: float) -> float | None:
 
 
 def _profile(options: ProfileOptions, built: Built, found: _Found, work: Work) -> Profile:
-    verdict, launches = built.packing.supports(), found.trace.num_launches
+    packing, launches = built.packing, found.trace.num_launches
     asked = {name: value for name, value in dataclasses.asdict(options).items() if name not in NOT_OF_A_STEP}
     result = Profile(
         model=options.model,
         options=asked,
         recipe=built.recipe,
         machine=probe(),
-        packed=verdict.ok,
-        packed_reason=verdict.because,
+        packed=packing.packed,
+        packed_reason=packing.reason,
         steps=options.steps,
         time=found.time,
         parts=found.anatomy.parts,

@@ -103,7 +103,7 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks) -> Run:
         num_parameters = prepared.facts.num_parameters
         # Besides those kept, the one being written, and the best one where it is looked for.
         num_checkpoints = options.save_total_limit + 1 + (options.metric_for_best_model is not None)
-        check_space(path, num_parameters, asked_optimizer(options).cost(num_parameters).resident_bytes, num_checkpoints)
+        check_space(path, num_parameters, asked_optimizer(options).state_bytes * num_parameters, num_checkpoints)
     if options.dry_run:
         with precision.apply():
             built = build(options, prepared, precision, callbacks)
@@ -464,7 +464,7 @@ class _Loop:
 
 
 def _record(options: TrainOptions, prepared: Prepared, built: Built, command: str, *, run: str, status: Any) -> Run:
-    verdict = built.packing.supports()
+    packing = built.packing
     return Run(
         run=run,
         status=status,
@@ -476,6 +476,6 @@ def _record(options: TrainOptions, prepared: Prepared, built: Built, command: st
         machine=probe(),
         data_fingerprint=prepared.data_fingerprint,
         data=prepared.report,
-        packed=verdict.ok,
-        packed_reason=verdict.because,
+        packed=packing.packed,
+        packed_reason=packing.reason,
     )

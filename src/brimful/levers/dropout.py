@@ -1,0 +1,51 @@
+"""Dropout: masks that a resumed run draws again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropout(Lever):
+    """Seeds of dropout. modules: of the model's dropout modules, how many are at work."""
+
+    name = "dropout"
+    source = "Salmon et al. 2011, Parallel random numbers (Philox)"
+    seed: int
+    modules: int
+
+    @classmethod
+    def supports(cls, assembly: Assembly) -> Verdict:
+        """Return whether the model has any."""
+        number = _modules(assembly.model)
+        return Verdict(ok=number > 0, because=f"{number} modules of the model drop out")
+
+    @classmethod
+    def choose(cls, assembly: Assembly) -> Dropout | None:
+        """Draw masks by (seed, batch, micro-batch)."""
+        if not assembly.training:
+            return None
+        return cls(
+            value="by (seed, batch, micro-batch)",
+            reason="masks repeat on resume; they change with the split into micro-batches",
+            seed=assembly.options.seed,  # type: ignore[union-attr]
+            modules=_modules(assembly.model),
+        )
+
+    def cost(self, work: StepWork) -> Cost:
+        """Masks of hidden states that a backward pass needs, a byte a number, each written once and read once."""
+        num_bytes = self.modules * work.num_tokens * work.width if work.num_trained else 0
+        return Cost(step_bytes=num_bytes, step_s=2 * num_bytes / work.bytes_per_s)
+
+    def apply(self, assembly: Assembly) -> None:
+        """Seed the step."""
+        assembly.seed = self.seed
+
+
+def _modules(model: Any) -> int:
+    return sum(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())

@@ -1,0 +1,168 @@
+"""Facts that levers are chosen by: attention kernels that a model would be given, and what its equivalence check found.
+
+For training in half precision on a GPU, kernels that can do it are timed, forward and backward with the model's heads,
+windows, causality and dropout, on sequences as long as the data's. Ours stays unless another is faster by a margin:
+layers are fused with ours alone. cuDNN's variable-length kernel and FlexAttention are no candidates: both passes of
+variable lengths together they are faster nowhere on an H200 (benchmarks/attention), and torch 2.11 fails in cuDNN's
+backward pass.
+
+Classification does not measure: answers must be the same bytes wherever a run is resumed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from brimful.kernels.attention.dispatch import (
+    Pattern,
+    RelativeBias,
+    candidates,
+    choose_attention,
+    grouped_attention,
+    length_class,
+)
+from brimful.levers.lever import Assembly, Verdict
+from brimful.measurement.attention import Heads, attention_seconds
+from brimful.models.packed.equivalence import Equivalence, check_equivalence
+from brimful.models.packed.relative_bias import farthest_bucket
+from brimful.step.precision import Precision
+
+_SHORT_NAMES = {"flash_attention": "FlashAttention-2", "triton_attention": "ours"}
+
+
+#: Another kernel must be faster than ours by this factor: layers that it is in cannot be fused, which costs as much.
+MARGIN = 1.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The name of the kernel to take, and in words how long each takes."""
+
+    fastest: str
+    said: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKernels:
+    """The kernels of one model in one precision, by function name, those of full layers and of windowed ones.
+
+    typical_length: mean length of the sequences to come. measured: None where nothing was.
+    """
+
+    functions: tuple[str, ...]
+    typical_length: int
+    measured: Measured | None = None
+
+    @property
+    def fastest(self) -> str | None:
+        """The kernel measured to be the fastest, by function name."""
+        return None if self.measured is None else self.measured.fastest
+
+    @property
+    def fused(self) -> bool:
+        """True where layers can be fused around them: around ours alone."""
+        return set(self.functions) <= {"triton_attention", "relative_attention"}
+
+    @property
+    def variable_length(self) -> Verdict:
+        """Verdict on reading packed rows as they are: then shapes repeat from batch to batch."""
+        if grouped_attention.__name__ in self.functions:
+            return Verdict(ok=False, because="attention works on groups of rows whose shapes change with every batch")
+        return Verdict(ok=True, because="attention of variable lengths")
+
+
+def kernels_of(assembly: Assembly) -> AttentionKernels:
+    """Return the kernels that an assembly's layers would be given in packed rows.
+
+    Those of training are timed; answers must be the same bytes wherever a classification is resumed.
+    """
+    model, precision, length = assembly.model, assembly.precision, assembly.typical_length
+    measured = measure_attention(model, precision, length) if assembly.training and assembly.packing_wanted else None
+    return choose_kernels(model.config, precision, length, measured)
+
+
+def equivalence_of(assembly: Assembly) -> Equivalence:
+    """Return what the check finds for the model on its device, in its precision, with its attention kernels."""
+    kernels = assembly.fact(kernels_of)
+    return check_equivalence(
+        assembly.model,
+        max_length=assembly.max_length,
+        device=assembly.device,
+        precision=assembly.precision.value,
+        typical_length=kernels.typical_length,
+        attention=kernels.fastest,
+        cache=assembly.cache,
+    )
+
+
+def choose_kernels(
+    config: Any, precision: Precision, typical_length: int, measured: Measured | None = None
+) -> AttentionKernels:
+    """The kernels that layers of this configuration will be given."""
+    head_dim = _heads(config).size
+    wanted = None if measured is None else measured.fastest
+    chosen = [
+        choose_attention(precision.device, precision.dtype, pattern, head_dim, typical_length, wanted)
+        for pattern in (_pattern(config, window=window) for window in _windows(config))
+    ]
+    return AttentionKernels(
+        functions=tuple(function.__name__ for function in chosen), typical_length=typical_length, measured=measured
+    )
+
+
+def measure_attention(model: nn.Module, precision: Precision, typical_length: int) -> Measured | None:
+    """Return the kernel that is the fastest for training this model here; None without a choice, or if none could be timed."""
+    config: Any = model.config
+    heads, device, dtype = _heads(config), precision.device, precision.dtype
+    said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
+    patterns = [
+        _pattern(config, window=window, causal=bool(said) and all(said), dropout=_dropout(config))
+        for window in _windows(config)
+    ]
+    found = candidates(device, dtype, patterns[0], heads.size)
+    if dtype.itemsize != 2 or len(found) == 1:
+        return None
+    number = length_class(typical_length)
+    timed = [attention_seconds(found, device, dtype, pattern, heads, number) for pattern in patterns]
+    names = [each.__name__ for each in found if all(each.__name__ in times for times in timed)]
+    seconds = {name: sum(times[name] for times in timed) for name in names}
+    if not seconds:
+        return None
+    ours = found[0].__name__
+    fastest = min(seconds, key=lambda name: seconds[name] * (1.0 if name == ours else MARGIN))
+    times = ", ".join(f"{value * 1e3:.3g} ms by {_SHORT_NAMES.get(name, name)}" for name, value in seconds.items())
+    what = "a full and a windowed layer's" if len(patterns) > 1 else "a layer's"
+    return Measured(fastest=fastest, said=f"{what} forward and backward, timed here: {times}")
+
+
+def _heads(config: Any) -> Heads:
+    queries = getattr(config, "num_attention_heads", None) or 1  # FNet has none, and no use for a kernel
+    given = (getattr(config, name, None) for name in ("head_dim", "attention_head_size"))
+    size = next((d for d in given if d), getattr(config, "hidden_size", 64) // queries)
+    return Heads(queries=queries, keys=getattr(config, "num_key_value_heads", None) or queries, size=size)
+
+
+def _windows(config: Any) -> list[int | None]:
+    """Of the kinds of layers that there may be: none, and the configuration's if it has one."""
+    named = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
+    return [None, *[window for window in named if isinstance(window, int)][:1]]
+
+
+def _pattern(config: Any, *, window: int | None = None, causal: bool = False, dropout: float = 0.0) -> Pattern:
+    return Pattern(
+        scale=1.0,
+        causal=causal,
+        window=window,
+        softcap=getattr(config, "attn_logit_softcapping", None),
+        dropout=dropout,
+        relative=None if farthest_bucket(config) is None else RelativeBias(bucket_W=torch.empty(0)),
+    )
+
+
+def _dropout(config: Any) -> float:
+    names = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
+    return float(next((p for p in (getattr(config, name, None) for name in names) if p is not None), 0.0))

@@ -1,0 +1,144 @@
+"""Tokens of a micro-batch: a few fixed sizes, chosen from the data's lengths, up to what fills the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from brimful.data.batches.batch import PackedLayout, PaddedLayout
+from brimful.data.batches.packing import TILE, Budgets, choose_budgets, length_buckets
+from brimful.levers.facts import kernels_of
+from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.packing import Packing
+from brimful.levers.weights import cpu_budget
+from brimful.models.packed.packed_forward import padding_id_of
+from brimful.step.precision import Precision
+
+#: Most tokens of a micro-batch unless --token-budget says otherwise: on a GPU enough to fill it, in training on a CPU
+#: few enough to stay near the caches.
+_DEFAULT = {"cuda": 32768, "cpu": 4096}
+#: Most sequences of a micro-batch of a model that is only read.
+_MOST_TEXTS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBudget(Lever):
+    """Sizes of micro-batches.
+
+    tokens: of the largest. budgets: of packed ones, None where windows are cut without being seen before, or rows are
+    padded. token_bytes: of activations of a token that a backward pass needs.
+    """
+
+    name = "token_budget"
+    source = "Korthikanti et al. 2022, arXiv 2205.05198"
+    tokens: int
+    token_bytes: int
+    budgets: Budgets | None = None
+
+    @classmethod
+    def supports(cls, assembly: Assembly) -> Verdict:
+        """Return whether batches may be split at all: not where rows influence one another."""
+        packing = assembly.lever(Packing)
+        if packing.packed or packing.equivalence.independent:
+            return Verdict(ok=True, because="rows do not influence one another")
+        return Verdict(ok=False, because=packing.equivalence.reason)
+
+    @classmethod
+    def choose(cls, assembly: Assembly) -> TokenBudget:
+        """Choose sizes that the lengths of batches to come fill well, for training as many as are needed."""
+        packing, verdict = assembly.lever(Packing), cls.supports(assembly)
+        tokens = assembly.options.token_budget or _largest(assembly)
+        token_bytes = _token_bytes(assembly.model.config, assembly.precision) or 0
+        if not packing.packed:
+            lengths = length_buckets(assembly.max_length)
+            reason = f"rows of {lengths[0]} to {lengths[-1]} tokens by length" if verdict.ok else verdict.because
+            value = str(tokens) if verdict.ok else "whole batch"
+            return cls(value=value, reason=reason, tokens=tokens, token_bytes=token_bytes)
+        if cuts_windows(assembly):
+            reason = (
+                "tokens of a micro-batch; texts are put in order of length within a window, so that few are missing"
+            )
+            return cls(value=str(tokens), reason=reason, tokens=tokens, token_bytes=token_bytes)
+        budgets = choose_budgets(assembly.batches(tokens), tokens, assembly.max_length)
+        return cls(
+            value=", ".join(map(str, budgets.tokens)),
+            reason=f"tokens of a micro-batch, from the data's lengths; {100 * budgets.fill:.1f} % filled",
+            tokens=budgets.tokens[-1],
+            token_bytes=token_bytes,
+            budgets=budgets,
+        )
+
+    def cost(self, work: StepWork) -> Cost:
+        """Activations of a micro-batch that its backward pass needs, and seconds of the products of empty places."""
+        tokens = min(self.tokens, work.num_tokens) if self.budgets is None else self.tokens
+        fill = 1.0 if self.budgets is None else self.budgets.fill
+        return Cost(
+            step_bytes=tokens * self.token_bytes if work.num_trained else 0,
+            step_s=work.products_s(round(work.num_tokens * (1 / fill - 1))),
+        )
+
+    def apply(self, assembly: Assembly) -> None:
+        """Lay batches out in micro-batches of these sizes."""
+        assembly.budget = self.tokens
+        padding_id = padding_id_of(assembly.model.config)
+        if self.budgets is not None:
+            assembly.layout = PackedLayout(
+                budgets=self.budgets,
+                num_slots=most_rows(assembly),
+                max_length=assembly.max_length,
+                padding_id=padding_id,
+                groups=False,
+            )
+        elif not assembly.lever(Packing).packed:
+            assembly.layout = PaddedLayout(
+                lengths=length_buckets(assembly.max_length),
+                num_tokens=max(self.tokens, assembly.max_length),
+                num_rows=most_rows(assembly),
+                padding_id=padding_id,
+                split=self.supports(assembly).ok,
+            )
+
+
+def cuts_windows(assembly: Assembly) -> bool:
+    """Return whether texts come in windows that are cut into the same few shapes, as they do on a GPU."""
+    fixed = assembly.lever(Packing).packed and assembly.fact(kernels_of).variable_length.ok
+    return fixed and not assembly.training and assembly.device.type == "cuda"
+
+
+def most_rows(assembly: Assembly) -> int:
+    """Sequences of a batch at most.
+
+    A model that is only read has a text a batch where rows influence one another: an answer must not depend on others.
+    """
+    if assembly.training:
+        return assembly.options.batch_size  # type: ignore[union-attr]
+    return _MOST_TEXTS if assembly.lever(Packing).equivalence.independent else 1
+
+
+def _largest(assembly: Assembly) -> int:
+    """Return the device's default, for training no more than half of its free memory holds activations of.
+
+    The optimizer has taken no part of that memory yet.
+    """
+    device = assembly.device
+    if not assembly.training and device.type == "cpu":
+        return cpu_budget(assembly.model, assembly.max_length)
+    token_bytes = _token_bytes(assembly.model.config, assembly.precision)
+    if not assembly.training or device.type != "cuda" or token_bytes is None:
+        return _DEFAULT[device.type]
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return max(TILE, min(_DEFAULT["cuda"], free_bytes // 2 // token_bytes // TILE * TILE))
+
+
+def _token_bytes(config: Any, precision: Precision) -> int | None:
+    """Bytes of activations of a token that a backward pass needs; None for an unknown size of the model.
+
+    34 bytes a hidden unit and layer in half precision (Korthikanti et al. 2022, without the scores that variable-length
+    attention does not keep), a third more for what the formula leaves out.
+    """
+    width, depth = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
+    if not isinstance(width, int) or not isinstance(depth, int):
+        return None
+    return 45 * width * depth * (precision.dtype.itemsize // 2)
