@@ -156,6 +156,6 @@ def compile_layers(
 
 
 def _own_parameters(layers: Iterable[nn.Module]) -> bool:
-    """Whether no parameter is in two layers: gradients of one that is meet before the update."""
+    """Return whether no parameter is in two layers: gradients of one that is meet before the update."""
     found = [id(parameter) for layer in layers for parameter in layer.parameters()]
     return len(found) == len(set(found))

@@ -102,7 +102,7 @@ def equivalence_of(assembly: Assembly) -> Equivalence:
 def choose_kernels(
     config: Any, precision: Precision, typical_length: int, measured: Measured | None = None
 ) -> AttentionKernels:
-    """The kernels that layers of this configuration will be given."""
+    """Return the kernels that layers of this configuration are given."""
     head_dim = _heads(config).size
     wanted = None if measured is None else measured.fastest
     chosen = [
@@ -115,7 +115,7 @@ def choose_kernels(
 
 
 def measure_attention(model: nn.Module, precision: Precision, typical_length: int) -> Measured | None:
-    """Return the kernel that is the fastest for training this model here; None without a choice, or if none could be timed."""
+    """Return the fastest kernel for training this model here; None without a choice, or if none could be timed."""
     config: Any = model.config
     heads, device, dtype = _heads(config), precision.device, precision.dtype
     said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
