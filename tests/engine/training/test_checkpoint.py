@@ -670,7 +670,7 @@ def test_power_cut_at_every_operation(tmp_path: Path, name: str, monkeypatch: py
 
 # --- full and failing disks -----------------------------------------------------------------------------------------
 
-FAILURES = [(errno.ENOSPC, DiskFullError), (errno.EDQUOT, DiskFullError), (errno.EIO, OutputError)]
+FAILURES = [(errno.ENOSPC, DiskFullError), (errno.EIO, OutputError)]
 
 
 @pytest.mark.parametrize(("number", "error"), FAILURES)
