@@ -22,7 +22,7 @@ from resumable import default_inputs
 from works import Work, make_inputs, model_folder
 
 import brimful
-from brimful.measurement.kernels import Span, anatomy
+from brimful.measurement.kernels import Span, breakdown
 
 _TOKENS, _LONGEST_LIST = 2_000_000, 12
 
@@ -48,7 +48,7 @@ def _spans(events: Iterable[Any]) -> Iterator[Span]:
 def print_parts(title: str, spans: list[Span]) -> None:
     """As `brimful profile` counts them; shares are of the time from the first kernel's begin to the last one's end."""
     whole_s = max(span.end_s for span in spans) - min(span.start_s for span in spans)
-    found = anatomy(spans, spans, steps=1, step_s=whole_s, stretch=1.0)
+    found = breakdown(spans, spans, steps=1, step_s=whole_s, stretch=1.0)
     print(f"{title}, {whole_s * 1e3:.1f} ms")
     for part in found.parts:
         print(f"  {part.seconds * 1e3:8.1f} ms {part.share:6.1%} {part.count:7,.0f}  {part.name}")

@@ -28,19 +28,19 @@ def main() -> None:
         texts = [str(row["text"]) for row in rows]
         first, second = texts[::2], texts[1::2]
         expected: np.ndarray | None = None
-        for by_words in (False, True):
+        for use_cache in (False, True):
             encoder = Encoder.from_tokenizer(tokenizer, 512, with_types=True)
-            encoder.encode(first, by_words=by_words)
+            encoder.encode(first, use_cache=use_cache)
             seconds = []
             for _ in range(2):
                 began = time.perf_counter()
-                found = encoder.encode(second, by_words=by_words)
+                found = encoder.encode(second, use_cache=use_cache)
                 seconds.append(time.perf_counter() - began)
             if expected is not None and not np.array_equal(found.ids, expected):
                 sys.exit("the ids differ")
             expected = found.ids
             rates = " | ".join(f"{len(second) / each:,.0f}" for each in seconds)
-            side = "words" if by_words else "tokenizers"
+            side = "words" if use_cache else "tokenizers"
             print(f"| {name} | {found.lengths.mean():.0f} | {side} | {rates} |", flush=True)
 
 

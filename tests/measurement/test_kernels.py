@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import brimful.kernels
-from brimful.measurement.kernels import PARTS, Span, anatomy, exclusive_seconds, part_of, with_callers
+from brimful.measurement.kernels import PARTS, Span, breakdown, exclusive_seconds, part_of, with_callers
 
 #: Names as torch's profiler shows them on H100 and H200, those of templates shortened within their arguments.
 NAMES = {
@@ -215,7 +215,7 @@ def test_what_an_operator_calls_counts_with_it() -> None:
 
 def test_what_no_kernel_fills_is_idle() -> None:
     kernels = spans(("nvjet", 0, 2), ("gelu", 2, 3), ("nvjet", 13, 15), ("gelu", 14, 16))
-    found = anatomy(kernels, kernels, steps=2, step_s=4.0)
+    found = breakdown(kernels, kernels, steps=2, step_s=4.0)
     assert found.stretch == 1
     assert sum(part.seconds for part in found.parts) == pytest.approx(4)
     assert sum(part.share for part in found.parts) == pytest.approx(1)
@@ -230,7 +230,7 @@ def test_what_no_kernel_fills_is_idle() -> None:
 
 def test_kernels_longer_than_the_step_are_shortened_alike() -> None:
     kernels = spans(("nvjet", 0, 3), ("gelu", 3, 4))
-    found = anatomy(kernels, kernels, steps=1, step_s=2.0)
+    found = breakdown(kernels, kernels, steps=1, step_s=2.0)
     assert found.stretch == 2
     assert {part.name: part.seconds for part in found.parts if part.count or part.name == "idle"} == {
         "contractions": 1.5,

@@ -26,8 +26,6 @@ import difflib
 import unicodedata
 from collections.abc import Sequence
 
-EXIT_OK = 0
-
 
 def encodes(text: str) -> bool:
     """True if `text` can be written as UTF-8: half a surrogate pair cannot."""

@@ -94,7 +94,8 @@ def prepare(options: TrainOptions, callbacks: Callbacks) -> Prepared:
     order = Sampler(num_samples=len(training), batch_size=options.batch_size, seed=options.seed)
     num_batches = None if options.max_steps else math.ceil(options.num_train_epochs * order.batches_per_epoch)
     num_steps = options.max_steps or num_batches or 1
-    num_warmup_steps = _num_warmup_steps(options, num_steps)
+    ratio = options.warmup_ratio
+    num_warmup_steps = options.warmup_steps or 0 if ratio is None else math.ceil(ratio * num_steps)
     callbacks.note(_steps_text(options, order, num_steps, num_warmup_steps))
     if num_warmup_steps > num_steps:
         callbacks.warning(
@@ -151,7 +152,7 @@ def _examples(
     rows = read_rows(options.data, header)
     _tell_reading(rows, callbacks)
     columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=options.label_column)
-    tell_columns(columns, callbacks)
+    report_columns(columns, callbacks)
     space = detect_labels(rows, columns, options.task)
     callbacks.note(f"task: {space.task}, {_labels_text(space)}")
     training, num_empty = make_examples(rows, columns, space)
@@ -177,7 +178,7 @@ def _tell_reading(rows: Rows, callbacks: Callbacks) -> None:
         callbacks.note(note)
 
 
-def tell_columns(columns: Columns, callbacks: Callbacks) -> None:
+def report_columns(columns: Columns, callbacks: Callbacks) -> None:
     """Says which columns are read, and why these."""
     named = {"text": columns.text, "pair": columns.pair, "label": ", ".join(columns.labels)}
     for role, reason in columns.reasons.items():
@@ -253,12 +254,6 @@ def _steps_text(options: TrainOptions, order: Sampler, num_steps: int, num_warmu
         f"{options.lr_scheduler_type}"
         + (f", warm-up {num_warmup_steps:,} {'step' if num_warmup_steps == 1 else 'steps'}" if num_warmup_steps else "")
     )
-
-
-def _num_warmup_steps(options: TrainOptions, num_steps: int) -> int:
-    if options.warmup_ratio is not None:
-        return math.ceil(options.warmup_ratio * num_steps)
-    return options.warmup_steps or 0
 
 
 def _fingerprints(facts: ModelFacts, transform: str | None) -> dict[str, str]:

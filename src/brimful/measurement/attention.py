@@ -46,7 +46,11 @@ def attention_seconds(
     names = [each.__name__ for each in kernels]
     path = cache_path("attention", asked(names, device, dtype, pattern, heads, length))
     known = None if path is None else read_cached(path)
-    if known is not None and list(known) == names and all(map(_is_time, known.values())):
+    if (
+        known is not None
+        and list(known) == names
+        and all(isinstance(t, float) and 0 < t < math.inf for t in known.values())
+    ):
         return known
     found: dict[str, float] = {}
     with precompiled():  # those without dropout too: evaluation's, and the equivalence check's
@@ -72,10 +76,6 @@ def asked(
     versions = [torch.__version__, torch.version.cuda, triton.__version__, _REVISION]
     deterministic = torch.are_deterministic_algorithms_enabled()
     return [name, versions, names, str(dtype), repr(pattern), repr(heads), length, deterministic]
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, float) and math.isfinite(value) and value > 0
 
 
 def _unless_refused(device: torch.device, work: Callable[[], T]) -> T | None:

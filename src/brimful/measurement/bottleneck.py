@@ -8,8 +8,6 @@ from brimful.core.units import share_text
 
 #: Share of the step from which idle time is what there is to talk about.
 _MUCH_IDLE = 0.15
-#: Share of busy time from which a part is the step's main business.
-_MAIN = 0.5
 #: Share of the computed tokens that are real, below which padding is worth a word.
 _POORLY_FILLED = 0.8
 #: Share of the model's own measured rate from which products are as fast as they get.

@@ -142,7 +142,7 @@ def with_callers(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anatomy:
+class Breakdown:
     """The step in parts, `stretch` and kernels as `core.profile.Profile` has them."""
 
     parts: tuple[Part, ...]
@@ -151,9 +151,9 @@ class Anatomy:
     num_kernels: float
 
 
-def anatomy(
+def breakdown(
     pieces: Sequence[Span], calls: Sequence[Span], *, steps: int, step_s: float, stretch: float | None = None
-) -> Anatomy:
+) -> Breakdown:
     """Parts and kernels of one step, out of what ran in `steps` of them.
 
     pieces: what time is counted by. calls: what launches are counted by; on a GPU both are its kernels.
@@ -177,7 +177,7 @@ def anatomy(
         Kernel(name=name, part=part_of(name), seconds=total / steps / stretch, count=count / steps)
         for name, (total, count) in sorted(by_name.items(), key=lambda item: -item[1][0])
     ]
-    return Anatomy(parts=tuple(parts), kernels=tuple(kernels), stretch=stretch, num_kernels=len(calls) / steps)
+    return Breakdown(parts=tuple(parts), kernels=tuple(kernels), stretch=stretch, num_kernels=len(calls) / steps)
 
 
 def _part(name: PartName, seconds: float, step_s: float, count: float) -> Part:

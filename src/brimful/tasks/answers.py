@@ -221,7 +221,8 @@ def objects(
     """
     check_objects(top_k=top_k, function_to_apply=function_to_apply)
     number = None if isinstance(top_k, str) else top_k
-    scores_NC = _function(space, function_to_apply)(logits_NC)
+    name = _function_name(function_to_apply)
+    scores_NC = _FUNCTIONS[_usual_function(space) if name == "default" else name](logits_NC)
     ranking = ranked(scores_NC, finite_rows(logits_NC), _names(space), most=1 if isinstance(top_k, str) else number)
     if isinstance(top_k, str):
         firsts = ranking.firsts()
@@ -257,11 +258,11 @@ def softmax(logits: Singles) -> Singles:
         return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
 
 
-def _unchanged(logits: Singles) -> Singles:
-    return logits
-
-
-_FUNCTIONS: dict[str, Callable[[Singles], Singles]] = {"sigmoid": sigmoid, "softmax": softmax, "none": _unchanged}
+_FUNCTIONS: dict[str, Callable[[Singles], Singles]] = {
+    "sigmoid": sigmoid,
+    "softmax": softmax,
+    "none": lambda logits: logits,
+}
 
 
 def _usual_function(space: LabelSpace) -> str:
@@ -271,11 +272,6 @@ def _usual_function(space: LabelSpace) -> str:
 
 def _function_name(asked: str | None) -> str:
     return "default" if asked is None else str(asked).lower()
-
-
-def _function(space: LabelSpace, asked: str | None) -> Callable[[Singles], Singles]:
-    name = _function_name(asked)
-    return _FUNCTIONS[_usual_function(space) if name == "default" else name]
 
 
 def _names(space: LabelSpace) -> pa.Array:

@@ -125,7 +125,7 @@ def parse_labels(labels: str | Sequence[Any]) -> tuple[str, ...]:
     """
     if isinstance(labels, str):
         labels = list(map(str.strip, labels.split(",")))
-    wrong = next((label for label in labels if not _can_be_asked(label)), None)
+    wrong = next((each for each in labels if not (isinstance(each, str) and each.strip() and encodes(each))), None)
     if not any(labels) or wrong is not None:
         said = f"{printable(repr(wrong))} is no candidate label" if any(labels) else "there are no candidate labels"
         raise OptionError(said, hint="name them, separated by commas (sports,politics), or as a list of texts")
@@ -133,10 +133,6 @@ def parse_labels(labels: str | Sequence[Any]) -> tuple[str, ...]:
     if twice is not None:
         raise OptionError(_twice(twice), hint="name each once")
     return tuple(labels)
-
-
-def _can_be_asked(label: Any) -> bool:
-    return isinstance(label, str) and bool(label.strip()) and encodes(label)
 
 
 def _twice(label: str) -> str:

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 import trained_tokenizers
 from brimful.data.tokens.encoder import Encoder
-from brimful.data.tokens.pretruncate import beginning, beginnings_agree
+from brimful.data.tokens.pretruncate import beginning, prefixes_agree
 
 SURE = ["minilm", "byte_level", "bare_byte_level", "unigram"]
 
@@ -120,15 +120,15 @@ def backend(**changes: Any) -> Tokenizer:
     ],
 )
 def test_what_is_not_known_to_agree_is_not_tried(changes: dict[str, Any]) -> None:
-    assert beginnings_agree(backend())
-    assert not beginnings_agree(backend(**changes))
+    assert prefixes_agree(backend())
+    assert not prefixes_agree(backend(**changes))
 
 
 def test_added_tokens_of_several_words() -> None:
-    assert not beginnings_agree(Tokenizer(models.BPE(dropout=0.1)))
+    assert not prefixes_agree(Tokenizer(models.BPE(dropout=0.1)))
     several = backend()
     several.add_tokens([AddedToken("new york"), AddedToken("<br>")])
-    assert not beginnings_agree(several)
+    assert not prefixes_agree(several)
     blank = backend()
     blank.add_tokens([AddedToken("   ", normalized=False)])
-    assert beginnings_agree(blank)
+    assert prefixes_agree(blank)

@@ -158,7 +158,7 @@ def test_a_check_of_real_texts() -> None:
     texts = [row["text"] for row in packaged.tweets()[:300]]
     assert encoder.check(texts) is None
     assert encoder.check([]) is None
-    assert encoder.by_words
+    assert encoder.use_cache
 
 
 @pytest.mark.parametrize("ids", [(7,), (), (7, 8, 9)])
@@ -172,7 +172,7 @@ def test_a_check_that_fails_is_for_good(ids: tuple[int, ...]) -> None:
     assert "for 2 of 3 texts" in said
     assert encoder.check(rows) is None  # it is said once
     for found in (encoder, pickle.loads(pickle.dumps(encoder)), encoder.without_special_tokens()):
-        assert not found.by_words
+        assert not found.use_cache
     same(rows, encoder, plain)
 
 

@@ -187,6 +187,6 @@ def test_training(model: Path, tmp_path: Path) -> None:
         notes,
     )
     assert sum("words looked up" in line for line in notes.warnings) == 1
-    assert not prepared.encoder.by_words
+    assert not prepared.encoder.use_cache
     backend = trained_tokenizers.minilm()
     assert prepared.training.tokens.sequence(0).tolist() == backend("a zebra 0")["input_ids"]

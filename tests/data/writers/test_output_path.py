@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from brimful.core.errors import OptionError
-from brimful.data.writers.output_path import check_output, place_of
+from brimful.data.writers.output_path import check_output, parse_output
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from brimful.data.writers.output_path import check_output, place_of
 )
 def test_what_a_name_asks_for(name: str, single: bool, suffix: str, tmp_path: Path) -> None:
     (tmp_path / "there.v2").mkdir()
-    place = place_of(tmp_path / name)
+    place = parse_output(tmp_path / name)
     assert (place.single, place.form.suffix) == (single, suffix)
     check_output(tmp_path / name, "-")
 

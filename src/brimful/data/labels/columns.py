@@ -62,7 +62,7 @@ def _given_labels(rows: Rows, label: str) -> tuple[str, ...]:
     """A column may have a comma in its own name."""
     names = [label] if label in rows.table.column_names else [name.strip() for name in label.split(",")]
     for name in names:
-        check_there(rows, name, "--label-column")
+        check_exists(rows, name, "--label-column")
         if names.count(name) > 1:
             raise DataError("--label-column names a column twice", value=name, hint="name each once")
     return tuple(names)
@@ -71,7 +71,7 @@ def _given_labels(rows: Rows, label: str) -> tuple[str, ...]:
 def _check_given(rows: Rows, name: str | None, flag: str) -> None:
     if name is None:
         return
-    check_there(rows, name, flag)
+    check_exists(rows, name, flag)
     kind = rows.table.schema.field(name).type
     if not (pa.types.is_large_string(kind) or pa.types.is_null(kind)):
         raise DataError(
@@ -79,7 +79,7 @@ def _check_given(rows: Rows, name: str | None, flag: str) -> None:
         )
 
 
-def check_there(rows: Rows, name: str, flag: str) -> None:
+def check_exists(rows: Rows, name: str, flag: str) -> None:
     """Raises: DataError where no column has this name. flag: the option that gave it."""
     names = rows.table.column_names
     if name in names:
@@ -110,7 +110,8 @@ def _find_text(rows: Rows, taken: Collection[str]) -> tuple[str, str]:
     for name in TEXTS:
         if name in texts:
             return texts[name], "by name"
-    lengths = {name: _mean_length(rows.table[name]) for name in texts.values() if not _is_numeric(rows.table[name])}
+    columns = {name: rows.table[name].slice(0, _SAMPLE_ROWS) for name in texts.values()}
+    lengths = {name: pc.mean(pc.utf8_length(c)).as_py() or 0.0 for name, c in columns.items() if not _is_numeric(c)}
     if not lengths:
         raise DataError("no column holds text", file=rows.name, hint=f"name it by --text-column; {_available(rows)}")
     longest = max(lengths, key=lambda name: lengths[name])
@@ -148,13 +149,9 @@ def _text_columns(rows: Rows) -> list[str]:
     return [field.name for field in rows.table.schema if pa.types.is_large_string(field.type)]
 
 
-def _mean_length(column: pa.ChunkedArray) -> float:
-    return pc.mean(pc.utf8_length(column.slice(0, _SAMPLE_ROWS))).as_py() or 0.0
-
-
 def _is_numeric(column: pa.ChunkedArray) -> bool:
     """True if all values of the sample are numbers as text; empty ones say nothing."""
-    values = pc.utf8_trim_whitespace(column.slice(0, _SAMPLE_ROWS).drop_null())
+    values = pc.utf8_trim_whitespace(column.drop_null())
     number = pc.match_substring_regex(values, r"^([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)?$")
     return bool(pc.all(number, min_count=0).as_py())
 

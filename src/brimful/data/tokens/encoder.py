@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from brimful.core.errors import DataError, OptionError
-from brimful.data.tokens.pretruncate import beginning, beginnings_agree
+from brimful.data.tokens.pretruncate import beginning, prefixes_agree
 from brimful.data.tokens.wordpiece_cache import Words
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ class _Frame:
 class Encoder:
     """A fast tokenizer as a plain function from texts to ids, cut at `max_length` tokens. `backend` is changed.
 
-    by_words: whether words are looked up where that can be done (see `words`), or `tokenizers` makes all ids. `check`
-    sets it to False where the two were seen to differ.
+    use_cache: take ids of words from the word-piece cache where it applies (see `words`), not from `tokenizers`.
+    `check` sets it to False if the two differ.
     """
 
     def __init__(
@@ -157,17 +157,17 @@ class Encoder:
         *,
         with_types: bool,
         add_special_tokens: bool = True,
-        by_words: bool = True,
+        use_cache: bool = True,
     ) -> None:
         self.backend, self.max_length, self.with_types = backend, max_length, with_types
-        self.add_special_tokens, self.by_words = add_special_tokens, by_words
+        self.add_special_tokens, self.use_cache = add_special_tokens, use_cache
         self._num_tried = _CHARACTERS_PER_TOKEN * max_length
-        self._tries_beginnings = not self.cuts_beginnings and beginnings_agree(backend)
+        self._tries_beginnings = not self.truncates_left and prefixes_agree(backend)
         self._frame = self._find_frame()
         self._words = Words.of(backend) if self._frame is not None else None
 
     @property
-    def cuts_beginnings(self) -> bool:
+    def truncates_left(self) -> bool:
         """True if truncation drops the first tokens, not the last."""
         truncation = self.backend.truncation
         return truncation is not None and truncation["direction"] == "left"
@@ -203,7 +203,7 @@ class Encoder:
         """One that gives only the tokens of the text itself, still `max_length` at most, and no types."""
         backend, split_special_tokens, max_length, *_ = self.__getstate__()
         bare = Encoder.__new__(Encoder)
-        bare.__setstate__((backend, split_special_tokens, max_length, False, False, self.by_words))
+        bare.__setstate__((backend, split_special_tokens, max_length, False, False, self.use_cache))
         return bare
 
     def __getstate__(self) -> tuple[str, bool, int, bool, bool, bool]:
@@ -215,11 +215,11 @@ class Encoder:
             self.max_length,
             self.with_types,
             self.add_special_tokens,
-            self.by_words,
+            self.use_cache,
         )
 
     def __setstate__(self, state: tuple[str, bool, int, bool, bool, bool]) -> None:
-        written, split_special_tokens, max_length, with_types, add_special_tokens, by_words = state
+        written, split_special_tokens, max_length, with_types, add_special_tokens, use_cache = state
         backend = Tokenizer.from_str(written)
         backend.encode_special_tokens = split_special_tokens
         Encoder.__init__(
@@ -228,35 +228,37 @@ class Encoder:
             max_length,
             with_types=with_types,
             add_special_tokens=add_special_tokens,
-            by_words=by_words,
+            use_cache=use_cache,
         )
 
     def check(self, texts: Sequence[str]) -> str | None:
-        """Encodes the texts by words and by `tokenizers`. Where that differs, words are looked up no more (`by_words`),
-        and the sentence that comes back says so. None: they agree, or there is nothing to compare."""
-        if self._words is None or not self.by_words or not texts:
+        """Encode the texts with the cache and with `tokenizers`. If they differ, turn the cache off (`use_cache`).
+
+        Return a warning that says so; None if they agree, or there is nothing to compare.
+        """
+        if self._words is None or not self.use_cache or not texts:
             return None
-        found, expected = self.encode(texts), self.encode(texts, by_words=False)
+        found, expected = self.encode(texts), self.encode(texts, use_cache=False)
         different = sum(not found.same_sequence(row, expected) for row in range(len(texts)))
         if not different:
             return None
-        self.by_words = False
+        self.use_cache = False
         return (
             f"words looked up give other token ids than `tokenizers` for {different:,} of {len(texts):,} texts that"
             " were compared: `tokenizers` makes all ids from here on, which is slower"
         )
 
     def encode(
-        self, texts: Sequence[str], pairs: Sequence[str] | None = None, *, by_words: bool | None = None
+        self, texts: Sequence[str], pairs: Sequence[str] | None = None, *, use_cache: bool | None = None
     ) -> Tokens:
         """Token ids of each text, or text pair.
 
-        by_words: None for the encoder's own; never for pairs.
+        use_cache: None for the encoder's own; never for pairs.
         Raises: OptionError for truncation `only_first` if a second text leaves no room for the first one.
         """
         if pairs is not None:
             return self._flat(self._batch(list(zip(texts, pairs, strict=True))))
-        if self._words is None or not (self.by_words if by_words is None else by_words):
+        if self._words is None or not (self.use_cache if use_cache is None else use_cache):
             return self._flat(self._encodings(texts))
         short = 2 * self._num_tried
         plain = np.fromiter((len(t) <= short and self._words.cover(t) for t in texts), np.bool_, len(texts))
@@ -292,7 +294,7 @@ class Encoder:
         assert frame is not None
         special, before = len(frame.ids), frame.num_before
         kept = np.minimum(lengths, self.max_length - special)
-        starts = special + offsets_of(lengths)[:-1] + (lengths - kept if self.cuts_beginnings else 0)
+        starts = special + offsets_of(lengths)[:-1] + (lengths - kept if self.truncates_left else 0)
         taken, framed_lengths = chains([(0, before), (starts, kept), (before, special - before)], len(lengths))
         types = np.concatenate([frame.types, np.full(len(ids), frame.text_type, np.uint8)]) if self.with_types else None
         return Tokens(

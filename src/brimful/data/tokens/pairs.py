@@ -81,7 +81,7 @@ def _template(encoder: Encoder, origin_T: np.ndarray, id_T: np.ndarray, type_T: 
         hypothesis_type=int(type_T[hypothesis[0]]),
         with_types=encoder.with_types,
         max_length=encoder.max_length,
-        from_left=encoder.cuts_beginnings,
+        from_left=encoder.truncates_left,
     )
 
 

@@ -44,13 +44,13 @@ def beginning(text: str, num_characters: int) -> str:
     return text[: place.end()] if place else text
 
 
-def beginnings_agree(backend: Tokenizer) -> bool:
+def prefixes_agree(backend: Tokenizer) -> bool:
     """True if the tokens of a prefix are the first tokens of the whole text, for every text. False if unknown."""
     return (
         type(backend.model).__name__ in _MODELS
         and not getattr(backend.model, "dropout", None)
         and all(map(_is_local, _flat(backend.normalizer, "normalizers")))
-        and _keeps_words(backend.normalizer)
+        and (backend.normalizer is None or backend.normalizer.normalize_str(_WORDS).lower().endswith(_WORDS.lower()))
         and any(map(_splits_at_spaces, _flat(backend.pre_tokenizer, "pretokenizers")[:1]))
         and all(_stays_within_words(token.content) for token in backend.get_added_tokens_decoder().values())
     )
@@ -73,11 +73,6 @@ def _is_local(normalizer: dict[str, Any]) -> bool:
     if "String" in pattern:  # it touches neither the letter nor the space of a place
         return not re.search(r"[\s0-9A-Za-z]", pattern["String"])
     return bool(pattern.get("Regex") == " {2,}" and normalizer["content"] == " ")
-
-
-def _keeps_words(normalizer: Any) -> bool:
-    """True if letters, digits and the spaces between them are kept, but for case and a prefix."""
-    return normalizer is None or normalizer.normalize_str(_WORDS).lower().endswith(_WORDS.lower())
 
 
 def _splits_at_spaces(pre_tokenizer: dict[str, Any]) -> bool:

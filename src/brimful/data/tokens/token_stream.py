@@ -82,13 +82,13 @@ class TokenStream:
         self._worker_is_up = threading.Event()
 
     @property
-    def by_words(self) -> bool:
+    def use_cache(self) -> bool:
         """True while the word-piece cache is used, as of the last window submitted. False stays False."""
-        return self.encoder.by_words
+        return self.encoder.use_cache
 
-    def leave_words(self) -> None:
+    def drop_cache(self) -> None:
         """`tokenizers` makes all ids from the next window on."""
-        self.encoder.by_words = False
+        self.encoder.use_cache = False
 
     def __enter__(self) -> TokenStream:
         return self
@@ -109,7 +109,7 @@ class TokenStream:
         window = _Window.cut(texts, pairs)
         if pairs is None:
             self._check(window.texts)
-        by_words = self.encoder.by_words
+        use_cache = self.encoder.use_cache
         with self._lock:
             if self._closed:
                 raise RuntimeError("the token stream is closed")
@@ -118,7 +118,7 @@ class TokenStream:
             self._windows.add(window)
             if not self._lanes:
                 self._start()
-        for piece in window.slices(by_words):
+        for piece in window.slices(use_cache):
             self._slices.put(piece)
         return window.future
 
@@ -175,7 +175,7 @@ class TokenStream:
                 piece = self._slices.get(timeout=_POLL_S)
                 if piece is None or self._closed:
                     return
-                self._done(piece, token_worker.answer(self.encoder, piece.texts, piece.pairs, piece.by_words))
+                self._done(piece, token_worker.answer(self.encoder, piece.texts, piece.pairs, piece.use_cache))
 
     def _tokenize_there(self) -> None:
         """A thread that has a worker process of its own tokenise."""
@@ -189,7 +189,7 @@ class TokenStream:
             pickle.load(process.stdout)
             self._worker_is_up.set()
             while (piece := self._slices.get()) is not None and not self._closed:
-                token_worker.send(process.stdin, (piece.texts, piece.pairs, piece.by_words))
+                token_worker.send(process.stdin, (piece.texts, piece.pairs, piece.use_cache))
                 self._done(piece, pickle.load(process.stdout))
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             self._fail(_death(process, error))
@@ -264,7 +264,7 @@ class _Slice:
     number: int
     texts: Texts
     pairs: Texts | None
-    by_words: bool
+    use_cache: bool
 
 
 @dataclass(eq=False)
@@ -296,10 +296,10 @@ class _Window:
         sizes = np.sum([column.bounds - column.bounds[0] for column in flat], axis=0)
         return cls(flat[0], None if pairs is None else flat[1], given_N, _cuts(sizes))
 
-    def slices(self, by_words: bool) -> Iterator[_Slice]:
+    def slices(self, use_cache: bool) -> Iterator[_Slice]:
         for number, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
             rows = slice(start, stop)
-            yield _Slice(self, number, self.texts[rows], None if self.pairs is None else self.pairs[rows], by_words)
+            yield _Slice(self, number, self.texts[rows], None if self.pairs is None else self.pairs[rows], use_cache)
 
     def receive(self, number: int, part: Tokens) -> bool:
         """Take a part; return True for the last one."""

@@ -46,10 +46,10 @@ class Texts:
         return [utf8[start:stop].decode() for start, stop in itertools.pairwise(bounds)]
 
 
-def answer(encoder: Encoder, texts: Texts, pairs: Texts | None, by_words: bool) -> Tokens | BrimfulError:
+def answer(encoder: Encoder, texts: Texts, pairs: Texts | None, use_cache: bool) -> Tokens | BrimfulError:
     """The tokens, or what went wrong."""
     try:
-        return encoder.encode(texts.strings(), None if pairs is None else pairs.strings(), by_words=by_words)
+        return encoder.encode(texts.strings(), None if pairs is None else pairs.strings(), use_cache=use_cache)
     except BrimfulError as error:
         return error
     except BaseException as error:  # a panic inside of tokenizers is no Exception, and must not be the end of a thread

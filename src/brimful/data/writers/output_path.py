@@ -39,7 +39,7 @@ class OutputPath:
         return self.path.with_name(self.path.name + MANIFEST_SUFFIX) if self.single else self.path / MANIFEST
 
 
-def place_of(path: Path) -> OutputPath:
+def parse_output(path: Path) -> OutputPath:
     """Output for `path`: a file if it has a suffix, a folder if not; an existing folder stays one.
 
     Raises: OptionError for a suffix of a form that cannot be written.
@@ -61,7 +61,7 @@ def check_output(path: Path, data: str, files: Iterable[Path] = ()) -> None:
     data: what the user calls the input. files: those that it was found to be.
     Raises: OptionError.
     """
-    place = place_of(path)
+    place = parse_output(path)
     if len(os.fsencode(place.manifest.name)) > _LONGEST_NAME:
         raise OptionError(
             f"--output {path_text(path)}: the name is too long for its manifest's beside it", hint="shorten it"

@@ -141,7 +141,8 @@ class _ParquetWriter:
     def write_table(self, table: pa.Table) -> None:
         self._held.append(table)
         self._num_rows += table.num_rows
-        self._num_bytes += sum(map(_plain_bytes, table.to_batches()))
+        # As in an uncompressed stream: buffers in memory may be longer than their rows.
+        self._num_bytes += sum(map(pa.ipc.get_record_batch_size, table.to_batches()))
         if self._num_rows >= _GROUP_ROWS or self._num_bytes >= _GROUP_BYTES:
             self._end_group()
 
@@ -154,14 +155,6 @@ class _ParquetWriter:
         self._writer.write_table(pa.concat_tables(self._held), row_group_size=max(1, self._num_rows))
         self._held, self._num_rows, self._num_bytes = [], 0, 0
         pa.default_memory_pool().release_unused()  # as much again as the group, which it would keep for the next one
-
-
-def _plain_bytes(batch: pa.RecordBatch) -> int:
-    """Bytes of a batch in a stream without compression: the same before it was in a log and after.
-
-    What it takes in memory is not: buffers there may be longer than their rows, or say that nothing is null.
-    """
-    return int(pa.ipc.get_record_batch_size(batch))
 
 
 class _DelimitedWriter:
@@ -202,15 +195,12 @@ def json_lines(table: pa.Table) -> Iterator[str]:
     digits. The lines are safe to look at.
     """
     for index, field in enumerate(table.schema):
-        if _in_nanoseconds(field.type):  # Python's own times are coarser
+        timed = pa.types.is_timestamp(field.type) or pa.types.is_time64(field.type)
+        if timed and field.type.unit == "ns":  # Python's own times are coarser
             table = table.set_column(index, field.name, table.column(index).cast(pa.large_string()))
     for batch in table.to_batches(max_chunksize=_LINES):
         for row in batch.to_pylist():
             yield value_as_json(row)
-
-
-def _in_nanoseconds(kind: pa.DataType) -> bool:
-    return bool((pa.types.is_timestamp(kind) or pa.types.is_time64(kind)) and kind.unit == "ns")
 
 
 def _flat(table: pa.Table) -> pa.Table:

@@ -33,7 +33,7 @@ from brimful.core.classification import Classification, Counts
 from brimful.core.errors import BrimfulError, OutputError, printable
 from brimful.core.manifest import MANIFEST, Column, Manifest, Shard, changes, plain_identity, read_manifest
 from brimful.core.records import to_json
-from brimful.data.writers.output_path import place_of
+from brimful.data.writers.output_path import parse_output
 from brimful.data.writers.row_files import TableFile, json_lines
 from brimful.data.writers.write_ahead_log import WriteAheadLog, is_kept, is_whole, logged_batches
 
@@ -64,7 +64,7 @@ class ShardedOutput:
     def __init__(
         self, path: Path, *, identity: Mapping[str, Any], resume: bool, shard_rows: int, commit_s: float = COMMIT_S
     ) -> None:
-        self.place = place_of(path)
+        self.place = parse_output(path)
         self.finished: Classification | None = None
         self.lost: str | None = None
         also = {} if self.place.single else {"--shard-rows": shard_rows}
@@ -150,7 +150,9 @@ class ShardedOutput:
                 self._log.close()
                 self._log = None
             if not self._manifest.num_rows and not self.finished:
-                self._remove_all()
+                with suppress(BrimfulError):  # nothing was classified: nothing can be resumed
+                    self._clear()
+                    atomic_files.remove(self._folder / MANIFEST)
             self._release()
 
     def _release(self) -> None:
@@ -162,14 +164,6 @@ class ShardedOutput:
                 self._folder.rmdir()
         os.close(self._lock)
         self._lock = None
-
-    def _remove_all(self) -> None:
-        """Nothing was answered: nothing needs to be resumed."""
-        with suppress(BrimfulError):
-            self._clear()
-            atomic_files.remove(self._folder / MANIFEST)
-
-    # --- what an earlier run left -------------------------------------------------------------------------------------
 
     def _check_folder(self) -> None:
         """Check that a folder of results is empty or ours."""

@@ -46,7 +46,7 @@ from brimful.engine.classification.runner import Checked, Runner, check_model
 from brimful.engine.classification.stages import Busy, Stages, run_stages
 from brimful.engine.classification.verify import VerifiedRunner, verified_runner
 from brimful.engine.classification.windows import Reading, Window, WindowSize, answered
-from brimful.engine.prepare import tell_columns
+from brimful.engine.prepare import report_columns
 from brimful.engine.signals import StopSignals
 from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, num_gpus_of, probe
@@ -93,7 +93,7 @@ def classify_file(
         if kept.lost is not None:
             callbacks.warning(kept.lost)
         if kept.counts.num_tokenizer_fallback:
-            request.leave_words()
+            request.drop_cache()
         callbacks.stage("loading the model")
         num_tokens = _expected_tokens(given, sample)
         verified = stack.enter_context(
@@ -150,7 +150,7 @@ def _look(options: ClassifyOptions, callbacks: Callbacks) -> _Given:
     if options.output is not None:
         check_output(Path(options.output), options.data, map(Path, rows.files))
     reading = Reading.of(rows.sample(), options)
-    tell_columns(reading.columns, callbacks)
+    report_columns(reading.columns, callbacks)
     sample, row_bytes = _first_texts(rows, reading, max(_SAMPLE_TEXTS, options.verify))
     return _Given(precision=precision, checked=checked, rows=rows, reading=reading, sample=sample, row_bytes=row_bytes)
 
@@ -275,7 +275,7 @@ def _fingerprint(checked: Checked) -> str:
     return digest.hexdigest()
 
 
-def _not_by_words(counts: Counts) -> str | None:
+def _fallback_note(counts: Counts) -> str | None:
     """Note on tokenising at the end; the same for resumed runs."""
     if not counts.num_tokenizer_fallback:
         return None
@@ -382,7 +382,7 @@ class _Pass:
             machine=probe(),
             counts=everything,
             equivalence=verified.equivalence,
-            fallback="; ".join(filter(None, (verified.fallback, _not_by_words(everything)))) or None,
+            fallback="; ".join(filter(None, (verified.fallback, _fallback_note(everything)))) or None,
             notes=tuple(filter(None, (self._question.form.guess, *self._rows.warnings, *self._rows.notes))),
             start_s=start_s,
             wall_s=self._wall_s,

@@ -81,14 +81,14 @@ class Asked:
     """A window as the model will read it: P sequences of N rows.
 
     num_tokens_N: of all sequences of a row. truncated_N: rows with a sequence that was cut. candidates: zero-shot only.
-    by_words: False where words are not looked up any more, as `tokenizers` had given other ids.
+    use_cache: False where words are not looked up any more, as `tokenizers` had given other ids.
     """
 
     sequences: Tokens
     num_tokens_N: npt.NDArray[np.int64]
     truncated_N: npt.NDArray[np.bool_]
     candidates: Candidates | None = None
-    by_words: bool = True
+    use_cache: bool = True
 
     @property
     def unlabelled_N(self) -> npt.NDArray[np.bool_]:
@@ -119,7 +119,7 @@ class Request(Protocol):
         """Begins to tokenise a window; the result waits for it. busy: counts the time that it takes."""
         ...
 
-    def leave_words(self) -> None:
+    def drop_cache(self) -> None:
         """Words are not looked up from the next window on, as a run that is resumed did not in the end."""
         ...
 
@@ -151,17 +151,17 @@ class TextQuestion:
     def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
         """See `Request`."""
         future = _timed(self._tokens.submit(window.texts, window.pairs), busy)
-        by_words = self._tokens.by_words
+        use_cache = self._tokens.use_cache
 
         def asked() -> Asked:
             found = future.result()
-            return Asked(sequences=found, num_tokens_N=found.lengths, truncated_N=found.truncated, by_words=by_words)
+            return Asked(sequences=found, num_tokens_N=found.lengths, truncated_N=found.truncated, use_cache=use_cache)
 
         return asked
 
-    def leave_words(self) -> None:
+    def drop_cache(self) -> None:
         """See `Request`."""
-        self._tokens.leave_words()
+        self._tokens.drop_cache()
 
     def columns(self, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> dict[str, pa.Array]:
         """See `Request`."""
@@ -215,20 +215,20 @@ class ZeroShotQuestion:
 
             return encoded
         template, future = self._template, _timed(self._tokens.submit(window.texts), busy)
-        by_words = self._tokens.by_words
+        use_cache = self._tokens.use_cache
 
         def assembled() -> Asked:
             texts = future.result()
             with busy.working():
-                bare = self._tokens.encoder.encode(hypotheses, by_words=False)
+                bare = self._tokens.encoder.encode(hypotheses, use_cache=False)
                 found = assemble(template, texts, bare, text_P, candidates.indices_P)
-                return _asked(found, text_P, candidates, by_words=by_words)
+                return _asked(found, text_P, candidates, use_cache=use_cache)
 
         return assembled
 
-    def leave_words(self) -> None:
+    def drop_cache(self) -> None:
         """See `Request`."""
-        self._tokens.leave_words()
+        self._tokens.drop_cache()
 
     def _candidates(self, window: Texts) -> Candidates:
         """Those of each row; a row that is not asked about has none."""
@@ -293,7 +293,9 @@ def _timed(future: Future[Tokens], busy: Busy) -> Future[Tokens]:
     return future
 
 
-def _asked(sequences: Tokens, text_P: npt.NDArray[np.int64], candidates: Candidates, *, by_words: bool = True) -> Asked:
+def _asked(
+    sequences: Tokens, text_P: npt.NDArray[np.int64], candidates: Candidates, *, use_cache: bool = True
+) -> Asked:
     num_rows = len(candidates.offsets_N1) - 1
     num_tokens_N = np.bincount(text_P, weights=sequences.lengths, minlength=num_rows).astype(np.int64)
     truncated_N = np.bincount(text_P, weights=sequences.truncated, minlength=num_rows) > 0
@@ -302,7 +304,7 @@ def _asked(sequences: Tokens, text_P: npt.NDArray[np.int64], candidates: Candida
         num_tokens_N=num_tokens_N,
         truncated_N=truncated_N,
         candidates=candidates,
-        by_words=by_words,
+        use_cache=use_cache,
     )
 
 

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from brimful.core.classification import LENGTH_ENDS, Counts
 from brimful.core.errors import OptionError
 from brimful.core.options import ClassifyOptions
-from brimful.data.labels.columns import Columns, check_there, find_columns
+from brimful.data.labels.columns import Columns, check_exists, find_columns
 from brimful.data.labels.examples import has_text
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.stream import Chunk
@@ -102,7 +102,7 @@ class Reading:
         if options.labels is not None and options.pair_column is not None:
             raise OptionError("--pair-column and --labels are both given", hint="zero-shot reads one text a row")
         if labels is not None:
-            check_there(sample, labels, "--labels")
+            check_exists(sample, labels, "--labels")
         columns = find_columns(
             sample, text=options.text_column, pair=options.pair_column, label=labels, need_labels=False
         )
@@ -189,7 +189,7 @@ def answered(
         num_empty=int((unread_N & ~unlabelled_N).sum()),
         num_unlabelled=int(unlabelled_N.sum()),
         num_errors=len(errors) - errors.null_count,
-        num_tokenizer_fallback=0 if asked.by_words else table.num_rows,
+        num_tokenizer_fallback=0 if asked.use_cache else table.num_rows,
         lengths=_length_counts(asked.num_tokens_N[read_N]),
     )
     return table, counted + request.counts(asked, logits_PC)

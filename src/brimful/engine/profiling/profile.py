@@ -35,7 +35,7 @@ from brimful.kernels.layout import PackedInputs
 from brimful.levers.optimizer import asked_optimizer
 from brimful.levers.precision import choose_precision
 from brimful.measurement.bottleneck import reading_of
-from brimful.measurement.kernels import Anatomy, anatomy, with_callers
+from brimful.measurement.kernels import Breakdown, breakdown, with_callers
 from brimful.measurement.peaks import measure_limits
 from brimful.measurement.trace import Trace, record
 from brimful.models.model_stats import attention_of, layers_of, token_matrices
@@ -87,7 +87,7 @@ class _Found:
     limits: Limits
     time: StepTime
     trace: Trace
-    anatomy: Anatomy
+    breakdown: Breakdown
     peak: PeakMemory
 
 
@@ -117,10 +117,10 @@ def _measure(built: Built, steps: int, callbacks: Callbacks) -> _Found:
     per_batch = np.median([each.seconds for each in rounds], axis=0)
     step_s, recorded_s = float(per_batch.mean()), recorded[0] / steps
     if device.type == "cuda":
-        found = anatomy(trace.kernels, trace.kernels, steps=steps, step_s=step_s)
+        found = breakdown(trace.kernels, trace.kernels, steps=steps, step_s=step_s)
     else:
         pieces, calls = with_callers(trace.operators)
-        found = anatomy(pieces, calls, steps=steps, step_s=step_s, stretch=recorded_s / step_s)
+        found = breakdown(pieces, calls, steps=steps, step_s=step_s, stretch=recorded_s / step_s)
     times = StepTime(
         mean_s=step_s,
         median_s=float(np.median(per_batch)),
@@ -130,7 +130,7 @@ def _measure(built: Built, steps: int, callbacks: Callbacks) -> _Found:
         host_s=statistics.median(each.host_s for each in rounds),
         input_wait_s=statistics.median(each.input_wait_s for each in rounds),
     )
-    return _Found(facts=facts, limits=limits, time=times, trace=trace, anatomy=found, peak=peak)
+    return _Found(facts=facts, limits=limits, time=times, trace=trace, breakdown=found, peak=peak)
 
 
 def _facts(batch: Batch) -> _Facts:
@@ -190,7 +190,7 @@ def _work(built: Built, facts: Sequence[_Facts], optimizer_bytes: int) -> Work:
 
 def _rates(found: _Found, work: Work) -> Rates:
     step_s = found.time.mean_s
-    seconds = {part.name: part.seconds for part in found.anatomy.parts}
+    seconds = {part.name: part.seconds for part in found.breakdown.parts}
     useful = None if work.useful_flops is None else work.useful_flops / step_s
     peak = found.limits.datasheet_flops_per_s
     return Rates(
@@ -221,10 +221,10 @@ def _profile(options: ProfileOptions, built: Built, found: _Found, work: Work) -
         packed_reason=packing.reason,
         steps=options.steps,
         time=found.time,
-        parts=found.anatomy.parts,
-        stretch=found.anatomy.stretch,
-        kernels=found.anatomy.kernels,
-        num_kernels=found.anatomy.num_kernels,
+        parts=found.breakdown.parts,
+        stretch=found.breakdown.stretch,
+        kernels=found.breakdown.kernels,
+        num_kernels=found.breakdown.num_kernels,
         num_launches=None if launches is None else launches / options.steps,
         work=work,
         limits=found.limits,

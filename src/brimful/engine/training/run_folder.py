@@ -120,7 +120,7 @@ def check_same(
         )
 
 
-def differences_of_place(before: Run, now: Run) -> list[str]:
+def differences_of_machine(before: Run, now: Run) -> list[str]:
     """Differences from where the run began: versions, processors, levers."""
 
     def facts(run: Run) -> dict[str, object]:

@@ -48,7 +48,7 @@ from brimful.engine.training.checkpoint import (
     saved_steps,
 )
 from brimful.engine.training.events import EventLog
-from brimful.engine.training.run_folder import RunFolder, check_free, check_same, check_space, differences_of_place
+from brimful.engine.training.run_folder import RunFolder, check_free, check_same, check_space, differences_of_machine
 from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, probe
 from brimful.levers.optimizer import asked_optimizer
@@ -122,7 +122,7 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks) -> Run:
         callbacks.recipe(built.recipe)
         run_id = before.run if before is not None else secrets.token_hex(6)
         run = _record(options, prepared, built, command, run=run_id, status="running")
-        if before is not None and (moved := differences_of_place(before, run)):
+        if before is not None and (moved := differences_of_machine(before, run)):
             callbacks.warning(f"rounding may differ from here on: {'; '.join(moved)}")
         folder.write(run)
         with EventLog(folder.events, report=callbacks.warning) as events:

@@ -46,7 +46,9 @@ def save_model(
             make_folder(folder.parent)
             _write(model, tokenizer, space, temporary, card)
             replace_folder(temporary, folder)
-            _remove_leftovers(folder)
+            for path in list(folder.parent.iterdir()):  # left by saves that were killed
+                if path.name.startswith(f"{TEMPORARY}{folder.name}-") or path.name == REPLACED + folder.name:
+                    remove(path)
     except BaseException:
         with suppress(Exception):
             remove(temporary)
@@ -68,13 +70,6 @@ def _write(
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what saves that were killed left beside `folder`, which is whole."""
-    for path in list(folder.parent.iterdir()):
-        if path.name.startswith(f"{TEMPORARY}{folder.name}-") or path.name == REPLACED + folder.name:
-            remove(path)
 
 
 @contextmanager
