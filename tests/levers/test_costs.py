@@ -183,13 +183,30 @@ def test_an_updates_seconds_are_those_of_the_bytes_it_moves() -> None:
     assert sgd == pytest.approx(4 * sum(sizes) / BYTES_PER_S)
 
 
-def test_dropout_keeps_a_byte_a_number() -> None:
-    """Of each module at work: after the embeddings, after attention and after the layer; the head's has few numbers."""
-    model = FAMILIES["bert"].model(dropout=0.3, **WIDE)
+def test_dropout_keeps_a_number_for_each_that_it_drops() -> None:
+    """On a CPU in the dtype of what is dropped, on a GPU in a byte. Attention's own dropout is its kernel's."""
+    model = FAMILIES["bert"].model(dropout=0.3, **WIDE).train()
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.dropout.p = 0.0
+    without = assembly_of(FAMILIES["bert"].model(**WIDE)).lever(Dropout)
+    assert without.cost(work_of(model)) == Cost()
     lever = assembly_of(model).lever(Dropout)
-    assert lever.modules == 1 + 3 * 4 + 1  # attention's own modules are not called by its kernels
-    frozen = assembly_of(FAMILIES["bert"].model(**WIDE)).lever(Dropout)
-    assert frozen.cost(work_of(model)) == Cost()
+    assert lever.modules == 1 + 2 * 4 + 1  # after the embeddings, twice in a layer, before the head
+    masks: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        share = (tensor == 0).float().mean() if tensor.is_floating_point() else torch.zeros(())
+        if 0.2 < share < 0.4 and torch.unique(tensor).numel() == 2:
+            masks[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    ids = sequences(LENGTHS.tolist())
+    shape = PackedShape(num_tokens=int(LENGTHS.sum()), num_slots=4, max_length=40)
+    execution = PackedExecution(model, PackedForm(pooling="first", first_position=0), plain=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = execution(packed_inputs(ids, shape, padding_id=0)).sum()
+    assert loss.requires_grad
+    assert sum(masks.values()) == pytest.approx(lever.cost(work_of(model)).step_bytes, rel=0.12)  # the head has 4 rows
 
 
 def test_compiling_costs_seconds_once_and_saves_some_of_each_step() -> None:

@@ -48,4 +48,6 @@ class Dropout(Lever):
 
 
 def _modules(model: Any) -> int:
-    return sum(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    """Dropout modules of hidden states. Those of attention's scores are its kernel's, which keeps no mask."""
+    parents = (module for module in model.modules() if not hasattr(module, "is_causal"))
+    return sum(isinstance(child, nn.Dropout) and child.p > 0 for parent in parents for child in parent.children())
