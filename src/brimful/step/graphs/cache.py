@@ -20,21 +20,13 @@ Outputs = TypeVar("Outputs")
 MOST_GRAPHS = 64
 
 
-class Replayable(Protocol):
-    """A recorded computation, such as a torch.cuda.CUDAGraph."""
-
-    def replay(self) -> None:
-        """Computes it again, on what is in the same memory by now."""
-        ...
-
-
 class Recorder(Protocol):
     """Records computations of one device: `GraphPool`."""
 
     device: torch.device
 
-    def record(self, compute: Callable[[], Outputs]) -> tuple[Replayable, Outputs]:
-        """The recorded computation, and the tensors that a replay writes."""
+    def record(self, compute: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+        """The recorded computation, and the tensors that its `replay` writes."""
         ...
 
 
@@ -86,7 +78,9 @@ class GraphPool:
 class Graph(Generic[Outputs]):
     """A recorded computation, and the memory that it reads its inputs from. kept: what else must live as long."""
 
-    def __init__(self, recorded: Replayable, outputs: Outputs, static_inputs: Tensor | None, kept: object) -> None:
+    def __init__(
+        self, recorded: torch.cuda.CUDAGraph, outputs: Outputs, static_inputs: Tensor | None, kept: object
+    ) -> None:
         self._recorded, self._outputs, self._static_inputs, self._kept = recorded, outputs, static_inputs, kept
 
     def replay(self, inputs: Tensor | None = None) -> Outputs:
