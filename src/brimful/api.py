@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from brimful.core import atomic_files
 from brimful.core.callbacks import Callbacks
@@ -46,7 +46,7 @@ def train(
     Raises: BrimfulError, see `core.errors`; OptionError for an unknown option.
     """
     _check_known("train", TrainOptions, options)
-    _join_names(options)
+    options = _texts(options)
     asked = TrainOptions(data=_path(data), model=_path(model), output=_path(output), **options)
     return run_training(asked, callbacks or Callbacks())
 
@@ -70,9 +70,8 @@ def profile(data: str | Path, *, model: str | Path, callbacks: Callbacks | None 
     Raises: BrimfulError, as `train` does.
     """
     _check_known("profile", ProfileOptions, options)
-    _join_names(options)
-    asked = {name: _path(value) if name == "trace" else value for name, value in options.items()}
-    return run_profile(ProfileOptions(data=_path(data), model=_path(model), **asked), callbacks or Callbacks())
+    asked = ProfileOptions(data=_path(data), model=_path(model), **_texts(options))
+    return run_profile(asked, callbacks or Callbacks())
 
 
 def run_profile(options: ProfileOptions, callbacks: Callbacks) -> Profile:
@@ -95,40 +94,34 @@ def classify(
     Raises: BrimfulError; OptionError for an unknown option.
     """
     _check_known("classify", ClassifyOptions, options, without=("model", "data", "output"))
-    _join_names(options)
-    if isinstance(options.get("labels"), list | tuple):
-        options["labels"] = _joined(options["labels"])
-    if "report" in options:
-        options["report"] = _path(options["report"])
+    options = _texts(options)
     if output is None or output == "-":
         raise OptionError("classify needs an output", hint="for texts in memory there is Classifier")
     asked = ClassifyOptions(model=_path(model), data=_path(data), output=_path(output), **options)
     return run_classification(asked, callbacks or Callbacks())
 
 
-def _join_names(options: dict[str, Any]) -> None:
-    """Turn a list of column names into the option's form: one text, separated by commas.
+def _texts(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options in the form of the command line: lists as text with commas, paths as text.
 
-    Raises: OptionError for a name that cannot be in it.
+    Raises: OptionError for an element of a list that cannot be in such a text.
     """
-    names = options.get("column_names")
-    if not isinstance(names, list | tuple):
-        return
-    if wrong := [each for each in names if not isinstance(each, str) or "," in each]:
-        said = f"column_names has {printable(repr(wrong[0]))}: names are text without a comma"
-        raise OptionError(said, hint="give the column another name")
-    options["column_names"] = ",".join(names)
-
-
-def _joined(labels: Sequence[object]) -> str:
-    """Candidate labels in the option's form: one text, separated by commas."""
-    wrong = [each for each in labels if not isinstance(each, str) or "," in each or each.startswith("column:")]
-    if wrong:
-        raise OptionError(
-            f"labels has {printable(repr(wrong[0]))}: of a file, labels are text without a comma or `column:`",
-            hint="put each row's labels into a column of lists: labels='column:NAME'",
-        )
-    return ",".join(cast(Sequence[str], labels))
+    texts = {name: _path(value) for name, value in options.items()}
+    for name in ("column_names", "labels"):
+        if not isinstance(values := texts.get(name), list | tuple):
+            continue
+        for each in values:
+            text = isinstance(each, str) and "," not in each
+            if name == "column_names" and not text:
+                said = f"column_names has {printable(repr(each))}: names are text without a comma"
+                raise OptionError(said, hint="give the column another name")
+            if name == "labels" and (not text or each.startswith("column:")):
+                raise OptionError(
+                    f"labels has {printable(repr(each))}: of a file, labels are text without a comma or `column:`",
+                    hint="put each row's labels into a column of lists: labels='column:NAME'",
+                )
+        texts[name] = ",".join(values)
+    return texts
 
 
 def run_classification(options: ClassifyOptions, callbacks: Callbacks, stdout: TextIO | None = None) -> Classification:

@@ -88,7 +88,7 @@ def test_one_json_document(brimful: Brimful, files: Files, tmp_path: Path) -> No
     assert list(found["peak_bytes"]) == ["allocated", "reserved", "nvml"]
     if not torch.cuda.is_available():
         assert found["peak_bytes"] == {"allocated": None, "reserved": None, "nvml": None}
-    assert {"name", "value", "arithmetic", "reason"} == found["recipe"]["levers"][0].keys()
+    assert {"name", "value", "arithmetic", "reason", "source"} == found["recipe"]["levers"][0].keys()
 
 
 def test_packed_or_the_reason_why_not(brimful: Brimful, files: Files, tmp_path: Path) -> None:
