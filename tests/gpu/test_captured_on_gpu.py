@@ -24,7 +24,7 @@ from brimful.hardware.capture import capture
 from brimful.levers.execution import compile_layers
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.precision import choose_precision
-from brimful.models.packed.packed_forward import PackedExecution, PackedForm
+from brimful.models.packed.packed_forward import PackedForm, PackedModel
 from brimful.step.graphs.captured_forward import PackedForward
 from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.step import Step, make_schedule
@@ -99,7 +99,7 @@ def make_step(
         attention_probs_dropout_prob=dropout,
     )
     model = AutoModelForSequenceClassification.from_config(config).cuda().train()
-    execution = PackedExecution(model, PackedForm(pooling="first", first_position=first_position, short=short))
+    execution = PackedModel(model, PackedForm(pooling="first", first_position=first_position, short=short))
     if compiled:
         compile_layers(execution, fused=fused, note=pytest.fail)
     options: dict[str, Any] = {"seed": 3}

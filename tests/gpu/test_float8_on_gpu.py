@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 
 from brimful.core.errors import BrimfulError
 from brimful.data.batches.prefetch import Feed
-from brimful.kernels.layers import float8, postnorm_ops
-from brimful.kernels.layers.float8 import Plan, Products, Scaled, cast, columns_of, product, rows_of
+from brimful.kernels.float8 import Plan, Products, Scaled, cast, columns_of, product, rows_of
+from brimful.kernels.forward_context import ForwardContext
+from brimful.kernels.layers import postnorm_ops
 from brimful.levers.float8 import choose_products, time_shapes
 from brimful.levers.precision import choose_precision
 from brimful.models.packed.equivalence import check_equivalence
@@ -23,7 +24,7 @@ from brimful.step.precision import Precision
 from brimful.step.step import Step
 from gpu.test_captured_on_gpu import make_step, source
 from gpu.waits import no_waiting
-from kernels.layers.test_float8 import attention, layer, run, together
+from kernels.test_float8 import attention, layer, run, together
 from tolerances import FLOAT8_LAYER, difference
 
 pytestmark = pytest.mark.gpu
@@ -126,7 +127,7 @@ def test_fused_pieces(kind: str, chosen: Products) -> None:
 
 def run_on_gpu(function: Any, leaves: list[Tensor], plan: Plan) -> tuple[Tensor, list[Tensor]]:
     given = [leaf.clone().requires_grad_(True) for leaf in leaves]
-    with plan.active():
+    with ForwardContext(float8=plan).active():
         out = function(*given)
     direction = torch.randn(*out.shape, generator=torch.Generator().manual_seed(9)).to(out)
     return out.detach(), [each.float() for each in torch.autograd.grad((out * direction).sum(), given)]
@@ -195,4 +196,3 @@ def test_the_check_and_the_choice() -> None:
         for shape, timing in time_shapes(GPU, shapes, tokens, cache=False).items():
             text = ", ".join(f"{name} {1e6 * a:.0f} us, fp8 {1e6 * b:.0f} us" for name, (a, b) in timing.items())
             print(f"{tokens} tokens, {shape[0]}x{shape[1]}: {text}")
-    assert float8.active_plan() is None

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from brimful.kernels.dropout import kept_mask_PRC, threshold
-from brimful.kernels.rng import next_site, one_seed
+from brimful.kernels.forward_context import ForwardContext, current
 
 SIZE = 512
 
@@ -49,13 +49,23 @@ def test_planes_sites_and_seeds_draw_other_masks() -> None:
 def test_a_forward_pass_draws_one_seed_and_numbers_its_sites() -> None:
     like = torch.zeros(3)
     torch.manual_seed(0)
-    with one_seed():
-        first, second = next_site(like, 0.1), next_site(like, 0.1)
-    with one_seed():
-        third = next_site(like, 0.1)
+    one, other = ForwardContext(), ForwardContext()
+    first, second = one.dropout_site(like, 0.1), one.dropout_site(like, 0.1)
+    third = other.dropout_site(like, 0.1)
     assert first[0] is second[0]
     assert (first[1], second[1], third[1]) == (0, 1, 0)
     assert first[0] != third[0]
+
+
+def test_a_layer_that_is_run_again_has_the_sites_that_it_had() -> None:
+    like, context = torch.zeros(3), ForwardContext()
+    assert context.dropout_site(like, 0.1)[1] == 0
+    sites = {}
+    for layer in (0, 1, 1, 0):
+        with context.layer(layer).active():
+            sites.setdefault(layer, []).append([current().dropout_site(like, 0.1)[1] for _ in range(3)])
+    assert sites == {0: [[1, 2, 3]] * 2, 1: [[4, 5, 6]] * 2}
+    assert context.dropout_site(like, 0.1)[1] == 7
 
 
 def test_thresholds_span_32_bits() -> None:
@@ -63,19 +73,8 @@ def test_thresholds_span_32_bits() -> None:
     assert threshold(0.5) == 0
 
 
-def test_what_was_drawn_outside_a_forward_pass_is_not_kept() -> None:
-    like = torch.zeros(3)
-    next_site(like, 0.1)
-    torch.manual_seed(1)
-    with one_seed():
-        first = next_site(like, 0.1)[0]
-    torch.manual_seed(1)
-    with one_seed():
-        assert torch.equal(next_site(like, 0.1)[0], first)
-
-
 def test_without_dropout_there_is_no_seed_to_make() -> None:
     like = torch.zeros(3)
-    seed, site = next_site(like, 0.0)
+    seed, site = ForwardContext().dropout_site(like, 0.0)
     assert seed is like
     assert site == 0

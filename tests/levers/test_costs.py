@@ -22,7 +22,7 @@ from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing
 from brimful.levers.precision import PrecisionLever
 from brimful.levers.token_budget import TokenBudget
-from brimful.models.packed.packed_forward import PackedExecution, PackedForm, PaddedExecution
+from brimful.models.packed.packed_forward import PackedForm, PackedModel, PaddedModel
 from levers.assemblies import PROOF, assembly_of
 from step.test_step import ROWS, TASK, Step, execution_of
 from tiny import FAMILIES, sequences
@@ -145,10 +145,10 @@ def test_seconds_of_a_layout_are_those_of_its_products(packed: bool, training: b
     work, ids = work_of(model), sequences(LENGTHS.tolist())
     if packed:
         shape = PackedShape(num_tokens=int(LENGTHS.sum()), num_slots=4, max_length=40)
-        execution: Any = PackedExecution(model, PackedForm(pooling="first", first_position=0), plain=True)
+        execution: Any = PackedModel(model, PackedForm(pooling="first", first_position=0), plain=True)
         inputs: Any = packed_inputs(ids, shape, padding_id=0)
     else:
-        execution, inputs = PaddedExecution(model), padded_inputs(ids, 4, int(LENGTHS.max()), padding_id=0)
+        execution, inputs = PaddedModel(model), padded_inputs(ids, 4, int(LENGTHS.max()), padding_id=0)
     cost = Packing(value="packed" if packed else "padded", reason="a test", equivalence=PROOF).cost(work)
     assert flops(execution, inputs, training=training)["weights"] == pytest.approx(cost.step_s * FLOPS_PER_S, rel=0.05)
 
@@ -160,7 +160,7 @@ def test_seconds_of_attention_are_those_of_its_products(training: bool) -> None:
     lengths = [40] * 3
     inputs = padded_inputs(sequences(lengths), 3, 40, padding_id=0)
     lever = assembly_of(model, training=training).lever(Attention)
-    found = flops(PaddedExecution(model, "eager"), inputs, training=training)["attention"]
+    found = flops(PaddedModel(model, "eager"), inputs, training=training)["attention"]
     assert found == pytest.approx(lever.cost(work_of(model, lengths)).step_s * FLOPS_PER_S, rel=0.01)
 
 

@@ -13,8 +13,7 @@ pytest.importorskip("triton")
 
 from brimful.core.cache import write_cached
 from brimful.core.errors import OptionError
-from brimful.kernels.layers import float8
-from brimful.kernels.layers.float8 import Products
+from brimful.kernels.float8 import Products
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.float8 import (
     MARGIN,
@@ -108,9 +107,8 @@ def test_the_plan_has_what_is_faster_and_says_what_is_not() -> None:
     assert found.plan.products(64, (64, 64)) == Products()
     assert found.plan.products(4, (48, 32)) == Products()  # far fewer tokens than were timed
     with found.autocast():
-        assert float8.active_plan() is found.plan
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
-    assert float8.active_plan() is None
+    assert found.context().float8 is found.plan
 
 
 def test_where_no_product_is_faster_bf16_runs_and_says_so() -> None:

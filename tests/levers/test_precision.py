@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from brimful.kernels.residual_dtype import residuals_are_half
 from brimful.step.precision import Precision
 
 
@@ -13,5 +12,4 @@ from brimful.step.precision import Precision
 def test_sums_between_layers_are_in_half_precision_where_products_are(value: str, half: bool) -> None:
     precision = Precision(value=value, device=torch.device("cpu"), reason="a test")
     with precision.autocast():
-        assert residuals_are_half() == half == torch.is_autocast_enabled("cpu")
-    assert not residuals_are_half()
+        assert precision.context().half_residuals == half == torch.is_autocast_enabled("cpu")

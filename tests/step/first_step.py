@@ -20,7 +20,7 @@ from brimful.kernels.attention.dispatch import triton_attention
 from brimful.levers.execution import compile_layers
 from brimful.levers.optimizer import Optimizer
 from brimful.models.packed import packed_forward
-from brimful.models.packed.packed_forward import PackedExecution, PackedForm
+from brimful.models.packed.packed_forward import PackedForm, PackedModel
 from brimful.step.precision import Precision
 from brimful.step.step import Step, make_schedule
 from step.test_step import ROWS, TASK
@@ -63,9 +63,7 @@ def main() -> None:
         vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
         num_labels=3,
     )  # fmt: skip
-    packed = PackedExecution(
-        BertForSequenceClassification(config).train(), PackedForm(pooling="first", first_position=0)
-    )
+    packed = PackedModel(BertForSequenceClassification(config).train(), PackedForm(pooling="first", first_position=0))
     compile_layers(packed, fused=True, note=pytest.fail)
     precision = Precision(value="bf16", device=torch.device("cpu"), reason="a test")
     update = Optimizer(value="adamw_torch_fused", fused=True).update(

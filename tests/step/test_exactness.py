@@ -22,10 +22,10 @@ from brimful.data.batches.batch import Batch, Layout, PackedLayout, PaddedLayout
 from brimful.data.batches.packing import Budgets
 from brimful.levers.optimizer import Optimizer
 from brimful.models.packed.packed_forward import (
-    Execution,
-    PackedExecution,
+    LayoutModel,
     PackedForm,
-    PaddedExecution,
+    PackedModel,
+    PaddedModel,
     has_token_types,
 )
 from brimful.step.precision import Precision
@@ -125,7 +125,7 @@ def models(family: str, num_outputs: int) -> tuple[Any, Any]:
     return plain, model
 
 
-def accumulated(execution: Execution, case: Case, batch: Batch) -> tuple[float, torch.Tensor]:
+def accumulated(execution: LayoutModel, case: Case, batch: Batch) -> tuple[float, torch.Tensor]:
     """Loss and gradient of one batch, accumulated micro-batch by micro-batch."""
     update = Optimizer(value="sgd").update(execution.model, torch.zeros(1), FP32, max_grad_norm=1.0)
     step = Step(execution, case.task, update, FP32, seed=0)
@@ -158,7 +158,7 @@ def check(family: str, case: Case, batch: Batch, tolerance: float) -> None:
     known = FAMILIES[family]
     form = known.form
     packed = hasattr(batch.micro_batches[0].inputs, "segments")
-    execution: Execution = PackedExecution(model, form) if packed else PaddedExecution(model)
+    execution: LayoutModel = PackedModel(model, form) if packed else PaddedModel(model)
     loss, found = accumulated(execution, case, batch)
     assert loss == pytest.approx(expected.item(), rel=tolerance)
     assert difference(found, gradient(plain)) < tolerance
@@ -238,7 +238,7 @@ def test_texts_that_end_in_the_padding_token(family: str, ends: list[int], room:
     )
     batch = make_batch(0, np.arange(len(ids)), ids, None, targets, task, layout)
     case = Case(tuple(map(len, ids)), False, task, targets, 0, 0, 0)
-    execution = PackedExecution(model, PackedForm(pooling="last", first_position=0))
+    execution = PackedModel(model, PackedForm(pooling="last", first_position=0))
     loss, found = accumulated(execution, case, batch)
     assert loss == pytest.approx(expected.item(), rel=STEP_PARTLY_FP32)
     assert difference(found, gradient(plain)) < STEP_PARTLY_FP32

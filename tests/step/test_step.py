@@ -21,7 +21,7 @@ from brimful.core.records import LabelSpace
 from brimful.data.batches.batch import Batch, PackedLayout, PaddedLayout, make_batch
 from brimful.data.batches.packing import Budgets
 from brimful.levers.optimizer import Optimizer, decayed_names, parameter_groups
-from brimful.models.packed.packed_forward import Execution, PackedExecution, PackedForm, PaddedExecution
+from brimful.models.packed.packed_forward import LayoutModel, PackedForm, PackedModel, PaddedModel
 from brimful.step.precision import Precision
 from brimful.step.state import ParameterState, StepState
 from brimful.step.step import Outcome, Step, make_schedule
@@ -64,10 +64,10 @@ class Rows:
 ROWS = Rows()
 
 
-def execution_of(model: Any, family: str = "bert", *, packed: bool = True) -> Execution:
+def execution_of(model: Any, family: str = "bert", *, packed: bool = True) -> LayoutModel:
     known = FAMILIES[family]
     form = PackedForm(pooling=known.pooling, first_position=known.first_position)
-    return PackedExecution(model, form) if packed else PaddedExecution(model)
+    return PackedModel(model, form) if packed else PaddedModel(model)
 
 
 def make_step(
@@ -255,7 +255,7 @@ def test_the_table_is_transformers_schedule(name: str, num_steps: int, num_warmu
 
 
 @contextmanager
-def spoiled(execution: Execution, batch: Batch, samples: set[int], value: float) -> Iterator[None]:
+def spoiled(execution: LayoutModel, batch: Batch, samples: set[int], value: float) -> Iterator[None]:
     """The logits of some samples of a batch replaced by `value`, in its one pass through the micro-batches."""
     micros = iter(batch.micro_batches)
     head = execution.head  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from brimful.core.records import LabelSpace
 from brimful.data.batches.batch import Batch, MicroBatch
 from brimful.levers.optimizer import Optimizer
-from brimful.models.packed.packed_forward import Execution
+from brimful.models.packed.packed_forward import LayoutModel
 from brimful.step.precision import Precision
 from brimful.step.step import Step
 from brimful.tasks.task import SingleLabel
@@ -21,7 +21,7 @@ from brimful.tasks.task import SingleLabel
 USES = (False, False, True, False, False, True)
 
 
-class Experts(Execution):
+class Experts(LayoutModel):
     """A model whose second part is used by some batches only, as experts and optional embeddings are."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ from brimful.levers.token_budget import TokenBudget, most_rows
 from brimful.levers.weights import Weights
 from brimful.models.hub.inspection import ModelFacts
 from brimful.models.hub.load import load_model
-from brimful.models.packed.packed_forward import Execution, padding_id_of
+from brimful.models.packed.packed_forward import LayoutModel, padding_id_of
 from brimful.step.forward import Forward, LayoutForward, chunks
 from brimful.step.graphs.cache import GraphPool
 from brimful.step.graphs.captured_forward import PackedForward
@@ -71,7 +71,7 @@ class Assembled:
     """A model on its device, and the step that trains it."""
 
     model: Any
-    execution: Execution
+    execution: LayoutModel
     layout: Layout
     step: Step
     precision: Precision
@@ -91,7 +91,7 @@ class AssembledForward:
     """A classifier that could begin. mode: the way it is launched."""
 
     model: Any
-    execution: Execution
+    execution: LayoutModel
     forward: Forward
     precision: Precision
     recipe: Recipe

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import nn
 
 from brimful.data.batches.batch import PackedLayout
@@ -27,8 +26,15 @@ _PADDED_TOKENS = 4096
 def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str], None]) -> Forward:
     """The forward pass of a model in training, as large as its largest micro-batch.
 
-    Captured where its steps are, in the memory of their graphs. most_rows: sequences of an effective batch.
+    Captured where its steps are, in the memory of their graphs. Layers compiled for training run as they are: compiling
+    them for evaluation too would cost more than it saves. most_rows: sequences of an effective batch.
     """
+    forward = _evaluation_forward(built, most_rows=most_rows, note=note)
+    forward.compiled = False
+    return forward
+
+
+def _evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str], None]) -> Forward:
     layout, step = built.layout, built.step
     if isinstance(layout, PackedLayout) and built.precision.device.type == "cuda" and not layout.groups:
         return PackedForward(
@@ -49,15 +55,11 @@ def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str]
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within, a model in training is only read.
-
-    Layers compiled for training run as they are: compiling them for evaluation too would cost more than it saves.
-    """
+    """Within, a model in training is only read."""
     was_training = model.training
     model.eval()
     try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
         model.train(was_training)
 

@@ -21,9 +21,11 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     a time in a process.
 
     Raises RuntimeError or torch.AcceleratorError where something in the block cannot be captured. The device, its
-    current stream and its generator can then be used again, the latter from its seed on.
+    current stream and its generator can then be used again, the latter as it was.
     """
     collected, stream = gc.isenabled(), torch.cuda.current_stream()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    state = generator.clone_state()
     gc.disable()
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -31,15 +33,8 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     except (RuntimeError, torch.AcceleratorError):
         torch.cuda.set_stream(stream)
         torch.cuda.synchronize()
-        _leave_capture()
+        generator.graphsafe_set_state(state)  # its own believes to be in the capture still
         raise
     finally:
         if collected:
             gc.enable()
-
-
-def _leave_capture() -> None:
-    """Gives the generator a state that does not believe, after a capture that failed, to be in it still."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    new = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-    generator.graphsafe_set_state(new.graphsafe_get_state())

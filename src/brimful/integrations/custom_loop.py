@@ -130,8 +130,7 @@ class Step:
         """Run one optimizer step. Return at once; `read()` of the result waits for the outcome."""
         if self.device.type == "cuda" and not batch.memories:
             batch = batch.sent(self.device)
-        with self._built.precision.apply():
-            return self._built.step.run(batch)
+        return self._built.step.run(batch)
 
     def predict(self, rows: Rows) -> np.ndarray:
         """(N, C) fp32 logits of any number of rows, in their order, by the weights of now. Labels are not needed."""
@@ -142,7 +141,7 @@ class Step:
             types=None if types is None else np.concatenate(types).astype(np.uint8),
             truncated=np.zeros(len(ids), dtype=np.bool_),
         )
-        with self._built.precision.apply(), evaluating(self._built.model):
+        with evaluating(self._built.model):
             return predict_logits(self._forward, tokens)
 
     def state(self) -> StepState:

@@ -78,6 +78,11 @@ class PackedInputs:
         """Rows of logits that there will be."""
         return len(self.first_S)
 
+    @property
+    def num_real(self) -> Tensor:
+        """() int32 on the device: tokens of sequences, which come first. A view: nothing is computed or read."""
+        return self.segments.cu_seqlens_N[self.num_slots]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedInputs:

@@ -1,10 +1,6 @@
-"""Seeds of dropout masks: one a forward pass, and a number for each use of dropout in it."""
+"""Seeds of dropout masks, and the numbers of the sites that draw them."""
 
 from __future__ import annotations
-
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,29 +13,23 @@ def draw_seed(device: torch.device, dropout: float) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
-_forward: list[Tensor] = []
-_sites = itertools.count()
+class DropoutSites:
+    """The seed that all uses of dropout in one forward pass share, and the number of each of them, its site.
 
-
-@contextmanager
-def one_seed() -> Iterator[None]:
-    """Within, `next_site` draws one seed and numbers the sites, so that a forward pass draws but once."""
-    global _sites
-    _sites = itertools.count()
-    _forward.clear()  # of a forward pass outside
-    try:
-        yield
-    finally:
-        _forward.clear()
-
-
-def next_site(like: Tensor, dropout: float) -> tuple[Tensor, int]:
-    """Seed, on the device of `like`, and number of a site of its own.
-
-    Without dropout `like` itself: no kernel reads it, and filling a constant would be a launch at every site.
+    A site is known by its layer and its place within the layer, and numbered when it is first asked for: a layer that
+    is run again draws the same masks.
     """
-    if not dropout:
-        return like, 0
-    if not _forward:
-        _forward.append(draw_seed(like.device, dropout))
-    return _forward[0], next(_sites)
+
+    def __init__(self) -> None:
+        self._seed: Tensor | None = None
+        self._numbers: dict[tuple[int | None, int], int] = {}
+
+    def seed(self, device: torch.device, dropout: float) -> Tensor:
+        """() int64, drawn once a pass."""
+        if self._seed is None:
+            self._seed = draw_seed(device, dropout)
+        return self._seed
+
+    def number(self, layer: int | None, place: int) -> int:
+        """The site at a place of a layer; None for what is outside of layers."""
+        return self._numbers.setdefault((layer, place), len(self._numbers))

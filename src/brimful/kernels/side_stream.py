@@ -22,27 +22,27 @@ _IN_FLIGHT = 6
 
 
 class SideStream:
-    """A side stream. While it is `active`, `beside` runs there."""
+    """A second stream of one model's step. is_active: whether work may run there now, in whichever thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _side_stream(device)
         self._flying: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
+        self.is_active = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within, `beside` runs on the side stream; at the end the current stream has waited for all of it."""
-        global _active
-        _active = self
+        """Within, work may run on the side stream; at the end the current stream has waited for all of it."""
+        self.is_active = True
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             yield
             torch.cuda.current_stream().wait_stream(self._stream)
         finally:
-            _active = None
+            self.is_active = False
             self._flying.clear()
 
     def run(self, work: Callable[[], T], inputs: tuple[Tensor, ...]) -> T:
-        """Runs `work`, which reads `inputs`, after all that was launched so far. Its results must wait for the end."""
+        """Run `work`, which reads `inputs`, after all that was launched so far. Its results must wait for the end."""
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
@@ -59,14 +59,3 @@ class SideStream:
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for the process: torch hands out 32 in turn, and one that copies for others must not be part of a capture."""
     return torch.cuda.Stream(device)
-
-
-_active: SideStream | None = None
-
-
-def beside(work: Callable[[], T], *inputs: Tensor, leaf: bool) -> T:
-    """Runs `work`, on the side stream if there is one. inputs: all that it reads and that may be freed meanwhile.
-
-    leaf: whether its results are gradients of leaves, which nothing reads before the end.
-    """
-    return work() if _active is None or not leaf else _active.run(work, inputs)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from brimful.core.errors import OptionError
@@ -25,7 +24,7 @@ from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing
 from brimful.levers.token_budget import cuts_windows
 from brimful.models.model_stats import embeddings_of, layers_of, matmul_parameters
-from brimful.models.packed.packed_forward import Execution, PackedExecution
+from brimful.models.packed.packed_forward import LayoutModel, PackedModel
 
 #: Cold seconds that compiling a layer costs where torch's compiler does it, and the share of a step's device time that
 #: it saves: BERT-base on an H200, torch 2.11 (benchmarks/profile). Fused kernels cost less and save more.
@@ -34,8 +33,6 @@ _COMPILE_S, _SAVED = 10.0, 0.25
 _COMPILE_FORWARD_S = 4.0
 #: Operations per second that a step reaches, to guess how long a run will take.
 _REACHED = 250e12
-#: Compiled forms of one layer's code in a process.
-_MOST_COMPILED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +120,7 @@ class ExecutionMode(Lever):
 
 
 def compile_layers(
-    execution: Execution, *, fused: bool, note: Callable[[str], None], forward_only: bool = False
+    execution: LayoutModel, *, fused: bool, note: Callable[[str], None], forward_only: bool = False
 ) -> None:
     """Compile the model's layers and embeddings in place.
 
@@ -135,18 +132,16 @@ def compile_layers(
     layers = layers_of(model)
     if layers is None:
         return
-    if isinstance(execution, PackedExecution):
+    if isinstance(execution, PackedModel):
         execution.run_whole()  # one trace for all layers
     # Imported where it is needed: Triton comes with torch for GPUs, and is missing beside torch for CPUs.
     from brimful.models.fusion import embedding_backend, layer_backend
     from brimful.models.fusion.last_layer import ShorteningBackend
 
-    # Every model that a process compiles counts against the limit, which is made for one that compiles often.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_COMPILED)
     own = _own_parameters(layers)
     fusible = own or forward_only
     backend: Any = partial(layer_backend, note=note) if fusible else "inductor"
-    if own and fused and isinstance(execution, PackedExecution) and execution.form.pooling == "first":
+    if own and fused and isinstance(execution, PackedModel) and execution.form.pooling == "first":
         backend = execution.last = ShorteningBackend(layers[-1], note)
     for layer in layers:
         layer.compile(dynamic=True, backend=backend)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from brimful.core.cache import cache_path, read_cached, write_cached
 from brimful.core.records import Arithmetic
-from brimful.kernels.layers.float8 import Plan, Products, Shape, cast, product
+from brimful.kernels.float8 import Plan, Products, Shape, cast, product
+from brimful.kernels.forward_context import ForwardContext
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
@@ -221,7 +222,7 @@ def _activated(x_TK: Tensor, w_NK: Tensor) -> list[Callable[[], Tensor]]:
             return linear_gelu(x_TK, w_NK, bias_N)
 
     def in_fp8() -> Tensor:
-        with all_in_fp8.active():
+        with ForwardContext(float8=all_in_fp8).active():
             return in_bf16()
 
     return [in_bf16, in_fp8]

@@ -19,7 +19,7 @@ from brimful.core.options import ClassifyOptions, TrainOptions
 from brimful.core.records import Arithmetic
 from brimful.data.batches.batch import Layout
 from brimful.models.model_stats import Attention, attention_of, linear_parameters, matrices, token_matrices
-from brimful.models.packed.packed_forward import Execution
+from brimful.models.packed.packed_forward import LayoutModel
 from brimful.step.precision import Precision
 from brimful.step.updates.update import Update
 
@@ -181,7 +181,7 @@ class Assembly:
     schedule: Tensor | None
     warn: Callable[[str], None]
     cache: bool = True
-    execution: Execution | None = None
+    execution: LayoutModel | None = None
     layout: Layout | None = None
     budget: int = 0
     update: Update | None = None

@@ -10,7 +10,7 @@ from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.weights import Weights
 from brimful.models.packed.equivalence import Equivalence
-from brimful.models.packed.packed_forward import PackedExecution, PaddedExecution
+from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,9 @@ class Packing(Lever):
         model = assembly.model = assembly.model.to(assembly.device).train(assembly.training)
         assembly.find(Weights)  # before an execution keeps modules that it replaces
         assembly.execution = (
-            PackedExecution(model, self.equivalence.form)
+            PackedModel(model, self.equivalence.form)
             if self.packed and self.equivalence.form is not None
-            else PaddedExecution(model, plain_attention(model))
+            else PaddedModel(model, plain_attention(model))
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from brimful.core.tolerances import TOLERANCES
 from brimful.models.packed.check_inputs import make_check_inputs
 from brimful.models.packed.equivalence import relative_error
-from brimful.models.packed.packed_forward import PaddedExecution
+from brimful.models.packed.packed_forward import PaddedModel
 
 #: Rows and columns that a weight must have: a smaller one is not worth the operator's call.
 _LEAST = 64
@@ -94,5 +94,4 @@ def _is_plain(module: nn.Module | None) -> TypeGuard[nn.Linear]:
 @torch.inference_mode()
 def _logits(model: nn.Module, dtype: torch.dtype, max_length: int) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        logits: Tensor = PaddedExecution(model)(make_check_inputs(model.config, max_length))
-        return logits.float()
+        return PaddedModel(model)(make_check_inputs(model.config, max_length)).logits.float()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from brimful.data.batches.batch import Layout
 from brimful.data.tokens.encoder import Tokens
 from brimful.hardware.read_back import ReadBack
 from brimful.kernels.layout import Inputs, map_tensors
-from brimful.models.packed.packed_forward import Execution
+from brimful.models.packed.packed_forward import LayoutModel
 from brimful.step.precision import Precision
 
 
@@ -42,9 +43,14 @@ class PendingLogits:
 
 
 class Forward:
-    """A forward pass over windows of texts. The model is in eval mode."""
+    """A forward pass over windows of texts. The model is in eval mode.
 
-    def __init__(self, execution: Execution, precision: Precision) -> None:
+    compiled: False to run layers as they were before they were compiled.
+    """
+
+    compiled = True
+
+    def __init__(self, execution: LayoutModel, precision: Precision) -> None:
         self.execution, self.precision = execution, precision
         self.num_outputs = int(execution.model.config.num_labels)
 
@@ -74,9 +80,9 @@ class Forward:
 
     def _logits_SC(self, inputs: Inputs) -> Tensor:
         """One pass. Casts of weights are its own: a graph must not read those of another pass."""
+        context = replace(self.precision.context(), compiled=self.compiled)
         with self.precision.autocast():
-            logits: Tensor = self.execution(inputs).float()
-        return logits
+            return self.execution(inputs, context).logits.float()
 
 
 class LayoutForward(Forward):
@@ -86,7 +92,7 @@ class LayoutForward(Forward):
     """
 
     def __init__(
-        self, execution: Execution, layout: Layout, precision: Precision, *, batch_tokens: int, most_rows: int
+        self, execution: LayoutModel, layout: Layout, precision: Precision, *, batch_tokens: int, most_rows: int
     ) -> None:
         super().__init__(execution, precision)
         self._layout, self._batch_tokens, self._most_rows = layout, batch_tokens, most_rows

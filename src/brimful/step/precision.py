@@ -1,7 +1,7 @@
 """Precision of matrix products: how passes of a model compute.
 
 Weights, gradients, optimizer states, norms, softmax and loss stay fp32 in all of them. In half precision, sums between
-post-norm layers on fused kernels are kept in it too (`kernels.residual_dtype`).
+post-norm layers on fused kernels are kept in it too (`kernels.forward_context`).
 
 fp32   full products
 tf32   products of 10-bit mantissas on a GPU's matrix units
@@ -13,13 +13,15 @@ fp8    bf16, with those products of layers in 8 bits that a plan names
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
-from brimful.kernels.layers.float8 import Plan
-from brimful.kernels.residual_dtype import half_residuals
+from brimful.hardware.process_settings import matmul_precision
+from brimful.kernels.float8 import Plan
+from brimful.kernels.forward_context import ForwardContext
+from brimful.kernels.side_stream import SideStream
 
 #: Dtypes of autocast, by precision.
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -49,15 +51,15 @@ class Precision:
         """Dtype of half-precision products, None in full precision."""
         return AUTOCAST.get(self.value)
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """The context that forward passes run in."""
-        return self._in_half() if self.value in AUTOCAST else nullcontext()
-
     @contextmanager
-    def _in_half(self) -> Iterator[None]:
-        plan = nullcontext() if self.plan is None else self.plan.active()
-        with torch.autocast(self.device.type, AUTOCAST[self.value]), half_residuals(), plan:
+    def autocast(self) -> Iterator[None]:
+        """Settings of torch that forward passes run in."""
+        with self.apply(), torch.autocast(self.device.type, self.half or torch.bfloat16, enabled=self.half is not None):
             yield
+
+    def context(self, side_stream: SideStream | None = None) -> ForwardContext:
+        """A context for one forward pass. side_stream: for gradients of weights."""
+        return ForwardContext(half_residuals=self.half is not None, float8=self.plan, side_stream=side_stream)
 
     def after_update(self) -> None:
         """Make fp8 copies of the new weights."""
@@ -73,12 +75,6 @@ class Precision:
         """bf16 instead of the fp8 that was asked for."""
         return replace(self, value="bf16", reason=f"fp8 was asked for, but {because}", plan=None)
 
-    @contextmanager
-    def apply(self) -> Iterator[None]:
-        """Set fp32 products of the process to this precision, and back."""
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest" if self.value == "fp32" else "high")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before)
+    def apply(self) -> AbstractContextManager[None]:
+        """Lend fp32 products of the process this precision: for a pass and not for a run, since other models wait."""
+        return matmul_precision("highest" if self.value == "fp32" else "high")

@@ -4,14 +4,15 @@ The loss of a micro-batch is a sum over its rows, divided by the denominator of 
 of micro-batches add up to the plain batch's. Learning rate, applied steps, loss scale and whether the step is finite
 live on the device; the update predicates itself, and the host reads the outcome when it is ready.
 
-Randomness: dropout is seeded by (seed, batch, micro-batch) before each `accumulate`, so a run resumes with the masks it
-would have had.
+Randomness: dropout of each `accumulate` is drawn by (seed, batch, micro-batch), so a run resumes with the masks it
+would have had. The process's own generators are lent for it, and given back.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor
 
 from brimful.data.batches.batch import Batch, MicroBatch
+from brimful.hardware.process_settings import RandomStream
 from brimful.hardware.read_back import ReadBack
 from brimful.kernels.precompile import precompiled
-from brimful.kernels.rng import one_seed
-from brimful.models.packed.packed_forward import Execution
+from brimful.models.packed.packed_forward import LayoutModel
 from brimful.step.precision import Precision
 from brimful.step.state import StepState
 from brimful.step.updates.update import Update
@@ -84,11 +85,10 @@ class Pending:
 class Step:
     """One optimizer step of one model, eager. State that training must keep is in its `update`."""
 
-    def __init__(self, execution: Execution, task: Task, update: Update, precision: Precision, *, seed: int) -> None:
+    def __init__(self, execution: LayoutModel, task: Task, update: Update, precision: Precision, *, seed: int) -> None:
         self.execution, self.task, self.update, self.precision, self.seed = execution, task, update, precision, seed
         self.device = self.update.device
-        # `torch.manual_seed` looks at every device there is, for as long as a tenth of a small model's step.
-        self._generators = {torch.default_generator, generator_of(self.device)}
+        self._random = RandomStream(self.device)
 
     @property
     def num_graphs(self) -> int:
@@ -109,17 +109,21 @@ class Step:
 
     def accumulate(self, batch: Batch, index: int) -> Tensor:
         """Computes the gradient of one micro-batch, with those before it; its rows' losses, (S,), detached."""
-        self.draw_seed(batch, index)
-        return self.backward(batch.arrived(index))
+        with self.settings(batch, index):
+            return self.backward(batch.arrived(index))
 
-    def draw_seed(self, batch: Batch, index: int) -> None:
-        """Seeds dropout of one micro-batch by (seed, batch, micro-batch)."""
+    @contextmanager
+    def settings(self, batch: Batch, index: int) -> Iterator[None]:
+        """Within, dropout of one micro-batch is drawn by (seed, batch, micro-batch), and products have their precision.
+
+        The process's own random streams and precision are as they were afterwards.
+        """
         seed = _mix(self.seed, batch.number, index)
-        for generator in self._generators:
-            generator.manual_seed(seed)
+        with self.precision.apply(), self._random.seeded(seed):
+            yield
 
     def backward(self, micro: MicroBatch) -> Tensor:
-        """`accumulate` without the seed: what runs on the device, and can be captured."""
+        """`accumulate` without these settings: what runs on the device, and can be captured."""
         self.update.before()
         loss_rows_S = self.loss_rows_S(micro)
         loss = loss_rows_S.sum() / micro.denominator.to(loss_rows_S.dtype)
@@ -136,8 +140,8 @@ class Step:
 
     def loss_rows_S(self, micro: MicroBatch) -> Tensor:
         """Each slot's addend to the loss sum; 0 in empty slots."""
-        with self.precision.autocast(), one_seed():
-            logits_SC = self.execution(micro.inputs)
+        with self.precision.autocast():
+            logits_SC = self.execution(micro.inputs, self.precision.context(self.update.side_stream)).logits
         if logits_SC.dtype != torch.float64:
             logits_SC = logits_SC.float()
         rows_S = self.task.loss_rows_S(logits_SC, micro.targets_S)
@@ -146,8 +150,7 @@ class Step:
     def compile_kernels(self, batch: Batch) -> None:
         """Compiles together the kernels of ours that a step of such batches launches, and that were not compiled yet.
 
-        The generators are seeded as the step itself will seed them. Weights, gradients, buffers and the batch are as
-        they were.
+        Weights, gradients, buffers and the batch are as they were.
         """
         parameters, model = self.update.parameters, self.execution.model
         gradients = [parameter.grad for parameter in parameters]
@@ -157,8 +160,9 @@ class Step:
             for index in first_of.values():
                 for parameter in parameters:
                     parameter.grad = None
-                self.draw_seed(batch, index)
-                self.loss_rows_S(copy.deepcopy(batch.arrived(index))).sum().backward()  # type: ignore[no-untyped-call]
+                with self.settings(batch, index):
+                    rows_S = self.loss_rows_S(copy.deepcopy(batch.arrived(index)))
+                    rows_S.sum().backward()  # type: ignore[no-untyped-call]
             self.update.compile_kernels(gathered=len(batch.micro_batches) > 1)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -181,11 +185,6 @@ class Step:
         """End training: the model's parameters are plain fp32 ones again, and the step may not run any more."""
         self.precision.after_training()
         self.update.release()
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """The one that draws on a device come from."""
-    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def _mix(seed: int, number: int, index: int) -> int:

@@ -5,16 +5,15 @@ On the CPU by Triton's interpreter in fp16 and fp32; `tests/gpu/test_layers_on_g
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from brimful.kernels.float8 import Plan, Products
+from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layers import matmul_gelu, postnorm_ops
-from brimful.kernels.layers.float8 import Plan, Products
 from brimful.kernels.layers.gelu import bias_gelu
 
 WIDTH = 512
@@ -68,9 +67,9 @@ def test_where_layers_take_it(asked: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(matmul_gelu, "suits", matmul_gelu.takes)
     monkeypatch.setattr(matmul_gelu, "fused", lambda *given: calls.append(1) or fused(*given))
     choices = {(WIDTH, 16): Products(output=True)} if asked == "in fp8" else {}
-    plan = Plan(choices).active() if "fp8" in asked else nullcontext()
+    context = ForwardContext(float8=Plan(choices) if "fp8" in asked else None)
     x, w, bias = operands()
-    with torch.set_grad_enabled(asked == "with gradients"), plan:
+    with torch.set_grad_enabled(asked == "with gradients"), context.active():
         found = postnorm_ops.linear_gelu(x[None], w.requires_grad_(True), bias)
     assert found.shape == (1, 20, WIDTH)
     assert found.requires_grad == (asked == "with gradients")

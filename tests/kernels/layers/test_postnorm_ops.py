@@ -6,7 +6,7 @@ On the CPU by Triton's interpreter in fp32; `tests/gpu/test_layers_on_gpu.py` ru
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +19,10 @@ from brimful.kernels.layout import PackedShape, make_segments
 pytest.importorskip("triton")
 
 from brimful.kernels.dropout import kept_mask_PRC
+from brimful.kernels.forward_context import ForwardContext, current
 from brimful.kernels.layers import dropout_add_layernorm, gelu, postnorm_ops
 from brimful.kernels.layers.dropout_add_layernorm import dropout_add_norm
 from brimful.kernels.layers.embedding import embeddings_norm
-from brimful.kernels.residual_dtype import half_residuals
-from brimful.kernels.rng import one_seed
 from brimful.kernels.split_reduction import make_strips, sum_rows, sum_strips
 
 LENGTHS = [5, 70, 1, 33]
@@ -55,7 +54,7 @@ class Case:
         """Both on the same numbers: the plain one in fp64, ours in its own precision and under autocast."""
         twins = [leaf.detach().cpu().double().requires_grad_(True) for leaf in leaves]
         torch.manual_seed(7)
-        with torch.autocast(self.device.type, self.half, enabled=self.half != torch.float32), one_seed():
+        with torch.autocast(self.device.type, self.half, enabled=self.half != torch.float32), ForwardContext().active():
             found = ours(*leaves)
             torch.manual_seed(7)
         expected = plain(*twins)
@@ -69,7 +68,7 @@ class Case:
 
 
 def seed_of(case: Case) -> Tensor:
-    """The seed that `one_seed` draws after `torch.manual_seed(7)`."""
+    """The seed that a forward context draws after `torch.manual_seed(7)`."""
     torch.manual_seed(7)
     return torch.randint(0, 2**62, (), device=case.device).cpu()
 
@@ -110,7 +109,7 @@ def check_two_readers(case: Case, *, half: bool) -> None:
         return torch.cat([y, F.linear(y, w2, b2)], -1)
 
     def ours(x: Tensor, w: Tensor, b: Tensor, r: Tensor, gain: Tensor, shift: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-        with half_residuals() if half else nullcontext():
+        with replace(current(), half_residuals=half).active():
             y = postnorm_ops.linear_dropout_add_norm(x, w, b, r, gain, shift, 1e-12, 0.0)
         assert y.dtype == (case.half if half else torch.float32)
         assert (postnorm_ops.halved(y).data_ptr() == y.data_ptr()) == (y.dtype == case.half)
@@ -160,7 +159,7 @@ def check_embeddings(case: Case, p: float, num_tables: int, padding: int | None,
 
     def ours(gain: Tensor, shift: Tensor, *tables: Tensor) -> Tensor:
         placed = [each.to(case.device) for each in ids]
-        with half_residuals() if half else nullcontext():
+        with replace(current(), half_residuals=half).active():
             y = postnorm_ops.embeddings_norm(placed, tables, paddings, gain, shift, 1e-12, p)
         assert y.dtype == (case.half if half else torch.float32)
         return y
@@ -259,22 +258,23 @@ def test_the_normal_distribution(exact: bool) -> None:
     assert torch.allclose(found.double(), expected, rtol=2e-6 if exact else 1e-3, atol=1e-6)
 
 
-def test_halved_travels_with_its_rows() -> None:
+def test_a_cast_copy_travels_with_its_rows() -> None:
     x: Any = torch.randn(3, 4)
-    twin = x.bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
+    copy, context = x.bfloat16(), ForwardContext()
+    with torch.autocast("cpu", torch.bfloat16), context.active():
         assert postnorm_ops.halved(x).dtype == torch.bfloat16
-        assert postnorm_ops.halved(postnorm_ops.with_twin(x, twin)) is twin
+        assert postnorm_ops.halved(context.with_cast(x, copy)) is copy
+        with ForwardContext().active():
+            assert postnorm_ops.halved(x) is not copy
     assert postnorm_ops.halved(x) is x
 
 
-def test_a_twin_of_what_was_changed_is_not_used() -> None:
+def test_a_cast_copy_of_what_was_changed_is_not_used() -> None:
     x: Any = torch.randn(3, 4)
-    twin = x.bfloat16()
-    postnorm_ops.with_twin(x, twin)
+    context = ForwardContext()
+    context.with_cast(x, x.bfloat16())
     x.mul_(0)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not postnorm_ops.halved(x).any()
+    assert not context.cast(x, torch.bfloat16).any()
 
 
 def test_an_index_that_a_table_does_not_have_is_not_a_number() -> None:

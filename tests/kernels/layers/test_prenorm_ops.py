@@ -5,7 +5,6 @@ On the CPU by Triton's interpreter, in fp32 and bf16; `tests/gpu/test_layers_on_
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ pytest.importorskip("triton")
 
 from brimful.kernels.attention import qkv_rope
 from brimful.kernels.dropout import kept_mask_PRC
+from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layers import dropout_add_prenorm, glu, postnorm_ops
 from brimful.kernels.layers import prenorm_ops as pre
 from kernels.layers.test_postnorm_ops import Case, seed_of
@@ -237,17 +237,17 @@ def test_a_stream_of_residuals(case: Case) -> None:
     check_chain(case)
 
 
-def test_a_gradient_carries_its_twin_to_the_product_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_carries_its_cast_copy_to_the_product_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is not cast a second time."""
     seen: list[bool] = []
-    halved: Callable[..., Tensor] = postnorm_ops.halved
+    cast = ForwardContext.cast
 
-    def watched(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        if dtype is not None:
-            seen.append(x in postnorm_ops._twins)
-        return halved(x, dtype)
+    def watched(self: ForwardContext, x: Tensor, dtype: torch.dtype) -> Tensor:
+        if not torch.is_grad_enabled():  # a backward pass
+            seen.append(x in self._casts)
+        return cast(self, x, dtype)
 
-    monkeypatch.setattr(pre, "halved", watched)
+    monkeypatch.setattr(ForwardContext, "cast", watched)
     case = Case(half=torch.bfloat16)
     check_chain(case)
     assert seen == [True]

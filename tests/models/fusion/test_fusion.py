@@ -22,10 +22,8 @@ pytest.importorskip("triton")
 
 from brimful.data.batches.batch import Batch, make_batch
 from brimful.data.batches.packing import Budgets
-from brimful.kernels import side_stream
+from brimful.kernels import float8
 from brimful.kernels.attention.dispatch import Attention, Pattern, relative_attention, triton_attention
-from brimful.kernels.layers import float8
-from brimful.kernels.rng import one_seed
 from brimful.models import fusion
 from brimful.models.model_stats import embeddings_of, layers_of
 from brimful.models.packed import check_inputs, equivalence, packed_forward
@@ -53,7 +51,8 @@ SHORT, LONG = batch_of(5, 17, 2), batch_of(5, 17, 2, 30, 1)
 
 
 @pytest.fixture(autouse=True)
-def _our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels on the CPU too."""
     torch._dynamo.reset()
 
     def ours(device: torch.device, dtype: torch.dtype, pattern: Pattern, *_: Any) -> Attention:
@@ -117,8 +116,7 @@ def test_a_step_in_fp8() -> None:
     fused.precision = dataclasses.replace(fused.precision, plan=plan)
     weight = model.bert.encoder.layer[0].intermediate.dense.weight
     expected = plain.run(SHORT).read()
-    with plan.active():
-        found = fused.run(SHORT).read()
+    found = fused.run(SHORT).read()
     assert 0 < abs(found.loss - expected.loss) < 0.03 * expected.loss
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=0.1)
     assert plan.met == {(96, 32): False, (32, 32): False, (48, 32): True, (32, 48): False}  # the up product, to GELU
@@ -126,8 +124,7 @@ def test_a_step_in_fp8() -> None:
     assert torch.equal(copied.restored(), float8.columns_of(weight).restored())
     with torch.no_grad():
         weight[3, 5] = float("inf")
-    with plan.active():
-        assert not fused.run(SHORT).read().applied
+    assert not fused.run(SHORT).read().applied
 
 
 def float8_check(family: str, **settings: Any) -> tuple[float | None, dict[float8.Shape, bool]]:
@@ -136,7 +133,7 @@ def float8_check(family: str, **settings: Any) -> tuple[float | None, dict[float
     form = FAMILIES[family].form
     few = sequences([5, 17, 2])
     row = check_inputs.packed_row(few, model.config, 64)
-    logits = packed_forward.PackedExecution(model, form, plain=True)(row)[: len(few)]
+    logits = packed_forward.PackedModel(model, form, plain=True)(row).logits[: len(few)]
     return equivalence._float8_error(model, form, row, logits.detach(), equivalence._gradient(model, logits), "fp32")
 
 
@@ -189,6 +186,8 @@ def test_masks_of_pre_norm_layers_repeat_and_are_those_of_their_seed() -> None:
 class Late:
     """Stands for the stream beside the backward pass: what is computed there is there when the pass has ended."""
 
+    is_active = True
+
     def __init__(self) -> None:
         self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -206,7 +205,7 @@ class Late:
 
 
 @pytest.mark.parametrize("family", ["bert", "qwen3", "mpnet", "deberta-v2", "one norm twice"])
-def test_nothing_reads_what_is_computed_beside_the_backward_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_reads_what_is_computed_beside_the_backward_pass(family: str) -> None:
     """Parameters that are read twice among it, whose gradients autograd adds."""
     twice = family == "one norm twice"
     family = "bert" if twice else family
@@ -218,7 +217,7 @@ def test_nothing_reads_what_is_computed_beside_the_backward_pass(family: str, mo
     covered = compiled(model)
     _, wanted = gradient(plain, SHORT)
     late = Late()
-    monkeypatch.setattr(side_stream, "_active", late)
+    fused.update.side_stream = late  # type: ignore[assignment]
     model.zero_grad()
     fused.accumulate(SHORT, 0)
     late.end()
@@ -236,9 +235,9 @@ def test_evaluation_between_steps() -> None:
     step = make_step(model)
     losses = [float(step.accumulate(SHORT, 0).sum())]
     inputs = SHORT.micro_batches[0].inputs
-    with torch.no_grad(), one_seed():
-        found = packed_forward.PackedExecution(model.eval(), step.execution.form)(inputs)  # type: ignore[attr-defined]
-        expected = packed_forward.PackedExecution(plain.eval(), step.execution.form)(inputs)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        found = packed_forward.PackedModel(model.eval(), step.execution.form)(inputs).logits  # type: ignore[attr-defined]
+        expected = packed_forward.PackedModel(plain.eval(), step.execution.form)(inputs).logits  # type: ignore[attr-defined]
     assert torch.allclose(found, expected, atol=1e-5)
     model.train()
     losses.append(float(step.accumulate(SHORT, 0).sum()))

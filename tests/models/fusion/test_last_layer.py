@@ -22,6 +22,7 @@ from brimful.engine.profiling import profile
 from brimful.kernels.attention.dispatch import triton_attention
 from brimful.kernels.attention.varlen import attend
 from brimful.kernels.dropout import kept_mask_PRC
+from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layers.cls_attention import (
     Dropout,
     attend_first,
@@ -29,12 +30,11 @@ from brimful.kernels.layers.cls_attention import (
     projected_first_attention,
 )
 from brimful.kernels.layout import pack_numbers, unpack_numbers
-from brimful.kernels.rng import next_site, one_seed
 from brimful.levers import execution as launching
 from brimful.models.fusion.last_layer import ShorteningBackend
 from brimful.models.model_stats import layers_of
 from brimful.models.packed import packed_forward
-from brimful.models.packed.packed_forward import PackedExecution, PackedForm
+from brimful.models.packed.packed_forward import PackedForm, PackedModel
 from models.fusion.test_fusion import LONG, ONE_LAYER, SHORT, WIDE, gradient, settings_of
 from step.test_step import make_step
 from tiny import FAMILIES
@@ -130,11 +130,12 @@ def test_projected_attention_of_first_tokens(p: float, bias: bool) -> None:
     x = torch.randn(1, sum(LENGTHS), 32, requires_grad=True)
     weights = [torch.nn.Parameter(torch.randn(32, 32) * 0.2) for _ in range(3)]
     biases = [torch.nn.Parameter(torch.randn(32) * 0.1) if bias else None for _ in range(3)]
-    with one_seed():
+    context = ForwardContext()
+    with context.active():
         if p:
-            next_site(x, p)
+            context.dropout_site(x, p)
         found = projected_first_attention(x, weights, biases, offsets, 2, 0.25, p)
-        seed = next_site(x, p)[0] if p else torch.tensor(0)
+        seed = context.sites.seed(x.device, p)
     stays = kept_mask_PRC(seed, 2, sum(LENGTHS), max(LENGTHS), p, site=1)
     expected = first_attention(x, weights, biases, 2, 0.25, stays, p)
     assert torch.allclose(found, expected, atol=2e-6)
@@ -161,11 +162,11 @@ def test_last_layer_for_first_tokens(family: str) -> None:
     (piece,) = cut_window(tokens.lengths, 64, 24, typical_length=9)
     ids = np.concatenate([tokens.sequence(row) for row in piece.rows])
     inputs = unpack_numbers(pack_numbers(ids, tokens.lengths[piece.rows], piece.shape, padding_id=1), piece.shape)
-    packed = PackedExecution(model, form)
+    packed = PackedModel(model, form)
     with torch.inference_mode():
-        expected = packed(inputs)
+        expected = packed(inputs).logits
         backend = packed.last = compile_layers(model)
-        found = packed(inputs)
+        found = packed(inputs).logits
     assert backend.pooled
     assert torch.allclose(found[:5], expected[:5], atol=1e-5)
 
@@ -188,7 +189,7 @@ def test_training_with_a_last_layer_for_first_tokens(family: str) -> None:
     inputs = SHORT.micro_batches[0].inputs
     for stance in ("default", "force_eager"):  # evaluation while training is eager
         with torch.no_grad(), torch.compiler.set_stance(stance):
-            assert torch.allclose(packed(inputs)[:3], plain.execution(inputs)[:3], atol=1e-5)
+            assert torch.allclose(packed(inputs).logits[:3], plain.execution(inputs).logits[:3], atol=1e-5)
         assert backend.pooled == (stance == "default")
 
 
@@ -212,12 +213,12 @@ def test_which_models_are_compiled_so(case: str, short: bool) -> None:
     layers: Any = layers_of(model)
     if case == "shared":
         layers[0].output.dense.weight = layers[-1].output.dense.weight
-    packed = PackedExecution(model, PackedForm(pooling="mean" if case == "mean" else "first", first_position=0))
-    whole = PackedExecution(copy.deepcopy(model), packed.form)
+    packed = PackedModel(model, PackedForm(pooling="mean" if case == "mean" else "first", first_position=0))
+    whole = PackedModel(copy.deepcopy(model), packed.form)
     launching.compile_layers(packed, fused=case != "other attention", note=pytest.fail, forward_only=True)
     inputs = SHORT.micro_batches[0].inputs
     with torch.inference_mode():
-        assert torch.allclose(packed(inputs)[:3], whole(inputs)[:3], atol=1e-5)
+        assert torch.allclose(packed(inputs).logits[:3], whole(inputs).logits[:3], atol=1e-5)
     assert packed.left_out.attention == short
 
 

@@ -21,7 +21,7 @@ from brimful.kernels.layout import PackedShape, Segments, packed_inputs, padded_
 from brimful.models.packed import equivalence, packed_forward
 from brimful.models.packed.check_inputs import one_layer_of_each_kind
 from brimful.models.packed.equivalence import Equivalence, check_equivalence
-from brimful.models.packed.packed_forward import PackedExecution, PaddedExecution
+from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 from plain import gradient, padded
 from tiny import FAMILIES, LONGEST, VOCABULARY, Family, pair_types, sequences
 from tolerances import MODEL_FP32, difference
@@ -53,9 +53,9 @@ def test_packed_is_plain(name: str, short: bool, spread: float) -> None:
     types = pair_types(ids) if packed_forward.has_token_types(plain.config) else None
     shape = PackedShape(num_tokens=sum(LENGTHS) + LONGEST + 9, num_slots=len(ids) + 2, max_length=LONGEST)
     row = packed_inputs(ids, shape, padding_id=padding_id, types=types, groups=True)
-    run = PackedExecution(model, dataclasses.replace(family.form, short=short))
+    run = PackedModel(model, dataclasses.replace(family.form, short=short))
     expected_BC = plain(**padded(ids, types, padding_id)).logits
-    found_SC = run(row)
+    found_SC = run(row).logits
     assert (run.left_out.parameters > 0) == short
     assert found_SC.shape == (len(ids) + 2, 3)
     assert torch.isfinite(found_SC).all()
@@ -86,12 +86,12 @@ def test_both_ways_obey_train_and_eval(name: str) -> None:
     model = family.model(dropout=0.3)
     ids = sequences([9, 4])
     shape = PackedShape(num_tokens=20, num_slots=2, max_length=LONGEST)
-    run = PackedExecution(model, family.form)
+    run = PackedModel(model, family.form)
     row = packed_inputs(ids, shape, padding_id=0, groups=True)
     model.eval()
-    assert torch.equal(run(row), run(row))
+    assert torch.equal(run(row).logits, run(row).logits)
     model.train()
-    assert not torch.equal(run(row), run(row))
+    assert not torch.equal(run(row).logits, run(row).logits)
 
 
 class _ReadsItself(transformers.BertForSequenceClassification):
@@ -106,12 +106,12 @@ class _ReadsItself(transformers.BertForSequenceClassification):
 def test_a_head_that_reads_its_own_mode_obeys_train_and_eval() -> None:
     model = FAMILIES["bert"].model(num_labels=50)
     model.__class__ = _ReadsItself
-    run = PackedExecution(model.train(), FAMILIES["bert"].form)
+    run = PackedModel(model.train(), FAMILIES["bert"].form)
     shape = PackedShape(num_tokens=20, num_slots=2, max_length=LONGEST)
     row = packed_inputs(sequences([9, 4]), shape, padding_id=0, groups=True)
-    assert (run(row) == 0).any()
+    assert (run(row).logits == 0).any()
     model.eval()
-    assert not (run(row) == 0).any()
+    assert not (run(row).logits == 0).any()
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def test_encoder_decoders_run_padded_and_may_be_split() -> None:
     ids = [np.append(sequence, 4) for sequence in sequences([6, 3])]
     rows = padded_inputs(ids, num_rows=4, length=9, padding_id=0)
     expected = model(**padded(ids, None, 0)).logits
-    assert difference(PaddedExecution(model)(rows)[:2], expected) < MODEL_FP32
+    assert difference(PaddedModel(model)(rows).logits[:2], expected) < MODEL_FP32
 
 
 # --- the equivalence check leaves things as they were, and remembers -------------------------------------------------

@@ -16,7 +16,7 @@ from brimful.kernels.attention.dispatch import relative_attention
 from brimful.kernels.layout import PackedInputs, PackedShape, Segments, packed_inputs
 from brimful.models.packed import packed_forward
 from brimful.models.packed.equivalence import check_equivalence
-from brimful.models.packed.packed_forward import PackedExecution, PackedForm, PaddedExecution
+from brimful.models.packed.packed_forward import PackedForm, PackedModel, PaddedModel
 from brimful.models.packed.relative_bias import farthest_bucket
 from plain import gradient, padded
 from tiny import FAMILIES, LONGEST, Family, sequences
@@ -28,9 +28,9 @@ FORMS = ["deberta", "deberta-v2", "deberta-v2-convolution", "mpnet"]
 LENGTHS = [9, 30, 1, 4]
 
 
-def packed(name: str, model: Any) -> PackedExecution:
+def packed(name: str, model: Any) -> PackedModel:
     family = FAMILIES[name]
-    return PackedExecution(model, PackedForm(pooling="first", first_position=family.first_position))
+    return PackedModel(model, PackedForm(pooling="first", first_position=family.first_position))
 
 
 def row(lengths: list[int], tail: int = 0, longest: int = LONGEST) -> PackedInputs:
@@ -48,19 +48,19 @@ def test_a_model_is_as_it_was_between_packed_rows(name: str) -> None:
     with pytest.raises(IndexError):
         run(dataclasses.replace(row([3]), ids_T=torch.tensor([5, 6, 10**6])))
     batch = padded(sequences(LENGTHS), None, 1)
-    assert torch.equal(PaddedExecution(model, "eager").model(**batch).logits, fresh(**batch).logits)
+    assert torch.equal(PaddedModel(model, "eager").model(**batch).logits, fresh(**batch).logits)
     assert str(model) == str(fresh)
     assert list(model.state_dict()) == list(fresh.state_dict())
     copied = copy.deepcopy(model)
     assert torch.equal(copied(**batch).logits, fresh(**batch).logits)
-    assert torch.equal(packed(name, copied)(row(LENGTHS)), packed(name, fresh)(row(LENGTHS)))
+    assert torch.equal(packed(name, copied)(row(LENGTHS)).logits, packed(name, fresh)(row(LENGTHS)).logits)
 
 
 @pytest.mark.parametrize("max_length", [1, 7, 40, 700])
 @pytest.mark.parametrize("buckets", [-1, 16, 256])
 def test_buckets_are_the_family_s_own(buckets: int, max_length: int) -> None:
     model = FAMILIES["deberta-v2"].model(position_buckets=buckets, max_relative_positions=512)
-    PackedExecution(model, PackedForm(pooling="first", first_position=0))
+    PackedModel(model, PackedForm(pooling="first", first_position=0))
     encoder = model.deberta.encoder
     found = encoder.buckets(max_length)
     span = 512 if buckets < 0 else buckets
@@ -101,13 +101,13 @@ def test_the_kernel_of_gpus_in_a_model(monkeypatch: pytest.MonkeyPatch, name: st
     model = FAMILIES[name].model(hidden_size=32, num_attention_heads=2)
     plain = copy.deepcopy(model)
     inputs = row([9, 20, 1], tail=5, longest=24)
-    expected = packed(name, plain)(inputs)
+    expected = packed(name, plain)(inputs).logits
     expected.sum().backward()
     monkeypatch.setattr(packed_forward, "choose_attention", lambda *_: relative_attention)
     torch._dynamo.reset()
     for layer in model.base_model.encoder.layer:
         layer.compile(dynamic=True, backend="aot_eager", fullgraph=True)
-    found = packed(name, model)(inputs)
+    found = packed(name, model)(inputs).logits
     found.sum().backward()
     assert difference(found, expected) < MODEL_FP32
     assert difference(gradient(model), gradient(plain)) < MODEL_FP32

@@ -10,7 +10,7 @@ import torch
 
 from brimful.data.tokens.encoder import Tokens, offsets_of
 from brimful.levers.precision import choose_precision
-from brimful.models.packed.packed_forward import PackedExecution
+from brimful.models.packed.packed_forward import PackedModel
 from brimful.step.graphs.captured_forward import PackedForward
 from recorder import CpuRecorder
 from tiny import FAMILIES, pair_types, sequences
@@ -32,7 +32,7 @@ def tokens_of(lengths: list[int], seed: int = 0, *, with_types: bool) -> Tokens:
 
 def make_forward(model: Any, family: str, recorder: CpuRecorder | None) -> PackedForward:
     return PackedForward(
-        PackedExecution(model, FAMILIES[family].form, plain=True),
+        PackedModel(model, FAMILIES[family].form, plain=True),
         choose_precision("fp32", CPU),
         budget=64,
         longest=32,

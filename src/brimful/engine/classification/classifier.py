@@ -154,8 +154,7 @@ class ModelClassifier:
             asked = request.submit(window, Busy())()
             plain = plain_answers(self._checked, self._options, self._precision, request, asked, self._callbacks)
             runner = self._ready_runner(request, window)
-            with self._precision.apply():
-                return plain.compare(runner)
+            return plain.compare(runner)
 
     def _answers(self, window: Texts, given: _Shape, **form: Any) -> list[Any] | dict[str, Any]:
         if given != "list":
@@ -205,15 +204,14 @@ class ModelClassifier:
             return
         runner, stages = self._ready_runner(request, window), Stages()
         size = WindowSize.on(self._precision.device.type, sequences_per_row=request.sequences_per_row)
-        with self._precision.apply():
-            run_stages(
-                size.cut(window),
-                tokenise=lambda part: request.submit(part, stages.tokenise),
-                compute=lambda asked: runner.submit(asked.sequences),
-                write=lambda _, asked, logits: keep(asked, logits),
-                stages=stages,
-                stop=lambda: False,
-            )
+        run_stages(
+            size.cut(window),
+            tokenise=lambda part: request.submit(part, stages.tokenise),
+            compute=lambda asked: runner.submit(asked.sequences),
+            write=lambda _, asked, logits: keep(asked, logits),
+            stages=stages,
+            stop=lambda: False,
+        )
 
     def _ready_runner(self, request: Request, window: Texts) -> Runner:
         """The one of all calls, made by the first texts of the first one."""

@@ -36,10 +36,10 @@ def main(connection: Connection[Any, Any]) -> None:
             packing_wanted=job.packing_wanted,
             callbacks=Callbacks(),
         )
-        for _ in range(2):  # layers are compiled, and shapes met again are captured
-            runner.submit(job.sample).result()
-        connection.send(READY)
-        _serve(connection, runner)
+    for _ in range(2):  # layers are compiled, and shapes met again are captured
+        runner.submit(job.sample).result()
+    connection.send(READY)
+    _serve(connection, runner)
 
 
 def _serve(connection: Connection[Any, Any], runner: Runner) -> None:

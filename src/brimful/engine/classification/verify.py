@@ -45,7 +45,7 @@ def verified_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, request: Request, sample: Texts, *,
     asked: Asked, num_tokens: int, callbacks: Callbacks,
 ) -> Generator[VerifiedRunner]:  # fmt: skip
-    """Yield the fastest runner that agrees with the plain model, inside its precision.
+    """Yield the fastest runner that agrees with the plain model.
 
     sample: the first rows of the input; asked: the same rows tokenised. num_tokens: estimate for the whole input.
     """
@@ -67,19 +67,19 @@ def verified_runner(
                 packing_wanted=packing_wanted,
                 callbacks=callbacks,
             )
-            equivalence = None if plain is None else plain.compare(runner)
-            plainest = attempt.value == "fp32" and not runner.packing.packed
-            if equivalence is None or equivalence.passed or plainest:
-                yield VerifiedRunner(runner=runner, equivalence=equivalence, fallback=fallback)
-                return
-            how = f"{attempt.value}, packed" if runner.packing.packed else attempt.value
-            fallback = (
-                f"on {equivalence.num_rows:,} rows, {how} differs from the plain fp32 model by up to"
-                f" {equivalence.largest_difference:.2g} (allowed: {equivalence.tolerance:g}) and agrees on"
-                f" {share_text(equivalence.agreement)} of the labels: a slower path runs instead"
-            )
-            callbacks.warning(fallback)
-            del runner  # frees its memory for the next one
+        equivalence = None if plain is None else plain.compare(runner)
+        plainest = attempt.value == "fp32" and not runner.packing.packed
+        if equivalence is None or equivalence.passed or plainest:
+            yield VerifiedRunner(runner=runner, equivalence=equivalence, fallback=fallback)
+            return
+        how = f"{attempt.value}, packed" if runner.packing.packed else attempt.value
+        fallback = (
+            f"on {equivalence.num_rows:,} rows, {how} differs from the plain fp32 model by up to"
+            f" {equivalence.largest_difference:.2g} (allowed: {equivalence.tolerance:g}) and agrees on"
+            f" {share_text(equivalence.agreement)} of the labels: a slower path runs instead"
+        )
+        callbacks.warning(fallback)
+        del runner  # frees its memory for the next one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class PlainAnswers:
     logits_PC: npt.NDArray[np.float32]
 
     def compare(self, runner: Runner) -> AnswerEquivalence:
-        """Compare a runner's answers with these. The process must have the runner's precision."""
+        """Compare a runner's answers with these."""
         found_PC = runner.submit(self.asked.sequences).result()
         return compare_answers(
             self.request.form,

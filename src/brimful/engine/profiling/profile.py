@@ -39,7 +39,7 @@ from brimful.measurement.kernels import Breakdown, breakdown, with_callers
 from brimful.measurement.peaks import measure_limits
 from brimful.measurement.trace import Trace, record
 from brimful.models.model_stats import attention_of, layers_of, token_matrices
-from brimful.models.packed.packed_forward import LeftOut, PackedExecution
+from brimful.models.packed.packed_forward import LeftOut, PackedModel
 from brimful.step.precision import Precision
 
 #: Passes over the batches to time them, the median taken batch by batch.
@@ -173,7 +173,7 @@ def _work(built: Built, facts: Sequence[_Facts], optimizer_bytes: int) -> Work:
     among = None if attention is None else attention.flops(np.concatenate([each.lengths for each in facts])) / steps
     samples = sum(len(each.lengths) for each in facts) / steps
     execution, layers = built.step.execution, layers_of(built.model)
-    skipped = execution.left_out if isinstance(execution, PackedExecution) else LeftOut()
+    skipped = execution.left_out if isinstance(execution, PackedModel) else LeftOut()
     whole_layers = 1.0 - 1.0 / len(layers) if skipped.attention and layers is not None else 1.0
     rows = skipped.parameters * (computed - samples)  # of the last layer, about: slots may be empty
     return Work(

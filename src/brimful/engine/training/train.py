@@ -109,7 +109,7 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks) -> Run:
             built = build(options, prepared, precision, callbacks)
         callbacks.recipe(built.recipe)
         return _record(options, prepared, built, command, run="", status="planned")
-    with RunFolder(path) as folder, precision.apply(), deterministic(options.deterministic):
+    with RunFolder(path) as folder, deterministic(options.deterministic):
         check_free(path, resume=options.resume)  # again: another process may have been here since, and gone
         before = folder.read() if options.resume else None
         if before is not None:
@@ -118,7 +118,8 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks) -> Run:
                 callbacks.note("this run had finished; nothing was changed")
                 return dataclasses.replace(before, options=dataclasses.asdict(options))  # it may have been moved
         callbacks.stage("loading the model")
-        built = build(options, prepared, precision, callbacks)
+        with precision.apply():
+            built = build(options, prepared, precision, callbacks)
         callbacks.recipe(built.recipe)
         run_id = before.run if before is not None else secrets.token_hex(6)
         run = _record(options, prepared, built, command, run=run_id, status="running")
@@ -140,11 +141,12 @@ def deterministic(asked: bool) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode(before)
 
 
 class _Loop:

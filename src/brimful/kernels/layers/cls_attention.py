@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from brimful.kernels.attention.varlen_kernels import head_rows
 from brimful.kernels.dropout import kept_factor, kept_in, threshold
+from brimful.kernels.forward_context import current
 from brimful.kernels.layers.postnorm_ops import (
     Gradients,
     _are_leaves,
@@ -32,8 +33,6 @@ from brimful.kernels.layers.postnorm_ops import (
     halved,
     side_by_side,
 )
-from brimful.kernels.rng import next_site
-from brimful.kernels.side_stream import beside
 
 _LOG2_E = 1.4426950408889634
 #: Keys that a program takes at a time.
@@ -189,6 +188,7 @@ class _ProjectedFirstAttention(torch.autograd.Function):
     ) -> Tensor:
         weights, biases = parameters[:3], parameters[3:]
         assert weights[0] is not None
+        ctx.context = current()
         x_TK = x.flatten(0, -2)
         first_NK = first_rows(x_TK, offsets)
         w_NK, b_N = side_by_side(weights[1:], x.dtype), None
@@ -199,7 +199,7 @@ class _ProjectedFirstAttention(torch.autograd.Function):
         q_NH = first_NK @ w_HK.t()
         if q_bias is not None:
             q_NH = q_NH + q_bias.to(x.dtype)
-        seed, ctx.site = next_site(x, p)
+        seed, ctx.site = ctx.context.dropout_site(x, p)
         ctx.num_heads, ctx.scale, ctx.p, ctx.shape = num_heads, scale, p, x.shape
         out_NHD, lse_NH = attend_first(*_heads(q_NH, kv_TN, num_heads), offsets, scale, _drawn(ctx, seed))
         ctx.save_for_backward(x_TK, first_NK, w_HK, q_NH, kv_TN, out_NHD, lse_NH, offsets, seed, *saved)
@@ -222,7 +222,7 @@ class _ProjectedFirstAttention(torch.autograd.Function):
             others, biases = _weight_gradients(dkv_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8)
             return of_query, *others.chunk(2), query_bias, *((None, None) if biases is None else biases.chunk(2))
 
-        found = beside(parameters, dq_NH, first_NK, dkv_TN, x_TK, leaf=ctx.leaf)
+        found = ctx.context.beside(parameters, dq_NH, first_NK, dkv_TN, x_TK, leaf=ctx.leaf)
         dx_TK = _input_gradient(dkv_TN, *weight)
         dx_TK.index_add_(0, _places(dx_TK, offsets), dq_NH @ w_HK)  # what empty segments add is 0
         return dx_TK.view(ctx.shape), None, None, None, None, *found

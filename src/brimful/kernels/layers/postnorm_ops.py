@@ -19,20 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from brimful.kernels import float8
 from brimful.kernels.attention.varlen import attend, attend_backward
-from brimful.kernels.layers import dropout_add_layernorm, embedding, float8, gelu, matmul_gelu
-from brimful.kernels.residual_dtype import residuals_are_half
-from brimful.kernels.rng import next_site
-from brimful.kernels.side_stream import beside
+from brimful.kernels.forward_context import current
+from brimful.kernels.layers import dropout_add_layernorm, embedding, gelu, matmul_gelu
 from brimful.kernels.split_reduction import sum_rows, sum_strips
 
 Gradients = tuple[Any, ...]
-
-#: Twins of tensors for products, and the versions they were made of, for as long as those live. They are no attribute
-#: of them, by which dynamo would trace a layer anew.
-_twins: Any = WeakTensorKeyDictionary()
 
 
 def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -48,22 +42,9 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def halved(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`x` in `dtype`, or in that of products, as made along with it if it was."""
-    dtype = dtype or product_dtype(x)
-    half, version = _twins.get(x, (None, 0))
-    return half if half is not None and half.dtype == dtype and version == _version(x) else x.to(dtype)
-
-
-def _version(x: Tensor) -> int:
-    """In-place version of `x`; inference tensors have none."""
-    return 0 if x.is_inference() else x._version
-
-
-def with_twin(x: Tensor, half: Tensor) -> Tensor:
-    """`x`, with its twin for `halved`."""
-    _twins[x] = (half, _version(x))
-    return x
+def halved(x: Tensor) -> Tensor:
+    """`x` in the dtype of products: the copy that was made along with it, where there is one."""
+    return current().cast(x, product_dtype(x))
 
 
 class _Made(NamedTuple):
@@ -82,7 +63,8 @@ def _multiply(
     ctx: Any, x_TK: Tensor, w_NK: Tensor, weight: Any, bias_N: Tensor | None = None, *, activated: bool = False
 ) -> _Made:
     """weight: the parameter, or the first of those, that `w_NK` shows or is a copy of. activated: what comes out."""
-    plan, chosen = float8.active_plan(), _fp8_products(x_TK, w_NK, activated=activated)
+    plan = ctx.context.float8
+    chosen = _fp8_products(plan, x_TK, w_NK, activated=activated)
     saved: tuple[Tensor, Tensor | None] = (w_NK, None)
     keep = w_NK.data_ptr() == weight.data_ptr()
     if plan is not None and chosen.input_gradient and ctx.needs_input_grad[0]:
@@ -95,9 +77,8 @@ def _multiply(
     return _Made(out_TN, saved, chosen.weight_gradient)
 
 
-def _fp8_products(x_TK: Tensor, w_NK: Tensor, *, activated: bool) -> float8.Products:
-    """Products that the active plan runs in fp8."""
-    plan = float8.active_plan()
+def _fp8_products(plan: float8.Plan | None, x_TK: Tensor, w_NK: Tensor, *, activated: bool) -> float8.Products:
+    """The products of these that a plan takes in fp8."""
     if plan is None:
         return float8.Products()
     return plan.products(len(x_TK), (w_NK.shape[0], w_NK.shape[1]), activated=activated)
@@ -118,6 +99,7 @@ def _are_leaves(*parameters: Tensor | None) -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.context = current()
         x_TK, w_NK = x.flatten(0, -2), weight.to(x.dtype)
         made = _multiply(ctx, x_TK, w_NK, weight, None if bias is None else bias.to(x.dtype))
         ctx.save_for_backward(x_TK, *made.saved)
@@ -130,7 +112,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         x_TK, *weight = ctx.saved_tensors
         g_TN = gradient.reshape(len(x_TK), -1).contiguous()
-        dweight, dbias = beside(
+        dweight, dbias = ctx.context.beside(
             lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8), g_TN, x_TK, leaf=ctx.leaf
         )
         return _input_gradient(g_TN, *weight).view(ctx.shape), dweight, dbias
@@ -145,6 +127,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _LinearGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.context = current()
         x_TK, w_FK = x.flatten(0, -2), weight.to(x.dtype)
         h_TF, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_FK, weight, activated=True)
         ctx.save_for_backward(x_TK, bias, h_TF, *saved)
@@ -161,7 +144,7 @@ class _LinearGelu(torch.autograd.Function):
             dweight, _ = _weight_gradients(dh_TF, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8)
             return dweight, sum_strips(strips, strips.shape[1], bias.dtype)[1]
 
-        dweight, dbias = beside(parameters, dh_TF, x_TK, strips, leaf=ctx.leaf)
+        dweight, dbias = ctx.context.beside(parameters, dh_TF, x_TK, strips, leaf=ctx.leaf)
         return _input_gradient(dh_TF, *weight).view(ctx.shape), dweight, dbias
 
 
@@ -170,7 +153,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     half = halved(x)
     if not torch.is_grad_enabled():
         x_TK, w_FK = half.flatten(0, -2), weight.to(half.dtype)
-        if matmul_gelu.suits(x_TK, w_FK) and not _fp8_products(x_TK, w_FK, activated=True).output:
+        if matmul_gelu.suits(x_TK, w_FK) and not _fp8_products(current().float8, x_TK, w_FK, activated=True).output:
             return matmul_gelu.fused(x_TK, w_FK, bias).view(*x.shape[:-1], -1)
     out: Tensor = _LinearGelu.apply(half, weight, bias)  # type: ignore[no-untyped-call]
     return out
@@ -182,13 +165,14 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, eps: float,
         p: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        context = ctx.context = current()
         x_TK, w_HK = x.flatten(0, -2), weight.to(x.dtype)
         residual_TH = residual.reshape(-1, residual.shape[-1]).contiguous()
         if len(residual_TH) != len(x_TK):
             raise ValueError(f"a residual of shape {tuple(residual.shape)} does not fit rows of {tuple(x.shape)}")
         h_TH, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_HK, weight)
-        seed, ctx.site = next_site(h_TH, p)
-        dtype = h_TH.dtype if residuals_are_half() else gain.dtype
+        seed, ctx.site = context.dropout_site(h_TH, p)
+        dtype = h_TH.dtype if context.half_residuals else gain.dtype
         y_TH, half_TH, statistics = dropout_add_layernorm.fused_forward(
             h_TH, bias, residual_TH, gain, shift, seed, ctx.site, eps, p, h_TH.dtype != dtype, dtype
         )
@@ -211,7 +195,7 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
             dweight, _ = _weight_gradients(dh_TH, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8)
             return dweight, *dropout_add_layernorm.parameter_gradients(strips, bias.dtype)
 
-        dweight, dgain, dshift, dbias = beside(parameters, dh_TH, x_TK, strips, leaf=ctx.leaf)
+        dweight, dgain, dshift, dbias = ctx.context.beside(parameters, dh_TH, x_TK, strips, leaf=ctx.leaf)
         dx, dresidual = _input_gradient(dh_TH, *weight).view(ctx.shapes[0]), dresidual_TH.view(ctx.shapes[1])
         return dx, dweight, dbias, dresidual, dgain, dshift, None, None
 
@@ -223,7 +207,7 @@ def linear_dropout_add_norm(
     y, half = _LinearDropoutAddNorm.apply(  # type: ignore[no-untyped-call]
         halved(x), weight, bias, residual, gain, shift, eps, p
     )
-    return with_twin(y, half)
+    return current().with_cast(y, half)
 
 
 class _ProjectedAttention(torch.autograd.Function):
@@ -231,12 +215,13 @@ class _ProjectedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, offsets: Tensor, num_heads: int, settings: Any, *parameters: Tensor | None
     ) -> Tensor:
+        ctx.context = current()
         x_TK = x.flatten(0, -2)
         w_NK = side_by_side(parameters[:3], x.dtype)
         b_N = side_by_side(parameters[3:], x.dtype) if parameters[3] is not None else None
         qkv_TN, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_NK, parameters[0], b_N)
         q, k, v = qkv_TN.view(len(x_TK), 3, num_heads, -1).transpose(0, 2).unbind(1)
-        seed, site = next_site(offsets, settings[-1])
+        seed, site = ctx.context.dropout_site(offsets, settings[-1])
         out_HTD: Tensor
         out_HTD, lse, keys = attend(q, k, v, offsets, seed, *settings, site)
         ctx.save_for_backward(x_TK, qkv_TN, out_HTD, lse, keys, offsets, *saved)
@@ -251,7 +236,7 @@ class _ProjectedAttention(torch.autograd.Function):
         x_TK, qkv_TN, out_HTD, lse, keys, offsets, *weight = ctx.saved_tensors
         q, k, v = qkv_TN.view(len(x_TK), 3, ctx.num_heads, -1).transpose(0, 2).unbind(1)
         g_TN = attend_backward(gradient, q, k, v, out_HTD, lse, keys, offsets, *ctx.settings).flatten(1)
-        dweight, dbias = beside(
+        dweight, dbias = ctx.context.beside(
             lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8), g_TN, x_TK, leaf=ctx.leaf
         )
         dbiases = (None,) * 3 if dbias is None else dbias.chunk(3)
@@ -279,9 +264,10 @@ class _EmbeddingsNorm(torch.autograd.Function):
         p: float, *tables: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         flat = [each.reshape(-1) for each in ids]
-        seed, ctx.site = next_site(gain, p)
+        context = current()
+        seed, ctx.site = context.dropout_site(gain, p)
         products = product_dtype(gain)
-        dtype = products if residuals_are_half() else gain.dtype
+        dtype = products if context.half_residuals else gain.dtype
         half = None if products == dtype else products
         y_TH, half_TH, statistics = embedding.fused_forward(
             flat, tables, gain, shift, seed, ctx.site, eps, p, half, dtype
@@ -314,7 +300,7 @@ def embeddings_norm(
     y, half = _EmbeddingsNorm.apply(  # type: ignore[no-untyped-call]
         [each.expand(shape) for each in ids], tuple(paddings), gain, shift, eps, p, *tables
     )
-    return with_twin(y, half)
+    return current().with_cast(y, half)
 
 
 def _weight_gradients(

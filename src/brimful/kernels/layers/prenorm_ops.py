@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from brimful.kernels.attention import qkv_rope
 from brimful.kernels.attention.qkv_rope import HeadNorm, Heads
 from brimful.kernels.attention.varlen import attend, attend_backward
+from brimful.kernels.forward_context import current
 from brimful.kernels.layers import dropout_add_prenorm, glu
 from brimful.kernels.layers.postnorm_ops import (
     Gradients,
@@ -24,10 +25,7 @@ from brimful.kernels.layers.postnorm_ops import (
     halved,
     product_dtype,
     side_by_side,
-    with_twin,
 )
-from brimful.kernels.rng import next_site
-from brimful.kernels.side_stream import beside
 
 Parameters = Sequence[Tensor | None]
 
@@ -42,6 +40,7 @@ class _Projections:
     def __init__(self, weights: Parameters, biases: Parameters, others: Parameters = ()) -> None:
         given = [each for each in (*weights, *biases, *others) if each is not None]
         self.leaf = all(each.is_leaf for each in given)
+        self.context = current()
         self.rows = [len(weight) for weight in weights if weight is not None]
         self.dtypes = (given[0].dtype, None if biases[0] is None else biases[0].dtype)
 
@@ -61,7 +60,7 @@ class _Projections:
             dbiases = (None,) * len(self.rows) if dbias is None else dbias.split(self.rows)
             return *dweight.split(self.rows), *dbiases, *more()
 
-        return beside(parameters, g_TN, x_TK, *others, leaf=self.leaf)
+        return self.context.beside(parameters, g_TN, x_TK, *others, leaf=self.leaf)
 
 
 class _Norm(torch.autograd.Function):
@@ -72,7 +71,7 @@ class _Norm(torch.autograd.Function):
             None, rows, gain, product_dtype(x), rows, 0, eps, 0.0, centred=centred
         )
         ctx.save_for_backward(z, gain, statistics)
-        ctx.dtype, ctx.centred, ctx.leaf = y.dtype, centred, gain.is_leaf
+        ctx.context, ctx.dtype, ctx.centred, ctx.leaf = current(), y.dtype, centred, gain.is_leaf
         return y, x
 
     @staticmethod
@@ -82,8 +81,8 @@ class _Norm(torch.autograd.Function):
         dx, half, strips = dropout_add_prenorm.fused_add_norm_backward(
             dy.contiguous(), dz.contiguous(), z, gain, statistics, ctx.dtype, z, 0, 0.0, centred=ctx.centred
         )
-        dgain = beside(lambda: dropout_add_prenorm.gain_gradient(strips, gain.dtype), strips, leaf=ctx.leaf)
-        return dx if half is dx else with_twin(dx, half), dgain, None, None
+        dgain = ctx.context.beside(lambda: dropout_add_prenorm.gain_gradient(strips, gain.dtype), strips, leaf=ctx.leaf)
+        return dx if half is dx else ctx.context.with_cast(dx, half), dgain, None, None
 
 
 def norm(x: Tensor, gain: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
@@ -103,7 +102,7 @@ class _LinearAddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         h_TH, w_HK = _Projections.product(x_TK, [weight], [bias])
-        seed, ctx.site = next_site(x_TK, p)
+        seed, ctx.site = current().dropout_site(x_TK, p)
         z, y, statistics = dropout_add_prenorm.fused_add_norm(
             h_TH, _fitting(residual, h_TH), gain, h_TH.dtype, seed, ctx.site, eps, p, centred=centred
         )
@@ -145,7 +144,7 @@ class _LinearAdd(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         h_TH, w_HK = _Projections.product(x_TK, [weight], [bias])
-        seed, ctx.site = next_site(x_TK, p)
+        seed, ctx.site = current().dropout_site(x_TK, p)
         ctx.save_for_backward(x_TK, w_HK, seed)
         ctx.p, ctx.projections, ctx.dtype = p, _Projections([weight], [bias]), residual.dtype
         return dropout_add_prenorm.fused_add(h_TH, _fitting(residual, h_TH), seed, ctx.site, p)
@@ -157,7 +156,7 @@ class _LinearAdd(torch.autograd.Function):
         if ctx.p:
             dh = dropout_add_prenorm.fused_dropped(dz.contiguous(), x_TK.dtype, seed, ctx.site, ctx.p)
         else:
-            dh = halved(dz, x_TK.dtype)
+            dh = ctx.projections.context.cast(dz, x_TK.dtype)
         dh_TH = dh.flatten(0, -2).contiguous()
         dweight, dbias = ctx.projections.gradients(dh_TH, x_TK)
         return (dh_TH @ w_HK).view(ctx.shape), dweight, dbias, dz.to(ctx.dtype), None
@@ -182,7 +181,7 @@ class _LinearGated(torch.autograd.Function):
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         h_TG, w_GK = _Projections.product(x_TK, weights, biases)
-        seed, ctx.site = next_site(x_TK, p)
+        seed, ctx.site = current().dropout_site(x_TK, p)
         ctx.save_for_backward(x_TK, w_GK, h_TG, seed)
         ctx.p, ctx.activation, ctx.projections = p, activation, _Projections(weights, biases)
         return glu.fused_forward(h_TG, activation, seed, ctx.site, p).view(*x.shape[:-1], -1)
@@ -222,7 +221,7 @@ class _RotaryAttention(torch.autograd.Function):
         found = _head_norm(query_gain, key_gain, eps)
         qkv_T3HD = qkv_rope.fused_forward(x_TN, *angles, each, found)
         q, k, v = qkv_T3HD.transpose(0, 2).unbind(1)
-        seed, site = next_site(offsets, settings[-1])
+        seed, site = current().dropout_site(offsets, settings[-1])
         out_HTD: Tensor
         out_HTD, lse, keys = attend(q, k, v, offsets, seed, *settings, site)
         ctx.save_for_backward(

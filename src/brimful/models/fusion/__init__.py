@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from brimful.core.errors import printable
 from brimful.kernels.attention import distance_bias
+from brimful.kernels.forward_context import current
 from brimful.kernels.layers import postnorm_ops, prenorm_ops
-from brimful.kernels.residual_dtype import half_residuals, residuals_are_half
 from brimful.models.fusion import postnorm, prenorm
 from brimful.models.fusion.nodes import is_parameter
 
@@ -83,7 +84,7 @@ def embedding_backend(graph_module: GraphModule, inputs: Sequence[Any], *, befor
     fused: Callable[..., Any] = fuse(graph_module) or graph_module
 
     def run(*arguments: Any) -> Any:
-        with half_residuals(before_fused and residuals_are_half()):
+        with replace(current(), half_residuals=before_fused and current().half_residuals).active():
             return fused(*arguments)
 
     return run

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from brimful.kernels.layers import float8
+from brimful.kernels import float8
 from brimful.kernels.layout import Inputs, PackedShape, packed_inputs, padded_inputs
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.packed_forward import padding_id_of

@@ -17,8 +17,7 @@ One sequence is longer than any attention window and than the largest distance o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -34,10 +33,11 @@ from torch.fx import GraphModule
 from brimful.core.cache import cache_path, read_cached, write_cached
 from brimful.core.errors import printable
 from brimful.core.tolerances import TOLERANCES
+from brimful.hardware.process_settings import matmul_precision
+from brimful.kernels import float8
 from brimful.kernels.attention.dispatch import length_class
-from brimful.kernels.layers import float8
+from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layout import Inputs, map_tensors
-from brimful.kernels.residual_dtype import half_residuals
 from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.models.packed.check_inputs import (
     Kernel,
@@ -48,9 +48,9 @@ from brimful.models.packed.check_inputs import (
     wake,
 )
 from brimful.models.packed.packed_forward import (
-    PackedExecution,
     PackedForm,
-    PaddedExecution,
+    PackedModel,
+    PaddedModel,
     Pooling,
     what_follows_attention,
 )
@@ -130,11 +130,11 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
     small = one_layer_of_each_kind(model).to("cpu", torch.float32).eval().requires_grad_(True)
     wake(small)
     sequences = make_sequences(small.config, max_length)
-    with _exact_fp32():
-        padded = PaddedExecution(small, "eager")
+    with matmul_precision("highest"):
+        padded = PaddedModel(small, "eager")
         try:
-            plain = padded(padded_rows(sequences, small.config))
-            alone = torch.cat([padded(padded_rows([sequence], small.config)) for sequence in sequences])
+            plain = padded(padded_rows(sequences, small.config)).logits
+            alone = torch.cat([padded(padded_rows([sequence], small.config)).logits for sequence in sequences])
         except (ValueError, RuntimeError, IndexError) as refusal:
             why = f"{small.config.model_type} does not take short sequences: {str(refusal).splitlines()[0][:100]}"
             return Equivalence(packed=False, independent=False, reason=why)
@@ -146,7 +146,7 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
         if form is None:
             return Equivalence(packed=False, independent=True, reason=why, forward_error=error)
         row = packed_row(sequences, small.config, max_length, kernel)
-        gradient = _gradient(small, PackedExecution(small, form, plain=True)(row)[: len(sequences)])
+        gradient = _gradient(small, PackedModel(small, form, plain=True)(row).logits[: len(sequences)])
         gradient_error = relative_error(gradient, plain_gradient)
     if not gradient_error <= TOLERANCES["fp32"].gradient:
         why = f"its packed gradient differs from the plain one by {gradient_error:.1e}"
@@ -210,11 +210,11 @@ _REFUSALS = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, Ke
 def _form_error(small: Any, form: PackedForm, sequences: Sequence[np.ndarray], plain: Tensor, max_length: int) -> float:
     """Relative error of packed logits: all sequences in one row, and each alone in its own."""
     with torch.no_grad():
-        run = PackedExecution(small, form, plain=True)
-        together = run(packed_row(sequences, small.config, max_length))[: len(sequences)]
+        run = PackedModel(small, form, plain=True)
+        together = run(packed_row(sequences, small.config, max_length)).logits[: len(sequences)]
         error = relative_error(together, plain)
         if error <= TOLERANCES["fp32"].logits:
-            apart = [run(packed_row([s], small.config, max_length))[:1] for s in sequences]
+            apart = [run(packed_row([s], small.config, max_length)).logits[:1] for s in sequences]
             error = _worse(error, relative_error(torch.cat(apart), plain))
     return error
 
@@ -272,8 +272,7 @@ def _float8_error(
         layer.compile(dynamic=True, backend=partial(_fused_or_not, covered))
     plan = float8.Plan()
     try:
-        with plan.active():
-            found = _errors(fused, form, row, plain, gradient, around, reference=False)
+        found = _errors(fused, form, row, plain, gradient, around, reference=False, plan=plan)
     except (RuntimeError, TypeError, ValueError):  # neither dynamo nor the matrix units need take every layer
         return None, {}
     shapes = {shape: activated for shape, activated in plan.met.items() if float8.fits(shape)}
@@ -320,15 +319,16 @@ def _worse(error: float, other: float) -> float:
 
 
 def _errors(
-    small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str, *, reference: bool
-) -> tuple[float, float]:
+    small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str, *, reference: bool,
+    plan: float8.Plan | None = None,
+) -> tuple[float, float]:  # fmt: skip
     """Relative differences of logits and gradient from fp32, with the reference attention or the chosen kernel."""
     device = next(small.parameters()).device
     dtype = _HALF.get(precision)
-    half = nullcontext() if dtype is None else half_residuals()
-    with _exact_fp32(), torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None), half:
-        execution = PackedExecution(small, form, plain=reference)
-        logits = execution(map_tensors(row, lambda t: t.to(device)))[: len(plain)].float()
+    context = ForwardContext(half_residuals=dtype is not None, float8=plan)
+    with matmul_precision("highest"), torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+        packed = PackedModel(small, form, plain=reference)
+        logits = packed(map_tensors(row, lambda t: t.to(device)), context).logits[: len(plain)].float()
     forward = relative_error(logits.detach().cpu(), plain)
     return forward, relative_error(_gradient(small, logits).cpu(), gradient)
 
@@ -354,17 +354,6 @@ def _gradient(model: nn.Module, logits: Tensor) -> Tensor:
             for p, g in zip(parameters, found, strict=True)
         ]
     )
-
-
-@contextmanager
-def _exact_fp32() -> Iterator[None]:
-    """fp32 products in full fp32, whatever the process has set."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _cache_path(model: Any, max_length: int, device: torch.device, precision: str, kernel: Kernel) -> Path | None:

@@ -13,7 +13,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
@@ -23,8 +23,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from brimful.kernels.attention.dispatch import Attention, Pattern, choose_attention, reference_attention
+from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments
-from brimful.models.model_stats import layers_of, matmul_parameters
+from brimful.models.model_stats import embeddings_of, layers_of, matmul_parameters
+from brimful.models.packed.layer_calls import many_compiled_forms, place_calls
 from brimful.models.packed.relative_bias import RelativeForm, has_form
 
 Pooling = Literal["first", "last", "mean"]
@@ -113,8 +115,22 @@ def _pooled_output(base: nn.Module, states_S1H: Tensor) -> Tensor | None:
     return pooled
 
 
-class Execution:
-    """Runs a classifier on a layout: `execution(inputs)` are the logits, (slots, C).
+@dataclass(frozen=True, kw_only=True)
+class ForwardOutputs:
+    """Results of one forward pass.
+
+    logits: (slots, C). auxiliary_loss: () to be added to the loss, such as the balance of experts' loads; None in a
+    model without one. hidden_states: the base model's last ones where a packed row was run: one a token, or one a slot
+    or segment where there are no others.
+    """
+
+    logits: Tensor
+    auxiliary_loss: Tensor | None = None
+    hidden_states: Tensor | None = None
+
+
+class LayoutModel:
+    """Runs a classifier on a layout, by `forward(inputs, context)`.
 
     Gradients flow into `model`'s own parameters. `train()` and `eval()` of the model are obeyed.
     """
@@ -122,11 +138,12 @@ class Execution:
     model: Any
     packed: bool
 
-    def __call__(self, inputs: Inputs) -> Tensor:
+    def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
+        """One pass over a layout, whose first slots are its sequences. context: a new one for each pass."""
         raise NotImplementedError
 
 
-class PaddedExecution(Execution):
+class PaddedModel(LayoutModel):
     """The plain Hugging Face forward on padded rows."""
 
     packed = False
@@ -139,11 +156,10 @@ class PaddedExecution(Execution):
             model.set_attn_implementation("eager")
         self._takes_types = has_token_types(model.config)
 
-    def __call__(self, inputs: Inputs) -> Tensor:
+    def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
         assert isinstance(inputs, PaddedInputs)
         types = {"token_type_ids": inputs.types_RL} if self._takes_types and inputs.types_RL is not None else {}
-        logits: Tensor = self.model(input_ids=inputs.ids_RL, attention_mask=inputs.mask_RL, **types).logits
-        return logits
+        return ForwardOutputs(logits=self.model(input_ids=inputs.ids_RL, attention_mask=inputs.mask_RL, **types).logits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +194,7 @@ class ShortLayer(Protocol):
     shared: int
 
 
-class PackedExecution(Execution):
+class PackedModel(LayoutModel):
     """The unmodified base model on one packed row, and the model's own head on one pooled state a sequence.
 
     plain: run with the reference attention instead of the kernel chosen for the device and dtype.
@@ -203,7 +219,9 @@ class PackedExecution(Execution):
         self._head._modules[model.base_model_prefix] = self._given
         self._dummy_id = _token_that_is_not_padding(model.config)
         self.last: ShortLayer | None = None
-        self._follows = what_follows_attention(model) if form.short else None
+        self._layers, self._embeddings = list(layers_of(model) or ()), embeddings_of(model)
+        self._after_attention = what_follows_attention(model)
+        self._follows = self._after_attention if form.short else None
 
     @property
     def left_out(self) -> LeftOut:
@@ -226,17 +244,22 @@ class PackedExecution(Execution):
     def _short_layer(self) -> ShortLayer | None:
         return self.last if self.last is not None and self.last.pooled else None
 
-    def __call__(self, inputs: Inputs) -> Tensor:
+    def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
         assert isinstance(inputs, PackedInputs)
+        pooled_S = None if self._follows is None else self._chosen_S(inputs)
+        context = replace(context or ForwardContext(), inputs=inputs, pooled_S=pooled_S)
         if self.last is not None:
             self.last.pooled = False  # it says so itself, where what it was compiled to is run
-        states_TH = self.hidden_states_TH(inputs)
-        return self.head(self._pool_SH(states_TH, inputs))
+        place_calls(self._layers, self._embeddings, self._after_attention)
+        with context.active(), many_compiled_forms(self._layers):
+            states_TH = self._hidden_states_TH(inputs)
+            logits = self.head(self._pool_SH(states_TH, inputs))
+        return ForwardOutputs(logits=logits, hidden_states=states_TH)
 
-    def hidden_states_TH(self, inputs: PackedInputs) -> Tensor:
+    def _hidden_states_TH(self, inputs: PackedInputs) -> Tensor:
         """The base model's last hidden states: one a token, or one a slot or segment if there are no others."""
         types = {"token_type_ids": inputs.types_T[None]} if self._takes_types and inputs.types_T is not None else {}
-        with self._told(inputs) as told, self._shortened(inputs):
+        with self._told(inputs) as told:
             states: Tensor = self._base(
                 input_ids=inputs.ids_T[None],
                 position_ids=inputs.positions_T[None] + self.form.first_position,
@@ -255,23 +278,6 @@ class PackedExecution(Execution):
         with self._relative.told(inputs.segments, plain=self.plain):
             # A mask without padding: else the model makes one, or looks for padding with a host that waits.
             yield {"attention_mask": torch.ones_like(inputs.ids_T)[None, None, None]}
-
-    @contextmanager
-    def _shortened(self, inputs: PackedInputs) -> Iterator[None]:
-        """Within, what follows attention in the last layer is given pooled tokens only."""
-        if self._follows is None:
-            yield
-            return
-        chosen_S = self._chosen_S(inputs)
-
-        def choose(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return tuple(x_1TH.index_select(1, chosen_S) for x_1TH in given)
-
-        hook = self._follows.register_forward_pre_hook(choose)
-        try:
-            yield
-        finally:
-            hook.remove()
 
     def _chosen_S(self, inputs: PackedInputs) -> Tensor:
         return inputs.first_S if self.form.pooling == "first" else inputs.last_S

@@ -18,7 +18,7 @@ from brimful.data.batches.packing import Piece, cut_window
 from brimful.data.tokens.encoder import Tokens, ranges
 from brimful.kernels.layout import PackedShape, pack_numbers, unpack_numbers
 from brimful.kernels.precompile import precompiled
-from brimful.models.packed.packed_forward import Execution
+from brimful.models.packed.packed_forward import LayoutModel
 from brimful.step.forward import Forward, chunks
 from brimful.step.graphs.cache import GraphCache, Recorder
 from brimful.step.precision import Precision
@@ -38,7 +38,7 @@ class PackedForward(Forward):
 
     def __init__(
         self,
-        execution: Execution,
+        execution: LayoutModel,
         precision: Precision,
         *,
         budget: int,

@@ -5,8 +5,8 @@ One graph per shape runs a whole step where the batch is a single micro-batch. O
 
 Kernels of fused layers are compiled together before the first step, whose gradient is computed once for nothing.
 
-Dropout: torch fills a graph's seed from the generator at each replay, so masks are drawn by (seed, batch, micro-batch)
-as in the eager step.
+Dropout: torch fills a graph's seed at each replay from the generator state that it was captured with, so masks are
+drawn by (seed, batch, micro-batch) as in the eager step.
 """
 
 from __future__ import annotations
@@ -75,29 +75,30 @@ class CapturedStep(Step):
             self.reduce()
             return rows_S, self.apply_update(gathered=False)
 
-        graph = self._graphs.find(("whole", micro.shape), compute, memory)
-        if graph is None:
-            return None
-        self.draw_seed(batch, 0)
-        rows_S, readings = graph.replay(memory)
+        with self.settings(batch, 0):
+            graph = self._graphs.find(("whole", micro.shape), compute, memory)
+            if graph is None:
+                return None
+            rows_S, readings = graph.replay(memory)
         return Pending(batch, readings, [rows_S.clone()], self.precision.scaled)
 
     def _pieces(self, batch: Batch) -> Pending | None:
         """The step as a graph for each micro-batch, and one for the update; None as `_whole`."""
         self.update.prepare_gathering()
         micros = zip(batch.micro_batches, batch.memories, strict=True)
-        graphs = [
-            self._graphs.find(("accumulate", micro.shape), partial(self._accumulate, micro), memory)
-            for micro, memory in micros
-        ]
-        update = self._graphs.find(("update",), lambda _: self.apply_update(gathered=True))
+        with self.settings(batch, 0):
+            graphs = [
+                self._graphs.find(("accumulate", micro.shape), partial(self._accumulate, micro), memory)
+                for micro, memory in micros
+            ]
+            update = self._graphs.find(("update",), lambda _: self.apply_update(gathered=True))
         if update is None or None in graphs:
             return None
         rows = []
         for index, graph in enumerate(graphs):
             assert graph is not None
-            self.draw_seed(batch, index)
-            rows.append(graph.replay(batch.memories[index]).clone())
+            with self.settings(batch, index):
+                rows.append(graph.replay(batch.memories[index]).clone())
         self.reduce()
         return Pending(batch, update.replay(), rows, self.precision.scaled)
 

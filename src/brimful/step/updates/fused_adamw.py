@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from brimful.kernels.side_stream import SideStream
 from brimful.models.half_weights import arena_order
 from brimful.models.model_stats import linear_parameters
 from brimful.step.state import ParameterState
@@ -29,7 +30,6 @@ try:
     import triton
 
     from brimful.kernels.optimizers import adamw
-    from brimful.kernels.side_stream import SideStream
 except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
     triton = adamw = None  # type: ignore[assignment]
 
@@ -110,7 +110,7 @@ class FusedAdamW(Update):
         self._control = torch.zeros(3, device=device)
         self._gathered = torch.zeros((), dtype=torch.int32, device=device)
         self._parts = torch.zeros(adamw.PARTIALS, device=device)
-        self._overlap = SideStream(device) if device.type == "cuda" else None
+        self.side_stream = SideStream(device) if device.type == "cuda" else None
         # Tables of graphs, made beforehand: memory of a capture is written to at every replay. Those that a capture has
         # taken wait for its end to be filled.
         self._spare = list(self._nowhere.new_zeros(MOST_GRAPHS, count + count % 2)[:, :count].unbind(0))
@@ -153,7 +153,7 @@ class FusedAdamW(Update):
     def around_backward(self) -> AbstractContextManager[None]:
         """Compute gradients of weights on a side stream within a graph: nobody adds to them on the way."""
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return self._overlap.active() if capturing and self._overlap is not None else nullcontext()
+        return self.side_stream.active() if capturing and self.side_stream is not None else nullcontext()
 
     def prepare_gathering(self) -> None:
         """Allocate the arena of sums: memory of a capture is written to at every replay."""

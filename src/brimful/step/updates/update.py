@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brimful.kernels.side_stream import SideStream
 from brimful.step.state import Counters, ParameterState, Shard, StepState
 
 #: torch.amp.GradScaler's own constants.
@@ -45,6 +46,8 @@ class Update:
 
     def before(self) -> None:
         """Prepare for a backward pass. Unless overridden, gradients are kept, and added to."""
+
+    side_stream: SideStream | None = None
 
     def around_backward(self) -> AbstractContextManager[None]:
         """The context of a backward pass."""

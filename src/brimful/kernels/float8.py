@@ -19,15 +19,14 @@ What is infinite or not a number makes its row of the product not a number; a ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 try:
-    from brimful.kernels.layers import float8_cast
+    from brimful.kernels import float8_cast
 except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
     float8_cast = None  # type: ignore[assignment]
 
@@ -147,7 +146,7 @@ class Plan:
     """Products in fp8, by the shape of their weight, (N, K).
 
     choices: None for all. fewest: with fewer tokens all products stay as they are: choices were made for many more.
-    met: weights of which shapes were asked for while it was active, and whether what comes out is activated at once.
+    met: weights of which shapes were asked for, and whether what comes out is activated at once.
 
     fp8 copies of weights are kept from one use to the next: whoever changes weights behind torch's back, as fused
     updates do, calls `renew` after each change. Copies first made within a capture are not kept: their memory is the
@@ -158,16 +157,6 @@ class Plan:
         self._choices, self._fewest = choices, fewest
         self._copies: dict[tuple[int, Shape], _Copies] = {}
         self.met: dict[Shape, bool] = {}
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Within, layers on fused kernels take their products by this plan."""
-        global _active
-        before, _active = _active, self
-        try:
-            yield
-        finally:
-            _active = before
 
     def products(self, num_tokens: int, shape: Shape, *, activated: bool = False) -> Products:
         """Of a weight (N, K) with so many tokens."""
@@ -218,11 +207,3 @@ class _Copies:
         self._version = self._weight._version
         for transposed, copy in self._made.items():
             cast(self._weight, transposed=transposed, out=copy)
-
-
-_active: Plan | None = None
-
-
-def active_plan() -> Plan | None:
-    """The plan that products are taken by here, None where none of them is in fp8."""
-    return _active

@@ -5,7 +5,6 @@ On the CPU products are emulated; `tests/gpu/test_float8_on_gpu.py` runs the mat
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from brimful.kernels.layers import float8, float8_cast, postnorm_ops
-from brimful.kernels.layers.float8 import Plan, Products, Scaled, cast, columns_of, rows_of
+from brimful.kernels import float8, float8_cast
+from brimful.kernels.float8 import Plan, Products, Scaled, cast, columns_of, rows_of
+from brimful.kernels.forward_context import ForwardContext
+from brimful.kernels.layers import postnorm_ops
 from kernels.layers.test_postnorm_ops import HEADS, LENGTHS, SHAPE
 from tolerances import FLOAT8_LAYER, FLOAT8_ROUNDING, difference
 
@@ -128,9 +129,9 @@ def attention() -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tens
 
 
 def run(function: Callable[..., Tensor], leaves: list[Tensor], plan: Plan | None = None) -> tuple[Tensor, list[Tensor]]:
-    """Output and gradients, the latter of a fixed direction; the plan is active in the forward pass alone."""
+    """Output and gradients, the latter of a fixed direction; the context is active in the forward pass alone."""
     given = [leaf.clone().requires_grad_(True) for leaf in leaves]
-    with contextlib.nullcontext() if plan is None else plan.active():
+    with ForwardContext(float8=plan).active():
         out = function(*given)
     return out.detach(), list(torch.autograd.grad((out * random(*out.shape, seed=9)).sum(), given))
 
@@ -177,16 +178,6 @@ def test_sizes_that_matrix_units_take(shape: tuple[int, int], num_tokens: int, c
     assert Plan({}).products(num_tokens, shape) == Products()
 
 
-def test_a_plan_ends_with_its_context() -> None:
-    outer, inner = Plan(), Plan()
-    with outer.active():
-        with contextlib.suppress(RuntimeError), inner.active():
-            assert float8.active_plan() is inner
-            raise RuntimeError
-        assert float8.active_plan() is outer
-    assert float8.active_plan() is None
-
-
 def kept(plan: Plan, weight: Tensor, **options: Any) -> Scaled:
     return plan.weight(weight, transposed=False, **{"keep": True, **options})
 
@@ -212,13 +203,13 @@ def test_weights_that_do_not_fit_side_by_side_are_not_kept() -> None:
     """Queries, keys and values in storages of their own are copied for one use; the copy's place is anyone's next."""
     ours, _, (x, w, b) = layer("attention")
     plan = Plan()
-    with plan.active():
+    with ForwardContext(float8=plan).active():
         settings = (SHAPE.max_length, 30, 0.25, False, 0, 0.0, 0.0)
         cu_seqlens_N = torch.tensor([0, T], dtype=torch.int32)
         postnorm_ops.projected_attention(
             x, [each.clone() for each in w.chunk(3)], b.chunk(3), cu_seqlens_N, HEADS, settings
         )
     assert not plan._copies
-    with plan.active():
+    with ForwardContext(float8=plan).active():
         ours(x, w, b)
     assert len(plan._copies) == 1

@@ -1,0 +1,67 @@
+"""Torch's process-wide settings, lent to one block at a time and given back as they were.
+
+Default random generators and the precision of fp32 products belong to the process, and so to its user. A block that
+needs them otherwise borrows them; blocks of other threads that borrow wait for its end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+_lent = threading.RLock()
+
+
+@contextmanager
+def matmul_precision(value: Literal["highest", "high"]) -> Iterator[None]:
+    """Within, fp32 products are full ones, or of 10-bit mantissas on matrix units."""
+    with _lent:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(value)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+class RandomStream:
+    """Random numbers of one model, drawn where torch draws by default.
+
+    On a GPU it owns a generator's state, which stands in for the default one within; graphs that are captured there
+    read it at every replay. Nothing waits for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._own, self._default = None, None
+        if device.type == "cuda":
+            self._own = torch.Generator(device)
+            self._default = torch.cuda.default_generators[self._own.device.index]
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Within, numbers follow from `seed`; the process's own streams go on as if nothing had been drawn."""
+        with _lent, self._on_device(seed):
+            before = torch.default_generator.get_state()
+            torch.default_generator.manual_seed(seed)
+            try:
+                yield
+            finally:
+                torch.default_generator.set_state(before)
+
+    @contextmanager
+    def _on_device(self, seed: int) -> Iterator[None]:
+        if self._own is None or self._default is None:
+            yield
+            return
+        before = self._default.graphsafe_get_state()
+        self._default.graphsafe_set_state(self._own.graphsafe_get_state())
+        self._default.manual_seed(seed)
+        try:
+            yield
+        finally:
+            self._own.graphsafe_set_state(self._default.graphsafe_get_state())  # a capture that failed left another
+            self._default.graphsafe_set_state(before)

@@ -1,0 +1,114 @@
+"""The context of one forward pass of one model: what its kernels need besides the arguments that layers hand on.
+
+A compiled layer is one trace for all layers and token budgets, so nothing of a single pass may enter its graph. The
+functions in it are called from Python at run time, and read the context of the call that they are part of:
+
+    context = ForwardContext(half_residuals=True)
+    with context.layer(3).active():        # scoped to this call and thread
+        layer(...)                         # its functions: current().dropout_site(...)
+
+An autograd function keeps its context for its backward pass, which runs in threads of autograd's own. A layer that is
+recomputed there is called in its context again (`models.packed.layer_calls`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from brimful.kernels.float8 import Plan
+from brimful.kernels.layout import PackedInputs
+from brimful.kernels.rng import DropoutSites
+from brimful.kernels.side_stream import SideStream
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ForwardContext:
+    """State of one forward pass and of its backward pass.
+
+    half_residuals: sums between post-norm layers are kept in the dtype of products, as Hugging Face's models in half
+    precision keep them, and not in fp32 as under autocast; norms compute in fp32 either way
+    (docs/concepts/exactness.md). float8: the products that are taken in fp8. side_stream: where gradients of weights
+    may be computed. compiled: False to run compiled layers as they were. inputs: the packed row, where it is one.
+    pooled_S: places of the tokens that what follows attention in the last layer is given, None for all.
+    sites: of dropout. layer, places: the layer that runs, and the numbers of its uses of dropout.
+    """
+
+    half_residuals: bool = False
+    float8: Plan | None = None
+    side_stream: SideStream | None = None
+    compiled: bool = True
+    inputs: PackedInputs | None = None
+    pooled_S: Tensor | None = None
+    sites: DropoutSites = field(default_factory=DropoutSites)
+    layer_number: int | None = None
+    places: Iterator[int] = field(default_factory=itertools.count)
+    _casts: Any = field(default_factory=WeakTensorKeyDictionary)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within, functions that this thread calls run in this context."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def layer(self, number: int) -> ForwardContext:
+        """The context of one layer, whose sites of dropout are the same each time it is run."""
+        return replace(self, layer_number=number, places=itertools.count())
+
+    def dropout_site(self, like: Tensor, dropout: float) -> tuple[Tensor, int]:
+        """Seed, on the device of `like`, and number of a site of its own.
+
+        Without dropout `like` itself: no kernel reads it, and filling a constant would be a launch at every site.
+        """
+        if not dropout:
+            return like, 0
+        return self.sites.seed(like.device, dropout), self.sites.number(self.layer_number, next(self.places))
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`x` in `dtype`; the copy that was made along with it, where that is still what it was made of."""
+        copy, version = self._casts.get(x, (None, 0))
+        return copy if copy is not None and copy.dtype == dtype and version == _version(x) else x.to(dtype)
+
+    def with_cast(self, x: Tensor, copy: Tensor) -> Tensor:
+        """`x`, whose `copy` in another dtype `cast` will find for as long as both live."""
+        self._casts[x] = (copy, _version(x))
+        return x
+
+    def beside(self, work: Callable[[], T], *inputs: Tensor, leaf: bool) -> T:
+        """Run `work`, on the side stream if it is active. inputs: all that it reads and that may be freed meanwhile.
+
+        leaf: whether its results are gradients of leaves, which nothing reads before the end of the backward pass.
+        """
+        side = self.side_stream
+        return side.run(work, inputs) if leaf and side is not None and side.is_active else work()
+
+
+_current: ContextVar[ForwardContext | None] = ContextVar("brimful_forward_context", default=None)
+
+
+def active_context() -> ForwardContext | None:
+    """The context of the call that this is part of; None outside of any."""
+    return _current.get()
+
+
+def current() -> ForwardContext:
+    """The same; a new context outside of any."""
+    return _current.get() or ForwardContext()
+
+
+def _version(x: Tensor) -> int:
+    """How often `x` was changed in place; inference tensors do not count."""
+    return 0 if x.is_inference() else x._version

@@ -1,0 +1,94 @@
+"""Calls of a model's layers, each in the context of its forward pass: at its turn, and when it is recomputed.
+
+Where a layer is checkpointed, by Hugging Face's own switch, what is run again in the backward pass is the call with its
+context: it draws the same masks, and the last layer is shortened as it was. Compiled layers are checkpointed as a
+whole. The compiler sees nothing of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from brimful.kernels.forward_context import ForwardContext, active_context
+
+#: Compiled forms of one layer's code: every model that a process compiles counts against the limit.
+_MOST_COMPILED = 64
+
+
+class LayerCall:
+    """Stands where `nn.Module` looks for a compiled form of itself, and calls that, or the module as it is.
+
+    number: of a layer; None for embeddings. follows: the module of the last layer that takes what attention made, and
+    may be given pooled tokens only.
+    """
+
+    def __init__(self, module: nn.Module, number: int | None, follows: nn.Module | None = None) -> None:
+        self._module, self._number = weakref.ref(module), number
+        self._follows = None if follows is None else weakref.ref(follows)
+        self.compiled: Callable[..., Any] | None = module._compiled_call_impl
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        context = active_context()
+        if context is None:  # the model's owner runs it
+            return (self.compiled or module._call_impl)(*args, **kwargs)
+        if module.training and getattr(module, "gradient_checkpointing", False):
+            return module._gradient_checkpointing_func(partial(self._checkpointed, context, module, **kwargs), *args)
+        return self._run(context, module, *args, **kwargs)
+
+    def _checkpointed(self, context: ForwardContext, module: Any, *args: Any, **kwargs: Any) -> Any:
+        module.gradient_checkpointing = False  # this call is the checkpoint
+        try:
+            return self._run(context, module, *args, **kwargs)
+        finally:
+            module.gradient_checkpointing = True
+
+    def _run(self, context: ForwardContext, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._number is not None:
+            context = context.layer(self._number)
+        compiled = self.compiled if context.compiled else None
+        with context.active(), self._shortened(context):
+            return (compiled or module._call_impl)(*args, **kwargs)
+
+    @contextmanager
+    def _shortened(self, context: ForwardContext) -> Iterator[None]:
+        """Within, what follows attention in the last layer is given pooled tokens only, if the context says so."""
+        chosen_S, follows = context.pooled_S, None if self._follows is None else self._follows()
+        if chosen_S is None or follows is None:
+            yield
+            return
+
+        def choose(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(x_1TH.index_select(1, chosen_S) for x_1TH in given)
+
+        hook = follows.register_forward_pre_hook(choose)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+def place_calls(layers: Sequence[nn.Module], embeddings: nn.Module | None, follows: nn.Module | None) -> None:
+    """Have all layers called in their context, and compiled embeddings. What was compiled since stays compiled."""
+    for number, layer in enumerate(layers):
+        if not isinstance(layer._compiled_call_impl, LayerCall):
+            layer._compiled_call_impl = LayerCall(layer, number, follows if number == len(layers) - 1 else None)
+    if embeddings is not None and not isinstance(embeddings._compiled_call_impl, LayerCall | None):
+        embeddings._compiled_call_impl = LayerCall(embeddings, None)
+
+
+def many_compiled_forms(layers: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+    """Within, torch compiles layers as often as many models need, where layers were compiled."""
+    calls = (layer._compiled_call_impl for layer in layers)
+    if not any(isinstance(call, LayerCall) and call.compiled is not None for call in calls):
+        return nullcontext()
+    config: Any = torch._dynamo.config
+    patched: AbstractContextManager[Any] = config.patch(recompile_limit=max(config.recompile_limit, _MOST_COMPILED))
+    return patched
