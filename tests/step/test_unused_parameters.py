@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from brimful.core.records import LabelSpace
 from brimful.data.batches.batch import Batch, MicroBatch
+from brimful.kernels.forward_context import ForwardContext
 from brimful.levers.optimizer import Optimizer
-from brimful.models.packed.packed_forward import LayoutModel
+from brimful.models.packed.packed_forward import ForwardOutputs, LayoutModel
 from brimful.step.precision import Precision
 from brimful.step.step import Step
 from brimful.tasks.task import SingleLabel
@@ -28,10 +29,10 @@ class Experts(LayoutModel):
         torch.manual_seed(0)
         self.model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
 
-    def __call__(self, inputs: Any) -> Tensor:
+    def __call__(self, inputs: Any, context: ForwardContext | None = None) -> ForwardOutputs:
         x_S4, uses = inputs
         logits: Tensor = self.model[0](x_S4)
-        return logits + self.model[1](x_S4) if uses else logits
+        return ForwardOutputs(logits=logits + self.model[1](x_S4) if uses else logits)
 
 
 def make_step(optim: Any, *, fused: bool = False) -> Step:
