@@ -202,9 +202,9 @@ def test_dropout_keeps_a_number_for_each_that_it_drops() -> None:
 
     ids = sequences(LENGTHS.tolist())
     shape = PackedShape(num_tokens=int(LENGTHS.sum()), num_slots=4, max_length=40)
-    execution = PackedExecution(model, PackedForm(pooling="first", first_position=0), plain=True)
+    execution = PackedModel(model, PackedForm(pooling="first", first_position=0), plain=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        loss = execution(packed_inputs(ids, shape, padding_id=0)).sum()
+        loss = execution(packed_inputs(ids, shape, padding_id=0)).logits.sum()
     assert loss.requires_grad
     assert sum(masks.values()) == pytest.approx(lever.cost(work_of(model)).step_bytes, rel=0.12)  # the head has 4 rows
 
