@@ -237,7 +237,7 @@ def _gpu_workers(
     options: ClassifyOptions, runner: Runner, sample: Tokens, num_tokens: int, callbacks: Callbacks
 ) -> GpuWorkers:
     """As many GPUs as were asked for, else all where one would take long enough for the others to start."""
-    seconds = 2.0 * matmul_parameters(runner.assembled.model) * num_tokens / _REACHED
+    seconds = 2.0 * matmul_parameters(runner.model) * num_tokens / _REACHED
     num_gpus = options.num_gpus or (num_gpus_of(runner.precision.device) if seconds > _LONG_S else 1)
     if num_gpus > 1:
         callbacks.note(f"{num_gpus} GPUs, a process each")

@@ -15,11 +15,10 @@ import numpy as np
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import ModelError, printable
 from brimful.core.options import ClassifyOptions, ExecutionChoice
-from brimful.core.records import LabelSpace, Recipe
+from brimful.core.records import LabelSpace
 from brimful.data.tokens.encoder import Encoder, Tokens
 from brimful.engine.assemble import AssembledForward, assemble_forward
 from brimful.engine.prepare import longest_sequence
-from brimful.levers.packing import Packing
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
 from brimful.models.model_stats import Attention, attention_of, matmul_parameters
 from brimful.models.packed.packed_forward import has_token_types
@@ -70,35 +69,17 @@ def check_model(options: ClassifyOptions) -> Checked:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Runner:
+class Runner(AssembledForward):
     """A classifier on its device."""
-
-    assembled: AssembledForward
 
     def submit(self, tokens: Tokens) -> Result:
         """Start on a window of texts."""
-        return self.assembled.forward.submit(tokens)
-
-    @property
-    def precision(self) -> Precision:
-        """Precision of its products."""
-        return self.assembled.precision
-
-    @property
-    def recipe(self) -> Recipe:
-        """Every lever with its reason."""
-        return self.assembled.recipe
-
-    @property
-    def packing(self) -> Packing:
-        """The layout of its texts, packed or padded, and the reason."""
-        return self.assembled.packing
+        return self.forward.submit(tokens)
 
     @property
     def execution_mode(self) -> ExecutionChoice:
         """The way it is launched, as an option has it."""
-        return cast(ExecutionChoice, self.assembled.mode.value)
+        return cast(ExecutionChoice, self.mode.value)
 
     def operations(self, lengths_N: np.ndarray) -> float | None:
         """Floating-point operations of a forward pass over texts of these lengths, padding not counted."""
@@ -109,7 +90,7 @@ class Runner:
 
     @cached_property
     def _counted(self) -> tuple[int, Attention | None]:
-        return matmul_parameters(self.assembled.model), attention_of(self.assembled.model)
+        return matmul_parameters(self.model), attention_of(self.model)
 
 
 def make_runner(
@@ -132,4 +113,4 @@ def make_runner(
         packing_wanted=packing_wanted,
         callbacks=callbacks,
     )
-    return Runner(assembled=assembled)
+    return Runner(**vars(assembled))

@@ -117,7 +117,7 @@ def plain_answers(
         plain = make_runner(
             checked, uncaptured, exact, sample=asked.sequences, num_tokens=0, packing_wanted=False, callbacks=callbacks
         )
-        plain.assembled.model.set_attn_implementation("eager")
+        plain.model.set_attn_implementation("eager")
         return PlainAnswers(request=request, asked=asked, logits_PC=plain.submit(asked.sequences).result())
 
 
