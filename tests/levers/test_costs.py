@@ -116,7 +116,7 @@ def test_a_budgets_bytes_are_those_that_autograd_keeps(precision: str) -> None:
     assert assembly.layout is not None
     [(inputs, _)] = assembly.layout.arrange(ids, None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), assembly.precision.autocast():
-        loss = assembly.execution(inputs).float().sum()
+        loss = assembly.execution(inputs).logits.float().sum()
     weights = 2 * work_of(model).linear_parameters if precision == "bf16" else 0  # casts of weights are kept too
     found = (sum(kept.values()) - weights) / inputs.num_tokens
     assert loss.requires_grad
@@ -129,7 +129,7 @@ def test_a_budgets_bytes_are_those_that_autograd_keeps(precision: str) -> None:
 def flops(execution: Any, inputs: Any, *, training: bool) -> dict[str, float]:
     """Of products with weights, and of those of attention, by torch's own count of a pass, or of a step."""
     with FlopCounterMode(display=False) as counter:
-        logits = execution(inputs).float()
+        logits = execution(inputs).logits.float()
         if training:
             logits.sum().backward()
     found = {str(name).removeprefix("aten."): count for name, count in counter.get_flop_counts()["Global"].items()}
