@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from brimful.kernels.layers import dropout_add_layernorm, gelu, matmul_gelu
-from brimful.kernels.split_reduction import make_strips
+from brimful.kernels.split_reduction import make_partial_sums
 
 _SECONDS, _CALLS, _SETS = 1.5, 20, 4
 BF16 = torch.bfloat16
@@ -145,7 +145,7 @@ def layer(tokens: int, hidden: int) -> None:
         moved_bytes=6 * numbers,
     )
     sustain(
-        f"{tokens} x {hidden}: sums over rows of 3 x {hidden}", lambda i: make_strips(threefold[i]),
+        f"{tokens} x {hidden}: sums over rows of 3 x {hidden}", lambda i: make_partial_sums(threefold[i]),
         moved_bytes=6 * tokens * hidden,
     )  # fmt: skip
 

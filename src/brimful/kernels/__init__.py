@@ -1,1 +1,1 @@
-"""Kernels, each beside its plain twin."""
+"""Kernels, each beside its reference."""

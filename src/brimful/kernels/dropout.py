@@ -78,7 +78,7 @@ def kept_factor(dropout: float) -> float:
 def kept_mask_PRC(
     seed: Tensor, num_planes: int, num_rows: int, num_columns: int, dropout: float, site: int = 0
 ) -> Tensor:
-    """The masks as the kernels draw them, in plain torch, for the twins: (planes, rows, columns), True where kept."""
+    """The masks as the kernels draw them, in torch, for references: (planes, rows, columns), True where kept."""
     mask = 0xFFFFFFFF
 
     def plain(x: Tensor) -> Tensor:

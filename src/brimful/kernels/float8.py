@@ -52,21 +52,21 @@ class Scaled(NamedTuple):
 
 
 def rows_of(x_RC: Tensor) -> Scaled:
-    """`x` with a scale for each row: the plain twin of the kernel."""
+    """`x` with a scale for each row: the reference of the kernel."""
     x = x_RC.float()
     largest = x.abs().amax(1, keepdim=True).clamp_min(SMALLEST)
     return Scaled((x * (LARGEST / largest)).clamp(-LARGEST, LARGEST).to(DTYPE), largest / LARGEST)
 
 
 def columns_of(x_RC: Tensor) -> Scaled:
-    """`x` transposed, (C, R), with a scale for each column of x: the plain twin of the kernels."""
+    """`x` transposed, (C, R), with a scale for each column of x: the reference of the kernels."""
     return rows_of(x_RC.t().contiguous())
 
 
 def cast(x_RC: Tensor, *, transposed: bool = False, out: Scaled | None = None) -> Scaled:
     """Rows of `x` in fp8, or its columns if `transposed`; into `out` if it is given.
 
-    By the kernels on a GPU. Triton's interpreter does not round to e4m3 as GPUs and torch do, so elsewhere by the twin.
+    By the kernels on a GPU. Elsewhere by the reference: Triton's interpreter does not round to e4m3 as torch does.
     """
     rows, width = x_RC.shape
     if out is None:
@@ -119,7 +119,7 @@ class _RoundedLinear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear with the operands of all three products rounded to fp8: the plain twin of a layer in fp8."""
+    """F.linear with the operands of all three products rounded to fp8: the reference of a layer in fp8."""
     out: Tensor = _RoundedLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return out
 

@@ -110,5 +110,5 @@ def current() -> ForwardContext:
 
 
 def _version(x: Tensor) -> int:
-    """How often `x` was changed in place; inference tensors do not count."""
+    """In-place version of `x`; inference tensors have none."""
     return 0 if x.is_inference() else x._version

@@ -23,7 +23,7 @@ from brimful.kernels.forward_context import ForwardContext, current
 from brimful.kernels.layers import dropout_add_layernorm, gelu, postnorm_ops
 from brimful.kernels.layers.dropout_add_layernorm import dropout_add_norm
 from brimful.kernels.layers.embedding import embeddings_norm
-from brimful.kernels.split_reduction import make_strips, sum_rows, sum_strips
+from brimful.kernels.split_reduction import add_partial_sums, make_partial_sums, sum_rows
 
 LENGTHS = [5, 70, 1, 33]
 SHAPE = PackedShape(num_tokens=150, num_slots=6, max_length=80)
@@ -201,10 +201,10 @@ def test_norms_of_many_rows(rows: int, width: int, p: float, monkeypatch: pytest
     y, _, statistics = dropout_add_layernorm.fused_forward(
         x, bias, residual, gain, shift, seed, 2, 1e-12, p, False, torch.float16
     )  # fmt: skip
-    dx, dresidual, strips = dropout_add_layernorm.fused_backward(
+    dx, dresidual, partials = dropout_add_layernorm.fused_backward(
         dy, None, x, bias, residual, gain, statistics, seed, 2, p
     )
-    found = y, dx, dresidual, *dropout_add_layernorm.parameter_gradients(strips, torch.float32)
+    found = y, dx, dresidual, *dropout_add_layernorm.parameter_gradients(partials, torch.float32)
     leaves = [each.double().requires_grad_(True) for each in (x, residual, gain, shift, bias)]
     wanted_y = dropout_add_norm(leaves[0], leaves[4], leaves[1], leaves[2], leaves[3], 1e-12, p, seed, 2)
     wanted = wanted_y, *torch.autograd.grad(wanted_y, leaves, dy.double())
@@ -237,7 +237,7 @@ def test_embeddings_norm(p: float, num_tables: int, padding: int | None) -> None
 @pytest.mark.parametrize("rows", [1, 127, 300])
 def test_sums_of_strips(rows: int) -> None:
     x = torch.randn(rows, 70)
-    first, last = sum_strips(make_strips(x), 30, torch.float16)
+    first, last = add_partial_sums(make_partial_sums(x), 30, torch.float16)
     assert torch.allclose(first, x.sum(0)[:40], atol=1e-4)
     assert torch.allclose(last, x.sum(0)[40:].half(), atol=1e-2)
 

@@ -159,13 +159,13 @@ def check_heads(case: Case, keys: int, *, normed: bool) -> None:
     wanted = torch.autograd.grad((plain * direction).sum(), [x, *gains], allow_unused=True)
     with torch.no_grad():
         found = qkv_rope.fused_forward(x.clone(), cos, sin, each, norm)
-        dx, strips = qkv_rope.fused_backward(direction.clone(), x if normed else None, cos, sin, each, norm)
+        dx, partials = qkv_rope.fused_backward(direction.clone(), x if normed else None, cos, sin, each, norm)
     tolerance = 1e-5 if case.half == torch.float32 else 1e-2
     assert difference(found, plain) < tolerance
     assert difference(dx, wanted[0]) < tolerance
-    assert (strips is None) == (norm is None)
-    if strips is not None and norm is not None:
-        for one, other in zip(qkv_rope.gain_gradients(strips, norm), wanted[1:], strict=True):
+    assert (partials is None) == (norm is None)
+    if partials is not None and norm is not None:
+        for one, other in zip(qkv_rope.gain_gradients(partials, norm), wanted[1:], strict=True):
             assert difference(one, other) < tolerance
 
 

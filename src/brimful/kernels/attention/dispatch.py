@@ -1,4 +1,4 @@
-"""Variable-length attention over one packed row: fast kernels beside their plain twin.
+"""Variable-length attention over one packed row: fast kernels beside their reference.
 
 All take queries (H, T, D), keys and values (K, T, D) with K dividing H, and return (H, T, D). A token sees the tokens
 of its own segment: those before it and itself if `causal`; those nearer than `window` if there is one, so that a
@@ -56,7 +56,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, Segments, Pattern], Tensor]
 
 
 def reference_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
-    """The plain twin: a T x T score matrix with everything outside a segment masked. Memory grows with T squared."""
+    """The reference: a T x T score matrix with everything outside a segment masked. Memory grows with T squared."""
     k_HTD, v_HTD = _repeat_heads(q_HTD, k_KTD, v_KTD)
     same_TT = segments.segment_T[:, None] == segments.segment_T[None, :]
     place_T = torch.arange(q_HTD.shape[1], device=q_HTD.device)

@@ -1,4 +1,4 @@
-"""Variable-length attention with a bias by distance, forward and backward; `attention.reference_attention` is its twin.
+"""Variable-length attention with a bias by distance, forward and backward; `reference_attention` is its reference.
 
 The score of query i and key j of one segment is q_i . k_j * scale + q_i . keys[b] + k_j . queries[b] + bias[b], where b
 is the bucket of their distance j - i. DeBERTa has keys and queries of positions, MPNet a bias.

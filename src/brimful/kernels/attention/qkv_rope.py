@@ -2,7 +2,7 @@
 
 Queries and keys are normalised head by head where the model does so (RMSNorm), and turned by rotary embeddings; keys
 and values that several queries share are repeated. Without norm and repetition all happens in place: a rotation's
-gradient is the rotation back, and needs no input. `separate_heads` is the plain twin. Arithmetic within is fp32.
+gradient is the rotation back, and needs no input. `separate_heads` is the reference. Arithmetic within is fp32.
 
 Source: Su et al. 2021, arXiv 2104.09864 (rotary embeddings); the halves of a head are rotated, not neighbours.
 """
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.split_reduction import sum_strips
+from brimful.kernels.split_reduction import add_partial_sums
 
 #: Heads of tokens in one program's tile; most programs that sum gradients of gains.
 _ITEMS, _MOST_PROGRAMS = 32, 528
@@ -39,7 +39,7 @@ class HeadNorm:
 def separate_heads(
     x_TN: Tensor, cos_TD: Tensor, sin_TD: Tensor, num_queries: int, num_keys: int, norm: HeadNorm | None = None
 ) -> Tensor:
-    """The plain twin: queries, keys and values (T, 3, H, D) of a product with H, K and K heads side by side."""
+    """The reference: queries, keys and values (T, 3, H, D) of a product with H, K and K heads side by side."""
     x_TXD = x_TN.unflatten(1, (num_queries + 2 * num_keys, -1))
     q, k, v = x_TXD.split([num_queries, num_keys, num_keys], 1)
     if norm is not None:
@@ -124,10 +124,10 @@ def _gradient(DOUT, tokens, head, part, inside, queries, keys, dout_t, GROUP: tl
 
 
 @triton.jit
-def heads_backward(DOUT, X, DX, COS, SIN, QUERY_GAIN, KEY_GAIN, STRIPS, num_items, heads, queries, keys, x_t, dout_t,
+def heads_backward(DOUT, X, DX, COS, SIN, QUERY_GAIN, KEY_GAIN, PARTIALS, num_items, heads, queries, keys, x_t, dout_t,
                    dx_t, query_eps, key_eps, GROUP: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr,
                    ITEMS: tl.constexpr):  # fmt: skip
-    """An item is a head of X of a token. STRIPS: (programs, 2, D) partial gradients of the gains."""
+    """An item is a head of X of a token. PARTIALS: (programs, 2, D) partial gradients of the gains."""
     dq1 = tl.zeros([ITEMS, D // 2], tl.float32)  # added up across items once, at the end
     dq2 = tl.zeros([ITEMS, D // 2], tl.float32)
     dk1 = tl.zeros([ITEMS, D // 2], tl.float32)
@@ -161,11 +161,11 @@ def heads_backward(DOUT, X, DX, COS, SIN, QUERY_GAIN, KEY_GAIN, STRIPS, num_item
         tl.store(DX + places, tl.where(turned, du, da).to(DX.dtype.element_ty), mask=inside)
         tl.store(DX + places + D // 2, tl.where(turned, dw, db).to(DX.dtype.element_ty), mask=inside)
     if NORM:
-        strip = STRIPS + tl.program_id(0) * 2 * D + columns
-        tl.store(strip, tl.sum(dq1, 0))
-        tl.store(strip + D // 2, tl.sum(dq2, 0))
-        tl.store(strip + D, tl.sum(dk1, 0))
-        tl.store(strip + D + D // 2, tl.sum(dk2, 0))
+        partial = PARTIALS + tl.program_id(0) * 2 * D + columns
+        tl.store(partial, tl.sum(dq1, 0))
+        tl.store(partial + D // 2, tl.sum(dq2, 0))
+        tl.store(partial + D, tl.sum(dk1, 0))
+        tl.store(partial + D + D // 2, tl.sum(dk2, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ def fused_forward(x: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norm: HeadN
 def fused_backward(
     dout: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, heads: Heads, norm: HeadNorm | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of x, (T, N), which overwrites that of the output where it can; strips (S, 2 D) of the gains'.
+    """The gradient of x, (T, N), which overwrites that of the output where it can; partials (S, 2 D) of the gains'.
 
     dout: (T, 3, H, D), contiguous. x: as it came in, where there is a norm.
     """
@@ -213,22 +213,22 @@ def fused_backward(
     if in_place:
         read = 2 * heads.queries
     programs = triton.cdiv(tokens * read, _ITEMS)
-    strips = None
+    partials = None
     if norm is not None:
         programs = min(programs, _MOST_PROGRAMS)
-        strips = dout.new_empty(programs, 2 * heads.size, dtype=torch.float32)
+        partials = dout.new_empty(programs, 2 * heads.size, dtype=torch.float32)
     x = dx if x is None else x
     gains, constants = _constants(x, heads, norm)
     heads_backward[(programs,)](
-        dout, x, dx, cos, sin, *gains[:2], x if strips is None else strips, tokens * read, read, heads.queries,
+        dout, x, dx, cos, sin, *gains[:2], x if partials is None else partials, tokens * read, read, heads.queries,
         heads.keys, x.stride(0), dout.stride(0), dx.stride(0), *gains[2:], **constants,
     )  # fmt: skip
-    return dx, strips
+    return dx, partials
 
 
-def gain_gradients(strips: Tensor, norm: HeadNorm) -> tuple[Tensor, Tensor]:
+def gain_gradients(partials: Tensor, norm: HeadNorm) -> tuple[Tensor, Tensor]:
     """Gradients of the gains of queries and keys from what the backward pass left."""
-    both = sum_strips(strips, 0, torch.float32)[0]
+    both = add_partial_sums(partials, 0, torch.float32)[0]
     query, key = both.chunk(2)
     return query.to(norm.query_gain.dtype), key.to(norm.key_gain.dtype)
 

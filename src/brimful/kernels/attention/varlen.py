@@ -1,4 +1,4 @@
-"""Variable-length attention in Triton, as operators with gradients; `attention.reference_attention` is its twin.
+"""Variable-length attention in Triton, as operators with gradients; `reference_attention` is its reference.
 
 How the kernels (`varlen_kernels`) are cut into tiles depends on how long segments are.
 """

@@ -2,10 +2,10 @@
 
 Forward it reads what a matrix product left and the residual once, and writes the normalised rows: for the next
 residual, and for the next product too if that is in another dtype. Backward it computes the rows again from the same
-two, so nothing but mean and deviation is kept; gradients of gain, shift and bias are summed in strips of rows, then the
-strips.
+two, so nothing but mean and deviation is kept; gradients of gain, shift and bias are summed in blocks of rows, then the
+partials.
 
-`dropout_add_norm` is the plain twin. Arithmetic within is fp32.
+`dropout_add_norm` is the reference. Arithmetic within is fp32.
 """
 
 # Pointers and sizes of kernels carry their shapes in upper case, as is the field's habit for Triton.
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
-from brimful.kernels.split_reduction import sum_strips
+from brimful.kernels.split_reduction import add_partial_sums
 
 #: Numbers of a forward program's tile, whole rows of them, without dropout and with it; its warps.
 _TILE, _DROPPED_TILE, _WARPS = 4096, 2048, 4
@@ -36,7 +36,7 @@ def dropout_add_norm(
     x_TH: Tensor, bias_H: Tensor, residual_TH: Tensor, gain_H: Tensor, shift_H: Tensor, eps: float, p: float,
     seed: Tensor, site: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The plain twin: layer_norm(dropout(x + bias) + residual), (T, H), with the mask that the kernel draws."""
+    """The reference: layer_norm(dropout(x + bias) + residual), (T, H), with the mask that the kernel draws."""
     mask_TH = kept_mask_PRC(seed, 1, x_TH.shape[0], x_TH.shape[1], p, site)[0]
     dropped_TH = torch.where(mask_TH, (x_TH + bias_H) / (1 - p), 0.0)
     return F.layer_norm(dropped_TH + residual_TH, (x_TH.shape[1],), gain_H, shift_H, eps)
@@ -81,10 +81,10 @@ def norm_forward(X, BIAS, RESIDUAL, GAIN, SHIFT, SEED, Y, HALF, MEAN, RSTD, site
 
 
 @triton.jit(do_not_specialize=["site"])
-def norm_backward(DY, DHALF, X, BIAS, RESIDUAL, GAIN, SEED, MEAN, RSTD, DX, DRESIDUAL, STRIPS, site, num_rows, width,
+def norm_backward(DY, DHALF, X, BIAS, RESIDUAL, GAIN, SEED, MEAN, RSTD, DX, DRESIDUAL, PARTIALS, site, num_rows, width,
                   drop_below, more, DROPOUT: tl.constexpr, HAS_DY: tl.constexpr, HAS_DHALF: tl.constexpr,
                   ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """STRIPS: (programs, 3, width) partial gradients of gain, shift and bias."""
+    """PARTIALS: (programs, 3, width) partial gradients of gain, shift and bias."""
     columns = tl.arange(0, WIDTH)
     gain = tl.load(GAIN + columns, mask=columns < width, other=0.0).to(tl.float32)
     dgain = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -112,10 +112,10 @@ def norm_backward(DY, DHALF, X, BIAS, RESIDUAL, GAIN, SEED, MEAN, RSTD, DX, DRES
             dz = tl.where(stays, dz * more, 0.0)
         dbias += dz
         tl.store(DX + places, dz.to(DX.dtype.element_ty), mask=inside)
-    strip = STRIPS + tl.program_id(0) * 3 * width + columns
-    tl.store(strip, tl.sum(dgain, 0), mask=columns < width)
-    tl.store(strip + width, tl.sum(dshift, 0), mask=columns < width)
-    tl.store(strip + 2 * width, tl.sum(dbias, 0), mask=columns < width)
+    partial = PARTIALS + tl.program_id(0) * 3 * width + columns
+    tl.store(partial, tl.sum(dgain, 0), mask=columns < width)
+    tl.store(partial + width, tl.sum(dshift, 0), mask=columns < width)
+    tl.store(partial + 2 * width, tl.sum(dbias, 0), mask=columns < width)
 
 
 def fused_forward(
@@ -139,25 +139,25 @@ def fused_backward(
     dy: Tensor | None, dhalf: Tensor | None, x: Tensor, bias: Tensor, residual: Tensor, gain: Tensor,
     statistics: Tensor, seed: Tensor, site: int, p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and residual, and strips (S, 3, H) of those of gain, shift and bias."""
+    """Gradients of x and residual, and partials (S, 3, H) of those of gain, shift and bias."""
     rows, width = x.shape
     how = _Backward.of(residual)
     programs = max(1, min(rows // _FEWEST_ROWS, how.programs))
     dx, dresidual = torch.empty_like(x), torch.empty_like(residual)
-    strips = x.new_empty(programs, 3, width, dtype=torch.float32)
+    partials = x.new_empty(programs, 3, width, dtype=torch.float32)
     norm_backward[(programs,)](
         x if dy is None else dy, x if dhalf is None else dhalf, x, bias, residual, gain, seed, statistics[0],
-        statistics[1], dx, dresidual, strips, site, rows, width, threshold(p), kept_factor(p), DROPOUT=p > 0,
+        statistics[1], dx, dresidual, partials, site, rows, width, threshold(p), kept_factor(p), DROPOUT=p > 0,
         HAS_DY=dy is not None, HAS_DHALF=dhalf is not None, ROWS=how.rows,
         WIDTH=triton.next_power_of_2(width), STAGES=how.stages, num_warps=how.warps,
     )  # fmt: skip
-    return dx, dresidual, strips
+    return dx, dresidual, partials
 
 
-def parameter_gradients(strips: Tensor, bias_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def parameter_gradients(partials: Tensor, bias_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of gain and shift, fp32, and of the bias, from what `fused_backward` left."""
-    width = strips.shape[2]
-    norms, dbias = sum_strips(strips.flatten(1), width, bias_dtype)
+    width = partials.shape[2]
+    norms, dbias = add_partial_sums(partials.flatten(1), width, bias_dtype)
     return norms[:width], norms[width:], dbias
 
 

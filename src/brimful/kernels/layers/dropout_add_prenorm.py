@@ -4,7 +4,7 @@ Forward it reads what a matrix product left and the residual once, and writes th
 and the normalised sum in the dtype of the next product, its only reader. Backward the gradients that reach the sum on
 both ways meet in registers; the result is written in fp32 for the residual and in half precision for the product.
 
-The norm is RMSNorm, or LayerNorm without a shift (`centred`). `add_norm` is the plain twin. Arithmetic within is fp32.
+The norm is RMSNorm, or LayerNorm without a shift (`centred`). `add_norm` is the reference. Arithmetic within is fp32.
 
 Source: Zhang and Sennrich 2019, arXiv 1910.07467 (RMSNorm).
 """
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
-from brimful.kernels.split_reduction import sum_strips
+from brimful.kernels.split_reduction import add_partial_sums
 
 #: Tiles whose gains' gradients one program sums at the least, and most programs: four for each of 132 multiprocessors.
 _FEWEST_TILES, _MOST_PROGRAMS = 2, 528
@@ -32,7 +32,7 @@ def add_norm(
     x_TH: Tensor, residual_TH: Tensor, gain_H: Tensor, eps: float, p: float, seed: Tensor, site: int = 0, *,
     centred: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The plain twin: z = residual + dropout(x), with the mask that the kernel draws, and norm(z); (T, H) each."""
+    """The reference: z = residual + dropout(x), with the mask that the kernel draws, and norm(z); (T, H) each."""
     mask_TH = kept_mask_PRC(seed, 1, x_TH.shape[0], x_TH.shape[1], p, site)[0]
     z_TH = residual_TH + torch.where(mask_TH, x_TH / (1 - p), 0.0)
     d_TH = z_TH - z_TH.mean(1, keepdim=True) if centred else z_TH
@@ -78,10 +78,10 @@ def prenorm_forward(X, RESIDUAL, GAIN, SEED, Z, Y, MEAN, RSTD, site, num_rows, w
 
 
 @triton.jit(do_not_specialize=["site"])
-def prenorm_backward(DY, DZ, Z, GAIN, SEED, MEAN, RSTD, DRESIDUAL, DX, STRIPS, site, num_rows, width, drop_below, more,
-                     CENTRED: tl.constexpr, DROPOUT: tl.constexpr, DX_TOO: tl.constexpr, ROWS: tl.constexpr,
+def prenorm_backward(DY, DZ, Z, GAIN, SEED, MEAN, RSTD, DRESIDUAL, DX, PARTIALS, site, num_rows, width, drop_below,
+                     more, CENTRED: tl.constexpr, DROPOUT: tl.constexpr, DX_TOO: tl.constexpr, ROWS: tl.constexpr,
                      WIDTH: tl.constexpr):  # fmt: skip
-    """STRIPS: (programs, width) partial gradients of the gain."""
+    """PARTIALS: (programs, width) partial gradients of the gain."""
     columns = tl.arange(0, WIDTH)
     gain = tl.load(GAIN + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
     dgain = tl.zeros([ROWS, WIDTH], tl.float32)  # added up across rows once, at the end
@@ -104,7 +104,7 @@ def prenorm_backward(DY, DZ, Z, GAIN, SEED, MEAN, RSTD, DRESIDUAL, DX, STRIPS, s
             if DROPOUT:
                 dz = tl.where(_stays(SEED, site, rows, columns, drop_below), dz * more, 0.0)
             tl.store(DX + places, dz.to(DX.dtype.element_ty), mask=inside)
-    tl.store(STRIPS + tl.program_id(0) * width + columns, tl.sum(dgain, 0), mask=columns < width)
+    tl.store(PARTIALS + tl.program_id(0) * width + columns, tl.sum(dgain, 0), mask=columns < width)
 
 
 @triton.jit(do_not_specialize=["site"])
@@ -152,7 +152,7 @@ def fused_add_norm_backward(
     dy: Tensor, dz: Tensor, z: Tensor, gain: Tensor, statistics: Tensor, dtype: torch.dtype, seed: Tensor, site: int,
     p: float, *, centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the residual, and of x in `dtype`, one tensor where they are the same; strips (S, H) of the gain's.
+    """Gradients of the residual, and of x in `dtype`, one tensor where they are equal; partials (S, H) of the gain's.
 
     All tensors are contiguous; gradients have the shape of z.
     """
@@ -162,12 +162,12 @@ def fused_add_norm_backward(
     programs = max(1, min(rows // (tile["ROWS"] * _FEWEST_TILES), _MOST_PROGRAMS))
     dresidual, apart = torch.empty_like(z), p > 0 or dtype != z.dtype
     dx = torch.empty_like(z, dtype=dtype) if apart else dresidual
-    strips = z.new_empty(programs, width, dtype=torch.float32)
+    partials = z.new_empty(programs, width, dtype=torch.float32)
     prenorm_backward[(programs,)](
-        dy, dz, z, gain, seed, statistics[0], statistics[1], dresidual, dx, strips, site, rows, width, threshold(p),
+        dy, dz, z, gain, seed, statistics[0], statistics[1], dresidual, dx, partials, site, rows, width, threshold(p),
         kept_factor(p), CENTRED=centred, DROPOUT=p > 0, DX_TOO=apart, **tile,
     )  # fmt: skip
-    return dresidual, dx, strips
+    return dresidual, dx, partials
 
 
 def fused_dropped(dz: Tensor, dtype: torch.dtype, seed: Tensor, site: int, p: float) -> Tensor:
@@ -181,9 +181,9 @@ def fused_dropped(dz: Tensor, dtype: torch.dtype, seed: Tensor, site: int, p: fl
     return dx
 
 
-def gain_gradient(strips: Tensor, dtype: torch.dtype) -> Tensor:
+def gain_gradient(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient of the gain from what the backward pass left."""
-    return sum_strips(strips, strips.shape[1], dtype)[1]
+    return add_partial_sums(partials, partials.shape[1], dtype)[1]
 
 
 def _tile_of(width: int, numbers: int = 1024) -> dict[str, Any]:

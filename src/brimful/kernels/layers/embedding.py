@@ -1,10 +1,10 @@
 """A sum of embeddings, LayerNorm and dropout in one kernel forward and one backward.
 
 Backward, gradients of rows are added to tables atomically, except that of a table of one or two rows (token types),
-which every token hits: it is summed in strips as those of gain and shift are. Sums in a table may therefore differ in
-their last bits from run to run; where deterministic algorithms are asked for this is not used.
+which every token hits: it is summed block by block as those of gain and shift are. Sums in a table may therefore differ
+in their last bits from run to run; where deterministic algorithms are asked for this is not used.
 
-`embeddings_norm` is the plain twin. Arithmetic within is fp32.
+`embeddings_norm` is the reference. Arithmetic within is fp32.
 """
 
 # Pointers and sizes of kernels carry their shapes in upper case, as is the field's habit for Triton.
@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
-from brimful.kernels.split_reduction import sum_strips
+from brimful.kernels.split_reduction import add_partial_sums
 
-#: Tables that are added at most; rows of a table that is summed in strips.
+#: Tables that are added at most; rows of a table that is summed block by block.
 MOST_TABLES, _FEW_ROWS = 3, 2
 #: Rows whose gradients one program sums, at the least and for large inputs.
 _FEWEST_ROWS, _MOST_PROGRAMS = 8, 528
@@ -33,7 +33,7 @@ def embeddings_norm(
     ids: Sequence[Tensor], tables: Sequence[Tensor], gain_H: Tensor, shift_H: Tensor, eps: float, p: float,
     seed: Tensor, site: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The plain twin: dropout(layer_norm(sum of tables at ids)), (T, H), with the mask that the kernel draws."""
+    """The reference: dropout(layer_norm(sum of tables at ids)), (T, H), with the mask that the kernel draws."""
     total_TH = torch.stack([F.embedding(ids_T, table) for ids_T, table in zip(ids, tables, strict=True)]).sum(0)
     y_TH = F.layer_norm(total_TH, gain_H.shape, gain_H, shift_H, eps)
     return torch.where(kept_mask_PRC(seed, 1, y_TH.shape[0], y_TH.shape[1], p, site)[0], y_TH / (1 - p), 0.0)
@@ -92,11 +92,11 @@ def _scatter(DTABLE, ID, size, padding, dz, row, columns, inside, width, FEW: tl
 
 @triton.jit(do_not_specialize=["site", "padding0", "padding1", "padding2"])
 def embedding_norm_backward(
-    DY, DHALF, ID0, ID1, ID2, TABLE0, TABLE1, TABLE2, GAIN, SEED, MEAN, RSTD, DTABLE0, DTABLE1, DTABLE2, STRIPS, site,
+    DY, DHALF, ID0, ID1, ID2, TABLE0, TABLE1, TABLE2, GAIN, SEED, MEAN, RSTD, DTABLE0, DTABLE1, DTABLE2, PARTIALS, site,
     size0, size1, size2, padding0, padding1, padding2, num_rows, width, drop_below, more, TABLES: tl.constexpr,
     FEW: tl.constexpr, DROPOUT: tl.constexpr, HAS_DY: tl.constexpr, HAS_DHALF: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """STRIPS: (programs, 4, width) partial gradients of gain, shift and the two rows of table FEW, -1 if none is."""
+    """PARTIALS: (programs, 4, width) partial gradients of gain, shift and the two rows of table FEW, -1 if none is."""
     columns = tl.arange(0, WIDTH)
     inside = columns < width
     gain = tl.load(GAIN + columns, mask=inside, other=0.0)
@@ -132,11 +132,11 @@ def embedding_norm_backward(
         if FEW >= 0:
             dfirst += tl.where(index == 0, dz, 0.0)
             dsecond += tl.where(index == 1, dz, 0.0)
-    strip = STRIPS + tl.program_id(0) * 4 * width + columns
-    tl.store(strip, dgain, mask=inside)
-    tl.store(strip + width, dshift, mask=inside)
-    tl.store(strip + 2 * width, dfirst, mask=inside)
-    tl.store(strip + 3 * width, dsecond, mask=inside)
+    partial = PARTIALS + tl.program_id(0) * 4 * width + columns
+    tl.store(partial, dgain, mask=inside)
+    tl.store(partial + width, dshift, mask=inside)
+    tl.store(partial + 2 * width, dfirst, mask=inside)
+    tl.store(partial + 3 * width, dsecond, mask=inside)
 
 
 def fused_forward(
@@ -165,16 +165,16 @@ def fused_backward(
     few = next((i for i, t in enumerate(tables) if len(t) <= _FEW_ROWS and paddings[i] is None), -1)
     programs = max(1, min(rows // _FEWEST_ROWS, _MOST_PROGRAMS))
     dtables = [torch.empty_like(t) if i == few else torch.zeros_like(t) for i, t in enumerate(tables)]
-    strips = gain.new_empty(programs, 4, width)
+    partials = gain.new_empty(programs, 4, width)
     wide = triton.next_power_of_2(width)
     skipped = [-1 if padding is None else padding for padding in (*paddings, None, None)][:MOST_TABLES]
     embedding_norm_backward[(programs,)](
         gain if dy is None else dy, gain if dhalf is None else dhalf, *_three(ids), *_three(tables), gain, seed,
-        statistics[0], statistics[1], *_three(dtables), strips, site, *_sizes(tables), *skipped, rows, width,
+        statistics[0], statistics[1], *_three(dtables), partials, site, *_sizes(tables), *skipped, rows, width,
         threshold(p), kept_factor(p), TABLES=len(tables), FEW=few, DROPOUT=p > 0, HAS_DY=dy is not None,
         HAS_DHALF=dhalf is not None, WIDTH=wide, num_warps=8,
     )  # fmt: skip
-    sums_4H = sum_strips(strips.flatten(1), 0, torch.float32)[0].view(4, width)
+    sums_4H = add_partial_sums(partials.flatten(1), 0, torch.float32)[0].view(4, width)
     if few >= 0:
         dtables[few] = sums_4H[2 : 2 + len(tables[few])]
     return dtables, sums_4H[0], sums_4H[1]

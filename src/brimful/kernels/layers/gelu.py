@@ -1,6 +1,6 @@
 """Bias and exact GELU in one kernel forward and one backward, which also sums the bias's gradient.
 
-`bias_gelu` is the plain twin. Arithmetic within is fp32.
+`bias_gelu` is the reference. Arithmetic within is fp32.
 """
 
 # Pointers and sizes of kernels carry their shapes in upper case, as is the field's habit for Triton.
@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.split_reduction import STRIP
+from brimful.kernels.split_reduction import ROWS_A_SUM
 
 #: Columns and rows of one program's tile, forward and backward.
 _COLUMNS, _STEP = 256, 16
-_STRIP_COLUMNS, _STRIP_STEP = 64, 8
+_SUM_COLUMNS, _SUM_STEP = 64, 8
 
 
 def bias_gelu(x_TF: Tensor, bias_F: Tensor) -> Tensor:
-    """The plain twin: gelu(x + bias), by the error function and not its approximation."""
+    """The reference: gelu(x + bias), by the error function and not its approximation."""
     return F.gelu(x_TF + bias_F)
 
 
@@ -57,9 +57,9 @@ def gelu_forward(X, BIAS, Y, num_rows, width, EXACT: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit
-def gelu_backward(DY, X, BIAS, DX, STRIPS, num_rows, width, EXACT: tl.constexpr, COLUMNS: tl.constexpr,
+def gelu_backward(DY, X, BIAS, DX, PARTIALS, num_rows, width, EXACT: tl.constexpr, COLUMNS: tl.constexpr,
                   STEP: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """STRIPS: (row programs, width) partial gradients of the bias."""
+    """PARTIALS: (row programs, width) partial gradients of the bias."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     bias = tl.load(BIAS + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([STEP, COLUMNS], tl.float32)  # added up across rows once, at the end
@@ -73,7 +73,7 @@ def gelu_backward(DY, X, BIAS, DX, STRIPS, num_rows, width, EXACT: tl.constexpr,
         dx *= share + x * density
         tl.store(DX + places, dx.to(DX.dtype.element_ty), mask=inside)
         total += dx
-    tl.store(STRIPS + tl.program_id(0) * width + columns, tl.sum(total, 0), mask=columns < width)
+    tl.store(PARTIALS + tl.program_id(0) * width + columns, tl.sum(total, 0), mask=columns < width)
 
 
 def fused_forward(x: Tensor, bias: Tensor) -> Tensor:
@@ -86,12 +86,12 @@ def fused_forward(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def fused_backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient of x, and strips (S, F) of that of the bias."""
+    """Gradient of x, and partials (S, F) of that of the bias."""
     rows, width = x.shape
-    dx, strips = torch.empty_like(x), x.new_empty(triton.cdiv(rows, STRIP), width, dtype=torch.float32)
-    grid = (strips.shape[0], triton.cdiv(width, _STRIP_COLUMNS))
+    dx, partials = torch.empty_like(x), x.new_empty(triton.cdiv(rows, ROWS_A_SUM), width, dtype=torch.float32)
+    grid = (partials.shape[0], triton.cdiv(width, _SUM_COLUMNS))
     gelu_backward[grid](
-        dy, x, bias, dx, strips, rows, width, EXACT=x.dtype == torch.float32, COLUMNS=_STRIP_COLUMNS,
-        STEP=_STRIP_STEP, ROWS=STRIP,
+        dy, x, bias, dx, partials, rows, width, EXACT=x.dtype == torch.float32, COLUMNS=_SUM_COLUMNS,
+        STEP=_SUM_STEP, ROWS=ROWS_A_SUM,
     )  # fmt: skip
-    return dx, strips
+    return dx, partials

@@ -1,6 +1,6 @@
 """Gated activations in one kernel forward and one backward: the activation of one half of a product times the other.
 
-GeGLU by the error function, and SwiGLU. `gated` is the plain twin. Arithmetic within is fp32.
+GeGLU by the error function, and SwiGLU. `gated` is the reference. Arithmetic within is fp32.
 
 Source: Shazeer 2020, arXiv 2002.05202.
 """
@@ -28,7 +28,7 @@ _COLUMNS, _STEP = 128, 16
 
 
 def gated(x_TG: Tensor, activation: Activation, p: float, seed: Tensor, site: int = 0) -> Tensor:
-    """The plain twin: dropout(activation(a) * b), (T, F), of a and b side by side, with the mask the kernel draws."""
+    """The reference: dropout(activation(a) * b), (T, F), of a and b side by side, with the mask the kernel draws."""
     a_TF, b_TF = x_TG.chunk(2, 1)
     y_TF = (F.gelu(a_TF) if activation == "gelu" else F.silu(a_TF)) * b_TF
     return torch.where(kept_mask_PRC(seed, 1, y_TF.shape[0], y_TF.shape[1], p, site)[0], y_TF / (1 - p), 0.0)

@@ -7,8 +7,8 @@ Each multiprocessor of a GPU has one program, which takes tile after tile: the t
 next tile's operands while the last one is activated. What the matrix units wait for then is the activation's
 arithmetic: it has one special function, where that of `gelu` has two.
 
-`gelu.bias_gelu` of the product is the plain twin. Sums and the activation are fp32; what is between the two is not
-rounded, unlike in the twin.
+`gelu.bias_gelu` of the product is the reference. Sums and the activation are fp32; what is between the two is not
+rounded, unlike in the reference.
 """
 
 # Pointers and sizes of kernels carry their shapes in upper case, as is the field's habit for Triton.

@@ -1,6 +1,6 @@
 """Pieces of a transformer layer with their gradients written out: matrix products and what surrounds them.
 
-Each is one autograd function whose plain twin is the composition that its docstring names. Products run in the dtype
+Each is one autograd function whose reference is the composition that its docstring names. Products run in the dtype
 that autocast asks for, what surrounds them in fp32. Gradients of parameters are computed `beside` those of activations.
 
 Where a plan of `float8` is active, the products that it names are in fp8; all else is as it is.
@@ -24,7 +24,7 @@ from brimful.kernels import float8
 from brimful.kernels.attention.varlen import attend, attend_backward
 from brimful.kernels.forward_context import current
 from brimful.kernels.layers import dropout_add_layernorm, embedding, gelu, matmul_gelu
-from brimful.kernels.split_reduction import sum_rows, sum_strips
+from brimful.kernels.split_reduction import add_partial_sums, sum_rows
 
 Gradients = tuple[Any, ...]
 
@@ -138,13 +138,13 @@ class _LinearGelu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         x_TK, bias, h_TF, *weight = ctx.saved_tensors
-        dh_TF, strips = gelu.fused_backward(gradient.reshape(h_TF.shape).contiguous(), h_TF, bias)
+        dh_TF, partials = gelu.fused_backward(gradient.reshape(h_TF.shape).contiguous(), h_TF, bias)
 
         def parameters() -> tuple[Tensor, Tensor]:
             dweight, _ = _weight_gradients(dh_TF, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8)
-            return dweight, sum_strips(strips, strips.shape[1], bias.dtype)[1]
+            return dweight, add_partial_sums(partials, partials.shape[1], bias.dtype)[1]
 
-        dweight, dbias = ctx.context.beside(parameters, dh_TF, x_TK, strips, leaf=ctx.leaf)
+        dweight, dbias = ctx.context.beside(parameters, dh_TF, x_TK, partials, leaf=ctx.leaf)
         return _input_gradient(dh_TF, *weight).view(ctx.shape), dweight, dbias
 
 
@@ -187,15 +187,15 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None, of_half: Tensor | None) -> Gradients:
         x_TK, bias, residual_TH, gain, h_TH, statistics, seed, *weight = ctx.saved_tensors
         dy, dhalf = (None if g is None else g.reshape(h_TH.shape).contiguous() for g in (gradient, of_half))
-        dh_TH, dresidual_TH, strips = dropout_add_layernorm.fused_backward(
+        dh_TH, dresidual_TH, partials = dropout_add_layernorm.fused_backward(
             dy, dhalf, h_TH, bias, residual_TH, gain, statistics, seed, ctx.site, ctx.p
         )
 
         def parameters() -> tuple[Tensor, ...]:
             dweight, _ = _weight_gradients(dh_TH, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8)
-            return dweight, *dropout_add_layernorm.parameter_gradients(strips, bias.dtype)
+            return dweight, *dropout_add_layernorm.parameter_gradients(partials, bias.dtype)
 
-        dweight, dgain, dshift, dbias = ctx.context.beside(parameters, dh_TH, x_TK, strips, leaf=ctx.leaf)
+        dweight, dgain, dshift, dbias = ctx.context.beside(parameters, dh_TH, x_TK, partials, leaf=ctx.leaf)
         dx, dresidual = _input_gradient(dh_TH, *weight).view(ctx.shapes[0]), dresidual_TH.view(ctx.shapes[1])
         return dx, dweight, dbias, dresidual, dgain, dshift, None, None
 

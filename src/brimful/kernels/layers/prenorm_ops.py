@@ -2,7 +2,7 @@
 
 In these layers one stream of residuals is added to and never normalised itself. It is fp32; what the norms make of it
 is read by products only, and exists in their dtype only. Where the stream forks, the fork is part of a function, so
-that both gradients meet in its kernel. A gradient of the stream carries its half-precision twin to the product before.
+that both gradients meet in its kernel. A gradient of the stream carries its half-precision copy to the product before.
 """
 
 from __future__ import annotations
@@ -78,10 +78,12 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dz: Tensor) -> Gradients:
         z, gain, statistics = ctx.saved_tensors
-        dx, half, strips = dropout_add_prenorm.fused_add_norm_backward(
+        dx, half, partials = dropout_add_prenorm.fused_add_norm_backward(
             dy.contiguous(), dz.contiguous(), z, gain, statistics, ctx.dtype, z, 0, 0.0, centred=ctx.centred
         )
-        dgain = ctx.context.beside(lambda: dropout_add_prenorm.gain_gradient(strips, gain.dtype), strips, leaf=ctx.leaf)
+        dgain = ctx.context.beside(
+            lambda: dropout_add_prenorm.gain_gradient(partials, gain.dtype), partials, leaf=ctx.leaf
+        )
         return dx if half is dx else ctx.context.with_cast(dx, half), dgain, None, None
 
 
@@ -115,13 +117,13 @@ class _LinearAddNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dz: Tensor) -> Gradients:
         x_TK, w_HK, z, gain, statistics, seed = ctx.saved_tensors
-        dresidual, dh, strips = dropout_add_prenorm.fused_add_norm_backward(
+        dresidual, dh, partials = dropout_add_prenorm.fused_add_norm_backward(
             dy.contiguous(), dz.contiguous(), z, gain, statistics, x_TK.dtype, seed, ctx.site, ctx.p,
             centred=ctx.centred,
         )  # fmt: skip
         dh_TH = dh.flatten(0, -2)
         dweight, dbias, dgain = ctx.projections.gradients(
-            dh_TH, x_TK, strips, more=lambda: (dropout_add_prenorm.gain_gradient(strips, gain.dtype),)
+            dh_TH, x_TK, partials, more=lambda: (dropout_add_prenorm.gain_gradient(partials, gain.dtype),)
         )
         dx = (dh_TH @ w_HK).view(ctx.shape)
         return dx, dweight, dbias, dresidual.to(ctx.dtype), dgain, None, None, None
@@ -237,12 +239,12 @@ class _RotaryAttention(torch.autograd.Function):
         found = _head_norm(gains[0], gains[1], ctx.eps)
         q, k, v = qkv_T3HD.transpose(0, 2).unbind(1)
         g_T3HD = attend_backward(gradient, q, k, v, out_HTD, lse, keys, offsets, *ctx.settings)
-        g_TN, strips = qkv_rope.fused_backward(g_T3HD, x_TN, cos, sin, ctx.each, found)
+        g_TN, partials = qkv_rope.fused_backward(g_T3HD, x_TN, cos, sin, ctx.each, found)
 
         def of_gains() -> Gradients:
-            return (None, None) if found is None or strips is None else qkv_rope.gain_gradients(strips, found)
+            return (None, None) if found is None or partials is None else qkv_rope.gain_gradients(partials, found)
 
-        others = () if strips is None else (strips,)
+        others = () if partials is None else (partials,)
         *parameters, dquery, dkey = ctx.projections.gradients(g_TN, x_TK, *others, more=of_gains)
         return (g_TN @ w_NK).view(ctx.shape), *(None,) * 5, dquery, dkey, *parameters
 

@@ -7,7 +7,7 @@ The update writes half-precision copies of the weights while it has the masters 
 A block is up to `BLOCK` numbers of one parameter, of a table of embeddings whole rows. A block that never had a
 gradient has no moments, and is left alone but for weight decay: words that no text has had yet cost their gradient's
 zeros alone. Arithmetic is that of torch's fused AdamW; `torch.optim.AdamW` and `torch.nn.utils.get_total_norm` are the
-plain twin. Nothing is added atomically: equal inputs give equal bits.
+reference. Nothing is added atomically: equal inputs give equal bits.
 
 Source: Loshchilov and Hutter 2019, arXiv 1711.05101.
 """
