@@ -15,7 +15,8 @@ from brimful.core.classification import AnswerEquivalence
 from brimful.core.tolerances import TOLERANCES
 from brimful.tasks.answer_equivalence import compare_answers
 from brimful.tasks.answers import AnswerForm, answer_form
-from brimful.tasks.zero_shot import Candidates, zero_shot_form
+from brimful.tasks.candidates import Candidates
+from brimful.tasks.zero_shot import zero_shot_form
 
 
 def form_of(problem_type: str | None = None, num_labels: int = 3, **asked: Any) -> AnswerForm:

@@ -20,7 +20,7 @@ from brimful.core.classification import CONFIDENCE_BINS
 from brimful.core.errors import OptionError
 from brimful.tasks.answers import AnswerForm, answer_form, objects
 from brimful.tasks.ranking import shortest
-from same import SCORE, same_objects
+from same import SCORE, same_objects, types_of
 from tiny_files import review, save_classifier
 
 TEXTS = [review(i % 3 == 0, i) for i in range(8)] + ["good", "the ." * 5]
@@ -139,7 +139,7 @@ def near(score: Any) -> Any:
 
 def rows(form: AnswerForm, logits_NC: np.ndarray = LOGITS_NC) -> list[dict[str, Any]]:
     table = pa.table(form.columns(logits_NC))
-    assert table.schema.equals(form.schema)
+    assert table.schema.equals(types_of(form, form.space.num_outputs))
     return list(table.to_pylist())
 
 

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from brimful.core.errors import DataError, ModelError, OptionError
-from brimful.tasks.zero_shot import DEFAULT_TEMPLATE, Candidates, ZeroShotForm, parse_labels, zero_shot_form
-from same import same_objects
+from brimful.tasks.candidates import Candidates, parse_labels
+from brimful.tasks.zero_shot import DEFAULT_TEMPLATE, ZeroShotForm, zero_shot_form
+from same import same_objects, types_of
 from tiny_files import BAD, GOOD, review, save_classifier
 
 TEXTS = [review(i % 3 == 0, i) for i in range(6)] + ["good"]
@@ -234,7 +235,7 @@ def test_columns_and_objects_agree(
     num_rows = len(candidates.offsets_N1) - 1
     form = zero_shot_form(config(NLI["last"]), multi_label=multi_label, top_k=top_k, threshold=threshold, logits=True)
     table = pa.table(form.columns(logits_PC, candidates))
-    assert table.schema.equals(form.schema)
+    assert table.schema.equals(types_of(form))
     answers = form.objects(logits_PC, candidates, [DEFAULT_TEMPLATE] * num_rows)
     counts = form.counts(logits_PC, candidates)
 

@@ -8,7 +8,7 @@ pipeline.
 Scores are computed in fp32, as the pipeline does: what is a tie there is a tie here, and goes to the same label. A row
 has an answer if all its logits are finite; one that could not be classified is handed over as NaN.
 
-Legend: N rows, C outputs.
+Legend: N rows, P sequences: one a row, or of zero-shot one a candidate label; C outputs, G rows with M labels each.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ import pyarrow as pa
 from brimful.core.classification import CONFIDENCE_BINS, Counts
 from brimful.core.errors import OptionError, printable
 from brimful.core.records import LabelSpace, TaskName
+from brimful.tasks.candidates import Candidates
 from brimful.tasks.ranking import Ranking, Singles, as_lists, finite_rows, offsets_of, ranked, unranked
 
 #: Probability from which a label is given where a text may have several of them.
 DEFAULT_THRESHOLD = 0.5
-
-#: Columns of several scores, and of the raw outputs of one pass through the model.
-SCORES, LOGITS = pa.list_(pa.float64()), pa.list_(pa.float32())
 
 
 def label_space(config: Any) -> LabelSpace:
@@ -81,21 +79,41 @@ class Form(ABC):
         """Score from which a label is given, None for any."""
         return DEFAULT_THRESHOLD if self.threshold is None and self.listed else self.threshold
 
-    @property
-    def schema(self) -> pa.Schema:
-        """Names and types of the columns. All of them may be null."""
-        pair = pa.struct({"label": pa.large_string(), "score": pa.float64()})
-        scores = {} if self.top_k is None else {"scores": pa.list_(pair)}
-        return pa.schema(self._answer_types | scores | ({"logits": self._logits_type} if self.logits else {}))
+    def columns(self, logits_PC: Singles, candidates: Candidates | None = None) -> dict[str, pa.Array]:
+        """Columns of N rows; null in those without an answer.
 
-    @property
-    def _answer_types(self) -> dict[str, pa.DataType]:
-        label, score = pa.large_string(), pa.float64()
-        return {"label": pa.list_(label), "score": SCORES} if self.listed else {"label": label, "score": score}
+        label, score: the likeliest and its score; below `threshold` the label is null. Where `listed`: lists of those
+        from `least` on, the likeliest first. Of a regression no label: the number, or a list of them.
+        scores: lists of {label, score}, the likeliest first; for regression always all, in the order of the outputs.
+        logits: the raw outputs, a list for each sequence; zero-shot has a list of them, in the order of the candidates.
+        """
+        ranking = self._ranking(logits_PC, candidates)
+        columns = self._answer_columns(ranking)
+        if self.top_k is not None:
+            shown = ranking.top(self.top_k) if self.top_k and not self.numeric else ranking
+            columns["scores"] = shown.pairs()
+        return columns | ({"logits": self._logit_lists(logits_PC, candidates)} if self.logits else {})
 
-    @property
-    def _logits_type(self) -> pa.DataType:
-        return LOGITS
+    def counts(self, logits_PC: Singles, candidates: Candidates | None = None) -> Counts:
+        """Labels given and confidences. The other counts are the caller's to add: `counts + Counts(num_rows=...)`."""
+        if self.numeric:
+            return Counts()
+        ranking = self._ranking(logits_PC, candidates)
+        best_A = ranking.scores_P[ranking.offsets_N1[:-1][ranking.answered_N]]
+        bins_A = np.minimum((best_A * CONFIDENCE_BINS).astype(np.int64), CONFIDENCE_BINS - 1)
+        confidences = np.bincount(bins_A, minlength=CONFIDENCE_BINS)
+        return Counts(labels=self._given(ranking).counts(), confidences=tuple(confidences.tolist()))
+
+    @abstractmethod
+    def score_blocks(self, logits_PC: Singles, candidates: Candidates | None = None) -> list[Singles]:
+        """(G, M) scores of all rows with M labels, for each M, for regression the numbers; NaN without an answer."""
+
+    @abstractmethod
+    def _ranking(self, logits_PC: Singles, candidates: Candidates | None) -> Ranking:
+        """Labels of each row with their scores: all, or as many as are asked for."""
+
+    @abstractmethod
+    def _logit_lists(self, logits_PC: Singles, candidates: Candidates | None) -> pa.Array: ...
 
     def _answer_columns(self, ranking: Ranking) -> dict[str, pa.Array]:
         given = self._given(ranking)
@@ -103,23 +121,10 @@ class Form(ABC):
             return {"label": given.labels(), "score": given.scores()}
         return {"label": given.first_labels(), "score": ranking.first_scores()}
 
-    def _columns(self, ranking: Ranking, logits: Callable[[], pa.Array]) -> dict[str, pa.Array]:
-        columns = self._answer_columns(ranking)
-        if self.top_k is not None:
-            shown = ranking.top(self.top_k) if self.top_k and not self.numeric else ranking
-            columns["scores"] = shown.pairs()
-        return columns | ({"logits": logits()} if self.logits else {})
-
     def _given(self, ranking: Ranking) -> Ranking:
         """The labels that rows are given, of a ranking with all labels or at least each row's first."""
         ranking = ranking if self.listed else ranking.top(1)
         return ranking if self.least is None else ranking.at_least(self.least)
-
-    def _count(self, ranking: Ranking) -> Counts:
-        best_A = ranking.scores_P[ranking.offsets_N1[:-1][ranking.answered_N]]
-        bins_A = np.minimum((best_A * CONFIDENCE_BINS).astype(np.int64), CONFIDENCE_BINS - 1)
-        confidences = np.bincount(bins_A, minlength=CONFIDENCE_BINS)
-        return Counts(labels=self._given(ranking).counts(), confidences=tuple(confidences.tolist()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,37 +145,21 @@ class AnswerForm(Form):
     def numeric(self) -> bool:
         return self.space.task == "regression"
 
-    def columns(self, logits_NC: Singles) -> dict[str, pa.Array]:
-        """The columns of `schema`, in its order; null in the rows without an answer.
+    def score_blocks(self, logits_PC: Singles, candidates: Candidates | None = None) -> list[Singles]:
+        scores_NC = _FUNCTIONS[_usual_function(self.space)](logits_PC)
+        return [np.where(finite_rows(logits_PC)[:, None], scores_NC, np.float32(np.nan))]
 
-        label, score: single_label: the likeliest and its probability; below `threshold` the label is null. multi_label:
-        lists of those from `least` on, the likeliest first. regression: no label; the number, or a list of them.
-        scores: lists of {label, score}, the likeliest first; for regression always all, in the order of the outputs.
-        logits: lists of the raw outputs.
-        """
-        return self._columns(self._ranking(logits_NC), lambda: _logit_lists(logits_NC))
-
-    def counts(self, logits_NC: Singles) -> Counts:
-        """Labels given and confidences. The other counts are the caller's to add: `counts + Counts(num_rows=...)`."""
-        return Counts() if self.numeric else self._count(self._ranking(logits_NC))
-
-    def score_blocks(self, logits_NC: Singles) -> list[Singles]:
-        """[(N, C)]: probabilities, for regression the numbers; rows without an answer are NaN."""
-        scores_NC = _FUNCTIONS[_usual_function(self.space)](logits_NC)
-        return [np.where(finite_rows(logits_NC)[:, None], scores_NC, np.float32(np.nan))]
-
-    def _ranking(self, logits_NC: Singles) -> Ranking:
+    def _ranking(self, logits_PC: Singles, candidates: Candidates | None) -> Ranking:
         if self.numeric:
-            return unranked(logits_NC, finite_rows(logits_NC), _names(self.space))
+            return unranked(logits_PC, finite_rows(logits_PC), _names(self.space))
         most = None if self.listed or self.top_k == 0 else self.top_k or 1
-        scores_NC = _FUNCTIONS[_usual_function(self.space)](logits_NC)
-        return ranked(scores_NC, finite_rows(logits_NC), _names(self.space), most=most)
+        scores_NC = _FUNCTIONS[_usual_function(self.space)](logits_PC)
+        return ranked(scores_NC, finite_rows(logits_PC), _names(self.space), most=most)
 
-    @property
-    def _answer_types(self) -> dict[str, pa.DataType]:
-        if not self.numeric:
-            return super()._answer_types
-        return {"score": pa.float64() if self.space.num_outputs == 1 else SCORES}
+    def _logit_lists(self, logits_PC: Singles, candidates: Candidates | None) -> pa.Array:
+        answered_N = finite_rows(logits_PC)
+        values = pa.array(logits_PC[answered_N].ravel())
+        return as_lists(values, offsets_of(answered_N * logits_PC.shape[1]), answered_N)
 
     def _answer_columns(self, ranking: Ranking) -> dict[str, pa.Array]:
         if not self.numeric:
@@ -276,9 +265,3 @@ def _function_name(asked: str | None) -> str:
 
 def _names(space: LabelSpace) -> pa.Array:
     return pa.array(space.names, pa.large_string())
-
-
-def _logit_lists(logits_NC: Singles) -> pa.Array:
-    answered_N = finite_rows(logits_NC)
-    values = pa.array(logits_NC[answered_N].ravel())
-    return as_lists(values, offsets_of(answered_N * logits_NC.shape[1]), answered_N)

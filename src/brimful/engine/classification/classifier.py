@@ -38,7 +38,8 @@ from brimful.engine.classification.windows import WindowSize
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_forward_precision
 from brimful.tasks.answers import answer_form, check_objects, objects
-from brimful.tasks.zero_shot import DEFAULT_TEMPLATE, Candidates, parse_labels, zero_shot_form
+from brimful.tasks.candidates import Candidates, parse_labels
+from brimful.tasks.zero_shot import DEFAULT_TEMPLATE, zero_shot_form
 
 #: First texts of the first call, by whose lengths kernels are chosen.
 _SAMPLE = 2048
@@ -183,7 +184,7 @@ class ModelClassifier:
         form = zero_shot_form(self._checked.facts.config, multi_label=multi_label, template=template)
         tokens = self._zero_shot_tokens.stream(self._num_workers(window))
         window = replace(window, labels=_labels_of_each(labels, len(window)))
-        request = make_zero_shot(form, self._pair_encoder, tokens, labels, window.first(_SAMPLE), self._callbacks)
+        request = make_zero_shot(form, self._pair_encoder, tokens, labels, window.slice(0, _SAMPLE), self._callbacks)
         found: list[Any] = []
 
         def answer(asked: Asked, logits_PC: Logits) -> None:
@@ -216,7 +217,7 @@ class ModelClassifier:
     def _ready_runner(self, request: Request, window: Texts) -> Runner:
         """The one of all calls, made by the first texts of the first one."""
         if self._runner is None:
-            sample = request.submit(window.first(_SAMPLE), Busy())()
+            sample = request.submit(window.slice(0, _SAMPLE), Busy())()
             with self._precision.apply():
                 self._runner = make_runner(
                     self._checked,

@@ -95,8 +95,8 @@ class PlainAnswers:
         found_PC = runner.submit(self.asked.sequences).result()
         return compare_answers(
             self.request.form,
-            self.request.scores(self.asked, found_PC),
-            self.request.scores(self.asked, self.logits_PC),
+            self.request.form.score_blocks(found_PC, self.asked.candidates),
+            self.request.form.score_blocks(self.logits_PC, self.asked.candidates),
             precision=runner.precision.value,
         )
 

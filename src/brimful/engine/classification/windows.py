@@ -23,7 +23,7 @@ from brimful.data.labels.examples import has_text
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.stream import Chunk
 from brimful.engine.classification.request import Asked, Request, Texts
-from brimful.tasks.zero_shot import Candidates
+from brimful.tasks.candidates import Candidates
 
 #: Sequences and bytes of text of a window: on a GPU enough to fill many micro-batches of every length, and few enough
 #: that one is tokenised while another is computed; on a CPU a few seconds' work.
@@ -166,10 +166,13 @@ def answered(
     The columns: those of the request's form, `num_tokens`, `truncated`, and `error` with what is wrong with a row.
     One whose name a column of the input has is called `predicted_...`.
     """
-    answers = request.columns(asked, logits_PC)
+    answers = request.form.columns(logits_PC, asked.candidates)
     read_N = asked.num_tokens_N > 0
     unread_N = ~read_N & window.faults.is_null().to_numpy(zero_copy_only=False)
-    unlabelled_N = unread_N & window.texts.texts.is_valid().to_numpy(zero_copy_only=False) & asked.unlabelled_N
+    unlabelled_N = np.zeros_like(unread_N)
+    if asked.candidates is not None:
+        has_text_N = window.texts.texts.is_valid().to_numpy(zero_copy_only=False)
+        unlabelled_N = unread_N & has_text_N & (np.diff(asked.candidates.offsets_N1) == 0)
     answer = next(iter(answers.values()))
     lost_N = read_N & answers["score"].is_null().to_numpy(zero_copy_only=False)
     errors = pc.if_else(pa.array(lost_N), _NO_NUMBER, window.faults)
@@ -192,7 +195,7 @@ def answered(
         num_tokenizer_fallback=0 if asked.use_cache else table.num_rows,
         lengths=_length_counts(asked.num_tokens_N[read_N]),
     )
-    return table, counted + request.counts(asked, logits_PC)
+    return table, counted + request.form.counts(logits_PC, asked.candidates)
 
 
 def free_name(name: str, taken: Sequence[str]) -> str:
