@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from brimful.core.errors import BrimfulError, DiskFullError, OutputError, printable
+from brimful.core.errors import DiskFullError, OutputError, printable
 from brimful.core.units import bytes_text
 
 Data: TypeAlias = bytes | bytearray | memoryview
@@ -55,16 +55,11 @@ def file_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _as_ours(error, path) from error
-
-
-def _as_ours(error: OSError, path: Path) -> BrimfulError:
-    said = f"cannot write {path_text(path)}: {error.strerror or printable(error)}"
-    if error.errno not in _FULL:
-        return OutputError(said, hint="choose another --output, or make this one writable")
-    return DiskFullError(
-        f"{said} ({bytes_text(free_bytes(path))} free on this disk)", hint="free some space, then go on with --resume"
-    )
+        said = f"cannot write {path_text(path)}: {error.strerror or printable(error)}"
+        if error.errno not in _FULL:
+            raise OutputError(said, hint="choose another --output, or make this one writable") from error
+        said += f" ({bytes_text(free_bytes(path))} free on this disk)"
+        raise DiskFullError(said, hint="free some space, then go on with --resume") from error
 
 
 def temporary_path(path: Path) -> Path:
@@ -207,12 +202,8 @@ def sync_tree(folder: Path) -> None:
     with file_errors(folder):
         entries = list(folder.iterdir())
     for path in entries:
-        if path.is_symlink():
-            continue
-        if path.is_dir():
-            sync_tree(path)
-        else:
-            sync_file(path)
+        if not path.is_symlink():
+            (sync_tree if path.is_dir() else sync_file)(path)
     sync_folder(folder)
 
 
@@ -293,8 +284,7 @@ def clean_temporaries(folder: Path) -> list[Path]:
             final = folder / name.removeprefix(REPLACED)
             if name.startswith(REPLACED) and not final.exists():
                 (folder / name).rename(final)
-    left = [folder / name for name in names if name.startswith((TEMPORARY, REPLACED))]
-    left = [path for path in left if path.exists() or path.is_symlink()]
+        left = [path for path in sorted(folder.iterdir()) if path.name.startswith((TEMPORARY, REPLACED))]
     for path in left:
         remove(path)
     sync_folder(folder)

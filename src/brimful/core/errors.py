@@ -98,10 +98,9 @@ class DataError(InputError):
         value: object = None,
         hint: str | None = None,
     ) -> None:
-        place = ", ".join(
-            part for part in (printable(file, 200) if file else "", f"row {row}" if row is not None else "") if part
-        )
-        said = f"{place}: {message}" if place else message
+        place = [printable(file, 200)] if file else []
+        place += [f"row {row}"] if row is not None else []
+        said = f"{', '.join(place)}: {message}" if place else message
         if value is not None:
             said += f": '{printable(value)}'"
         super().__init__(said, hint=hint)

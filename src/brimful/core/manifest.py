@@ -89,7 +89,6 @@ def read_manifest(path: Path) -> Manifest | None:
     """The manifest in `path`, None if there is none. Raises: OutputError for one that cannot be understood."""
     try:
         manifest = from_json(Manifest, path.read_text("utf-8"))
-        known = manifest.schema == SCHEMA
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -97,7 +96,7 @@ def read_manifest(path: Path) -> Manifest | None:
             f"{path_text(path)} is not the manifest of a classification: {printable(error)}",
             hint="use another --output, or remove it",
         ) from error
-    if not known:
+    if manifest.schema != SCHEMA:
         raise OutputError(
             f"{path_text(path)} has schema {printable(manifest.schema)}, and this version of brimful knows {SCHEMA}",
             hint="go on with the version that wrote it, or use another --output",
@@ -123,8 +122,5 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _change(name: str, was: Any, now: Any) -> str:
     if any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (was, now)):
         return f"{name} {'have' if name.endswith(' files') else 'has'} changed"
-    return f"{name} was {_shown(was)}, is {_shown(now)}"
-
-
-def _shown(value: Any) -> str:
-    return "not given" if value is None else printable(value, 60)
+    was, now = ("not given" if value is None else printable(value, 60) for value in (was, now))
+    return f"{name} was {was}, is {now}"

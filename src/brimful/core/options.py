@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from brimful.core.errors import OptionError, printable
+from brimful.core.errors import OptionError, encodes, printable
 
 TaskChoice = Literal["auto", "single_label", "multi_label", "regression"]
 PrecisionChoice = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -140,22 +141,12 @@ class TrainOptions:
         _check_positive(self, "batch_size", "num_train_epochs", "learning_rate", "save_total_limit", "logging_steps")
         _check_positive(self, "max_steps", "eval_steps", "save_steps", "max_length", "token_budget", "num_workers")
         _check_positive(self, "early_stopping_patience", "adam_epsilon")
-        for name in ("weight_decay", "max_grad_norm", "warmup_steps", "seed"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < float("inf"):
-                raise OptionError(f"{flag(name)} is {value}: it must be finite and at least 0", hint=_usual(self, name))
-        for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor", "eval_split"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise OptionError(
-                    f"{flag(name)} is {value}: it must be at least 0 and below 1", hint=_usual(self, name)
-                )
-        if self.seed >= 1 << 63:
-            raise OptionError(f"--seed is {self.seed}: it must be below 2^63", hint=_usual(self, "seed"))
-        if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
-            raise OptionError(
-                f"--warmup-ratio is {self.warmup_ratio}: it must be between 0 and 1", hint=_usual(self, "warmup_ratio")
-            )
+        not_negative = ("weight_decay", "max_grad_norm", "warmup_steps", "seed")
+        _check_numbers(self, not_negative, lambda value: 0 <= value < float("inf"), "finite and at least 0")
+        below_one = ("adam_beta1", "adam_beta2", "label_smoothing_factor", "eval_split")
+        _check_numbers(self, below_one, lambda value: 0 <= value < 1, "at least 0 and below 1")
+        _check_numbers(self, ("seed",), lambda value: value < 1 << 63, "below 2^63")
+        _check_numbers(self, ("warmup_ratio",), lambda value: 0 <= value <= 1, "between 0 and 1")
         if self.warmup_ratio is not None and self.warmup_steps is not None:
             raise OptionError("--warmup-ratio and --warmup-steps are both given", hint="give one of them")
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
@@ -250,10 +241,8 @@ class ClassifyOptions:
             raise OptionError("--output is empty", hint="give a name, or leave it out for JSONL on stdout")
         if self.json and self.output is None:
             raise OptionError("--json is given without --output: rows go to stdout then", hint="name an --output")
-        for name in ("top_k", "max_errors", "verify", "num_workers"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise OptionError(f"{flag(name)} is {value}: it must be at least 0", hint=_usual(self, name))
+        not_negative = ("top_k", "max_errors", "verify", "num_workers")
+        _check_numbers(self, not_negative, lambda value: value >= 0, "at least 0")
         if self.threshold is not None and not 0 < self.threshold < 1:
             raise OptionError(
                 f"--threshold is {self.threshold}: it must be between 0 and 1",
@@ -325,31 +314,23 @@ def _check_types(options: object) -> None:
     hints = get_type_hints(type(options))
     for field in dataclasses.fields(cast(Any, options)):
         hint, value = hints[field.name], getattr(options, field.name)
-        allowed = get_args(hint) if get_origin(hint) is Literal else None
-        if allowed is not None:
-            if value not in allowed:
-                said = (
-                    f"{flag(field.name)} is {printable(repr(value))}: it must be one of {', '.join(map(str, allowed))}"
-                )
-                raise OptionError(said, hint=_usual(options, field.name))
-            continue
-        if isinstance(value, str):
-            _check_text(flag(field.name), value)
-        kinds = tuple(get_args(hint)) or (hint,)
-        kinds = (*kinds, int) if float in kinds else kinds
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            wanted = " or ".join(_KINDS[kind] for kind in dict.fromkeys(kinds) if not (kind is int and float in kinds))
-            raise OptionError(
-                f"{flag(field.name)} is {printable(repr(value))}: it must be {wanted}", hint=_usual(options, field.name)
-            )
+        kinds = get_args(hint) or (hint,)
+        if get_origin(hint) is Literal:
+            fits, wanted = value in kinds, f"one of {', '.join(map(str, kinds))}"
+        else:
+            accepted = (*kinds, int) if float in kinds else kinds
+            fits = isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool))
+            wanted = " or ".join(_KINDS[kind] for kind in kinds)
+            if isinstance(value, str):
+                _check_text(flag(field.name), value)
+        if not fits:
+            raise _refused(options, field.name, repr(value), wanted)
 
 
 def _check_text(name: str, value: str) -> None:
     """Check that a text is UTF-8 without NUL: it may be a file name."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise OptionError(f"{name} is '{printable(value)}': it is not UTF-8", hint="use another name") from None
+    if not encodes(value):
+        raise OptionError(f"{name} is '{printable(value)}': it is not UTF-8", hint="use another name")
     if "\0" in value:
         raise OptionError(f"{name} is '{printable(value)}': it has a NUL in it", hint="remove it")
 
@@ -373,20 +354,24 @@ def _check_header(header: bool | None, column_names: str | None) -> None:
 
 
 def _check_positive(options: object, *names: str) -> None:
+    _check_numbers(options, names, lambda value: 0 < value < float("inf"), "finite and greater than 0")
+
+
+def _check_numbers(options: object, names: Sequence[str], fits: Callable[[float], bool], wanted: str) -> None:
     for name in names:
         value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise OptionError(
-                f"{flag(name)} is {value}: it must be finite and greater than 0", hint=_usual(options, name)
-            )
+        if value is not None and not fits(value):
+            raise _refused(options, name, value, wanted)
 
 
-def _usual(options: object, name: str) -> str:
-    """Hint with the default of a field."""
+def _refused(options: object, name: str, value: object, wanted: str) -> OptionError:
+    """The error about the value of a field, with its default as the hint."""
     default = next(field.default for field in dataclasses.fields(cast(Any, options)) if field.name == name)
     if default is None or default is dataclasses.MISSING:
-        return "leave it out, or see --help" if default is None else "see --help"
-    return f"the default is {default}"
+        hint = "leave it out, or see --help" if default is None else "see --help"
+    else:
+        hint = f"the default is {default}"
+    return OptionError(f"{flag(name)} is {printable(value)}: it must be {wanted}", hint=hint)
 
 
 def flag(field: str) -> str:
