@@ -112,7 +112,7 @@ def test_rows_without_a_header_come_as_they_were_written(
     header = Header.of(None if names else False, names)
     rows, stream = read_rows(str(file), header), open_stream(str(file), header=header)
     assert [tuple(row.values()) for row in rows.table.to_pylist()] == reviews
-    assert rows.table.equals(stream.sample().table)
+    assert rows.table.equals(stream.sample.table)
     expected = [name.strip() for name in names.split(",")] if names else ["column_1", "column_2"]
     assert rows.table.column_names == expected
 

@@ -122,7 +122,7 @@ def test_reads_every_format(tmp_path: Path, kind: str, packing: str) -> None:
     assert stream.schema == pa.schema([("text", pa.large_string()), ("label", pa.large_string())])
     assert stream.num_rows == (None if kind in ("csv", "tsv", "jsonl", "arrow") else 2)
     assert read(file) == (ROWS, {})
-    assert find_columns(stream.sample(), need_labels=False).text == "text"
+    assert find_columns(stream.sample, need_labels=False).text == "text"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,7 +170,7 @@ def test_labelled_text_files(tmp_path: Path) -> None:
         {"text": "good", "label": "pos"},
     ]
     assert errors_of(chunks) == {1: "is not UTF-8: 'gut f\\xfcr'"}
-    assert (stream.place(1), stream.num_rows, stream.sample().place(1)) == ((latin, 1), 3, (latin, 1))
+    assert (stream.place(1), stream.num_rows, stream.sample.place(1)) == ((latin, 1), 3, (latin, 1))
     assert joined(list(stream.chunks(2))) == [{"text": "good", "label": "pos"}]
 
 
@@ -533,7 +533,7 @@ def test_rows_of_a_pipe_come_as_they_arrive() -> None:
     with os.fdopen(source, "rb") as stdin, os.fdopen(sink, "wb", buffering=0) as out:
         out.write(b'{"text": "first", "n": 1}\n{"text": "sec')
         stream = open_stream("-", stdin)
-        assert stream.sample().table.to_pylist() == [{"text": "first", "n": 1}]
+        assert stream.sample.table.to_pylist() == [{"text": "first", "n": 1}]
         assert (stream.files, stream.num_rows, stream.progress(0)) == (("stdin",), None, None)
         chunks = stream.chunks()
         assert joined([next(chunks)]) == [{"text": "first", "n": 1}]

@@ -64,7 +64,8 @@ class ArrowPart(Part):
     def __init__(self, file: str) -> None:
         self.files, self.size_bytes = (file,), Path(file).stat().st_size
         with _damage(file), _unpacked(file) as plain:
-            self._is_file = _is_arrow_file(plain)
+            with Path(plain).open("rb") as raw:
+                self._is_file = raw.read(len(_ARROW_FILE)) == _ARROW_FILE
             with pa.OSFile(plain) as raw, (pa.ipc.open_file if self._is_file else pa.ipc.open_stream)(raw) as reader:
                 self._metadata = reader.schema.metadata
                 self.schema = tidy(reader.schema.empty_table(), file).schema
@@ -120,11 +121,6 @@ def _damage(file: str) -> Iterator[None]:
         raise DataError(said, file=file, hint=COPY_AGAIN) from error
 
 
-def _is_arrow_file(file: str) -> bool:
-    with Path(file).open("rb") as raw:
-        return raw.read(len(_ARROW_FILE)) == _ARROW_FILE
-
-
 @contextlib.contextmanager
 def _unpacked(file: str) -> Iterator[str]:
     """The file, or a temporary one with what it is once decompressed."""
@@ -132,7 +128,7 @@ def _unpacked(file: str) -> Iterator[str]:
         yield file
         return
     with tempfile.NamedTemporaryFile() as plain:
-        with reading(file) as stream:
+        with reading(file) as (stream, _):
             shutil.copyfileobj(stream, plain)
         plain.flush()
         yield plain.name

@@ -15,15 +15,11 @@ COPY_AGAIN = "it is cut off or damaged: copy or download it again"
 
 
 @contextlib.contextmanager
-def reading(file: str) -> Iterator[pa.NativeFile]:
-    """The decompressed bytes of `file` as a stream. Raises: DataError where it cannot be opened, read or unpacked."""
-    with reading_packed(file) as (stream, _):
-        yield stream
+def reading(file: str) -> Iterator[tuple[pa.NativeFile, pa.NativeFile]]:
+    """The decompressed bytes of `file` as a stream, and the file on the disk, whose position says how far it was read.
 
-
-@contextlib.contextmanager
-def reading_packed(file: str) -> Iterator[tuple[pa.NativeFile, pa.NativeFile]]:
-    """As `reading`, with the file as it lies on the disk, whose position says how far reading has come."""
+    Raises: DataError where it cannot be opened, read or unpacked.
+    """
     codec = split_suffix(file)[1]
     try:
         with pa.OSFile(file) as packed:

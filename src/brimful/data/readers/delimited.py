@@ -23,7 +23,7 @@ from brimful.core.errors import DataError, printable
 from brimful.data.readers.compression import not_utf8
 from brimful.data.readers.header import Dialect, Header, bad_utf8, csv_reader, header_doubt, long_values, read_header
 from brimful.data.readers.lines import ROW_BYTES, TOO_LONG, FileLines
-from brimful.data.readers.parts import Part, Piece, RowsRead, in_order, unread_row
+from brimful.data.readers.parts import Part, Piece, RowsRead, in_order
 
 _QUOTE = ord('"')
 #: A value in quotation marks that goes on for longer at the end of that block is taken for one that never ends.
@@ -45,7 +45,7 @@ class DelimitedPart(Part):
         return [] if self._dialect.quoting else [f"{printable(self.files[0])}: {marks}"]
 
     def warnings(self) -> list[str]:
-        piece = self.peek() if self._header.is_guess else None
+        piece = self.peek() if self._header.is_there is None else None
         doubt = piece and header_doubt(self._dialect.names, piece.table)
         return [f"{printable(self.files[0])}: {doubt}"] if doubt else []
 
@@ -58,7 +58,7 @@ class DelimitedPart(Part):
             self.share = self._lines.share
             if data is None:
                 yield _parse(begun, self._dialect, is_last=True)[0]
-                yield unread_row(self.schema), {0: TOO_LONG}
+                yield pa.Table.from_pylist([{}], self.schema), {0: TOO_LONG}
                 begun = b""
                 continue
             if is_head:

@@ -57,21 +57,16 @@ def no_rows(name: str, columns: object) -> DataError:
 
 def _check_text(file: str) -> None:
     """Raises: DataError where the decompressed file has no characters, or does not begin like text."""
-    with reading(file) as stream:
+    with reading(file) as (stream, _):
         head = stream.read(_HEAD_BYTES)
     for magic, (what, hint) in _NOT_TEXT.items():
         if head.startswith(magic):
             raise DataError(f"is not UTF-8 text but {what}", file=file, hint=hint)
-    if _is_binary(head):
-        offset = head.index(b"\0")
-        raise DataError(f"is not text: NUL byte at offset {offset}", file=file, hint="is its name what it holds?")
+    # A NUL byte in the first line, or, as in UTF-16, a quarter of all bytes NUL or not UTF-8. Texts may have some.
+    offset = head.find(b"\0")
+    if offset >= 0:
+        num_wrong = head.count(b"\0") + head.decode("utf-8", "replace").count("\ufffd")
+        if b"\n" not in head[:offset] or num_wrong * 4 > len(head):
+            raise DataError(f"is not text: NUL byte at offset {offset}", file=file, hint="is its name what it holds?")
     if len(head) < _HEAD_BYTES and not head.removeprefix(b"\xef\xbb\xbf").strip():
         raise DataError("is empty", file=file, hint=NEEDS_ROWS)
-
-
-def _is_binary(head: bytes) -> bool:
-    """A NUL byte in the first line, or, as in UTF-16, a quarter of all bytes NUL or not UTF-8. Texts may have some."""
-    in_first_line = b"\0" in head.partition(b"\n")[0]
-    return in_first_line or (
-        b"\0" in head and (head.count(b"\0") + head.decode("utf-8", "replace").count("\ufffd")) * 4 > len(head)
-    )

@@ -47,11 +47,6 @@ class Header:
         """The word of the options --header and --column-names."""
         return cls(False, split_names(column_names)) if column_names is not None else cls(header)
 
-    @property
-    def is_guess(self) -> bool:
-        """Nothing was said."""
-        return self.is_there is None
-
 
 @dataclass(frozen=True)
 class Dialect:

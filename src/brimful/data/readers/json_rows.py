@@ -31,7 +31,7 @@ from brimful.data.readers.json_types import (
     parse_line,
 )
 from brimful.data.readers.lines import TOO_LONG, Block, FileLines, PipeLines
-from brimful.data.readers.parts import BATCH_ROWS, Part, Piece, RowsRead, in_order, unread_row
+from brimful.data.readers.parts import BATCH_ROWS, Part, Piece, RowsRead, in_order
 
 #: Places in a large file where lines are read to see types and keys that its first rows do not have.
 _WINDOWS = 16
@@ -65,7 +65,7 @@ class JsonLinesPart(Part):
     def _tables(self) -> Iterator[RowsRead]:
         for data, _ in self._lines.blocks():
             self.share = self._lines.share
-            yield (unread_row(self.schema), {0: TOO_LONG}) if data is None else self._columns.read(data)
+            yield (pa.Table.from_pylist([{}], self.schema), {0: TOO_LONG}) if data is None else self._columns.read(data)
 
 
 class JsonPipePart(JsonLinesPart):

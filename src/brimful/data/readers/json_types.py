@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
@@ -55,8 +55,8 @@ def keys_of_objects(objects: Sequence[Mapping[str, Any]]) -> Keys:
 
 def _type_of(values: Sequence[Any]) -> pa.DataType:
     try:
-        return _column_of(values).type
-    except UnicodeEncodeError:  # half of a surrogate pair in a text
+        return pa.array(values).type
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, UnicodeEncodeError):  # mixed, or half a surrogate pair
         return pa.string()
 
 
@@ -64,9 +64,9 @@ def column_types(keys: Iterable[Keys]) -> dict[str, pa.DataType]:
     """Types that pyarrow's reader of JSON knows, for the values of all `keys`."""
     all_types = [each.types for each in keys]
     names = dict.fromkeys(name for types in all_types for name in types)
-    return {
-        name: _without_null(reduce(_merged, (types[name] for types in all_types if name in types))) for name in names
-    }
+    merged = {name: reduce(_merged, (types[name] for types in all_types if name in types)) for name in names}
+    known = (pa.int64(), pa.float64(), pa.bool_())  # the rest is text, null too
+    return {name: _mapped(kind, lambda each: each if each in known else pa.string()) for name, kind in merged.items()}
 
 
 def _merged(left: pa.DataType, right: pa.DataType) -> pa.DataType:
@@ -87,13 +87,13 @@ def _merged(left: pa.DataType, right: pa.DataType) -> pa.DataType:
     return pa.string()
 
 
-def _without_null(kind: pa.DataType) -> pa.DataType:
-    """Text in place of null."""
+def _mapped(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """`kind` with every type inside of its lists and objects changed."""
     if pa.types.is_list(kind):
-        return pa.list_(_without_null(kind.value_type))
+        return pa.list_(_mapped(kind.value_type, change))
     if pa.types.is_struct(kind) and kind.num_fields:
-        return pa.struct([(field.name, _without_null(field.type)) for field in kind])
-    return kind if kind in (pa.int64(), pa.float64(), pa.bool_()) else pa.string()
+        return pa.struct([(field.name, _mapped(field.type, change)) for field in kind])
+    return change(kind)
 
 
 def read_arrow(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
@@ -104,18 +104,12 @@ def read_arrow(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
     read_options = pajson.ReadOptions(block_size=len(data) + 1)
     parse_options = pajson.ParseOptions(newlines_in_values=True, explicit_schema=schema)
     table = pajson.read_json(pa.BufferReader(data), read_options, parse_options)
-    with_texts = pa.schema([pa.field(field.name, _times_as_text(field.type)) for field in table.schema])
+
+    def times_as_text(kind: pa.DataType) -> pa.DataType:
+        return pa.string() if pa.types.is_timestamp(kind) else kind
+
+    with_texts = pa.schema([(field.name, _mapped(field.type, times_as_text)) for field in table.schema])
     return table if schema is not None or table.schema.equals(with_texts) else read_arrow(data, with_texts)
-
-
-def _times_as_text(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_timestamp(kind):
-        return pa.string()
-    if pa.types.is_list(kind):
-        return pa.list_(_times_as_text(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([(field.name, _times_as_text(field.type)) for field in kind])
-    return kind
 
 
 def parse_line(line: bytes) -> Line:
@@ -142,13 +136,6 @@ def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=without_twins)
-
-
-def _column_of(values: Sequence[Any]) -> pa.Array:
-    try:
-        return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
-        return pa.array([as_text(value) for value in values], pa.large_string())
 
 
 def as_text(value: Any) -> str | None:

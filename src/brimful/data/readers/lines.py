@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from brimful.core.errors import DataError
 from brimful.data.file_names import split_suffix
-from brimful.data.readers.compression import reading, reading_packed
+from brimful.data.readers.compression import reading
 from brimful.data.readers.parts import BLOCK_BYTES
 
 #: A longer line, or record of CSV, is not read, as it would have to be held in memory.
@@ -45,7 +45,7 @@ class FileLines:
     def blocks(self, block_bytes: int | None = None) -> Generator[Block, None, None]:
         """All lines, without a byte-order mark, in blocks of about `block_bytes`. Raises: DataError where damaged."""
         block_bytes = block_bytes or BLOCK_BYTES
-        with reading_packed(self.file) as (stream, packed):
+        with reading(self.file) as (stream, packed):
             reads = iter(lambda: _filled(stream, block_bytes), b"")
             bom = _BOM
             for data, is_last in _whole_lines(reads, self._line_ends, block_bytes):
@@ -62,7 +62,7 @@ class FileLines:
         """Whole lines from up to `count` places all over the file, where it is not compressed and long enough."""
         if split_suffix(self.file)[1] is not None or self.size_bytes < count * 2 * HEAD_BYTES:
             return
-        with reading(self.file) as stream:
+        with reading(self.file) as (stream, _):
             for index in range(1, count + 1):
                 stream.seek(self.size_bytes * index // (count + 1))
                 window = stream.read(HEAD_BYTES)

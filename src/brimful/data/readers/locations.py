@@ -39,7 +39,15 @@ def locate(spec: str) -> list[Location]:
     """
     if not spec:
         raise DataError("the data has no name", hint="give a file, a folder or a hub name")
-    return _locate(str(Path(spec).expanduser()) if spec.startswith("~") else spec)
+    spec = str(Path(spec).expanduser()) if spec.startswith("~") else spec
+    if Path(spec).exists():
+        return _in_path(spec)
+    if any(character in spec for character in "*?["):
+        return _in_glob(spec)
+    otherwise = _nearest(spec)
+    if is_data_file(spec) or not looks_like_hub_name(spec):
+        raise DataError("there is no such file or folder", value=spec, hint=otherwise)
+    return [Location(spec, otherwise=otherwise)]
 
 
 @contextlib.contextmanager
@@ -51,17 +59,6 @@ def refusals(spec: str) -> Iterator[None]:
         file = str(error.filename or spec)
         said = f"cannot be read ({error.strerror or first_line(error)})"
         raise DataError(said, file=file, hint="may this user read it?") from error
-
-
-def _locate(spec: str) -> list[Location]:
-    if Path(spec).exists():
-        return _in_path(spec)
-    if any(character in spec for character in "*?["):
-        return _in_glob(spec)
-    otherwise = _nearest(spec)
-    if is_data_file(spec) or not looks_like_hub_name(spec):
-        raise DataError("there is no such file or folder", value=spec, hint=otherwise)
-    return [Location(spec, otherwise=otherwise)]
 
 
 def _in_path(path: str) -> list[Location]:
@@ -93,7 +90,10 @@ def _in_folder(folder: str) -> list[Location]:
         return [Location(str(text), path.name) for path in classes for text in sorted(path.glob("*.txt"))]
     files = [str(path) for path in inside if path.is_file() and is_data_file(path.name) and not is_manifest(path)]
     if not files:
-        raise DataError("the folder holds no data", file=folder, hint=_hint_empty(folder, inside))
+        folders = [f"{folder}/{path.name}" for path in inside if path.is_dir()]
+        hint = f"it can hold {KINDS}, or one sub-folder of .txt files per class"
+        hint = f"give one of its folders: {_shown(folders)}" if folders else hint
+        raise DataError("the folder holds no data", file=folder, hint=hint)
     _check_one_split(folder, files)
     return [Location(file) for file in files]
 
@@ -139,13 +139,6 @@ def _check_one_split(folder: str, files: list[str]) -> None:
             file=folder,
             hint=f"give one of them, as {_shown([first])}, or a glob",
         )
-
-
-def _hint_empty(folder: str, inside: list[Path]) -> str:
-    folders = [f"{folder}/{path.name}" for path in inside if path.is_dir()]
-    if folders:
-        return f"give one of its folders: {_shown(folders)}"
-    return f"it can hold {KINDS}, or one sub-folder of .txt files per class"
 
 
 def _nearest(path: str) -> str:

@@ -129,11 +129,6 @@ def _refit_row(
     return pa.table(columns), faults[0]
 
 
-def unread_row(schema: pa.Schema) -> pa.Table:
-    """One row of nulls."""
-    return pa.table([pa.nulls(1, kind) for kind in schema.types], schema=schema)
-
-
 class TablePart(Part):
     """Rows of a table that is in memory or mapped into it."""
 
@@ -153,10 +148,8 @@ class TextFilesPart(Part):
 
     schema = pa.schema([("text", pa.large_string()), ("label", pa.large_string())])
 
-    def __init__(self, labelled: Sequence[tuple[str, str]]) -> None:
-        """labelled: file and label of each row."""
-        self.files, self._labels = zip(*labelled, strict=True)
-        self.num_rows = len(labelled)
+    def __init__(self, files: Sequence[str], labels: Sequence[str]) -> None:
+        self.files, self._labels, self.num_rows = files, labels, len(files)
         self.size_bytes = sum(Path(file).stat().st_size for file in self.files)
 
     def pieces(self, start: int) -> Iterator[Piece]:

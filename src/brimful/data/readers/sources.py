@@ -58,7 +58,7 @@ def open_stream(spec: str, stdin: BinaryIO | None = None, header: Header | None 
             stream = RowStream(spec, [JsonPipePart(stdin or sys.stdin.buffer)])
         else:
             stream = RowStream(spec, _parts_at(locate(spec), header))
-        stream.sample()
+        stream.sample  # noqa: B018
     return stream
 
 
@@ -85,7 +85,8 @@ def _parts_at(locations: Sequence[Location], header: Header) -> list[Part]:
     parts: list[Part] = []
     for label, group in itertools.groupby(locations, key=lambda location: location.label is not None):
         if label:
-            parts.append(TextFilesPart([(each.path, each.label or "") for each in group]))
+            texts, labels = zip(*((each.path, each.label) for each in group), strict=True)
+            parts.append(TextFilesPart(texts, labels))
         else:
             parts.extend(json_parts.get(each.path) or _part_at(each, kinds.get(each.path), header) for each in group)
     return parts
@@ -105,7 +106,7 @@ def _part_at(location: Location, kind: str | None, header: Header) -> Part:
         return TablePart(location.path, load_hub(location.path, location.otherwise))
     file = location.path
     if kind == ".json":
-        with reading(file) as stream:
+        with reading(file) as (stream, _):
             rows = parse_document(stream.read().removeprefix(b"\xef\xbb\xbf"), file)
         return TablePart(file, rows) if isinstance(rows, pa.Table) else JsonObjectsPart(file, rows)
     if kind in _WITH_HEADER:

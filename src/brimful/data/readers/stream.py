@@ -69,15 +69,12 @@ class RowStream:
         self._next_row = 0
         self._marks = deque([(0, 0.0)])  # rows, and the share of the bytes that these are
 
+    @functools.cached_property
     def sample(self) -> Rows:
-        """The first rows: what was read first of the first file that has any. Asked again, the same.
+        """The first rows: what was read first of the first file that has any.
 
         Raises: DataError where there are no rows, or none of the first can be read.
         """
-        return self._sample
-
-    @functools.cached_property
-    def _sample(self) -> Rows:
         for part in self._parts:
             if piece := part.peek():
                 table, faults = self._fitted(piece)
@@ -113,20 +110,14 @@ class RowStream:
         table = pa.concat_tables(tables)
         if table.nbytes < len(tables) * _SMALL_BYTES:
             table = table.combine_chunks()
-        return Rows(
-            table=table,
-            name=self.name,
-            files=tuple(files),
-            starts=tuple(starts),
-            notes=self.notes,
-            warnings=self.warnings,
-        )
+        said = {"notes": self.notes, "warnings": self.warnings}
+        return Rows(table=table, name=self.name, files=tuple(files), starts=tuple(starts), **said)
 
     def beginning(self) -> Iterator[pa.Table]:
         """The sample and the rows behind it, table by table in the types of `schema`, read for as long as they are
         asked for; of a pipe the sample alone, and of a file that is damaged what comes before.
         """
-        yield self._sample.table
+        yield self.sample.table
         with suppress(DataError), refusals(self.name):  # `chunks` says so when it is there
             files = (part for part in self._parts if part.size_bytes is not None)
             pieces = (piece for part in files for piece in part.pieces(0) if piece.table.num_rows)

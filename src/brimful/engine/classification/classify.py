@@ -149,7 +149,7 @@ def _look(options: ClassifyOptions, callbacks: Callbacks) -> _Given:
         callbacks.warning(warning)
     if options.output is not None:
         check_output(Path(options.output), options.data, map(Path, rows.files))
-    reading = Reading.of(rows.sample(), options)
+    reading = Reading.of(rows.sample, options)
     report_columns(reading.columns, callbacks)
     sample, row_bytes = _first_texts(rows, reading, max(_SAMPLE_TEXTS, options.verify))
     return _Given(precision=precision, checked=checked, rows=rows, reading=reading, sample=sample, row_bytes=row_bytes)
