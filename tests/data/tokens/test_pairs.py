@@ -78,7 +78,7 @@ def test_the_tokenizers_own_pairs(name: str, side: str, texts: list[str], labels
 )
 def test_templates(name: str, before: list[int], between: list[int], behind: list[int]) -> None:
     template = template_of(encoder_of(trained_tokenizers.make(name), 64))
-    found = [part.ids.tolist() for part in (template.before, template.between, template.behind)]
+    found = [part[0].tolist() for part in (template.before, template.between, template.behind)]
     assert found == [before, between, behind]
     assert template.num_special_tokens == len(before + between + behind)
 

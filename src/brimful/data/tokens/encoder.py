@@ -7,7 +7,6 @@ offsets, so that ten million rows cost their tokens and nine bytes each, and no 
 from __future__ import annotations
 
 import itertools
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -201,35 +200,15 @@ class Encoder:
 
     def without_special_tokens(self) -> Encoder:
         """One that gives only the tokens of the text itself, still `max_length` at most, and no types."""
-        backend, split_special_tokens, max_length, *_ = self.__getstate__()
-        bare = Encoder.__new__(Encoder)
-        bare.__setstate__((backend, split_special_tokens, max_length, False, False, self.use_cache))
-        return bare
+        _, (written, split_special_tokens, max_length, settings) = self.__reduce__()
+        settings |= {"with_types": False, "add_special_tokens": False}
+        return _restored(written, split_special_tokens, max_length, settings)
 
-    def __getstate__(self) -> tuple[str, bool, int, bool, bool, bool]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # What a backend writes of itself leaves out whether special tokens in a text are split.
-        backend = self.backend
-        return (
-            backend.to_str(),
-            backend.encode_special_tokens,
-            self.max_length,
-            self.with_types,
-            self.add_special_tokens,
-            self.use_cache,
-        )
-
-    def __setstate__(self, state: tuple[str, bool, int, bool, bool, bool]) -> None:
-        written, split_special_tokens, max_length, with_types, add_special_tokens, use_cache = state
-        backend = Tokenizer.from_str(written)
-        backend.encode_special_tokens = split_special_tokens
-        Encoder.__init__(
-            self,
-            backend,
-            max_length,
-            with_types=with_types,
-            add_special_tokens=add_special_tokens,
-            use_cache=use_cache,
-        )
+        settings = {"with_types": self.with_types, "add_special_tokens": self.add_special_tokens}
+        settings["use_cache"] = self.use_cache
+        return _restored, (self.backend.to_str(), self.backend.encode_special_tokens, self.max_length, settings)
 
     def check(self, texts: Sequence[str]) -> str | None:
         """Encode the texts with the cache and with `tokenizers`. If they differ, turn the cache off (`use_cache`).
@@ -332,6 +311,12 @@ class Encoder:
         return encodings
 
 
+def _restored(written: str, split_special_tokens: bool, max_length: int, settings: dict[str, bool]) -> Encoder:
+    backend = Tokenizer.from_str(written)
+    backend.encode_special_tokens = split_special_tokens
+    return Encoder(backend, max_length, **settings)
+
+
 def compared_rows(num_rows: int, *, first: int = FIRST_COMPARED) -> npt.NDArray[np.int64]:
     """Rows of the user's own texts on which `Encoder.check` is called."""
     return np.union1d(np.arange(min(first, num_rows)), np.arange(0, num_rows, _COMPARED_EVERY)).astype(np.int64)
@@ -345,7 +330,6 @@ def tokenize(
     folder: Path | None = None,
     progress: Callable[[int], None] | None = None,
     place: Callable[[int], tuple[str, int]] | None = None,
-    may_be_empty: bool = False,
     warn: Callable[[str], None] | None = None,
 ) -> Tokens:
     """Token ids of every row of an Arrow column of strings.
@@ -353,18 +337,18 @@ def tokenize(
     folder: where the arrays are kept, in files without a name that go with the process. progress: called with the
     number of rows done. place: file and row number of a row, for errors. warn: hears if words cannot be looked up; then
     all ids are those of `tokenizers`.
-    Raises: DataError for a row that gives no token at all, unless may_be_empty.
+    Raises: DataError for a row that gives no token at all.
     """
     num_rows = len(texts)
     if pairs is None and (said := encoder.check(texts.take(compared_rows(num_rows)).to_pylist())) and warn:
         warn(said)
     lengths = np.zeros(num_rows, dtype=np.int64)
     truncated = np.zeros(num_rows, dtype=np.bool_)
-    with _Spool(np.int32, folder) as ids, _Spool(np.uint8, folder) as types:
+    with tempfile.TemporaryFile(dir=folder) as ids, tempfile.TemporaryFile(dir=folder) as types:
         for start in range(0, num_rows, _SLICE):
             part = texts.slice(start, _SLICE).to_pylist()
             found = encoder.encode(part, None if pairs is None else pairs.slice(start, _SLICE).to_pylist())
-            if not may_be_empty and not found.lengths.all():
+            if not found.lengths.all():
                 row = start + int(found.lengths.argmin())
                 file, number = place(row) if place else (None, row + 1)
                 raise DataError(
@@ -376,39 +360,22 @@ def tokenize(
                 )
             lengths[start : start + len(found)] = found.lengths
             truncated[start : start + len(found)] = found.truncated
-            ids.append(found.ids)
+            ids.write(found.ids.data)
             if found.types is not None:
-                types.append(found.types)
+                types.write(found.types.data)
             if progress:
                 progress(min(start + _SLICE, num_rows))
         return Tokens(
-            ids=ids.array(),
+            ids=_mapped(ids, np.int32),
             offsets=offsets_of(lengths),
-            types=types.array() if encoder.with_types else None,
+            types=_mapped(types, np.uint8) if encoder.with_types else None,
             truncated=truncated,
         )
 
 
-class _Spool:
-    """An array that grows in a file and is mapped when it is whole. The file has no name left when it is read."""
-
-    def __init__(self, dtype: Any, folder: Path | None) -> None:
-        self._dtype = np.dtype(dtype)
-        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by __exit__)
-
-    def __enter__(self) -> _Spool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def append(self, values: np.ndarray) -> None:
-        self._file.write(values.data)
-
-    def array(self) -> np.ndarray:
-        self._file.flush()
-        size = os.fstat(self._file.fileno()).st_size
-        if size == 0:
-            return np.zeros(0, dtype=self._dtype)
-        mapped = np.memmap(self._file, dtype=self._dtype, mode="r", shape=(size // self._dtype.itemsize,))
-        return mapped.view(np.ndarray)  # whose slices cost a tenth
+def _mapped(file: IO[bytes], dtype: Any) -> np.ndarray:
+    """The array that was written into a file, mapped."""
+    file.flush()
+    if not file.tell():
+        return np.zeros(0, dtype)
+    return np.memmap(file, dtype, mode="r").view(np.ndarray)  # whose slices cost a tenth

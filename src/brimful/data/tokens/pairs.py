@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,24 +23,16 @@ _PROBES = (("a text", "a hypothesis"), ("1", "2"), ("一", "二"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Specials:
-    """Special tokens at one place of a pair. ids: (S,) int32. types: (S,) uint8."""
-
-    ids: np.ndarray
-    types: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True)
 class PairTemplate:
-    """Special tokens around two texts: before, between, and after.
+    """Special tokens around two texts: before, between, and after; (2, S) int32 ids and types of each.
 
     text_type, hypothesis_type: token types of the two. with_types: whether the model has any. max_length: tokens of the
     longest pair. from_left: whether a text that is too long loses its beginning.
     """
 
-    before: Specials
-    between: Specials
-    behind: Specials
+    before: np.ndarray
+    between: np.ndarray
+    behind: np.ndarray
     text_type: int
     hypothesis_type: int
     with_types: bool
@@ -49,36 +42,32 @@ class PairTemplate:
     @property
     def num_special_tokens(self) -> int:
         """Those of one pair."""
-        return len(self.before.ids) + len(self.between.ids) + len(self.behind.ids)
+        return int(self.before.shape[1] + self.between.shape[1] + self.behind.shape[1])
 
 
 def find_template(encoder: Encoder) -> PairTemplate | None:
     """The special tokens of an encoder with truncation `only_first`; None if it does not frame pairs in this form."""
     for text, hypothesis in _PROBES:
         [encoding] = encoder.backend.encode_batch_fast([(text, hypothesis)])
-        origins = [-1 if origin is None else origin for origin in encoding.sequence_ids]
-        if not encoding.overflowing and {0, 1} <= set(origins):
-            return _template(encoder, np.array(origins), np.array(encoding.ids), np.array(encoding.type_ids))
+        if not encoding.overflowing and {0, 1} <= set(encoding.sequence_ids):
+            return _template(encoder, encoding)
     return None
 
 
-def _template(encoder: Encoder, origin_T: np.ndarray, id_T: np.ndarray, type_T: np.ndarray) -> PairTemplate | None:
-    """origin_T: of each token of a pair, 0 for the text, 1 for the hypothesis, -1 for a special one."""
+def _template(encoder: Encoder, encoding: Any) -> PairTemplate | None:
+    tokens_2T = np.array([encoding.ids, encoding.type_ids], dtype=np.int32)
+    types_T, origin_T = tokens_2T[1], np.array(encoding.sequence_ids, dtype=np.float64)  # of a special token, NaN
     text, hypothesis = np.flatnonzero(origin_T == 0), np.flatnonzero(origin_T == 1)
     in_order = text[-1] < hypothesis[0]
-    unbroken = all(np.ptp(part) == len(part) - 1 and np.ptp(type_T[part]) == 0 for part in (text, hypothesis))
+    unbroken = all(np.ptp(part) == len(part) - 1 and np.ptp(types_T[part]) == 0 for part in (text, hypothesis))
     if not (in_order and unbroken):
         return None
-
-    def specials(start: int, stop: int) -> Specials:
-        return Specials(ids=id_T[start:stop].astype(np.int32), types=type_T[start:stop].astype(np.uint8))
-
     return PairTemplate(
-        before=specials(0, text[0]),
-        between=specials(text[-1] + 1, hypothesis[0]),
-        behind=specials(hypothesis[-1] + 1, len(id_T)),
-        text_type=int(type_T[text[0]]),
-        hypothesis_type=int(type_T[hypothesis[0]]),
+        before=tokens_2T[:, : text[0]],
+        between=tokens_2T[:, text[-1] + 1 : hypothesis[0]],
+        behind=tokens_2T[:, hypothesis[-1] + 1 :],
+        text_type=int(types_T[text[0]]),
+        hypothesis_type=int(types_T[hypothesis[0]]),
         with_types=encoder.with_types,
         max_length=encoder.max_length,
         from_left=encoder.truncates_left,
@@ -102,12 +91,19 @@ def assemble(
     whole_P, hypothesis_length_P = texts.lengths[text_P], hypotheses.lengths[hypothesis_P]
     room_P = template.max_length - template.num_special_tokens - hypothesis_length_P
     if ((room_P < whole_P) & (room_P < 1)).any():
-        raise _no_room(int(hypothesis_length_P.max()), template)
+        raise OptionError(
+            f"a hypothesis has {hypothesis_length_P.max():,} tokens, which leaves no room for the text: the longest "
+            f"pair has {template.max_length:,}, {template.num_special_tokens} special tokens counted",
+            hint="shorten the label or --hypothesis-template, or raise --max-length",
+        )
     kept_P = np.minimum(whole_P, room_P)
     first_P = texts.offsets[text_P] + (whole_P - kept_P if template.from_left else 0)
 
-    ids, types = _pieces(template, texts, hypotheses)
-    before, between = len(template.before.ids), len(template.between.ids)
+    text_tokens = np.stack([texts.ids, np.full(len(texts.ids), template.text_type, np.int32)])
+    hypothesis_tokens = np.stack([hypotheses.ids, np.full(len(hypotheses.ids), template.hypothesis_type, np.int32)])
+    pieces = (template.before, template.between, template.behind, text_tokens, hypothesis_tokens)
+    ids, types = np.concatenate(pieces, axis=1)
+    before, between = template.before.shape[1], template.between.shape[1]
     specials = template.num_special_tokens
     segments = (  # of each pair: where it is among the pieces, and how long
         (0, before),
@@ -120,27 +116,8 @@ def assemble(
     return Tokens(
         ids=ids[taken],
         offsets=offsets_of(lengths_P),
-        types=types[taken] if template.with_types else None,
+        types=types.astype(np.uint8)[taken] if template.with_types else None,
         truncated=(kept_P < whole_P) | texts.truncated[text_P],
-    )
-
-
-def _pieces(template: PairTemplate, texts: Tokens, hypotheses: Tokens) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and types of all that pairs are made of: special tokens, texts, hypotheses."""
-    specials = (template.before, template.between, template.behind)
-    text_types = np.full(len(texts.ids), template.text_type, np.uint8)
-    hypothesis_types = np.full(len(hypotheses.ids), template.hypothesis_type, np.uint8)
-    return (
-        np.concatenate([*(part.ids for part in specials), texts.ids, hypotheses.ids]),
-        np.concatenate([*(part.types for part in specials), text_types, hypothesis_types]),
-    )
-
-
-def _no_room(num_tokens: int, template: PairTemplate) -> OptionError:
-    return OptionError(
-        f"a hypothesis has {num_tokens:,} tokens, which leaves no room for the text: the longest pair has "
-        f"{template.max_length:,}, {template.num_special_tokens} special tokens counted",
-        hint="shorten the label or --hypothesis-template, or raise --max-length",
     )
 
 
@@ -165,9 +142,4 @@ def assembly_is_exact(
     pairs = every_pair(len(texts), len(hypotheses))
     assembled = assemble(template, bare.encode(texts), bare.encode(hypotheses), *pairs)
     plain = encode_pairs(encoder, texts, hypotheses, *pairs)
-    same_types = plain.types is assembled.types is None or (
-        plain.types is not None and assembled.types is not None and np.array_equal(plain.types, assembled.types)
-    )
-    return same_types and all(
-        np.array_equal(getattr(plain, name), getattr(assembled, name)) for name in ("ids", "offsets", "truncated")
-    )
+    return all(assembled.same_sequence(pair, plain) for pair in range(len(plain)))
