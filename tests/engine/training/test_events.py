@@ -15,13 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brimful.core.errors import DataError, OutputError
-from brimful.engine.training.events import EventLog, read_events
+from brimful.core.errors import OutputError
+from brimful.engine.training.events import EventLog
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "events.jsonl"
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Events of a log in order. A torn last line, left by a kill, is not an event yet."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def strict(line: bytes) -> Any:
@@ -32,21 +38,21 @@ def strict(line: bytes) -> Any:
 
 
 def test_lines_are_read_back_in_order(path: Path) -> None:
-    with EventLog(path) as log:
+    with EventLog(path, report=pytest.fail) as log:
         log.write("start", run="r")
         log.write("step", step=1, loss=0.1 + 0.2, skipped=None, ids=(1, 2))
-        assert list(read_events(path)) == [
+        assert read_events(path) == [
             {"kind": "start", "run": "r"},
             {"kind": "step", "step": 1, "loss": 0.1 + 0.2, "skipped": None, "ids": [1, 2]},
         ]
-    with EventLog(path) as log:
+    with EventLog(path, report=pytest.fail) as log:
         log.write("resume")
     assert [event["kind"] for event in read_events(path)] == ["start", "step", "resume"]
     assert log.lost == 0
 
 
 def test_numbers_that_json_does_not_have_become_their_names(path: Path) -> None:
-    with EventLog(path) as log:
+    with EventLog(path, report=pytest.fail) as log:
         log.write("step", loss=math.nan, metrics={"f1": math.inf, "all": [-math.inf, 1.5]})
     line = strict(path.read_bytes())
     assert line == {"kind": "step", "loss": "nan", "metrics": {"f1": "inf", "all": ["-inf", 1.5]}}
@@ -64,7 +70,7 @@ JSON = st.recursive(
 @given(st.lists(st.dictionaries(st.text(), JSON, max_size=3), max_size=4))
 def test_any_event_is_one_strict_line(tmp_path_factory: pytest.TempPathFactory, events: list[dict[str, Any]]) -> None:
     path = tmp_path_factory.mktemp("log") / "events.jsonl"
-    with EventLog(path) as log:
+    with EventLog(path, report=pytest.fail) as log:
         for fields in events:
             log.write("any", fields=fields)
     text = path.read_bytes().decode("ascii")
@@ -76,21 +82,21 @@ def test_any_event_is_one_strict_line(tmp_path_factory: pytest.TempPathFactory, 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes"])
 def test_what_is_not_json_is_a_mistake_of_the_caller(path: Path, value: object) -> None:
-    with EventLog(path) as log:
+    with EventLog(path, report=pytest.fail) as log:
         with pytest.raises(TypeError):
             log.write("step", value=value)
         log.write("step", value=1)
-    assert len(list(read_events(path))) == 1
+    assert len(read_events(path)) == 1
 
 
 def test_cut_at_a_position(path: Path) -> None:
-    with EventLog(path) as log:
+    with EventLog(path, report=pytest.fail) as log:
         assert log.position() == 0
         log.write("step", step=1)
         position = log.position()
         assert position == path.stat().st_size
         log.write("step", step=2)
-    with EventLog(path) as log:
+    with EventLog(path, report=pytest.fail) as log:
         log.cut(position)
         assert path.stat().st_size == position
         log.write("step", step=3)
@@ -117,7 +123,7 @@ def test_cut_that_is_not_at_the_end_of_a_line(path: Path) -> None:
 
 @pytest.mark.parametrize("text_bytes", [10, 200_000])
 def test_a_line_torn_anywhere_is_ignored_by_readers_and_repaired_by_the_writer(path: Path, text_bytes: int) -> None:
-    with EventLog(path) as log:
+    with EventLog(path, report=pytest.fail) as log:
         log.write("first")
         position = log.position()
         log.write("second", text="x" * text_bytes)
@@ -126,29 +132,17 @@ def test_a_line_torn_anywhere_is_ignored_by_readers_and_repaired_by_the_writer(p
         for tail in (b"", b"\x00" * 20):  # a power cut may leave zeros
             path.write_bytes(whole[:end] + tail)
             assert [event["kind"] for event in read_events(path)] == ["first"]
-            with EventLog(path) as log:
+            with EventLog(path, report=pytest.fail) as log:
                 assert log.position() == position
                 log.write("third")
             assert [event["kind"] for event in read_events(path)] == ["first", "third"]
 
 
-@pytest.mark.parametrize("line", [b"{torn\n", b"\n", b"[1]\n", b'"text"\n', b"\xff\n", b"[" * 100_000 + b"\n"])
-def test_a_damaged_line_that_is_not_the_last_is_named(path: Path, line: bytes) -> None:
-    path.write_bytes(b'{"kind": "a"}\n' + line + b'{"kind": "b"}\n')
-    events = read_events(path)
-    assert next(events) == {"kind": "a"}
-    with pytest.raises(DataError, match=r"events.jsonl, row 2: is not an event") as raised:
-        next(events)
-    assert "\n" not in str(raised.value)
-
-
 def test_a_log_that_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read: No such file"):
-        list(read_events(tmp_path / "not there"))
     with pytest.raises(OutputError, match=r"events\.jsonl"):
-        EventLog(tmp_path / "not there" / "events.jsonl")
+        EventLog(tmp_path / "not there" / "events.jsonl", report=pytest.fail)
     with pytest.raises(OutputError):
-        EventLog(tmp_path)
+        EventLog(tmp_path, report=pytest.fail)
 
 
 def test_a_full_disk_loses_events_and_nothing_else(path: Path) -> None:
@@ -169,7 +163,7 @@ def test_a_full_disk_loses_events_and_nothing_else(path: Path) -> None:
         log.write("step", step=5)
         log.write("step", step=6)
         assert log.position() == path.stat().st_size
-    assert list(read_events(path)) == [
+    assert read_events(path) == [
         {"kind": "step", "step": 1},
         {"kind": "events_lost", "count": 3},
         {"kind": "step", "step": 5},
@@ -203,21 +197,18 @@ def test_a_disk_too_sick_to_repair_the_line_at_once(path: Path, monkeypatch: pyt
         log.write("step", step=4)
     assert [event.get("step") for event in read_events(path)] == [1, None, 4]
     assert len(said) == 1
-    with EventLog(path) as log:
+    with EventLog(path, report=pytest.fail) as log:
         log.cut(position)
     assert [event["step"] for event in read_events(path)] == [1]
 
 
-def test_what_is_lost_is_said_on_stderr(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = EventLog(path)
+def test_what_is_lost_is_reported_once(path: Path) -> None:
+    said: list[str] = []
+    log = EventLog(path, report=said.append)
     log.close()
     log.write("late")
     log.write("later")
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == f"warning: cannot write {path}: Bad file descriptor; going on without the log\n"
+    assert said == [f"cannot write {path}: Bad file descriptor; going on without the log"]
     assert log.lost == 2
 
 
@@ -248,7 +239,7 @@ def test_a_closed_log_never_writes_into_another_file(path: Path) -> None:
 
 
 def test_position_is_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with EventLog(path) as log:
+    with EventLog(path, report=pytest.fail) as log:
         log.write("step")
         synced: list[int] = []
         real = os.fsync
@@ -268,7 +259,7 @@ def test_opening_syncs_the_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     synced: list[int] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(os.fstat(descriptor).st_ino), real(descriptor)))
-    EventLog(path).close()
+    EventLog(path, report=pytest.fail).close()
     assert path.parent.stat().st_ino in synced
 
 
@@ -279,7 +270,7 @@ def test_a_killed_writer_loses_nothing_it_wrote(path: Path, num_seen: int) -> No
     child = os.fork()
     if not child:
         try:
-            log = EventLog(path)
+            log = EventLog(path, report=pytest.fail)
             for step in range(1_000_000):
                 log.write("step", step=step)
                 if step == num_seen:
@@ -294,6 +285,6 @@ def test_a_killed_writer_loses_nothing_it_wrote(path: Path, num_seen: int) -> No
     steps = [event["step"] for event in read_events(path)]
     assert steps == list(range(len(steps)))
     assert len(steps) > num_seen
-    with EventLog(path) as log:
+    with EventLog(path, report=pytest.fail) as log:
         log.write("step", step=-1)
-    assert len(list(read_events(path))) == len(steps) + 1
+    assert len(read_events(path)) == len(steps) + 1

@@ -3,12 +3,12 @@
 Each line is given to the system at once, so a kill loses nothing; `position` also puts the log on the disk. Numbers
 that JSON does not have are the texts "nan", "inf" and "-inf", so `float(event["loss"])` holds for every loss.
 
-    with EventLog(folder / "events.jsonl") as log:
+    with EventLog(folder / "events.jsonl", report=print) as log:
         log.write("step", step=1, loss=0.7)
         position = log.position()  # into the checkpoint; on resume: log.cut(position)
 
-A full disk never stops a training: events that cannot be written are counted in `lost`, said once on stderr (or to
-`report`), and written down as an event `events_lost` as soon as there is room again.
+A full disk never stops a training: events that cannot be written are counted in `lost`, reported once, and written
+down as an event `events_lost` as soon as there is room again.
 """
 
 from __future__ import annotations
@@ -16,32 +16,24 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from brimful.core import atomic_files
-from brimful.core.errors import BrimfulError, DataError
+from brimful.core.errors import BrimfulError
 
 _BLOCK_BYTES = 1 << 16
-
-
-def _to_stderr(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)
 
 
 class EventLog:
     """An open log. Opening repairs a torn last line. One writer, one thread.
 
-    Attributes:
-        path: the file.
-        lost: events that could not be written since it was opened.
+    lost: events that could not be written since it was opened. report: called once with the first reason.
+    Raises: DiskFullError or OutputError if the file cannot be opened.
     """
 
-    def __init__(self, path: Path, *, report: Callable[[str], None] = _to_stderr) -> None:
-        """Raises: DiskFullError or OutputError if the file cannot be opened."""
+    def __init__(self, path: Path, *, report: Callable[[str], None]) -> None:
         self.path, self.lost = path, 0
         self._report, self._reported = report, False
         self._unrecorded = 0  # lost events that no events_lost line tells of yet
@@ -110,9 +102,7 @@ class EventLog:
     def __enter__(self) -> EventLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _say(self, message: str) -> None:
@@ -145,27 +135,3 @@ def _end_of_line(descriptor: int, end: int) -> int:
             return start + found + 1
         end = start
     return 0
-
-
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Each event of a log in order. A torn last line, left by a kill, is not an event yet; any other is an error.
-
-    Raises: DataError naming the file and the line.
-    """
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n"):
-                    yield _event(path, number, line)
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", file=str(path)) from error
-
-
-def _event(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        event = None
-    if not isinstance(event, dict):
-        raise DataError("is not an event", file=str(path), row=number, value=line.decode("utf-8", "replace").strip())
-    return event
