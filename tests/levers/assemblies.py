@@ -38,7 +38,6 @@ def assembly_of(
         options=options,
         model=model,
         precision=Precision(value=precision, device=torch.device(device), reason="asked for"),
-        packing_wanted=options.packing == "auto",
         max_length=64,
         typical_length=round(float(lengths_N.mean())),
         num_tokens=num_tokens,

@@ -161,11 +161,10 @@ T = TypeVar("T")
 class Assembly:
     """A loaded model on its way to running: facts that levers are chosen by, and what levers made so far.
 
-    packing_wanted: whether sequences may run packed. max_length: most tokens of a sequence. typical_length: mean length
-    of the sequences to come, by which kernels are chosen. num_tokens: of the whole run, about. batches: lengths of the
-    sequences of batches as they will come, given the most tokens of a micro-batch. schedule: (steps + 1,) learning rate
-    by applied steps, None for a model that is only read. cache: whether an equivalence check of the same architecture
-    holds for it too.
+    max_length: most tokens of a sequence. typical_length: mean length of the sequences to come, by which kernels are
+    chosen. num_tokens: of the whole run, about. batches: lengths of the sequences of batches as they will come, given
+    the most tokens of a micro-batch. schedule: (steps + 1,) learning rate by applied steps, None for a model that is
+    only read. cache: whether an equivalence check of the same architecture holds for it too.
 
     precision: asked for, later with its fp8 products. budget: most tokens of a micro-batch.
     """
@@ -173,7 +172,6 @@ class Assembly:
     options: TrainOptions | ClassifyOptions
     model: Any
     precision: Precision
-    packing_wanted: bool
     max_length: int
     typical_length: int
     num_tokens: int
@@ -193,6 +191,11 @@ class Assembly:
     def device(self) -> torch.device:
         """Device that the model is to run on."""
         return self.precision.device
+
+    @property
+    def packing_wanted(self) -> bool:
+        """True if sequences may run packed."""
+        return self.options.packing == "auto"
 
     @property
     def training(self) -> bool:

@@ -17,13 +17,12 @@ from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 class Packing(Lever):
     """The layout of a model's sequences: end to end, or in padded rows.
 
-    equivalence: what the check found, which also says if batches may be split. wanted: whether it was asked for.
+    equivalence: what the check found, which also says if batches may be split.
     """
 
     name = "packing"
     source = "Krell et al. 2021, arXiv 2107.02027; Portes et al. 2023, arXiv 2312.17482"
     equivalence: Equivalence
-    wanted: bool = True
 
     @property
     def packed(self) -> bool:
@@ -41,8 +40,7 @@ class Packing(Lever):
         """Pack where that is shown to be equal, unless it was turned off."""
         verdict, equivalence = cls.supports(assembly), assembly.fact(equivalence_of)
         if not assembly.packing_wanted:
-            reason = "turned off by --packing off"
-            return cls(value="padded", reason=reason, equivalence=equivalence, wanted=False)
+            return cls(value="padded", reason="turned off by --packing off", equivalence=equivalence)
         return cls(value="packed" if verdict.ok else "padded", reason=verdict.because, equivalence=equivalence)
 
     def cost(self, work: StepWork) -> Cost:

@@ -36,7 +36,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, ClassifyOpti
         choose_precision("fp32", torch.device("cpu")),
         sample=windows[0],
         num_tokens=0,
-        packing_wanted=True,
         callbacks=Callbacks(),
     )
     return runner, options, windows

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import brimful
-from brimful.engine import assemble
+from brimful.engine.classification import runner
 from brimful.levers import weights
 from brimful.models import onednn_prepack
 from tiny import FAMILIES
@@ -82,7 +82,7 @@ class _ReadsForLongTexts(nn.Module):
 
 def test_the_model_that_others_are_compared_with_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_classifier(tmp_path / "model", ["bad", "good"])
-    load = assemble.load_model
+    load = runner.load_model
 
     def load_reading(*args: Any, **kwargs: Any) -> Any:
         loaded: Any = load(*args, **kwargs)
@@ -90,7 +90,7 @@ def test_the_model_that_others_are_compared_with_is_plain(tmp_path: Path, monkey
         inside.dense = _ReadsForLongTexts(inside.dense)
         return loaded
 
-    monkeypatch.setattr(assemble, "load_model", load_reading)
+    monkeypatch.setattr(runner, "load_model", load_reading)
     with classifier(model) as ours:
         assert np.isnan(ours.logits(TEXTS)).any()
         assert not ours.verify(TEXTS).passed

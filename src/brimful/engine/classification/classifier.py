@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from brimful.core.callbacks import Callbacks
@@ -33,7 +32,7 @@ from brimful.engine.classification.request import (
 )
 from brimful.engine.classification.runner import Runner, check_model, make_runner
 from brimful.engine.classification.stages import Busy, Stages, run_stages
-from brimful.engine.classification.verify import plain_answers
+from brimful.engine.classification.verify import Logits, compare, plain_logits
 from brimful.engine.classification.windows import WindowSize
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_forward_precision
@@ -46,7 +45,6 @@ _SAMPLE = 2048
 
 Text = str | None
 Given = Text | Mapping[str, Text] | Sequence[Text] | Sequence[Mapping[str, Text]]
-Logits = npt.NDArray[np.float32]
 _Shape = Literal["list", "text", "pair"]
 #: Candidate labels of all texts, also as text in which commas part them; or those of each text.
 Labels = Sequence[str] | str | Sequence[Sequence[str]]
@@ -132,7 +130,14 @@ class ModelClassifier:
             raise OptionError(
                 f"a classifier is not called with {printable(name)}", hint=_PIPELINES.get(name, otherwise)
             )
-        _check_call(labels, multi_label, hypothesis_template, top_k, function_to_apply)
+        if labels is None:
+            if multi_label:
+                raise OptionError("multi_label is for zero-shot", hint="give labels, or top_k=None for all scores")
+            if hypothesis_template != DEFAULT_TEMPLATE:
+                raise OptionError("hypothesis_template is for zero-shot", hint="give labels, or leave it out")
+            check_objects(top_k=top_k, function_to_apply=function_to_apply)
+        elif top_k != "" or function_to_apply is not None:
+            raise OptionError("top_k and function_to_apply are not for zero-shot", hint="it gives all labels, ranked")
         window, given, originals = _window(texts, pairs, self._callbacks)
         with self._lock:
             if labels is not None:
@@ -153,9 +158,8 @@ class ModelClassifier:
         with self._lock:
             request = self._text_question(window)
             asked = request.submit(window, Busy())()
-            plain = plain_answers(self._checked, self._options, self._precision, request, asked, self._callbacks)
-            runner = self._ready_runner(request, window)
-            return plain.compare(runner)
+            plain_PC = plain_logits(self._checked, self._options, self._precision, asked, self._callbacks)
+            return compare(self._ready_runner(request, window), request, asked, plain_PC)
 
     def _answers(self, window: Texts, given: _Shape, **form: Any) -> list[Any] | dict[str, Any]:
         if given != "list":
@@ -225,7 +229,6 @@ class ModelClassifier:
                     self._precision,
                     sample=sample.sequences,
                     num_tokens=int(float(sample.num_tokens_N.mean()) * len(window)),
-                    packing_wanted=self._options.packing == "auto",
                     callbacks=self._callbacks,
                 )
         return self._runner
@@ -261,22 +264,6 @@ class _KeptTokens:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-
-
-def _check_call(
-    labels: Labels | None, multi_label: bool, template: str, top_k: int | Literal[""] | None,
-    function_to_apply: str | None,
-) -> None:  # fmt: skip
-    """Check that zero-shot arguments come with labels, and others without. Raises: OptionError."""
-    if labels is not None:
-        if top_k != "" or function_to_apply is not None:
-            raise OptionError("top_k and function_to_apply are not for zero-shot", hint="it gives all labels, ranked")
-        return
-    if multi_label:
-        raise OptionError("multi_label is for zero-shot", hint="give labels, or top_k=None for all scores")
-    if template != DEFAULT_TEMPLATE:
-        raise OptionError("hypothesis_template is for zero-shot", hint="give labels, or leave it out")
-    check_objects(top_k=top_k, function_to_apply=function_to_apply)
 
 
 def _labels_of_each(labels: Labels, num_texts: int) -> Candidates | None:

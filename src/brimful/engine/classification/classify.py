@@ -85,7 +85,13 @@ def classify_file(
     with ExitStack() as stack:
         request = _question(given, options, stack, callbacks)
         sample = request.submit(given.sample, Busy())()
-        kept = _output(options, given, output)
+        kept: ShardedOutput | LineOutput
+        if options.output is None:
+            assert output is not None
+            kept = output
+        else:
+            path, identity = Path(options.output), _identity(options, given)
+            kept = ShardedOutput(path, identity=identity, resume=options.resume, shard_rows=options.shard_rows)
         stack.enter_context(kept)
         if kept.finished is not None:
             callbacks.note(f"{options.output} is finished: there is nothing to do")
@@ -95,24 +101,18 @@ def classify_file(
         if kept.counts.num_tokenizer_fallback:
             request.drop_cache()
         callbacks.stage("loading the model")
-        num_tokens = _expected_tokens(given, sample)
-        verified = stack.enter_context(
-            verified_runner(
-                given.checked,
-                options,
-                given.precision,
-                request,
-                given.sample,
-                asked=sample,
-                num_tokens=num_tokens,
-                callbacks=callbacks,
-            )
+        mean_tokens = float(sample.num_tokens_N.mean()) if len(sample.num_tokens_N) else 0.0
+        num_tokens = int(_expected_rows(given) * mean_tokens)
+        verified = verified_runner(
+            *(given.checked, options, given.precision, request, given.sample),
+            asked=sample,
+            num_tokens=num_tokens,
+            callbacks=callbacks,
         )
-        callbacks.recipe(verified.runner.recipe)
-        gpu_workers = stack.enter_context(
-            _gpu_workers(options, verified.runner, sample.sequences, num_tokens, callbacks)
-        )
-        run = _Pass(options, given, request, verified.runner, gpu_workers, kept, callbacks)
+        runner = verified.runner
+        callbacks.recipe(runner.recipe)
+        gpu_workers = stack.enter_context(_gpu_workers(options, runner, sample.sequences, num_tokens, callbacks))
+        run = _Pass(options, given, request, runner, gpu_workers, kept, callbacks)
         start_s = time.perf_counter() - began
         run.through()
         record = run.record(command, verified, start_s)
@@ -173,19 +173,13 @@ def _first_texts(rows: RowStream, reading: Reading, wanted: int) -> tuple[Texts,
     return reading.texts(first), max(1.0, num_bytes / max(1, num_rows))
 
 
-def _output(options: ClassifyOptions, given: _Given, lines: LineOutput | None) -> ShardedOutput | LineOutput:
-    if options.output is None:
-        assert lines is not None
-        return lines
-    identity = _identity(options, given)
-    return ShardedOutput(Path(options.output), identity=identity, resume=options.resume, shard_rows=options.shard_rows)
-
-
 def _question(given: _Given, options: ClassifyOptions, stack: ExitStack, callbacks: Callbacks) -> Request:
     """Request of a run. stack: closes the tokenisers."""
     checked, num_workers = given.checked, options.num_workers
     if num_workers is None:
-        num_workers = choose_workers(_text_bytes(given), given.precision.device.type, num_cores() or 1)
+        num_rows, row_bytes = _expected_rows(given), given.sample.num_bytes / max(1, len(given.sample))
+        text_bytes = num_rows * row_bytes if num_rows else None
+        num_workers = choose_workers(text_bytes, given.precision.device.type, num_cores() or 1)
     settings: dict[str, Any] = {
         "top_k": options.top_k, "threshold": options.threshold, "logits": options.logits,
     }  # fmt: skip
@@ -199,12 +193,6 @@ def _question(given: _Given, options: ClassifyOptions, stack: ExitStack, callbac
     return make_zero_shot(zero_shot, encoder, tokens, options.labels, given.sample, callbacks)
 
 
-def _text_bytes(given: _Given) -> float | None:
-    """Bytes of all texts, about; None where nothing is known of the input's length."""
-    num_rows, sample = _expected_rows(given), given.sample
-    return num_rows * sample.num_bytes / max(1, len(sample)) if num_rows else None
-
-
 def _expected_rows(given: _Given) -> float:
     """Rows of the whole input, about; 0 where nothing is known of its length."""
     rows = given.rows
@@ -213,11 +201,6 @@ def _expected_rows(given: _Given) -> float:
     sizes = {Path(file): Path(file).stat().st_size for file in rows.files if Path(file).is_file()}
     size_bytes = sum(size * (_PACKED if file.suffix in COMPRESSION else 1) for file, size in sizes.items())
     return size_bytes / given.row_bytes
-
-
-def _expected_tokens(given: _Given, sample: Asked) -> int:
-    """Tokens of the whole input, about; 0 where nothing is known of its length."""
-    return int(_expected_rows(given) * float(sample.num_tokens_N.mean())) if len(sample.num_tokens_N) else 0
 
 
 def _check_num_gpus(options: ClassifyOptions, precision: Precision) -> None:
@@ -273,13 +256,6 @@ def _fingerprint(checked: Checked) -> str:
             str(facts.st_mtime_ns).encode() if path in weights or facts.st_size > 1 << 24 else path.read_bytes()
         )
     return digest.hexdigest()
-
-
-def _fallback_note(counts: Counts) -> str | None:
-    """Note on tokenising at the end; the same for resumed runs."""
-    if not counts.num_tokenizer_fallback:
-        return None
-    return f"`tokenizers` made all ids of {counts.num_tokenizer_fallback:,} rows: words looked up had given others"
 
 
 class _Pass:
@@ -341,7 +317,7 @@ class _Pass:
             counts = replace(counts, first_errors=self._first_errors(table))
         self._output.write(table, counts)
         self._counts += counts
-        self._operations += self._runner.operations(asked.sequences.lengths) or 0.0
+        self._operations += self._runner.operations(asked.sequences.lengths)
         self._memory.look()
         done = self._done + self._counts.num_rows
         self._callbacks.count(done, self._rows.num_rows, self._rows.progress(done))
@@ -371,6 +347,9 @@ class _Pass:
         everything = self._earlier + counts
         peak = datasheet_flops_per_s(recipe.device, self._runner.precision.value)
         wall_s = max(self._wall_s, 1e-9)
+        slower, num_rows = [verified.fallback] if verified.fallback else [], everything.num_tokenizer_fallback
+        if num_rows:
+            slower.append(f"`tokenizers` made all ids of {num_rows:,} rows: words looked up had given others")
         return Classification(
             model=options.model,
             data=options.data,
@@ -382,7 +361,7 @@ class _Pass:
             machine=probe(),
             counts=everything,
             equivalence=verified.equivalence,
-            fallback="; ".join(filter(None, (verified.fallback, _fallback_note(everything)))) or None,
+            fallback="; ".join(slower) or None,
             notes=tuple(filter(None, (self._question.form.guess, *self._rows.warnings, *self._rows.notes))),
             start_s=start_s,
             wall_s=self._wall_s,

@@ -33,7 +33,6 @@ def main(connection: Connection[Any, Any]) -> None:
             precision,
             sample=job.sample,
             num_tokens=job.num_tokens,
-            packing_wanted=job.packing_wanted,
             callbacks=Callbacks(),
         )
     for _ in range(2):  # layers are compiled, and shapes met again are captured

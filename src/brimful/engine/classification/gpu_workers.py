@@ -41,7 +41,6 @@ class Job:
 
     options: ClassifyOptions
     precision: str
-    packing_wanted: bool
     sample: Tokens
     num_tokens: int
 
@@ -203,9 +202,8 @@ def other_gpus(num_gpus: int) -> list[dict[str, str]]:
 def job_of(runner: Runner, options: ClassifyOptions, sample: Tokens, num_tokens: int) -> Job:
     """Job that makes a runner like this one."""
     return Job(
-        options=replace(options, execution=runner.execution_mode),
+        options=replace(options, execution=runner.execution_mode, packing="auto" if runner.packing.packed else "off"),
         precision=runner.precision.value,
-        packing_wanted=runner.packing.wanted,
         sample=sample,
         num_tokens=num_tokens,
     )

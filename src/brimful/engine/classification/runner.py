@@ -6,6 +6,7 @@ What it then runs is `Runner.submit`: tokenised texts in, logits out. What logit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -15,13 +16,22 @@ import numpy as np
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import ModelError, printable
 from brimful.core.options import ClassifyOptions, ExecutionChoice
-from brimful.core.records import LabelSpace
+from brimful.core.records import LabelSpace, Recipe
 from brimful.data.tokens.encoder import Encoder, Tokens
-from brimful.engine.assemble import AssembledForward, assemble_forward
+from brimful.engine.assemble import LEVERS
 from brimful.engine.prepare import longest_sequence
+from brimful.hardware.probe import device_name
+from brimful.levers.execution import ExecutionMode
+from brimful.levers.lever import Assembly
+from brimful.levers.packing import Packing
+from brimful.levers.token_budget import most_rows
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
+from brimful.models.hub.load import load_model
 from brimful.models.model_stats import Attention, attention_of, matmul_parameters
-from brimful.models.packed.packed_forward import has_token_types
+from brimful.models.packed.packed_forward import has_token_types, padding_id_of
+from brimful.step.forward import Forward, LayoutForward, chunks
+from brimful.step.graphs.cache import GraphPool
+from brimful.step.graphs.captured_forward import PackedForward
 from brimful.step.precision import Precision
 from brimful.tasks.answers import label_space
 
@@ -37,6 +47,10 @@ class Result(Protocol):
     def result(self) -> np.ndarray:
         """(N, C) fp32 in the order of the texts, NaN for those without tokens."""
         ...
+
+
+#: Batches, filled to the budget, of texts like the first ones, by which budgets are chosen where those are few.
+_FULL_BATCHES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +83,16 @@ def check_model(options: ClassifyOptions) -> Checked:
     )
 
 
-class Runner(AssembledForward):
-    """A classifier on its device."""
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """A classifier on its device. mode: the way it is launched."""
+
+    model: Any
+    forward: Forward
+    precision: Precision
+    recipe: Recipe
+    packing: Packing
+    mode: ExecutionMode
 
     def submit(self, tokens: Tokens) -> Result:
         """Start on a window of texts."""
@@ -81,12 +103,12 @@ class Runner(AssembledForward):
         """The way it is launched, as an option has it."""
         return cast(ExecutionChoice, self.mode.value)
 
-    def operations(self, lengths_N: np.ndarray) -> float | None:
-        """Floating-point operations of a forward pass over texts of these lengths, padding not counted."""
+    def operations(self, lengths_N: np.ndarray) -> float:
+        """Floating-point operations of a pass over texts of these lengths, without padding; 0 where unknown."""
         parameters, attention = self._counted
-        if attention is None:
-            return None
-        return 2.0 * parameters * float(lengths_N.sum()) + attention.flops(lengths_N) / 3.0
+        return (
+            0.0 if attention is None else 2.0 * parameters * float(lengths_N.sum()) + attention.flops(lengths_N) / 3.0
+        )
 
     @cached_property
     def _counted(self) -> tuple[int, Attention | None]:
@@ -95,22 +117,61 @@ class Runner(AssembledForward):
 
 def make_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, *, sample: Tokens, num_tokens: int,
-    packing_wanted: bool, callbacks: Callbacks,
+    callbacks: Callbacks,
 ) -> Runner:  # fmt: skip
     """Load the weights of a checked model and put together how they run.
 
-    sample: the first texts of the input. num_tokens: of the whole input, about.
+    sample: the first texts of the input, by which kernels and shapes are chosen. num_tokens: of the whole input, about.
     Raises: ModelError for weights that do not fit the model, OptionError for --execution where it does not work.
     """
-    assembled = assemble_forward(
-        options,
-        checked.facts,
-        checked.space,
-        precision,
+    lengths_N = sample.lengths[sample.lengths > 0]
+    assembly = Assembly(
+        options=options,
+        model=load_model(checked.facts, checked.space, head="kept", seed=0).requires_grad_(False),
+        precision=precision,
         max_length=checked.max_length,
-        lengths_N=sample.lengths,
+        typical_length=round(float(lengths_N.mean())) if len(lengths_N) else 1,
         num_tokens=num_tokens,
-        packing_wanted=packing_wanted,
-        callbacks=callbacks,
+        batches=lambda budget: _batches_like(lengths_N, budget, most_rows(assembly)),
+        schedule=None,
+        warn=callbacks.warning,
     )
-    return Runner(**vars(assembled))
+    recipe = assembly.recipe(LEVERS, device_name(precision.device))
+    return Runner(
+        model=assembly.model,
+        forward=_forward(assembly),
+        precision=assembly.precision,
+        recipe=recipe,
+        packing=assembly.lever(Packing),
+        mode=assembly.lever(ExecutionMode),
+    )
+
+
+def _batches_like(lengths_N: np.ndarray, budget: int, rows: int) -> Sequence[np.ndarray]:
+    """Batches of these texts alone, and of as many like them as fill some: a first file, or what has come of a pipe,
+    may be three rows, and a hundred thousand follow."""
+    times = -(-_FULL_BATCHES * budget // max(1, int(lengths_N.sum())))
+    windows = [lengths_N, np.tile(lengths_N, times)] if times > 1 and len(lengths_N) else [lengths_N]
+    batches = [window[members] for window in windows for members in chunks(window, budget, rows)]
+    return batches or [np.array([1])]
+
+
+def _forward(assembly: Assembly) -> Forward:
+    execution, mode = assembly.execution, assembly.lever(ExecutionMode)
+    assert execution is not None
+    if assembly.layout is not None:
+        rows = most_rows(assembly)
+        return LayoutForward(
+            execution, assembly.layout, assembly.precision, batch_tokens=assembly.budget, most_rows=rows
+        )
+    return PackedForward(
+        execution,
+        assembly.precision,
+        budget=assembly.budget,
+        longest=assembly.max_length,
+        padding_id=padding_id_of(assembly.model.config),
+        typical_length=assembly.typical_length,
+        recorder=GraphPool(assembly.device) if mode.captured else None,
+        fused=mode.compiled and mode.fused,
+        note=assembly.warn,
+    )

@@ -6,8 +6,7 @@ warned of and recorded.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +22,8 @@ from brimful.engine.classification.stages import Busy
 from brimful.levers.precision import choose_precision
 from brimful.step.precision import Precision
 from brimful.tasks.answer_equivalence import compare_answers
+
+Logits = npt.NDArray[np.float32]
 
 #: Tokens of a batch of the plain model.
 _REFERENCE_TOKENS = 4096
@@ -40,12 +41,11 @@ class VerifiedRunner:
     fallback: str | None
 
 
-@contextmanager
 def verified_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, request: Request, sample: Texts, *,
     asked: Asked, num_tokens: int, callbacks: Callbacks,
-) -> Generator[VerifiedRunner]:  # fmt: skip
-    """Yield the fastest runner that agrees with the plain model.
+) -> VerifiedRunner:  # fmt: skip
+    """Return the fastest runner that agrees with the plain model.
 
     sample: the first rows of the input; asked: the same rows tokenised. num_tokens: estimate for the whole input.
     """
@@ -54,24 +54,19 @@ def verified_runner(
         callbacks.warning(
             f"nothing was compared with the plain model: none of the first {len(sample):,} rows can be asked about"
         )
-    plain = None if compared is None else plain_answers(checked, options, precision, request, compared, callbacks)
+    plain_PC = None if compared is None else plain_logits(checked, options, precision, compared, callbacks)
     fallback: str | None = None
-    for attempt, packing_wanted in _attempts(options, precision):
+    for attempt, how_it_runs in _attempts(options, precision):
         with attempt.apply():
             runner = make_runner(
-                checked,
-                options if packing_wanted or options.packing != "auto" else replace(options, execution="auto"),
-                attempt,
-                sample=asked.sequences,
-                num_tokens=num_tokens,
-                packing_wanted=packing_wanted,
-                callbacks=callbacks,
+                checked, how_it_runs, attempt, sample=asked.sequences, num_tokens=num_tokens, callbacks=callbacks
             )
-        equivalence = None if plain is None else plain.compare(runner)
+        equivalence = None
+        if compared is not None and plain_PC is not None:
+            equivalence = compare(runner, request, compared, plain_PC)
         plainest = attempt.value == "fp32" and not runner.packing.packed
         if equivalence is None or equivalence.passed or plainest:
-            yield VerifiedRunner(runner=runner, equivalence=equivalence, fallback=fallback)
-            return
+            return VerifiedRunner(runner=runner, equivalence=equivalence, fallback=fallback)
         how = f"{attempt.value}, packed" if runner.packing.packed else attempt.value
         fallback = (
             f"on {equivalence.num_rows:,} rows, {how} differs from the plain fp32 model by up to"
@@ -80,31 +75,19 @@ def verified_runner(
         )
         callbacks.warning(fallback)
         del runner  # frees its memory for the next one
+    raise AssertionError("padded rows in fp32 are what the others are compared with")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlainAnswers:
-    """Logits of the plain model on some rows. logits_PC: one row per sequence."""
-
-    request: Request
-    asked: Asked
-    logits_PC: npt.NDArray[np.float32]
-
-    def compare(self, runner: Runner) -> AnswerEquivalence:
-        """Compare a runner's answers with these."""
-        found_PC = runner.submit(self.asked.sequences).result()
-        return compare_answers(
-            self.request.form,
-            self.request.form.score_blocks(found_PC, self.asked.candidates),
-            self.request.form.score_blocks(self.logits_PC, self.asked.candidates),
-            precision=runner.precision.value,
-        )
+def compare(runner: Runner, request: Request, asked: Asked, plain_PC: Logits) -> AnswerEquivalence:
+    """Compare a runner's answers with those of the plain model's logits."""
+    found_PC = runner.submit(asked.sequences).result()
+    scores, plain = (request.form.score_blocks(logits_PC, asked.candidates) for logits_PC in (found_PC, plain_PC))
+    return compare_answers(request.form, scores, plain, precision=runner.precision.value)
 
 
-def plain_answers(
-    checked: Checked, options: ClassifyOptions, precision: Precision, request: Request, asked: Asked,
-    callbacks: Callbacks,
-) -> PlainAnswers:  # fmt: skip
+def plain_logits(
+    checked: Checked, options: ClassifyOptions, precision: Precision, asked: Asked, callbacks: Callbacks
+) -> Logits:
     """Load the plain Hugging Face model in fp32 on the device of `precision`, and run it on padded rows.
 
     Its attention is eager: torch's fused one is wrong for some lengths with a sliding window. Eager scores grow with
@@ -112,26 +95,24 @@ def plain_answers(
     """
     exact = choose_precision("fp32", precision.device)
     budget = max(checked.max_length, _REFERENCE_TOKENS)
-    uncaptured = replace(options, execution="eager", token_budget=min(options.token_budget or budget, budget))
+    budget = min(options.token_budget or budget, budget)
+    padded = replace(options, execution="eager", packing="off", token_budget=budget)
     with exact.apply():
-        plain = make_runner(
-            checked, uncaptured, exact, sample=asked.sequences, num_tokens=0, packing_wanted=False, callbacks=callbacks
-        )
+        plain = make_runner(checked, padded, exact, sample=asked.sequences, num_tokens=0, callbacks=callbacks)
         plain.model.set_attn_implementation("eager")
-        return PlainAnswers(request=request, asked=asked, logits_PC=plain.submit(asked.sequences).result())
+        return plain.submit(asked.sequences).result()
 
 
-def _attempts(options: ClassifyOptions, precision: Precision) -> Iterator[tuple[Precision, bool]]:
-    """Pairs of precision and packing, from the fastest to the plainest."""
-    wanted = options.packing == "auto"
-    yield precision, wanted
+def _attempts(options: ClassifyOptions, precision: Precision) -> Iterator[tuple[Precision, ClassifyOptions]]:
+    """Precisions with the options to run in them, from the fastest to the plainest."""
+    yield precision, options
     if precision.value == "fp8":
-        yield precision.in_bf16("its answers were not those of the plain model"), wanted
+        yield precision.in_bf16("its answers were not those of the plain model"), options
     exact = choose_precision("fp32", precision.device)
     if precision.value != "fp32":
-        yield exact, wanted
-    if wanted:
-        yield exact, False
+        yield exact, options
+    if options.packing == "auto":
+        yield exact, replace(options, packing="off", execution="auto")
 
 
 def _some(request: Request, sample: Texts, num_rows: int) -> Asked | None:
