@@ -240,11 +240,10 @@ def test_the_work_of_a_step_with_a_short_layer() -> None:
     model: Any = FAMILIES["bert"].model(num_hidden_layers=4, **WIDE)
     step = make_step(model)
     built: Any = SimpleNamespace(model=model, step=step)
-    facts = [profile._Facts(lengths=(5, 17, 2), computed=(32,))]
-    whole = profile._work(built, facts, 0)
+    whole = profile._work(built, [5, 17, 2], [32], steps=1, optimizer_bytes=0)
     backend = step.execution.last = compile_layers(model)  # type: ignore[attr-defined]
     backend.pooled, backend.shared = True, 2 * 32 * 32
-    short = profile._work(built, facts, 0)
+    short = profile._work(built, [5, 17, 2], [32], steps=1, optimizer_bytes=0)
     assert whole.product_flops is not None
     assert whole.attention_flops is not None
     assert short.product_flops == whole.product_flops - 6 * (2 * 32 * 32 + 2 * 32 * 48) * (32 - 3)

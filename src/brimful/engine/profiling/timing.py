@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from brimful.core.callbacks import Callbacks
-from brimful.data.batches.batch import Batch
 from brimful.data.batches.prefetch import Feed
 from brimful.engine.assemble import Built
 from brimful.step.step import Pending
@@ -53,51 +53,38 @@ def warm_up(built: Built, steps: int, callbacks: Callbacks) -> None:
 
 def time_steps(built: Built, steps: int) -> Round:
     """Times each of `steps` steps, from the end of the one before to its own."""
-    device, flying = built.step.device, _Flying()
-    marks = _Marks(device)
-    host_s = waited_s = 0.0
-    with Feed(built.source, device, stop=steps + 1) as feed:
-        for batch in feed:
-            seconds = flying.launch(built, batch)
+    marks, waited_s = _Marks(built.step.device), 0.0
+    launches_s: list[float] = []
+    with Feed(built.source, built.step.device, stop=steps + 1) as feed:
+        for seconds in _launches(built, feed):
             marks.set()
-            flying.wait()
-            if batch.number == 0:
-                waited_s = feed.wait_s
-            else:
-                host_s += seconds
-        seconds_of_each = marks.intervals()
-    return Round(seconds=seconds_of_each, host_s=host_s / steps, input_wait_s=max(0.0, feed.wait_s - waited_s) / steps)
+            launches_s.append(seconds)
+            waited_s = waited_s or feed.wait_s
+        intervals = marks.intervals()
+    input_wait_s = max(0.0, feed.wait_s - waited_s) / steps
+    return Round(seconds=intervals, host_s=sum(launches_s[1:]) / steps, input_wait_s=input_wait_s)
 
 
 def run_steps(built: Built, numbers: range) -> float:
     """Runs the steps of these batches; seconds from the first batch's being there to the device's end."""
-    device, flying, began = built.step.device, _Flying(), 0.0
+    device, began = built.step.device, 0.0
     with Feed(built.source, device, start=numbers.start, stop=numbers.stop) as feed:
-        for batch in feed:
-            began = began or time.perf_counter()
-            flying.launch(built, batch)
-            flying.wait()
+        for seconds in _launches(built, feed):
+            began = began or time.perf_counter() - seconds
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - began
 
 
-class _Flying:
-    """Steps that the device may not have done yet."""
-
-    def __init__(self) -> None:
-        self._pending: deque[Pending] = deque()
-
-    def launch(self, built: Built, batch: Batch) -> float:
-        """Launches a step; seconds that the host was busy with it."""
+def _launches(built: Built, feed: Feed) -> Iterator[float]:
+    """Launch each step; seconds that the host was busy with it. No more are in flight than may be when it goes on."""
+    flying: deque[Pending] = deque()
+    for batch in feed:
         began = time.perf_counter()
-        self._pending.append(built.step.run(batch))
-        return time.perf_counter() - began
-
-    def wait(self) -> None:
-        """Waits until no more are under way than may be."""
-        if len(self._pending) > _IN_FLIGHT:
-            self._pending.popleft().read()
+        flying.append(built.step.run(batch))
+        yield time.perf_counter() - began
+        if len(flying) > _IN_FLIGHT:
+            flying.popleft().read()
 
 
 class _Marks:
