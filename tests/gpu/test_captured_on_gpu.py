@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -228,6 +229,24 @@ def test_graphs_of_many_shapes_share_the_memory_of_the_largest(compiled: bool) -
         return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(step.pool.handle))
 
     assert pool_bytes(*range(4800, 8001, 400)) < 1.5 * pool_bytes(8000)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_graphs_are_freed_with_their_step(compiled: bool) -> None:
+    """At once, not when Python looks for cycles: the next run wants their memory."""
+    step: Any = make_step(CapturedStep, dropout=0.1, compiled=compiled)
+    batch = next(iter(source(8192).batches(0, 1))).sent(GPU)
+    for _ in range(3):
+        step.run(batch).read()
+    cache, update = weakref.ref(step._graphs), weakref.ref(step.update)
+    gc.collect()
+    gc.disable()
+    try:
+        del step, batch
+        assert cache() is None
+        assert update() is None
+    finally:
+        gc.enable()
 
 
 def test_garbage_of_a_capture_waits_for_its_end() -> None:

@@ -39,9 +39,8 @@ class CapturedStep(Step):
         self._kernels_wait = fused
         self.pool = GraphPool(self.device, most_tokens)
         # An update has tables of gradients' addresses for so many graphs, and a shape may have two.
-        self._graphs = GraphCache(
-            self.pool, what="steps", note=note, most=MOST_GRAPHS // 2, keep=lambda: self.update.captured()
-        )
+        # It keeps nothing of the step itself: graphs are freed with their step, not when Python looks for cycles.
+        self._graphs = GraphCache(self.pool, what="steps", note=note, most=MOST_GRAPHS // 2, keep=self.update.captured)
 
     @property
     def num_graphs(self) -> int:
