@@ -331,7 +331,7 @@ def killed(home: Path, runner: Runner, asked: Callable[[str, Path], list[str]]) 
     [
         ("weights.safetensors", flip, "weights.safetensors is damaged"),
         ("optimizer.safetensors", cut, "optimizer.safetensors is truncated"),
-        ("step.safetensors", Path.unlink, "step.safetensors is missing"),
+        ("buffers.safetensors", Path.unlink, "buffers.safetensors is missing"),
         ("state.json", flip, "state.json is damaged"),
         ("manifest.json", cut, "manifest.json cannot be used"),
         ("manifest.json", Path.unlink, "step-00000015 is incomplete"),
