@@ -15,7 +15,7 @@ from markupsafe import Markup
 from brimful.core.classification import CONFIDENCE_BINS, LENGTH_ENDS, Classification
 from brimful.core.errors import printable
 from brimful.core.options import flag
-from brimful.core.units import bytes_text, count_text, part_text, seconds_text, share_text
+from brimful.core.units import bytes_text, part_text, seconds_text, share_text
 from brimful.reports.arithmetic import arithmetic_legend
 from brimful.reports.charts import Bar, bar_chart, histogram
 from brimful.reports.classification_text import (
@@ -43,9 +43,6 @@ _MOST_ROWS = 1000
 #: Classes of lengths up to which each edge is labelled; above, powers of two.
 _MOST_EDGES = 9
 
-#: Name, value and note of a tile or of a row of facts. A value of None is unknown, and left out.
-Fact = tuple[str, str | None, str | None]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
@@ -65,13 +62,14 @@ def classification_page(record: Classification) -> str:
     """
     regression = record.labels.task == "regression"
     compared = None if is_unchecked(record) else record.equivalence
+    num_same = None if compared is None or regression else compared.num_rows - compared.num_flips
+    gpus = record.machine.gpus
     return render(
         "classification.html.j2",
         record,
         source="standard input" if record.data == "-" else printable(PurePath(record.data).name or record.data, 48),
         headline=headline(record),
         warnings=[_capital(said) + "." for said in concerns(record)],
-        key_figures=_key_figures(record),
         regression=regression,
         labels=None if regression else _label_chart(record),
         confidence=None if regression else _confidence_chart(record),
@@ -82,46 +80,26 @@ def classification_page(record: Classification) -> str:
         lengths=_length_chart(record),
         unchecked=unchecked_text(record) if compared is None else None,
         same_label=_capital(same_label(record)),
-        same_share=None
-        if compared is None or regression
-        else part_text(compared.num_rows - compared.num_flips, compared.num_rows),
+        num_same=num_same,
+        same_share=None if compared is None or num_same is None else part_text(num_same, compared.num_rows),
         flips=flips_text(compared) if compared is not None and compared.num_flips else None,
-        recipe=_recipe(record),
+        levers=[(each.name, f"{each.value} · {each.arithmetic}", each.reason) for each in record.recipe.levers],
         legend=_capital("; ".join(arithmetic_legend(record.recipe))),
-        machine=_machine(record),
+        gpus=[
+            (
+                f"GPU {i}" if len(gpus) > 1 else "GPU",
+                gpu.name,
+                None if gpu.total_bytes is None else bytes_text(gpu.total_bytes),
+            )
+            for i, gpu in enumerate(gpus)
+        ],
+        versions=", ".join(f"{name} {version}" for name, version in record.machine.versions.items()) or None,
         options=[(flag(name), str(value)) for name, value in record.options.items() if value is not None],
     )
 
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _key_figures(record: Classification) -> list[Fact]:
-    found, resumed = record.equivalence, record.resumed_rows
-    same = None
-    if found is not None and not is_unchecked(record) and record.labels.task != "regression":
-        same = f"{found.num_rows - found.num_flips:,} / {found.num_rows:,}"
-    return [
-        (
-            "Texts",
-            f"{record.counts.num_rows:,}",
-            f"resumed after {resumed:,} rows of an interrupted run" if resumed else None,
-        ),
-        ("Texts per second", _known(record.texts_per_s), None),
-        ("Tokens per second", _known(record.tokens_per_s), None),
-        ("MFU", None if record.mfu is None else share_text(record.mfu), "of the datasheet's peak"),
-        (
-            "Time",
-            None if record.wall_s is None else seconds_text(record.wall_s),
-            None if record.start_s is None else f"and {seconds_text(record.start_s)} before it, to load and to check",
-        ),
-        (_capital(same_label(record)), same, "rows, compared with the plain fp32 model"),
-    ]
-
-
-def _known(rate: float | None) -> str | None:
-    return None if rate is None else count_text(rate)
 
 
 def _label_chart(record: Classification) -> Chart | None:
@@ -219,28 +197,3 @@ def _edges(num_classes: int) -> dict[int, str]:
 def _short(tokens: int) -> str:
     """`512`, `1k`."""
     return f"{tokens // 1024}k" if tokens and tokens % 1024 == 0 else str(tokens)
-
-
-def _recipe(record: Classification) -> list[Fact]:
-    levers = [(lever.name, f"{lever.value} · {lever.arithmetic}", lever.reason) for lever in record.recipe.levers]
-    return [("device", record.recipe.device, None), *levers]
-
-
-def _machine(record: Classification) -> list[Fact]:
-    machine = record.machine
-    gpus = [
-        (f"GPU {i}" if len(machine.gpus) > 1 else "GPU", gpu.name, _memory(gpu.total_bytes))
-        for i, gpu in enumerate(machine.gpus)
-    ]
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    return [
-        *gpus,
-        ("CPU", machine.cpu, None),
-        ("Cores", None if machine.num_cores is None else f"{machine.num_cores:,}", None),
-        ("Memory", _memory(machine.memory_bytes), None),
-        ("Versions", versions or None, None),
-    ]
-
-
-def _memory(num_bytes: int | None) -> str | None:
-    return None if num_bytes is None else bytes_text(num_bytes)

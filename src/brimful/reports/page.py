@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -16,6 +17,7 @@ from markupsafe import Markup, escape
 
 from brimful.core.errors import printable
 from brimful.core.records import json_text
+from brimful.core.units import bytes_text, count_text, seconds_text, share_text
 
 #: Characters of a value, of a sentence and of a command that a page shows.
 _VALUE, _SENTENCE, _COMMAND = 1000, 2000, 100_000
@@ -42,11 +44,17 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {"prose": _prose, "in_full": lambda text: escape(printable(text, _COMMAND))}
+    units = {"bytes": bytes_text, "count": count_text, "seconds": seconds_text, "share": share_text}
+    made.filters |= {name: functools.partial(_unless_unknown, text) for name, text in units.items()}
     return made
 
 
 def _shown(value: Any) -> Any:
     return value if isinstance(value, Markup) else _readable(value, _VALUE)
+
+
+def _unless_unknown(text: Callable[[Any], str], value: Any) -> str | None:
+    return None if value is None else text(value)
 
 
 def _readable(value: Any, limit: int) -> str:
