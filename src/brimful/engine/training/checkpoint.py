@@ -97,7 +97,15 @@ def save_checkpoint(folder: Path, step: int, *, run: str, state: StepState, loop
     atomic_files.make_folder(folder)
     atomic_files.make_folder(path)
     try:
-        _write(path, _clear(path), run, step, tensors, state_json)
+        taken = _clear(path)
+        mark = ".1" if taken and not any(name.count(".") > 1 for name in taken) else ""
+        contents = {f"{stem}{mark}.safetensors": _safetensors(group) for stem, group in tensors.items()}
+        contents[f"state{mark}.json"] = iter([state_json])
+        files = {name: atomic_files.write_chunks(path / name, content) for name, content in contents.items()}
+        named = {name: {"bytes": stored.num_bytes, "sha256": stored.sha256} for name, stored in files.items()}
+        body = {"schema": SCHEMA, "run": run, "step": step, "files": named}
+        manifest = json.dumps({**body, "sha256": _own_sha256(body)}, indent=2).encode("ascii") + b"\n"
+        atomic_files.write_bytes(path / MANIFEST, manifest)
     except BaseException:
         # The manifest on the disk says what to keep: an error can come before it was replaced, or just after.
         with suppress(BrimfulError):
@@ -106,23 +114,6 @@ def save_checkpoint(folder: Path, step: int, *, run: str, state: StepState, loop
         raise
     _clear(path)
     return path
-
-
-def _write(
-    path: Path,
-    taken: Collection[str],
-    run: str,
-    step: int,
-    tensors: Mapping[str, Mapping[str, torch.Tensor]],
-    state_json: bytes,
-) -> None:
-    mark = ".1" if taken and not any(name.count(".") > 1 for name in taken) else ""
-    files = {
-        name: atomic_files.write_chunks(path / name, _safetensors(group))
-        for name, group in ((f"{stem}{mark}.safetensors", group) for stem, group in tensors.items())
-    }
-    files[f"state{mark}.json"] = atomic_files.write_chunks(path / f"state{mark}.json", [state_json])
-    atomic_files.write_bytes(path / MANIFEST, _manifest_json(_Manifest(run=run, step=step, files=files)))
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -140,7 +131,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Path of the checkpoint of `step`, present or not."""
-    return folder / _folder_name(step)
+    return folder / f"step-{step:08d}"
 
 
 def newest_whole(folder: Path, run: str) -> tuple[Checkpoint | None, list[str]]:
@@ -207,10 +198,6 @@ def _sort_in(step: int, path: Path, run: str, complete: dict[int, Path], incompl
         complete[step] = path
 
 
-def _folder_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
 def _step_folders(folder: Path) -> list[tuple[int, Path]]:
     try:
         paths = list(folder.iterdir())
@@ -220,7 +207,7 @@ def _step_folders(folder: Path) -> list[tuple[int, Path]]:
         raise CheckpointError(f"{path_text(folder)} cannot be read: {error.strerror}") from error
     found = [(_FOLDER.fullmatch(path.name), path) for path in paths]
     named = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
-    return [(step, path) for step, path in named if path.name == _folder_name(step)]
+    return [(step, path) for step, path in named if path == checkpoint_path(folder, step)]
 
 
 def _clear(path: Path) -> frozenset[str]:
@@ -262,12 +249,6 @@ def _safetensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[Data]:
         yield tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def _manifest_json(manifest: _Manifest) -> bytes:
-    files = {name: {"bytes": stored.num_bytes, "sha256": stored.sha256} for name, stored in manifest.files.items()}
-    body = {"schema": SCHEMA, "run": manifest.run, "step": manifest.step, "files": files}
-    return json.dumps({**body, "sha256": _own_sha256(body)}, indent=2).encode("ascii") + b"\n"
-
-
 def _own_sha256(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode("ascii")).hexdigest()
 
@@ -285,7 +266,7 @@ def _read_manifest(path: Path) -> _Manifest:
         raise CheckpointError(f"{where} cannot be used: it is not a manifest") from error
     except ValueError as error:
         raise CheckpointError(f"{where} cannot be used: {printable(error)}") from error
-    if _FOLDER.fullmatch(path.name) and path.name != _folder_name(manifest.step):
+    if _FOLDER.fullmatch(path.name) and path != checkpoint_path(path.parent, manifest.step):
         raise CheckpointError(f"{where} cannot be used: it is that of step {manifest.step}")
     return manifest
 
@@ -315,15 +296,21 @@ def _load(path: Path, manifest: _Manifest) -> Checkpoint:
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     values: Any = None
     for name, stored in manifest.files.items():
-        content = _verified(path / name, stored)
-        stem, kind = cast(re.Match[str], _FILE.fullmatch(name)).groups()
+        file, (stem, kind) = path / name, cast(re.Match[str], _FILE.fullmatch(name)).groups()
+        _check_size(file, stored)
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path_text(file)} cannot be read: {error.strerror}") from error
+        if hashlib.sha256(content).hexdigest() != stored.sha256:
+            raise CheckpointError(f"{path_text(file)} is damaged: its SHA-256 is not that of its {MANIFEST}")
         try:
             if kind == "safetensors":
                 tensors[stem] = safetensors.torch.load(content)
             else:
                 values = json.loads(content)
         except (ValueError, KeyError, RecursionError, safetensors.SafetensorError) as error:
-            raise CheckpointError(f"{path_text(path / name)} cannot be parsed: {printable(error)}") from error
+            raise CheckpointError(f"{path_text(file)} cannot be parsed: {printable(error)}") from error
     try:
         state, loop = _put_together(tensors, values["step"]), values["loop"]
     except (KeyError, TypeError, ValueError) as error:
@@ -380,14 +367,3 @@ def _check_size(file: Path, stored: Written) -> None:
         raise CheckpointError(f"{where} is truncated: {num_bytes} of {stored.num_bytes} bytes")
     if num_bytes > stored.num_bytes:
         raise CheckpointError(f"{where} is damaged: {num_bytes} bytes instead of {stored.num_bytes}")
-
-
-def _verified(file: Path, stored: Written) -> bytes:
-    _check_size(file, stored)
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path_text(file)} cannot be read: {error.strerror}") from error
-    if hashlib.sha256(content).hexdigest() != stored.sha256:
-        raise CheckpointError(f"{path_text(file)} is damaged: its SHA-256 is not that of its {MANIFEST}")
-    return content

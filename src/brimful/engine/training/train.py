@@ -258,16 +258,15 @@ class _Loop:
             self._tell(outcome)
 
     def _skipped(self, outcome: Outcome) -> None:
+        self._state.skipped += 1
         if outcome.overflow:
             self._events.write("overflow", step=self._state.applied, scale=outcome.scale)
-            self._state.skipped += 1
             return
-        self._state.skipped += 1
         self._state.skipped_in_a_row += 1
         places = [self._prepared.training.examples.place(i) for i in outcome.bad_samples]
         named = ", ".join(f"{printable(file, 80)} row {row}" for file, row in places[:5])
         more = f" and {len(places) - 5} more" if len(places) > 5 else ""
-        what = "loss" if outcome.loss != outcome.loss or abs(outcome.loss) == float("inf") else "gradient"
+        what = "gradient" if math.isfinite(outcome.loss) else "loss"
         self._events.write(
             "skipped", step=self._state.applied, batch=outcome.number, what=what, rows=[list(p) for p in places]
         )
@@ -395,12 +394,10 @@ class _Loop:
         return True
 
     def _ended(self) -> bool:
-        state, options = self._state, self._options
-        if options.max_steps is not None and state.applied >= options.max_steps:
+        state, most_steps, most_batches = self._state, self._options.max_steps, self._prepared.num_batches
+        if most_steps is not None and state.applied >= most_steps:
             return True
-        return state.ended_early or (
-            self._prepared.num_batches is not None and state.consumed >= self._prepared.num_batches
-        )
+        return state.ended_early or (most_batches is not None and state.consumed >= most_batches)
 
     def _stop_if_told(self) -> None:
         """Raises: Interrupted if a signal to stop has come, when all is saved."""
@@ -426,12 +423,12 @@ class _Loop:
             self._evaluate()
         if self._saved_step != state.applied:
             self._save(must=True)
-        metrics, steps = self._take_best()
+        metrics = self._take_best()
         run = dataclasses.replace(
             self._record,
             status="finished",
             metrics={name: value if math.isfinite(value) else None for name, value in metrics.items()},
-            steps=steps,
+            steps=state.applied,
             skipped_steps=state.skipped,
             train_s=state.train_s,
             samples_per_s=state.samples / state.train_s if state.train_s else None,
@@ -441,28 +438,27 @@ class _Loop:
         )
         self._built.step.release()
         self._built.model.eval()
-        save_model(
-            self._built.model, self._prepared.tokenizer, self._prepared.space, self._folder.model, model_card(run)
-        )
-        self._events.write("finished", step=steps, metrics=metrics)
+        prepared, card = self._prepared, model_card(run)
+        save_model(self._built.model, prepared.tokenizer, prepared.space, self._folder.model, card)
+        self._events.write("finished", step=state.applied, metrics=metrics)
         self._folder.write(run)
         self._callbacks.finished(run, str(self._folder.path))
         return run
 
-    def _take_best(self) -> tuple[Mapping[str, float], int]:
-        """Puts the best model's weights in place, if another than the last was best; its metrics and steps done."""
+    def _take_best(self) -> Mapping[str, float]:
+        """Put the best model's weights in place, if another than the last was best; return its metrics."""
         state = self._state
         if state.best_step is None or state.best_step == state.applied:
-            return state.metrics, state.applied
+            return state.metrics
         try:
             best = load_checkpoint(checkpoint_path(self._folder.checkpoints, state.best_step))
         except CheckpointError as error:
             self._events.write("best_lost", step=state.best_step, why=str(error))
             self._callbacks.warning(f"the best model is lost, the last one is kept: {error}")
-            return state.metrics, state.applied
+            return state.metrics
         self._built.step.load_state(best.state)
         self._callbacks.note(f"the model after step {best.step} was best, and is kept")
-        return state.best_metrics, state.applied
+        return state.best_metrics
 
 
 def _record(options: TrainOptions, prepared: Prepared, built: Built, command: str, *, run: str, status: Any) -> Run:
