@@ -29,15 +29,9 @@ def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str]
     Captured where its steps are, in the memory of their graphs. Layers compiled for training run as they are: compiling
     them for evaluation too would cost more than it saves. most_rows: sequences of an effective batch.
     """
-    forward = _evaluation_forward(built, most_rows=most_rows, note=note)
-    forward.compiled = False
-    return forward
-
-
-def _evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str], None]) -> Forward:
     layout, step = built.layout, built.step
     if isinstance(layout, PackedLayout) and built.precision.device.type == "cuda" and not layout.groups:
-        return PackedForward(
+        forward: Forward = PackedForward(
             built.execution,
             built.precision,
             budget=layout.most_tokens,
@@ -49,8 +43,11 @@ def _evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str
             fused=False,
             note=note,
         )
-    tokens = layout.most_tokens if isinstance(layout, PackedLayout) else _PADDED_TOKENS
-    return LayoutForward(built.execution, layout, built.precision, batch_tokens=tokens, most_rows=most_rows)
+    else:
+        tokens = layout.most_tokens if isinstance(layout, PackedLayout) else _PADDED_TOKENS
+        forward = LayoutForward(built.execution, layout, built.precision, batch_tokens=tokens, most_rows=most_rows)
+    forward.compiled = False
+    return forward
 
 
 @contextmanager

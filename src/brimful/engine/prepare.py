@@ -57,7 +57,6 @@ class Prepared:
     alignment: Alignment
     tokenizer: Any
     encoder: Encoder
-    columns: Columns
     task: Task
     training: Part
     evaluation: Part | None
@@ -88,7 +87,7 @@ def prepare(options: TrainOptions, callbacks: Callbacks) -> Prepared:
     if options.transform is not None:
         load_transform(options.transform)
     callbacks.stage(f"reading {options.data}")
-    columns, space, training, evaluation, fingerprint, num_empty = _examples(options, callbacks)
+    space, training, evaluation, fingerprint, num_empty = _examples(options, callbacks)
     alignment = align_labels(space, facts, label_map=options.label_map, new_head=options.new_head)
     callbacks.note(f"head: {'new and untrained' if alignment.head == 'new' else 'kept'} ({alignment.reason})")
     order = Sampler(num_samples=len(training), batch_size=options.batch_size, seed=options.seed)
@@ -102,22 +101,25 @@ def prepare(options: TrainOptions, callbacks: Callbacks) -> Prepared:
             f"the warm-up is longer than the run: the learning rate never reaches {options.learning_rate:g}"
         )
     training_part = _tokenized(training, alignment.space, encoder, options, callbacks, "training")
-    evaluation_part = (
-        None
-        if evaluation is None
-        else _tokenized(evaluation, alignment.space, encoder, options, callbacks, "evaluation")
-    )
+    evaluation_part = None
+    if evaluation is not None:
+        evaluation_part = _tokenized(evaluation, alignment.space, encoder, options, callbacks, "evaluation")
     task = make_task(alignment.space, training_part.targets_N, options.class_weights, options.label_smoothing_factor)
     _check_metric(options, task, evaluation_part)
     report = _report(training_part, evaluation_part, max_length, num_empty)
-    report["sha256"] = _fingerprints(facts, options.transform)
+    files = {"model's config.json": facts.folder / "config.json"}
+    if options.transform is not None:
+        with suppress(TypeError):  # not written in Python
+            files["file of --transform"] = Path(inspect.getsourcefile(load_transform(options.transform)) or "")
+    report["sha256"] = {
+        name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()
+    }
     callbacks.data(report)
     return Prepared(
         facts=facts,
         alignment=alignment,
         tokenizer=tokenizer,
         encoder=encoder,
-        columns=columns,
         task=task,
         training=training_part,
         evaluation=evaluation_part,
@@ -144,17 +146,17 @@ def longest_sequence(asked: int | None, facts: ModelFacts, model: str) -> int:
     return asked or min(_DEFAULT_MAX_LENGTH, limit or _DEFAULT_MAX_LENGTH)
 
 
-def _examples(
-    options: TrainOptions, callbacks: Callbacks
-) -> tuple[Columns, LabelSpace, Examples, Examples | None, str, int]:
-    """Columns, label space, training and evaluation examples, fingerprint of both, and rows dropped as empty."""
+def _examples(options: TrainOptions, callbacks: Callbacks) -> tuple[LabelSpace, Examples, Examples | None, str, int]:
+    """Label space, training and evaluation examples, fingerprint of both, and rows dropped as empty."""
     header = Header.of(options.header, options.column_names)
     rows = read_rows(options.data, header)
     _tell_reading(rows, callbacks)
     columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=options.label_column)
     report_columns(columns, callbacks)
     space = detect_labels(rows, columns, options.task)
-    callbacks.note(f"task: {space.task}, {_labels_text(space)}")
+    shown = ", ".join(space.names[:8]) + (", ..." if len(space.names) > 8 else "")
+    noun = "output" if space.task == "regression" else "label"
+    callbacks.note(f"task: {space.task}, {len(space.names)} {noun}{'s' if len(space.names) > 1 else ''}: {shown}")
     training, num_empty = make_examples(rows, columns, space)
     fingerprint = rows.fingerprint
     evaluation: Examples | None = None
@@ -167,7 +169,7 @@ def _examples(
         fingerprint = f"{fingerprint}+{eval_rows.fingerprint}"
     elif options.eval_split > 0:
         training, evaluation = split_examples(training, options.eval_split, options.seed)
-    return columns, space, training, evaluation, fingerprint, num_empty
+    return space, training, evaluation, fingerprint, num_empty
 
 
 def _tell_reading(rows: Rows, callbacks: Callbacks) -> None:
@@ -183,12 +185,6 @@ def report_columns(columns: Columns, callbacks: Callbacks) -> None:
     named = {"text": columns.text, "pair": columns.pair, "label": ", ".join(columns.labels)}
     for role, reason in columns.reasons.items():
         callbacks.note(f"{role}: column '{named[role]}' ({reason})")
-
-
-def _labels_text(space: LabelSpace) -> str:
-    shown = ", ".join(space.names[:8]) + (", ..." if len(space.names) > 8 else "")
-    noun = "output" if space.task == "regression" else "label"
-    return f"{len(space.names)} {noun}{'s' if len(space.names) > 1 else ''}: {shown}"
 
 
 def _tokenized(
@@ -256,16 +252,8 @@ def _steps_text(options: TrainOptions, order: Sampler, num_steps: int, num_warmu
     )
 
 
-def _fingerprints(facts: ModelFacts, transform: str | None) -> dict[str, str]:
-    """SHA-256 of the files that decide what is learned and can change under their names, by what they are."""
-    files = {"model's config.json": facts.folder / "config.json"}
-    if transform is not None:
-        with suppress(TypeError):  # not written in Python
-            files["file of --transform"] = Path(inspect.getsourcefile(load_transform(transform)) or "")
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
-
-
 def _report(training: Part, evaluation: Part | None, max_length: int, num_empty: int) -> dict[str, Any]:
+    """Summary of the data. `prepare` adds the SHA-256 of files that decide what is learned and can change."""
     lengths = training.tokens.lengths
     quantiles = {f"p{p}": int(np.percentile(lengths, p)) for p in (0, 5, 25, 50, 75, 95, 100)}
     read = [part.examples.rows for part in (training, evaluation) if part is not None]
