@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 import pyarrow as pa
@@ -35,7 +34,7 @@ from brimful.core.manifest import MANIFEST, Column, Manifest, Shard, changes, pl
 from brimful.core.records import to_json
 from brimful.data.writers.output_path import parse_output
 from brimful.data.writers.row_files import TableFile, json_lines
-from brimful.data.writers.write_ahead_log import WriteAheadLog, is_kept, is_whole, logged_batches
+from brimful.data.writers.write_ahead_log import WriteAheadLog, is_kept, is_whole, logged_batches, shard_of
 
 #: Seconds of answers, about, that a kill costs at most.
 COMMIT_S = 30.0
@@ -138,17 +137,13 @@ class ShardedOutput:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._discard_live()  # first: on a full disk, the log may need its room
             if self._log is not None and self._log.whole:
                 self._commit()
         finally:
-            if self._log is not None:
-                self._log.close()
-                self._log = None
+            self._close_log()
             if not self._manifest.num_rows and not self.finished:
                 with suppress(BrimfulError):  # nothing was classified: nothing can be resumed
                     self._clear()
@@ -169,11 +164,8 @@ class ShardedOutput:
         """Check that a folder of results is empty or ours."""
         with atomic_files.file_errors(self._folder):
             names = sorted(each.name for each in self._folder.iterdir()) if self._folder.exists() else []
-        strange = [
-            name
-            for name in names
-            if name != atomic_files.LOCK and not name.startswith(atomic_files.TEMPORARY + MANIFEST)
-        ]
+        temporary = atomic_files.TEMPORARY + MANIFEST
+        strange = [name for name in names if name != atomic_files.LOCK and not name.startswith(temporary)]
         if strange and MANIFEST not in names and not self.place.single:
             raise OutputError(
                 f"{path_text(self._folder)} is not empty: it holds {printable(strange[0])}", hint="use a new folder"
@@ -184,7 +176,13 @@ class ShardedOutput:
         if found is not None and found.status == "running" and not found.num_rows:
             found = None
         if found is not None and not self._resume:
-            self._refuse(found)
+            shown = path_text(self.place.path)
+            if found.status == "finished" and not self.place.single:
+                raise OutputError(f"{shown} already holds results", hint="use another --output, or remove the folder")
+            raise OutputError(
+                f"{shown} was begun by a run that did not finish: {found.num_rows:,} rows are done",
+                hint=f"go on with --resume, or remove {path_text(self._folder)}",
+            )
         if self._resume and found is None and self.place.single:
             found = read_manifest(self.place.manifest)
             if found is not None and not self._made_folder and changes(found.identity, self._identity):
@@ -195,15 +193,6 @@ class ShardedOutput:
         if self.finished is None:
             self._replace_manifest()
             self._replay()
-
-    def _refuse(self, found: Manifest) -> None:
-        shown = path_text(self.place.path)
-        if found.status == "finished" and not self.place.single:
-            raise OutputError(f"{shown} already holds results", hint="use another --output, or remove the folder")
-        raise OutputError(
-            f"{shown} was begun by a run that did not finish: {found.num_rows:,} rows are done",
-            hint=f"go on with --resume, or remove {path_text(self._folder)}",
-        )
 
     def _go_on(self, found: Manifest) -> None:
         """Takes up `found`, or as much of it as is still there.
@@ -318,7 +307,7 @@ class ShardedOutput:
         return self.place.path.name if self.place.single else f"part-{len(self._manifest.shards):05d}.parquet"
 
     def _rows_in_shard(self) -> int:
-        return sum(shard.num_rows for shard in self._kept()) + (self._log.num_rows if self._log else 0)
+        return sum(shard.num_rows for shard in self._kept()) + (self._log.counts.num_rows if self._log else 0)
 
     def _counts_in_shard(self) -> Counts:
         kept = sum((shard.counts for shard in self._kept()), Counts())
@@ -339,10 +328,9 @@ class ShardedOutput:
 
     def _end_shard_if_full(self) -> None:
         if self.place.single:
-            if self._log is not None and self._log.num_rows >= self._shard_rows:
+            if self._log is not None and self._log.counts.num_rows >= self._shard_rows:
                 self._commit()
-                self._log.close()
-                self._log = None
+                self._close_log()
         elif self._rows_in_shard() >= self._shard_rows:
             self._end_shard()
 
@@ -354,10 +342,13 @@ class ShardedOutput:
         except BrimfulError:  # on a full disk, leaving may still commit the log where this file was
             atomic_files.remove(self._live_path() if self.place.single else self._folder / shard.file)
             raise
+        self._close_log()
+        self._clear()
+
+    def _close_log(self) -> None:
         if self._log is not None:
             self._log.close()
             self._log = None
-        self._clear()
 
     def _finish_live(self) -> Shard:
         """Closes the file of results that grows. In a folder it gets its name; the manifest does not name it yet."""
@@ -369,14 +360,7 @@ class ShardedOutput:
         self._live = None
         atomic_files.sync_folder(self._folder)
         first_row = sum(shard.num_rows for shard in self._manifest.shards)
-        return Shard(
-            file=self._name(),
-            first_row=first_row,
-            num_rows=self._rows_in_shard(),
-            num_bytes=written.num_bytes,
-            sha256=written.sha256,
-            counts=self._counts_in_shard(),
-        )
+        return shard_of(self._name(), first_row, written, self._counts_in_shard())
 
     def _discard_live(self) -> None:
         if self._live is not None:
@@ -385,14 +369,12 @@ class ShardedOutput:
 
     def _move_into_place(self) -> None:
         """Any of this may be done already, and the rest of it is repeated by a run that is resumed."""
-        live, manifest = self._live_path(), self._folder / MANIFEST
+        moves = {self._live_path(): self.place.path, self._folder / MANIFEST: self.place.manifest}
         with atomic_files.file_errors(self.place.path):
-            if live.exists():
-                live.replace(self.place.path)
-                atomic_files.sync_folder(self.place.path.parent)
-            if manifest.exists():
-                manifest.replace(self.place.manifest)
-                atomic_files.sync_folder(self.place.path.parent)
+            for source, final in moves.items():
+                if source.exists():
+                    source.replace(final)
+                    atomic_files.sync_folder(final.parent)
 
     def _replace_manifest(self, **changed: Any) -> None:
         """The only place that says what is on the disk, and after it is."""
@@ -427,9 +409,7 @@ class LineOutput:
     def __enter__(self) -> LineOutput:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Nothing is held back."""
 
 

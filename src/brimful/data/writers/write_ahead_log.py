@@ -23,12 +23,12 @@ from brimful.data.writers.row_files import Sink
 class WriteAheadLog:
     """A file of answered rows that grows; `first_row` is the place of its first one in the input.
 
-    num_rows, counts: of all rows in it, safely on the disk or not. whole: no write was broken off.
+    counts: of all rows in it, safely on the disk or not. whole: no write was broken off.
     Raises: DiskFullError or OutputError.
     """
 
     def __init__(self, path: Path, schema: pa.Schema, first_row: int) -> None:
-        self.num_rows, self.counts, self.whole = 0, Counts(), True
+        self.counts, self.whole = Counts(), True
         self._first_row = first_row
         with atomic_files.file_errors(path):
             self._file = GrowingFile(path)
@@ -45,7 +45,6 @@ class WriteAheadLog:
         with atomic_files.file_errors(self.path):
             for batch in batches:
                 self._stream.write_batch(batch)
-        self.num_rows += sum(batch.num_rows for batch in batches)
         self.counts += counts
         self.whole = True
 
@@ -53,17 +52,16 @@ class WriteAheadLog:
         """Flush the log to disk; return its entry for the manifest."""
         with atomic_files.file_errors(self.path):
             written = self._file.sync()
-        return Shard(
-            file=self.path.name,
-            first_row=self._first_row,
-            num_rows=self.num_rows,
-            num_bytes=written.num_bytes,
-            sha256=written.sha256,
-            counts=self.counts,
-        )
+        return shard_of(self.path.name, self._first_row, written, self.counts)
 
     def close(self) -> None:
         self._file.close()
+
+
+def shard_of(file: str, first_row: int, written: Written, counts: Counts) -> Shard:
+    """The manifest's entry for a file as it was written."""
+    size, digest = written.num_bytes, written.sha256
+    return Shard(file=file, first_row=first_row, num_rows=counts.num_rows, num_bytes=size, sha256=digest, counts=counts)
 
 
 def logged_batches(path: Path, shard: Shard) -> Iterator[pa.RecordBatch]:
