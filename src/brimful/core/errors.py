@@ -47,6 +47,12 @@ def printable(text: object, limit: int = 120) -> str:
     return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
 
 
+def listed(names: Sequence[str], limit: int = 20) -> str:
+    """`a, b and 3 more`: the first `limit` names."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
 def first_line(error: BaseException) -> str:
     """The message of another library, as one printable line."""
     return printable(str(error).partition("\n")[0] or type(error).__name__)

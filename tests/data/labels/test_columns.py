@@ -118,7 +118,7 @@ def test_names_with_control_characters_are_escaped() -> None:
 
 def test_many_columns_are_not_all_listed() -> None:
     rows = rows_of(**{f"column{i}": LONG for i in range(30)})
-    assert (refused(rows, text="zzz").hint or "").endswith("column19, and 10 more")
+    assert (refused(rows, text="zzz").hint or "").endswith("column19 and 10 more")
 
 
 def test_text_that_is_no_text() -> None:

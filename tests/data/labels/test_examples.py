@@ -79,14 +79,14 @@ def test_no_text_at_all(texts: list[Any]) -> None:
     assert caught.value.hint == "is --text-column the right one?"
 
 
-def test_take() -> None:
+def test_filter() -> None:
     examples = examples_of(text=["a", "b", "c"], other=["x", "y", "z"], label=[0, 1, 1], pair="other")
-    taken = examples.take(np.array([2, 0]))
-    assert taken.texts.to_pylist() == ["c", "a"]
+    taken = examples.filter(np.array([True, False, True]))
+    assert taken.texts.to_pylist() == ["a", "c"]
     assert taken.pairs is not None
-    assert taken.pairs.to_pylist() == ["z", "x"]
+    assert taken.pairs.to_pylist() == ["x", "z"]
     assert taken.targets is not None
-    assert (taken.targets.tolist(), rows_in(taken), taken.place(0)) == ([1, 0], [2, 0], ("rows.csv", 3))
+    assert (taken.targets.tolist(), rows_in(taken), taken.place(1)) == ([0, 1], [0, 2], ("rows.csv", 3))
 
 
 # Splitting
@@ -235,7 +235,7 @@ def test_description_of_several_labels_and_amounts() -> None:
 
 def test_description_without_labels_or_evaluation_rows() -> None:
     examples = examples_of(text=["a", "é👍"], labels=None)
-    report = describe(examples, examples.take(np.empty(0, np.int64)))
+    report = describe(examples, examples.filter(np.zeros(2, np.bool_)))
     assert "labels" not in report
     assert (report["eval_rows"], report["eval_texts_in_train"], report["characters"]["max"]) == (0, 0, 2)
 

@@ -222,8 +222,14 @@ class PaddedLayout:
     def arrange(self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> Arranged:
         """Rows in order of length, cut where a row would need the next longer shape or the shape is full."""
         sizes = [len(sequence) for sequence in ids]
+
+        def rows(members: list[int], num_rows: int, length: int) -> tuple[Inputs, list[int]]:
+            chosen = None if types is None else [types[i] for i in members]
+            chosen_ids = [ids[i] for i in members]
+            return padded_inputs(chosen_ids, num_rows, length, padding_id=self.padding_id, types=chosen), members
+
         if not self.split:
-            return [self._rows(ids, types, list(range(len(ids))), len(ids), max(sizes))]
+            return [rows(list(range(len(ids))), len(ids), max(sizes))]
         buckets: dict[int, list[int]] = {}
         for index in sorted(range(len(ids)), key=lambda i: sizes[i]):
             length = next(bucket for bucket in self.lengths if bucket >= sizes[index])
@@ -231,9 +237,9 @@ class PaddedLayout:
         found = []
         for length, members in buckets.items():
             few = 1 << (len(members) - 1).bit_length()
-            rows = min(self.num_rows, max(1, self.num_tokens // length), few)
-            for start in range(0, len(members), rows):
-                found.append(self._rows(ids, types, members[start : start + rows], rows, length))
+            num_rows = min(self.num_rows, max(1, self.num_tokens // length), few)
+            for start in range(0, len(members), num_rows):
+                found.append(rows(members[start : start + num_rows], num_rows, length))
         return found
 
     @property
@@ -241,18 +247,6 @@ class PaddedLayout:
         """Of a whole batch of the longest rows, if it is not split where that is too many."""
         whole = self.num_rows * self.lengths[-1]
         return min(whole, max(self.num_tokens, self.lengths[-1])) if self.split else whole
-
-    def _rows(
-        self,
-        ids: Sequence[np.ndarray],
-        types: Sequence[np.ndarray] | None,
-        members: list[int],
-        num_rows: int,
-        length: int,
-    ) -> tuple[Inputs, list[int]]:
-        chosen = None if types is None else [types[i] for i in members]
-        inputs = padded_inputs([ids[i] for i in members], num_rows, length, padding_id=self.padding_id, types=chosen)
-        return inputs, members
 
 
 def make_batch(

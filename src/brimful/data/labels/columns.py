@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from brimful.core.errors import DataError, printable
+from brimful.core.errors import DataError, listed, printable
 from brimful.data.column_names import IDS, LABELS, PAIRS, TEXTS, key_of
 from brimful.data.readers.rows import Rows
 
@@ -167,9 +167,4 @@ def _num_distinct(column: pa.ChunkedArray) -> int:
 
 
 def _available(rows: Rows) -> str:
-    return "columns: " + ", ".join(_shown(rows.table.column_names))
-
-
-def _shown(names: Iterable[str], limit: int = 20) -> list[str]:
-    shown = [printable(name, 40) for name in names]
-    return shown if len(shown) <= limit else [*shown[:limit], f"and {len(shown) - limit} more"]
+    return "columns: " + listed([printable(name, 40) for name in rows.table.column_names])

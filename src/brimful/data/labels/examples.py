@@ -45,15 +45,15 @@ class Examples:
     def __len__(self) -> int:
         return len(self.row_numbers)
 
-    def take(self, indices: npt.NDArray[np.int64]) -> Examples:
-        """The examples at `indices`, in that order."""
-        chosen = pa.array(indices, pa.int64())
+    def filter(self, chosen_N: npt.NDArray[np.bool_]) -> Examples:
+        """The chosen examples, in order."""
+        mask = pa.array(chosen_N)
         return replace(
             self,
-            texts=self.texts.take(chosen),
-            pairs=None if self.pairs is None else self.pairs.take(chosen),
-            targets=None if self.targets is None else self.targets[indices],
-            row_numbers=self.row_numbers[indices],
+            texts=self.texts.filter(mask),
+            pairs=None if self.pairs is None else self.pairs.filter(mask),
+            targets=None if self.targets is None else self.targets[chosen_N],
+            row_numbers=self.row_numbers[chosen_N],
         )
 
     def place(self, index: int) -> tuple[str, int]:
@@ -100,7 +100,7 @@ def split_examples(examples: Examples, share: float, seed: int) -> tuple[Example
     Raises: DataError where that leaves nothing to evaluate on.
     """
     if share == 0:
-        return examples, examples.take(np.empty(0, np.int64))
+        return examples, examples.filter(np.zeros(len(examples), np.bool_))
     strata = _strata(examples)
     held_out = _chosen_by_stratum(strata, share, np.random.default_rng(seed))
     targets = examples.targets
@@ -112,7 +112,7 @@ def split_examples(examples: Examples, share: float, seed: int) -> tuple[Example
             file=examples.rows.name,
             hint="give more rows, other rows by --eval-data, or --eval-split 0",
         )
-    return _part(examples, ~held_out), _part(examples, held_out)
+    return examples.filter(~held_out), examples.filter(held_out)
 
 
 def describe(train: Examples, evaluation: Examples | None, empty_rows: int = 0) -> dict[str, Any]:
@@ -140,18 +140,6 @@ def describe(train: Examples, evaluation: Examples | None, empty_rows: int = 0) 
 
 
 # Splitting
-
-
-def _part(examples: Examples, chosen: npt.NDArray[np.bool_]) -> Examples:
-    """The chosen ones, in order. Unlike `take`, filtering copies no text but theirs."""
-    mask = pa.array(chosen)
-    return replace(
-        examples,
-        texts=examples.texts.filter(mask),
-        pairs=None if examples.pairs is None else examples.pairs.filter(mask),
-        targets=None if examples.targets is None else examples.targets[chosen],
-        row_numbers=examples.row_numbers[chosen],
-    )
 
 
 def _strata(examples: Examples) -> npt.NDArray[np.int64]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from brimful.core.errors import DataError, printable
+from brimful.core.errors import DataError, listed, printable
 from brimful.core.options import TaskChoice
 from brimful.core.records import LabelSpace, TaskName
 from brimful.data.labels.columns import Columns
@@ -210,9 +210,8 @@ def _is_numbered(space: LabelSpace) -> bool:
 
 
 def _unknown(column: LabelColumn, index: int, label: str, space: LabelSpace) -> DataError:
-    return column.error_at(index, "has an unknown label", label, f"the labels are {_listed(list(space.values))}")
+    return column.error_at(index, "has an unknown label", label, f"the labels are {_listed(space.values)}")
 
 
-def _listed(names: Sequence[str], limit: int = 20) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(printable(name, 40) for name in names[:limit]) + more
+def _listed(names: Iterable[str]) -> str:
+    return listed([printable(name, 40) for name in names])

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from brimful.core.errors import DataError, printable
+from brimful.core.errors import DataError, listed, printable
 from brimful.data.readers.formats import NEEDS_ROWS
 from brimful.data.readers.json_columns import JsonColumns
 from brimful.data.readers.json_types import (
@@ -55,8 +55,7 @@ class JsonLinesPart(Part):
 
     def notes(self) -> list[str]:
         names = [f"'{printable(name)}'" for name in self._columns.left_out]
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        said = f"left out, as the first rows do not have it: {', '.join(names[:5])}{more}"
+        said = f"left out, as the first rows do not have it: {listed(names, 5)}"
         return [f"{printable(self.files[0])}: {said}"] if names else []
 
     def pieces(self, start: int) -> Iterator[Piece]:

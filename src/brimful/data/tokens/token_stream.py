@@ -214,17 +214,14 @@ class TokenStream:
         return process
 
     def _done(self, piece: _Slice, found: Tokens | BrimfulError) -> None:
-        window = piece.window
         if isinstance(found, BrimfulError):
-            window.fail(found)
-            self._forget(window)
-        elif window.receive(piece.number, found):
-            window.finish()
-            self._forget(window)
-
-    def _forget(self, window: _Window) -> None:
+            piece.window.fail(found)
+        elif piece.window.receive(piece.number, found):
+            piece.window.finish()
+        else:
+            return
         with self._lock:
-            self._windows.discard(window)
+            self._windows.discard(piece.window)
 
     def _fail(self, error: DataError) -> None:
         """Ends all: a slice is lost, and where one worker was ended the next one will be."""

@@ -26,6 +26,7 @@ from brimful.core.errors import (
     Interrupted,
     NonFiniteError,
     OutputError,
+    listed,
     printable,
 )
 from brimful.core.options import TrainOptions
@@ -264,13 +265,12 @@ class _Loop:
             return
         self._state.skipped_in_a_row += 1
         places = [self._prepared.training.examples.place(i) for i in outcome.bad_samples]
-        named = ", ".join(f"{printable(file, 80)} row {row}" for file, row in places[:5])
-        more = f" and {len(places) - 5} more" if len(places) > 5 else ""
+        named = listed([f"{printable(file, 80)} row {row}" for file, row in places], 5)
         what = "gradient" if math.isfinite(outcome.loss) else "loss"
         self._events.write(
             "skipped", step=self._state.applied, batch=outcome.number, what=what, rows=[list(p) for p in places]
         )
-        said = f"batch {outcome.number + 1} skipped: its {what} is not finite; samples: {named}{more}"
+        said = f"batch {outcome.number + 1} skipped: its {what} is not finite; samples: {named}"
         self._callbacks.warning(said)
         if self._state.skipped_in_a_row >= _MOST_NON_FINITE:
             raise NonFiniteError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from brimful.core.atomic_files import path_text
-from brimful.core.errors import ModelError, OptionError, printable
+from brimful.core.errors import ModelError, OptionError, listed, printable
 from brimful.core.records import LabelSpace
 from brimful.models.hub.inspection import ModelFacts
 from brimful.models.hub.weight_files import read_json_object
@@ -193,5 +193,4 @@ def _suggested_map(labels: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(repr(printable(name, 40)) for name in names[:limit]) + rest
+    return listed([repr(printable(name, 40)) for name in names], limit)
