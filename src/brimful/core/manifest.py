@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from brimful.core.atomic_files import path_text
+from brimful.core.atomic_files import Written, path_text
 from brimful.core.classification import Classification, Counts
 from brimful.core.errors import OutputError, printable
 from brimful.core.records import from_json, json_text
@@ -39,7 +39,7 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class Shard(Written):
     """Rows that are in one file, from `first_row` (0 is the first of the input) on, with what was counted of them.
 
     file: its name in its folder. num_bytes, sha256: of the file; of one that still grows, of its beginning.
@@ -48,8 +48,6 @@ class Shard:
     file: str
     first_row: int
     num_rows: int
-    num_bytes: int
-    sha256: str
     counts: Counts
 
 

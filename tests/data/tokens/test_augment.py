@@ -17,8 +17,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from brimful.core.errors import BrimfulError, DataError, OptionError
-from brimful.data.tokens.augment import Augmenter, Encoded, load_transform, worker_errors
-from brimful.data.tokens.encoder import Encoder
+from brimful.data.tokens.augment import Augmenter, load_transform, worker_errors
+from brimful.data.tokens.encoder import Encoder, Tokens
 
 TRANSFORMS = """
 import os, random
@@ -73,8 +73,9 @@ def augmenters(transforms: str, minilm: Any) -> Iterator[list[Augmenter]]:
         augmenter.close()
 
 
-def ids(future: Future[Encoded]) -> list[list[int]]:
-    return [row.tolist() for row, _ in future.result(timeout=60)]
+def ids(future: Future[Tokens]) -> list[list[int]]:
+    found = future.result(timeout=60)
+    return [found.sequence(row).tolist() for row in range(len(found))]
 
 
 def test_results_do_not_depend_on_the_workers(augmenters: list[Augmenter]) -> None:
@@ -105,7 +106,9 @@ def test_results_are_those_of_the_seed_epoch_and_sample(
 
 def test_pairs_are_changed_apart(augmenters: list[Augmenter], minilm: Any) -> None:
     text = ["one two three four five six"]
-    [(row, kinds)] = augmenters[0].submit(0, np.array([3]), text, text).result(timeout=60)
+    found = augmenters[0].submit(0, np.array([3]), text, text).result(timeout=60)
+    assert len(found) == 1
+    row, kinds = found.sequence(0), found.sequence_types(0)
     assert row.tolist() != minilm(text[0], text[0])["input_ids"]
     first, second = row[1:7].tolist(), row[8:14].tolist()
     assert sorted(first) == sorted(second)
@@ -121,8 +124,10 @@ def test_ids_are_the_tokenizers(transforms: str, minilm: Any) -> None:
     finally:
         augmenter.close()
     expected = minilm(TEXTS, truncation=True, max_length=16)
-    assert [row.tolist() for row, _ in found] == expected["input_ids"]
-    assert [kinds.tolist() for _, kinds in found if kinds is not None] == expected["token_type_ids"]
+    ids, kinds = found.sequences(np.arange(len(found)))
+    assert [row.tolist() for row in ids] == expected["input_ids"]
+    assert kinds is not None
+    assert [row.tolist() for row in kinds] == expected["token_type_ids"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ it goes.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from brimful.core.ahead import POLL_S, Ahead
 from brimful.data.batches.batch import Batch, Layout, Sampler, make_batch
-from brimful.data.tokens.augment import Augmenter, Encoded, worker_errors
+from brimful.data.tokens.augment import Augmenter, worker_errors
 from brimful.data.tokens.encoder import Tokens
 from brimful.tasks.task import Task
 
@@ -67,34 +68,29 @@ class Source:
 
     def batches(self, start: int, stop: int | None) -> Iterator[Batch]:
         """Batches from number `start` up to `stop`, without end if it is None."""
-        waiting: deque[tuple[int, Future[Encoded]]] = deque()
-        number = start
-        while stop is None or number < stop:
-            if self.augmenter is None:
+        numbers = itertools.count(start) if stop is None else range(start, stop)
+        if self.augmenter is None:
+            for number in numbers:
                 yield self._batch(number, None)
-                number += 1
-                continue
-            while len(waiting) <= 2 * _AHEAD and (stop is None or number + len(waiting) < stop):
-                ahead = number + len(waiting)
-                waiting.append((ahead, self._submit(self.augmenter, ahead)))
+            return
+        futures = ((number, self._submit(self.augmenter, number)) for number in numbers)
+        waiting = deque(itertools.islice(futures, 2 * _AHEAD + 1))
+        while waiting:
             number, future = waiting.popleft()
             with worker_errors():
                 encoded = future.result()
             yield self._batch(number, encoded)
-            number += 1
+            waiting.extend(itertools.islice(futures, 1))
 
-    def _submit(self, augmenter: Augmenter, number: int) -> Future[Encoded]:
+    def _submit(self, augmenter: Augmenter, number: int) -> Future[Tokens]:
         samples = self.order.samples(number)
         assert self._texts is not None
         return augmenter.submit(self.order.epoch(number), samples, *self._texts(samples))
 
-    def _batch(self, number: int, encoded: Encoded | None) -> Batch:
+    def _batch(self, number: int, encoded: Tokens | None) -> Batch:
         samples = self.order.samples(number)
-        if encoded is None:
-            ids, types = self.tokens.sequences(samples)
-        else:
-            ids, kinds = [e[0] for e in encoded], [e[1] for e in encoded]
-            types = [kind for kind in kinds if kind is not None] if self.tokens.types is not None else None
+        tokens, rows = (self.tokens, samples) if encoded is None else (encoded, np.arange(len(samples)))
+        ids, types = tokens.sequences(rows)
         return make_batch(number, samples, ids, types, self.targets_N[samples], self.task, self.layout)
 
 

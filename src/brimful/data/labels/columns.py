@@ -40,10 +40,8 @@ def find_columns(
 
     Raises: DataError for a name that is not there, and where no column, or more than one, can be meant.
     """
-    reasons: dict[str, str] = {}
-    for role, given in (("text", text), ("pair", pair), ("label", label)):
-        if given is not None:
-            reasons[role] = "given"
+    given = {"text": text, "pair": pair, "label": label}
+    reasons = {role: "given" for role, name in given.items() if name is not None}
     labels = _given_labels(rows, label) if label is not None else ()
     _check_given(rows, text, "--text-column")
     _check_given(rows, pair, "--pair-column")
@@ -51,7 +49,11 @@ def find_columns(
         text, reasons["text"] = _find_text(rows, taken={*labels, *({pair} if pair else ())})
     if pair is None and (pair := _find_pair(rows, text, labels)):
         reasons["pair"] = f"the pair of {text!r} by name"
-    _check_roles(text, pair, labels)
+    names = [text, *([] if pair is None else [pair]), *labels]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        hint = "the text, its pair and the label or labels each need a column of their own"
+        raise DataError("one column cannot have two roles", value=twice, hint=hint)
     if need_labels and not labels:
         found, reasons["label"] = _find_label(rows, taken={text, pair})
         labels = (found,)
@@ -90,18 +92,9 @@ def check_exists(rows: Rows, name: str, flag: str) -> None:
     raise DataError(f"{flag}: there is no such column", file=rows.name, value=name, hint=meant + _available(rows))
 
 
-def _check_roles(text: str, pair: str | None, labels: Collection[str]) -> None:
-    if text == pair or text in labels or pair in labels:
-        raise DataError(
-            "one column cannot have two roles",
-            value=text if text == pair or text in labels else pair,
-            hint="the text, its pair and the label or labels each need a column of their own",
-        )
-
-
 def _find_text(rows: Rows, taken: Collection[str]) -> tuple[str, str]:
     """Name and reason of the column with the text, or with the first text of a pair."""
-    texts = {key_of(n): n for n in reversed(_text_columns(rows)) if n not in taken}
+    texts = _text_columns(rows, taken)
     partners = {key_of(name) for name in taken}
     if "text" not in texts:
         for first, second in PAIRS:
@@ -119,7 +112,7 @@ def _find_text(rows: Rows, taken: Collection[str]) -> tuple[str, str]:
 
 
 def _find_pair(rows: Rows, text: str, taken: Collection[str]) -> str | None:
-    texts = {key_of(n): n for n in reversed(_text_columns(rows)) if n not in taken}
+    texts = _text_columns(rows, taken)
     return next((texts[second] for first, second in PAIRS if first == key_of(text) and second in texts), None)
 
 
@@ -145,8 +138,10 @@ def _find_label(rows: Rows, taken: Collection[str | None]) -> tuple[str, str]:
     raise DataError("no column can be the label", file=rows.name, hint=f"name it by --label-column; {_available(rows)}")
 
 
-def _text_columns(rows: Rows) -> list[str]:
-    return [field.name for field in rows.table.schema if pa.types.is_large_string(field.type)]
+def _text_columns(rows: Rows, taken: Collection[str]) -> dict[str, str]:
+    """Columns of text by their names as names are compared; of several alike the first."""
+    names = [field.name for field in rows.table.schema if pa.types.is_large_string(field.type)]
+    return {key_of(name): name for name in reversed(names) if name not in taken}
 
 
 def _is_numeric(column: pa.ChunkedArray) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pyarrow as pa
@@ -17,8 +16,7 @@ _ARRAY = "it holds an array of objects, or one object per line"
 
 def has_lines(document: bytes) -> bool:
     """True for an object on the first line, unless the document is one object around rows."""
-    start = re.compile(rb"\s*").match(document)
-    begin = start.end() if start else 0
+    begin = len(document) - len(document.lstrip())
     end = document.find(b"\n", begin)
     line = document[begin : end if end >= 0 else len(document)]
     try:

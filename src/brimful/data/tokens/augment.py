@@ -21,10 +21,9 @@ import numpy as np
 
 from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, OptionError, printable
-from brimful.data.tokens.encoder import Encoder
+from brimful.data.tokens.encoder import Encoder, Tokens
 
 Transform = Callable[[str, random.Random], str]
-Encoded = list[tuple[np.ndarray, np.ndarray | None]]
 
 
 def load_transform(name: str) -> Transform:
@@ -70,8 +69,8 @@ class Augmenter:
 
     def submit(
         self, epoch: int, samples: np.ndarray, texts: Sequence[str], pairs: Sequence[str] | None
-    ) -> Future[Encoded]:
-        """Ids and token types of each sample, in order, when they are done.
+    ) -> Future[Tokens]:
+        """Tokens of each sample, in order, when they are done.
 
         Raises: DataError, here or from the future, for a transform that failed. Read futures under `worker_errors`.
         """
@@ -130,7 +129,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _work(seed: int, epoch: int, samples: list[int], texts: list[str], pairs: list[str] | None) -> Encoded:
+def _work(seed: int, epoch: int, samples: list[int], texts: list[str], pairs: list[str] | None) -> Tokens:
     changed: list[list[str]] = []
     for column, values in enumerate((texts, pairs)):
         if values is None:
@@ -157,4 +156,4 @@ def _work(seed: int, epoch: int, samples: list[int], texts: list[str], pairs: li
             value=texts[empty],
             hint="return the text as it was where nothing is left of it",
         )
-    return [(found.sequence(i), found.sequence_types(i)) for i in range(len(found))]
+    return found

@@ -307,7 +307,8 @@ class _Window:
     def finish(self) -> None:
         tokens = Tokens.join([self.parts[number] for number in range(len(self.parts))])
         if self.given_N is not None:
-            lengths, truncated = self._in_place(tokens.lengths), self._in_place(tokens.truncated)
+            lengths, truncated = np.zeros(len(self.given_N), np.int64), np.zeros(len(self.given_N), np.bool_)
+            lengths[self.given_N], truncated[self.given_N] = tokens.lengths, tokens.truncated
             tokens = replace(tokens, offsets=offsets_of(lengths), truncated=truncated)
         with contextlib.suppress(InvalidStateError):  # it was cancelled
             self.future.set_result(tokens)
@@ -315,13 +316,6 @@ class _Window:
     def fail(self, error: BrimfulError) -> None:
         with contextlib.suppress(InvalidStateError):  # it was cancelled, or has failed
             self.future.set_exception(error)
-
-    def _in_place(self, values: np.ndarray) -> np.ndarray:
-        """Values of the given rows among zeros of the others."""
-        assert self.given_N is not None
-        spread = np.zeros(len(self.given_N), dtype=values.dtype)
-        spread[self.given_N] = values
-        return spread
 
 
 def _flat(column: Any) -> Texts:

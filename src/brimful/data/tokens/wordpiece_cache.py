@@ -12,7 +12,6 @@ Texts with control characters, with what may be an added token, or mostly of cha
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -33,27 +32,23 @@ _MOST_WORDS, _LONGEST_WORD = 200_000, 40
 class Words:
     """Tokens of plain texts by a WordPiece tokenizer, special tokens and cutting left out."""
 
-    def __init__(self, backend: Tokenizer, *, lowercase: bool) -> None:
+    def __init__(self, backend: Tokenizer) -> None:
         added_tokens = backend.get_added_tokens_decoder().values()
         self._added_tokens = [token.content.lower() for token in added_tokens]
         # One that is looked for in normalised text may be there when the text itself does not show it.
         self._ascii_only = any(token.normalized for token in added_tokens)
-        self._known = _Known(backend, lowercase=lowercase)
+        self._known = _Known(backend)
 
     @classmethod
     def of(cls, backend: Tokenizer) -> Words | None:
         """None for a tokenizer that is not built as BERT's."""
-        if backend.normalizer is None or backend.pre_tokenizer is None or type(backend.model).__name__ != "WordPiece":
-            return None
-        normalizer, pre_tokenizer = (
-            json.loads(part.__getstate__()) for part in (backend.normalizer, backend.pre_tokenizer)
-        )
-        if (normalizer["type"], pre_tokenizer["type"]) != ("BertNormalizer", "BertPreTokenizer"):
+        parts = (backend.normalizer, backend.pre_tokenizer, backend.model)
+        if [type(part).__name__ for part in parts] != ["BertNormalizer", "BertPreTokenizer", "WordPiece"]:
             return None
         added_tokens = [token.content for token in backend.get_added_tokens_decoder().values()]
         if not all(t.isascii() and t.isprintable() and t and " " not in t for t in added_tokens):
             return None
-        return cls(backend, lowercase=normalizer["lowercase"])
+        return cls(backend)
 
     def cover(self, text: str) -> bool:
         """True if the text's words can be looked up."""
@@ -77,9 +72,9 @@ class Words:
 class _Known(dict[str, tuple[int, ...]]):
     """Words and their tokens. Threads may share it: what one forgets, another finds again."""
 
-    def __init__(self, backend: Tokenizer, *, lowercase: bool) -> None:
+    def __init__(self, backend: Tokenizer) -> None:
         super().__init__()
-        self._backend, self._model, self._lowercase = backend, backend.model, lowercase
+        self._backend, self._model, self._lowercase = backend, backend.model, backend.normalizer.lowercase
 
     def __missing__(self, word: str) -> tuple[int, ...]:
         ids = (_END_ID,) if word == _END else tuple(token.id for token in self._tokens(word))

@@ -34,7 +34,7 @@ from brimful.core.manifest import MANIFEST, Column, Manifest, Shard, changes, pl
 from brimful.core.records import to_json
 from brimful.data.writers.output_path import parse_output
 from brimful.data.writers.row_files import TableFile, json_lines
-from brimful.data.writers.write_ahead_log import WriteAheadLog, is_kept, is_whole, logged_batches, shard_of
+from brimful.data.writers.write_ahead_log import WriteAheadLog, logged_batches, shard_of
 
 #: Seconds of answers, about, that a kill costs at most.
 COMMIT_S = 30.0
@@ -213,7 +213,7 @@ class ShardedOutput:
     def _go_on_at_the_end(self, found: Manifest) -> None:
         """One file is finished: only moving it into place may have been left to do."""
         [shard] = found.shards
-        if is_whole(self._live_path(), shard) or is_whole(self.place.path, shard):
+        if atomic_files.holds(self._live_path(), shard) or atomic_files.holds(self.place.path, shard):
             self._manifest, self.finished = found, found.record
             self._move_into_place()
         elif self.place.path.exists():
@@ -226,8 +226,8 @@ class ShardedOutput:
 
     def _whole(self, found: Manifest) -> Manifest:
         """`found` up to the first file that is missing or damaged."""
-        whole = (is_whole(self._folder / shard.file, shard) for shard in found.shards)
-        kept = (is_kept(self._folder / shard.file, shard) for shard in found.wal)
+        whole = (atomic_files.holds(self._folder / shard.file, shard) for shard in found.shards)
+        kept = (atomic_files.begins_with(self._folder / shard.file, shard) for shard in found.wal)
         shard = next((shard for shard, there in zip(found.files, chain(whole, kept), strict=True) if not there), None)
         if shard is None:
             return found

@@ -73,17 +73,3 @@ def logged_batches(path: Path, shard: Shard) -> Iterator[pa.RecordBatch]:
         os.truncate(path, shard.num_bytes)
         with pa.memory_map(str(path)) as file:
             yield from pa.ipc.open_stream(file)
-
-
-def is_whole(path: Path, shard: Shard) -> bool:
-    """True if a file of results has the bytes that the manifest names, and no more."""
-    return atomic_files.holds(path, _written(shard))
-
-
-def is_kept(path: Path, shard: Shard) -> bool:
-    """True if a log begins with the bytes that the manifest names; more may follow."""
-    return atomic_files.begins_with(path, _written(shard))
-
-
-def _written(shard: Shard) -> Written:
-    return Written(num_bytes=shard.num_bytes, sha256=shard.sha256)
