@@ -72,10 +72,10 @@ def test_a_file_holds_what_was_written_and_no_more(tmp_path: Path) -> None:
     assert not atomic_files.holds(path, atomic_files.Written(num_bytes=0, sha256=""))
     written = atomic_files.write_chunks(path, [b"a", b"bc"])
     assert atomic_files.holds(path, written)
-    assert atomic_files.begins_with(path, written)
+    assert atomic_files.holds(path, written, growing=True)
     path.write_bytes(b"abcd")
     assert not atomic_files.holds(path, written)
-    assert atomic_files.begins_with(path, written)
+    assert atomic_files.holds(path, written, growing=True)
     path.write_bytes(b"ab!")
     assert not atomic_files.holds(path, written)
 
@@ -322,7 +322,7 @@ def test_make_folder_by_relative_path(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_sync_of_what_is_not_there(tmp_path: Path) -> None:
-    for sync in (atomic_files.sync_file, atomic_files.sync_folder, atomic_files.sync_tree):
+    for sync in (atomic_files.sync, atomic_files.sync_tree):
         with pytest.raises(OutputError, match="not there"):
             sync(tmp_path / "not there")
 
@@ -333,10 +333,10 @@ def test_a_file_system_that_cannot_sync_folders(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "fsync", fsync)
     number = errno.EINVAL
-    atomic_files.sync_folder(tmp_path)
+    atomic_files.sync(tmp_path)
     number = errno.EIO
     with pytest.raises(OutputError):
-        atomic_files.sync_folder(tmp_path)
+        atomic_files.sync(tmp_path)
 
 
 def test_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def write_chunks(path: Path, chunks: Iterable[Data]) -> Written:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
-    sync_folder(path.parent)
+    sync(path.parent)
     return written
 
 
@@ -129,14 +129,16 @@ class GrowingFile:
             os.close(descriptor)
 
 
-def begins_with(path: Path, written: Written) -> bool:
-    """True if `path` begins with the bytes of `written`; False also for a missing or shorter file.
+def holds(path: Path, written: Written, *, growing: bool = False) -> bool:
+    """True if `path` holds the bytes of `written` and no more, or of a growing file begins with them.
 
-    Raises: OutputError if it cannot be read.
+    False also for a missing file. Raises: OutputError if it cannot be read.
     """
     digest, left = hashlib.sha256(), written.num_bytes
     with file_errors(path):
         try:
+            if not growing and path.stat().st_size != written.num_bytes:
+                return False
             with path.open("rb", buffering=0) as file:
                 while left and (chunk := file.read(min(left, 1 << 20))):
                     digest.update(chunk)
@@ -144,19 +146,6 @@ def begins_with(path: Path, written: Written) -> bool:
         except FileNotFoundError:
             return False
     return left == 0 and digest.hexdigest() == written.sha256
-
-
-def holds(path: Path, written: Written) -> bool:
-    """True if `path` holds the bytes of `written` and no more; False also for a missing file.
-
-    Raises: OutputError if it cannot be read.
-    """
-    with file_errors(path):
-        try:
-            num_bytes = path.stat().st_size
-        except FileNotFoundError:
-            return False
-    return num_bytes == written.num_bytes and begins_with(path, written)
 
 
 def write_all(descriptor: int, data: Data) -> int:
@@ -172,29 +161,18 @@ def write_all(descriptor: int, data: Data) -> int:
     return num_bytes
 
 
-def sync_file(path: Path) -> None:
-    """Return when the content of `path` is on the disk."""
+def sync(path: Path) -> None:
+    """Return when the content of a file, or the names directly in a folder, are on the disk."""
     with file_errors(path):
-        _sync(path, os.O_RDONLY)
-
-
-def sync_folder(path: Path) -> None:
-    """Return when the names in `path` are on the disk: what was created, renamed and removed directly in it."""
-    with file_errors(path):
+        descriptor = os.open(path, os.O_RDONLY)
         try:
-            _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+            os.fsync(descriptor)
         except OSError as error:
             # Some network file systems sync names by themselves and refuse to be asked to.
-            if error.errno != errno.EINVAL:
+            if error.errno != errno.EINVAL or not path.is_dir():
                 raise
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def sync_tree(folder: Path) -> None:
@@ -203,8 +181,8 @@ def sync_tree(folder: Path) -> None:
         entries = list(folder.iterdir())
     for path in entries:
         if not path.is_symlink():
-            (sync_tree if path.is_dir() else sync_file)(path)
-    sync_folder(folder)
+            (sync_tree if path.is_dir() else sync)(path)
+    sync(folder)
 
 
 def lock_folder(folder: Path, *, output: Path | None = None) -> int:
@@ -238,7 +216,7 @@ def make_folder(path: Path) -> None:
         missing = [folder for folder in path.parents if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
     for folder in (*reversed(missing), path):
-        sync_folder(folder.parent)
+        sync(folder.parent)
 
 
 def replace_folder(temporary: Path, final: Path) -> None:
@@ -261,7 +239,7 @@ def replace_folder(temporary: Path, final: Path) -> None:
             if old.exists():
                 old.rename(final)
             raise
-    sync_folder(final.parent)
+    sync(final.parent)
     remove(old)
 
 
@@ -287,7 +265,7 @@ def clean_temporaries(folder: Path) -> list[Path]:
         left = [path for path in sorted(folder.iterdir()) if path.name.startswith((TEMPORARY, REPLACED))]
     for path in left:
         remove(path)
-    sync_folder(folder)
+    sync(folder)
     return left
 
 

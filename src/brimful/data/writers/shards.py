@@ -227,7 +227,7 @@ class ShardedOutput:
     def _whole(self, found: Manifest) -> Manifest:
         """`found` up to the first file that is missing or damaged."""
         whole = (atomic_files.holds(self._folder / shard.file, shard) for shard in found.shards)
-        kept = (atomic_files.begins_with(self._folder / shard.file, shard) for shard in found.wal)
+        kept = (atomic_files.holds(self._folder / shard.file, shard, growing=True) for shard in found.wal)
         shard = next((shard for shard, there in zip(found.files, chain(whole, kept), strict=True) if not there), None)
         if shard is None:
             return found
@@ -358,7 +358,7 @@ class ShardedOutput:
             if not self.place.single:
                 self._live.path.replace(self._folder / self._name())
         self._live = None
-        atomic_files.sync_folder(self._folder)
+        atomic_files.sync(self._folder)
         first_row = sum(shard.num_rows for shard in self._manifest.shards)
         return shard_of(self._name(), first_row, written, self._counts_in_shard())
 
@@ -374,7 +374,7 @@ class ShardedOutput:
             for source, final in moves.items():
                 if source.exists():
                     source.replace(final)
-                    atomic_files.sync_folder(final.parent)
+                    atomic_files.sync(final.parent)
 
     def _replace_manifest(self, **changed: Any) -> None:
         """The only place that says what is on the disk, and after it is."""

@@ -177,7 +177,7 @@ def rotate(
     for path in surplus:
         # The manifest goes first, and on the disk: half a checkpoint must not look like one.
         atomic_files.remove(path / MANIFEST)
-        atomic_files.sync_folder(path)
+        atomic_files.sync(path)
         atomic_files.remove(path)
     return surplus
 

@@ -41,7 +41,7 @@ class EventLog:
         with atomic_files.file_errors(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             self._end = os.fstat(self._descriptor).st_size
-        atomic_files.sync_folder(path.parent)
+        atomic_files.sync(path.parent)
         self.cut(self._end)
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -66,7 +66,7 @@ class EventLog:
     def position(self) -> int:
         """Bytes of whole lines so far, all of them on the disk: stored in a checkpoint, given to `cut` on resume."""
         try:
-            atomic_files.sync_file(self.path)
+            atomic_files.sync(self.path)
         except BrimfulError as error:
             self._say(f"{error}; going on")
         return self._end
@@ -84,7 +84,7 @@ class EventLog:
             self._report(
                 f"{atomic_files.path_text(self.path)} has lost {position - num_bytes} bytes; they are not in the log"
             )
-        atomic_files.sync_file(self.path)
+        atomic_files.sync(self.path)
         self._end, self._torn = end, False
 
     def close(self) -> None:
