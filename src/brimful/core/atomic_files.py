@@ -275,11 +275,7 @@ def free_bytes(path: Path) -> int | None:
     Quotas are not seen.
     """
     absolute = path.absolute()
-    for place in (absolute, *absolute.parents):
-        try:
-            return shutil.disk_usage(place).free
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError:
-            return None
-    return None
+    try:
+        return shutil.disk_usage(next(each for each in (absolute, *absolute.parents) if each.exists())).free
+    except OSError:
+        return None

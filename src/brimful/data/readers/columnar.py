@@ -39,14 +39,14 @@ class ParquetPart(Part):
 
     def __init__(self, file: str) -> None:
         self.files, self.size_bytes = (file,), Path(file).stat().st_size
-        with _damage(file), _unpacked(file) as plain, pq.ParquetFile(plain) as parquet:
+        with _opened(file) as plain, pq.ParquetFile(plain) as parquet:
             self.num_rows = parquet.metadata.num_rows
             self.schema = tidy(parquet.schema_arrow.empty_table(), file).schema
 
     def pieces(self, start: int) -> Iterator[Piece]:
         file, end = self.files[0], 0
         # Without a buffer, all of a column of a row group is read at once.
-        with _damage(file), _unpacked(file) as plain, pq.ParquetFile(plain, buffer_size=_BUFFER_BYTES) as parquet:
+        with _opened(file) as plain, pq.ParquetFile(plain, buffer_size=_BUFFER_BYTES) as parquet:
             for index in range(parquet.num_row_groups):
                 group = parquet.metadata.row_group(index)
                 row, end = end, end + group.num_rows
@@ -63,7 +63,7 @@ class ArrowPart(Part):
 
     def __init__(self, file: str) -> None:
         self.files, self.size_bytes = (file,), Path(file).stat().st_size
-        with _damage(file), _unpacked(file) as plain:
+        with _opened(file) as plain:
             with Path(plain).open("rb") as raw:
                 self._is_file = raw.read(len(_ARROW_FILE)) == _ARROW_FILE
             with pa.OSFile(plain) as raw, (pa.ipc.open_file if self._is_file else pa.ipc.open_stream)(raw) as reader:
@@ -76,7 +76,7 @@ class ArrowPart(Part):
 
     def pieces(self, start: int) -> Iterator[Piece]:
         first_row = 0
-        with _damage(self.files[0]), _unpacked(self.files[0]) as plain:
+        with _opened(self.files[0]) as plain:
             for batch in _mapped_batches(plain) if self._is_file else self._streamed_batches(plain):
                 step = batch_rows(batch.nbytes, batch.num_rows)
                 for row in range(0, batch.num_rows, step):
@@ -109,26 +109,20 @@ def _piece(first_row: int, batch: pa.RecordBatch, metadata: dict[bytes, bytes] |
 
 
 @contextlib.contextmanager
-def _damage(file: str) -> Iterator[None]:
-    """Makes a DataError of what pyarrow says of a damaged file."""
+def _opened(file: str) -> Iterator[str]:
+    """The file, or a temporary one with what it is once decompressed. Errors of pyarrow about it become DataErrors."""
     try:
-        yield
+        if split_suffix(file)[1] is None:
+            yield file
+            return
+        with tempfile.NamedTemporaryFile() as plain:
+            with reading(file) as (stream, _):
+                shutil.copyfileobj(stream, plain)
+            plain.flush()
+            yield plain.name
     except pa.ArrowMemoryError as error:
         hint = "it is damaged, or larger than this machine's memory"
         raise DataError(f"cannot be read ({first_line(error)})", file=file, hint=hint) from error
     except _DAMAGED as error:
         said = f"is no whole {split_suffix(file)[0].removeprefix('.')} file ({first_line(error)})"
         raise DataError(said, file=file, hint=COPY_AGAIN) from error
-
-
-@contextlib.contextmanager
-def _unpacked(file: str) -> Iterator[str]:
-    """The file, or a temporary one with what it is once decompressed."""
-    if split_suffix(file)[1] is None:
-        yield file
-        return
-    with tempfile.NamedTemporaryFile() as plain:
-        with reading(file) as (stream, _):
-            shutil.copyfileobj(stream, plain)
-        plain.flush()
-        yield plain.name

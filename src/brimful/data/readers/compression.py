@@ -36,7 +36,7 @@ def reading(file: str) -> Iterator[tuple[pa.NativeFile, pa.NativeFile]]:
         raise DataError(said, file=file, hint="may this user read it?") from error
 
 
-def not_utf8(raw: bytes, *, file: str | None = None, row: int | None = None) -> DataError:
+def not_utf8(raw: bytes, *, file: str | None = None) -> DataError:
     """The error for bytes that are not UTF-8, with the first of them as \\xff and its surroundings."""
     try:
         raw.decode()
@@ -45,4 +45,4 @@ def not_utf8(raw: bytes, *, file: str | None = None, row: int | None = None) -> 
         start = error.start
     around = raw[:start].decode()[-20:] + raw[start : start + 80].decode("utf-8", "backslashreplace")[:24]
     hint = "convert it, for example: iconv -f windows-1252 -t utf-8"
-    return DataError("is not UTF-8", file=file, row=row, value=around, hint=hint)
+    return DataError("is not UTF-8", file=file, value=around, hint=hint)

@@ -11,6 +11,7 @@ A block of lines is read by pyarrow; one that it refuses, or reads as other type
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,22 +76,19 @@ class JsonPipePart(JsonLinesPart):
         head = _whole_lines(lines.head(lambda data: keys_of(_whole_lines(data)) is not None))
         keys = _keys_in(lines.file, head)
         super().__init__(lines, column_types([keys]), keys)
-        self._rest = super().pieces(0)
-        self._first: Piece | None = None
-        self._is_given = False
+        self._left: Iterator[Piece] | None = super().pieces(0)
 
     def peek(self) -> Piece | None:
-        self._first = self._first or next((piece for piece in self._rest if piece.table.num_rows), None)
-        return self._first
+        left = self.pieces(0)
+        first = next((piece for piece in left if piece.table.num_rows), None)
+        self._left = itertools.chain(filter(None, [first]), left)
+        return first
 
     def pieces(self, start: int) -> Iterator[Piece]:
-        if self._is_given:
+        if self._left is None:
             raise ValueError("a pipe can be read only once")
-        self._is_given = True
-        if first := self.peek():
-            self._first = None
-            yield first
-            yield from self._rest
+        left, self._left = self._left, None
+        return left
 
 
 class JsonObjectsPart(Part):

@@ -74,24 +74,18 @@ class Augmenter:
 
         Raises: DataError, here or from the future, for a transform that failed. Read futures under `worker_errors`.
         """
-        with worker_errors(), _interrupts_blocked():
-            return self._pool.submit(
-                _work, self._seed, epoch, samples.tolist(), list(texts), None if pairs is None else list(pairs)
-            )
+        given = (self._seed, epoch, samples.tolist(), list(texts), None if pairs is None else list(pairs))
+        # Processes that start here are born deaf to Ctrl-C, before they can say so themselves.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with worker_errors():
+                return self._pool.submit(_work, *given)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def close(self) -> None:
         """Ends the workers without waiting for work nobody will read."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Processes that start inside are born deaf to Ctrl-C, before they can say so themselves."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -81,15 +81,6 @@ class TokenStream:
         self._error: DataError | None = None
         self._worker_is_up = threading.Event()
 
-    @property
-    def use_cache(self) -> bool:
-        """True while the word-piece cache is used, as of the last window submitted. False stays False."""
-        return self.encoder.use_cache
-
-    def drop_cache(self) -> None:
-        """`tokenizers` makes all ids from the next window on."""
-        self.encoder.use_cache = False
-
     def __enter__(self) -> TokenStream:
         return self
 

@@ -210,14 +210,11 @@ def _flat(table: pa.Table) -> pa.Table:
     for index, column in enumerate(table.columns):
         if pa.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
-        kind = column.type
-        if _is_plain(kind):
-            flat = column
-        elif pa.types.is_nested(kind):
-            flat = _texts(column, value_as_json)
-        else:
-            flat = _texts(column, value_as_text)
-        table = table.set_column(index, table.column_names[index], flat)
+        if not _is_plain(column.type):
+            text = value_as_json if pa.types.is_nested(column.type) else value_as_text
+            values = [None if value is None else text(value) for value in column.to_pylist()]
+            column = pa.chunked_array([pa.array(values, pa.large_string())])
+        table = table.set_column(index, table.column_names[index], column)
     return table
 
 
@@ -228,8 +225,3 @@ def _is_plain(kind: pa.DataType) -> bool:
     dated = types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind)
     with_all_digits = types.is_decimal(kind) and 0 <= kind.scale <= _MOST_PLAIN_DIGITS
     return bool(simple or dated or types.is_string(kind) or types.is_large_string(kind) or with_all_digits)
-
-
-def _texts(column: pa.ChunkedArray, text: Callable[[Any], str]) -> pa.ChunkedArray:
-    values = [None if value is None else text(value) for value in column.to_pylist()]
-    return pa.chunked_array([pa.array(values, pa.large_string())])

@@ -105,7 +105,7 @@ class Request(ABC):
 
     def drop_cache(self) -> None:
         """Look words up no more from the next window on, as a run that is resumed did not in the end."""
-        self._tokens.drop_cache()
+        self._tokens.encoder.use_cache = False
 
     def _encoded(self, window: Texts, busy: Busy) -> Future[Tokens]:
         busy.begin()
@@ -123,7 +123,7 @@ class TextQuestion(Request):
         return self.form.space
 
     def submit(self, window: Texts, busy: Busy) -> Callable[[], Asked]:
-        future, use_cache = self._encoded(window, busy), self._tokens.use_cache
+        future, use_cache = self._encoded(window, busy), self._tokens.encoder.use_cache
 
         def asked() -> Asked:
             found = future.result()
@@ -165,7 +165,7 @@ class ZeroShotQuestion(Request):
         text_P = np.repeat(np.arange(len(window)), np.diff(candidates.offsets_N1))
         hypotheses = self.form.hypotheses(candidates.names).to_pylist()
         future = None if template is None else self._encoded(window, busy)
-        use_cache = template is None or self._tokens.use_cache
+        use_cache = template is None or self._tokens.encoder.use_cache
 
         def asked() -> Asked:
             texts = None if future is None else future.result()
