@@ -7,6 +7,8 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from brimful.data.readers.json_types import as_text
+
 #: Text of a label column -> the labels that it stands for.
 Sets = Mapping[str, tuple[str, ...]]
 
@@ -68,14 +70,8 @@ def _as_lists(values: Iterable[str]) -> Sets | None:
             return None
         if not isinstance(parsed, list) or not all(isinstance(element, (str, int, float)) for element in parsed):
             return None
-        lists[value] = tuple(_as_text(element) for element in parsed)
+        lists[value] = tuple(as_text(element) or "" for element in parsed)
     return lists
-
-
-def _as_text(element: str | float) -> str:
-    if isinstance(element, str):
-        return element
-    return json.dumps(int(element) if isinstance(element, float) and element.is_integer() else element)
 
 
 def _split(values: Iterable[str], separator: str) -> Sets:

@@ -23,15 +23,6 @@ from brimful.data.readers.parts import Part, Piece, batch_rows, refit
 _ARROW_FILE = b"ARROW1"
 _BUFFER_BYTES = 1 << 20
 _MAPPED_BYTES = 64 << 20
-_DAMAGED = (
-    pa.ArrowInvalid,
-    pa.ArrowTypeError,
-    pa.ArrowKeyError,
-    pa.ArrowIndexError,
-    pa.ArrowNotImplementedError,
-    OSError,
-    UnicodeDecodeError,
-)
 
 
 class ParquetPart(Part):
@@ -123,6 +114,6 @@ def _opened(file: str) -> Iterator[str]:
     except pa.ArrowMemoryError as error:
         hint = "it is damaged, or larger than this machine's memory"
         raise DataError(f"cannot be read ({first_line(error)})", file=file, hint=hint) from error
-    except _DAMAGED as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         said = f"is no whole {split_suffix(file)[0].removeprefix('.')} file ({first_line(error)})"
         raise DataError(said, file=file, hint=COPY_AGAIN) from error

@@ -77,9 +77,8 @@ class JsonColumns:
                 faults.setdefault(row, fault)
             elif not line.is_utf8 and (bad := next(itertools.filterfalse(encodes, line.value), None)):
                 faults[row] = not_utf8(bad.encode("utf-8", "surrogateescape"))
-        for key in itertools.chain.from_iterable(records):
-            if key not in self._types:
-                self.left_out[key] = None
+        keys = itertools.chain.from_iterable(records)
+        self.left_out.update(dict.fromkeys(key for key in keys if key not in self._types))
         arrays = [self._column(name, [record.get(name) for record in records], lines, faults) for name in self._types]
         return pa.table(arrays, schema=self.schema), faults
 

@@ -32,9 +32,9 @@ def load_transform(name: str) -> Transform:
     Raises: OptionError if there is no such file, module or function.
     """
     where, _, function = name.rpartition(":")
-    hint = "write file.py:function or module:function"
+    shown, hint = f"--transform {printable(name)!r}", "write file.py:function or module:function"
     if not where:
-        raise OptionError(f"--transform {printable(name)!r} names no function", hint=hint)
+        raise OptionError(f"{shown} names no function", hint=hint)
     try:
         if where.endswith(".py"):
             spec = importlib.util.spec_from_file_location(f"brimful_transform_{Path(where).stem}", where)
@@ -48,9 +48,9 @@ def load_transform(name: str) -> Transform:
         found = getattr(module, function)
     except Exception as error:  # the file is the user's, and may raise anything
         why = f"{type(error).__name__}: {printable(error)}"
-        raise OptionError(f"--transform {printable(name)!r} cannot be loaded: {why}", hint=hint) from error
+        raise OptionError(f"{shown} cannot be loaded: {why}", hint=hint) from error
     if not callable(found):
-        raise OptionError(f"--transform {printable(name)!r} is not a function", hint=hint)
+        raise OptionError(f"{shown} is not a function", hint=hint)
     return cast(Transform, found)
 
 
@@ -124,30 +124,25 @@ def _end_with_parent() -> None:
 
 
 def _work(seed: int, epoch: int, samples: list[int], texts: list[str], pairs: list[str] | None) -> Tokens:
-    changed: list[list[str]] = []
-    for column, values in enumerate((texts, pairs)):
-        if values is None:
-            continue
-        row = []
-        for sample, text in zip(samples, values, strict=True):
-            try:
-                new = _Worker.transform(text, random.Random(f"{seed} {epoch} {sample} {column}"))
-            except Exception as error:
-                raise DataError(
-                    f"the transform failed with {type(error).__name__}: {printable(error)}",
-                    value=text,
-                    hint="it is called with the text and a random.Random",
-                ) from None
-            if not isinstance(new, str):
-                raise DataError(f"the transform gave {type(new).__name__}, not a text", value=text, hint="return a str")
-            row.append(new)
-        changed.append(row)
-    found = _Worker.encoder.encode(changed[0], changed[1] if pairs is not None else None)
+    changed = [
+        [_transformed(text, f"{seed} {epoch} {sample} {column}") for sample, text in zip(samples, values, strict=True)]
+        for column, values in enumerate((texts, pairs))
+        if values is not None
+    ]
+    found = _Worker.encoder.encode(*changed)
     if not found.lengths.all():
         empty = int(found.lengths.argmin())
-        raise DataError(
-            f"the transform left no token the tokenizer knows: it gave {printable(changed[0][empty])!r}",
-            value=texts[empty],
-            hint="return the text as it was where nothing is left of it",
-        )
+        said = f"the transform left no token the tokenizer knows: it gave {printable(changed[0][empty])!r}"
+        raise DataError(said, value=texts[empty], hint="return the text as it was where nothing is left of it")
     return found
+
+
+def _transformed(text: str, seed: str) -> str:
+    try:
+        changed = _Worker.transform(text, random.Random(seed))
+    except Exception as error:
+        said = f"the transform failed with {type(error).__name__}: {printable(error)}"
+        raise DataError(said, value=text, hint="it is called with the text and a random.Random") from None
+    if not isinstance(changed, str):
+        raise DataError(f"the transform gave {type(changed).__name__}, not a text", value=text, hint="return a str")
+    return changed

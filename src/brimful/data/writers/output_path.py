@@ -48,10 +48,8 @@ def parse_output(path: Path) -> OutputPath:
     if path.is_dir() or not path.suffix:
         return OutputPath(path=path, form=PARQUET, single=False)
     if form is None:
-        raise OptionError(
-            f"--output {path_text(path)}: no form of file is known by the suffix '{printable(path.suffix)}'",
-            hint=f"use {FORMS}; or a name without a suffix, for a folder of Parquet files",
-        )
+        hint = f"use {FORMS}; or a name without a suffix, for a folder of Parquet files"
+        raise _refused(path, f": no form of file is known by the suffix '{printable(path.suffix)}'", hint)
     return OutputPath(path=path, form=form, single=True)
 
 
@@ -63,17 +61,13 @@ def check_output(path: Path, data: str, files: Iterable[Path] = ()) -> None:
     """
     place = parse_output(path)
     if len(os.fsencode(place.manifest.name)) > _LONGEST_NAME:
-        raise OptionError(
-            f"--output {path_text(path)}: the name is too long for its manifest's beside it", hint="shorten it"
-        )
+        raise _refused(path, ": the name is too long for its manifest's beside it", "shorten it")
     above = next(folder for folder in (place.folder, *place.folder.absolute().parents) if folder.exists())
     if not above.is_dir():
-        raise OptionError(f"--output {path_text(path)}: {path_text(above)} is a file", hint="give another name")
+        raise _refused(path, f": {path_text(above)} is a file", "give another name")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise OptionError(
-            f"--output {path_text(path)}: this user may not write into {path_text(above)}",
-            hint="choose another --output, or make this one writable",
-        )
+        hint = "choose another --output, or make this one writable"
+        raise _refused(path, f": this user may not write into {path_text(above)}", hint)
     for file in (Path(data), *files):
         _check_apart(place, file)
     _check_not_matched(place, data)
@@ -88,17 +82,14 @@ def _check_apart(place: OutputPath, file: Path) -> None:
         same = ours == given or (ours.exists() and ours.samefile(given))
     except (OSError, ValueError, RuntimeError):  # `-`, or the name of something that is no file
         return
-    shown = f"--output {path_text(place.path)}"
     if same:
-        what = "the file" if place.single else "the folder"
-        raise OptionError(f"{shown} is {what} that is read", hint="give another name")
+        said = " is the file that is read" if place.single else " is the folder that is read"
+        raise _refused(place.path, said, "give another name")
     if given.is_dir() and given in ours.parents:
-        raise OptionError(
-            f"{shown} is in the folder that is read, whose files it would be one of the next time",
-            hint="give a name in another folder",
-        )
+        said = " is in the folder that is read, whose files it would be one of the next time"
+        raise _refused(place.path, said, "give a name in another folder")
     if not place.single and ours in given.parents:
-        raise OptionError(f"{shown} holds {path_text(file)}, which is read", hint="use a new folder")
+        raise _refused(place.path, f" holds {path_text(file)}, which is read", "use a new folder")
 
 
 def _check_not_matched(place: OutputPath, data: str) -> None:
@@ -109,7 +100,9 @@ def _check_not_matched(place: OutputPath, data: str) -> None:
     for written in (place.path, place.folder, place.manifest, place.folder / "part-00000.parquet"):
         path = written.absolute()
         if fnmatch.fnmatch(str(path), pattern.replace("**/", "*")) if "**" in pattern else path.match(pattern):
-            raise OptionError(
-                f"--output {path_text(place.path)}: {printable(data)}, which is read, matches {path_text(written)} too",
-                hint="give a name in another folder",
-            )
+            said = f": {printable(data)}, which is read, matches {path_text(written)} too"
+            raise _refused(place.path, said, "give a name in another folder")
+
+
+def _refused(output: Path, said: str, hint: str) -> OptionError:
+    return OptionError(f"--output {path_text(output)}{said}", hint=hint)

@@ -20,7 +20,6 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -226,10 +225,10 @@ class ShardedOutput:
 
     def _whole(self, found: Manifest) -> Manifest:
         """`found` up to the first file that is missing or damaged."""
-        whole = (atomic_files.holds(self._folder / shard.file, shard) for shard in found.shards)
-        kept = (atomic_files.holds(self._folder / shard.file, shard, growing=True) for shard in found.wal)
-        shard = next((shard for shard, there in zip(found.files, chain(whole, kept), strict=True) if not there), None)
-        if shard is None:
+        for shard in found.files:
+            if not atomic_files.holds(self._folder / shard.file, shard, growing=shard in found.wal):
+                break
+        else:
             return found
         self.lost = f"{shard.file} is missing or damaged: row {shard.first_row + 1:,} and those after it are done again"
         return dataclasses.replace(
