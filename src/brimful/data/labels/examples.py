@@ -77,17 +77,15 @@ def make_examples(rows: Rows, columns: Columns, space: LabelSpace | None) -> tup
             file=rows.name,
             hint="is --text-column the right one?",
         )
-    row_numbers = np.flatnonzero(present.to_numpy()).astype(np.int64, copy=False)
-    chosen = row_numbers if num_empty else None
+    numbers = np.arange(len(texts), dtype=np.int64)
     examples = Examples(
-        rows=rows,
-        columns=columns,
-        space=space,
-        texts=texts.filter(present) if num_empty else texts,
-        pairs=pairs.filter(present) if num_empty and pairs is not None else pairs,
-        targets=None if space is None else encode_labels(rows, columns, space, chosen),
-        row_numbers=row_numbers,
+        rows=rows, columns=columns, space=space, texts=texts, pairs=pairs, targets=None, row_numbers=numbers
     )
+    if num_empty:
+        examples = examples.filter(present.to_numpy())
+    if space is not None:
+        targets = encode_labels(rows, columns, space, examples.row_numbers if num_empty else None)
+        examples = replace(examples, targets=targets)
     return examples, num_empty
 
 

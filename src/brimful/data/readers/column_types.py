@@ -33,7 +33,7 @@ def tidy(table: pa.Table, file: str | None = None) -> pa.Table:
         _check_values(column)
         plain = plain_type(column.type)
         column = column if column.type == plain else column.cast(plain)
-        columns[name] = _named(column, classes) if classes else column
+        columns[name] = _named(column.combine_chunks(), classes) if classes else column
     return pa.table(columns)
 
 
@@ -87,26 +87,19 @@ def _names_in(feature: Any) -> list[str] | None:
     return _names_in(feature.get("feature"))
 
 
-def _named(column: pa.ChunkedArray, names: Sequence[str]) -> pa.ChunkedArray:
+def _named(column: pa.Array, names: Sequence[str]) -> pa.Array:
     """Ids, or lists of ids, as names; -1 is no label."""
+    if pa.types.is_large_list(column.type):
+        lengths = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+        ends = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64())
+        return pa.LargeListArray.from_arrays(ends, _named(column.flatten(), names), mask=column.is_null())
+    if not pa.types.is_integer(column.type):
+        return column.cast(pa.large_string())
     try:
-        chunks = [_named_chunk(chunk, pa.array(names, pa.large_string())) for chunk in column.chunks]
+        return pc.take(pa.array(names, pa.large_string()), pc.if_else(pc.less(column, 0), None, column))
     except pa.ArrowIndexError as error:
         said = f"has ids of classes outside the {len(names)} names in its schema"
         raise DataError(said, hint="write the names") from error
-    is_list = pa.types.is_large_list(column.type)
-    return pa.chunked_array(chunks, type=pa.large_list(pa.large_string()) if is_list else pa.large_string())
-
-
-def _named_chunk(chunk: pa.Array, names: pa.Array) -> pa.Array:
-    if pa.types.is_large_list(chunk.type):
-        lengths = pc.list_value_length(chunk).fill_null(0).to_numpy(zero_copy_only=False)
-        ends = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64())
-        return pa.LargeListArray.from_arrays(ends, _named_chunk(chunk.flatten(), names), mask=chunk.is_null())
-    if not pa.types.is_integer(chunk.type):
-        return chunk.cast(pa.large_string())
-    missing = pc.less(chunk, 0)
-    return pc.take(names, pc.if_else(missing, None, chunk))
 
 
 def common_type(types: set[pa.DataType]) -> pa.DataType:
