@@ -8,13 +8,13 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from brimful.kernels.attention.dispatch import (
     Attention,
-    Pattern,
     efficient_attention,
     flash_attention,
     grouped_attention,
     reference_attention,
     triton_attention,
 )
+from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.layout import PackedShape, make_segments, map_tensors, with_groups
 from brimful.levers.facts import measure_attention
 from brimful.step.precision import Precision

@@ -19,12 +19,12 @@ pytest.importorskip("triton")
 from brimful.data.batches.batch import PackedLayout
 from brimful.data.batches.packing import Budgets
 from brimful.kernels.attention.dispatch import (
-    Pattern,
     choose_attention,
     flash_attention,
     grouped_attention,
     triton_attention,
 )
+from brimful.kernels.attention.pattern import Pattern
 from brimful.levers import facts
 from brimful.levers.facts import MARGIN, choose_kernels, measure_attention
 from brimful.measurement.attention import Heads

@@ -15,11 +15,11 @@ from triton.errors import TritonError
 from brimful.core.cache import read_cached, write_cached
 from brimful.kernels.attention.dispatch import (
     LENGTH_CLASSES,
-    Pattern,
     length_class,
     reference_attention,
     triton_attention,
 )
+from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.layout import Segments
 from brimful.measurement import attention
 from brimful.measurement.attention import Heads, attention_seconds

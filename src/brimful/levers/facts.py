@@ -17,14 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from brimful.kernels.attention.dispatch import (
-    Pattern,
-    RelativeBias,
-    candidates,
-    choose_attention,
-    grouped_attention,
-    length_class,
-)
+from brimful.kernels.attention.dispatch import candidates, choose_attention, grouped_attention, length_class
+from brimful.kernels.attention.pattern import Pattern, RelativeBias
 from brimful.levers.lever import Assembly, Verdict
 from brimful.measurement.attention import Heads, attention_seconds
 from brimful.models.packed.equivalence import Equivalence, check_equivalence

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from brimful.core.cache import cache_path, read_cached, write_cached
-from brimful.kernels.attention.dispatch import LENGTH_CLASSES, Attention, Pattern
+from brimful.kernels.attention.dispatch import LENGTH_CLASSES, Attention
+from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.layout import PackedShape, Segments, make_segments, map_tensors
 from brimful.kernels.precompile import precompiled
 from brimful.measurement.peaks import median_seconds

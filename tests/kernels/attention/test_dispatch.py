@@ -14,11 +14,11 @@ from torch import Tensor
 
 from brimful.kernels.attention.dispatch import (
     Attention,
-    Pattern,
     choose_attention,
     grouped_attention,
     reference_attention,
 )
+from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.layout import PackedShape, Segments, make_segments, with_groups
 from tolerances import ATTENTION, difference
 

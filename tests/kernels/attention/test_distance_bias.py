@@ -6,6 +6,7 @@ The kernel runs on the CPU by Triton's interpreter, in fp32 and fp16: the interp
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,12 +16,11 @@ from torch import Tensor
 
 from brimful.kernels.attention.dispatch import (
     Attention,
-    Pattern,
-    RelativeBias,
     choose_attention,
     grouped_attention,
     reference_attention,
 )
+from brimful.kernels.attention.pattern import Pattern, RelativeBias
 from brimful.kernels.layout import PackedShape, Segments, make_segments, with_groups
 from tolerances import ATTENTION, difference
 
@@ -136,19 +136,8 @@ def test_the_kernel_is_the_formula(tables: str, dropout: float, dtype: torch.dty
 
 
 def kernel(given: list[Tensor], segments: Segments, tables: str, dropout: float = 0.0) -> Tensor:
-    bias = bias_of(given, segments, tables)
-    return relative_attention_HTD(
-        *given[:3],
-        segments.cu_seqlens_N,
-        keys_HRD=bias.keys_HRD,
-        queries_HRD=bias.queries_HRD,
-        bias_HR=bias.bias_HR,
-        bucket_W=bias.bucket_W,
-        max_length=segments.max_length,
-        scale=SCALE,
-        dropout=dropout,
-        seed=SEED,
-    )
+    pattern = Pattern(scale=SCALE, dropout=dropout, relative=bias_of(given, segments, tables))
+    return relative_attention_HTD(*given[:3], segments, pattern, SEED)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
@@ -184,9 +173,8 @@ def test_what_it_refuses() -> None:
         kernel(given, segments, "")
     with pytest.raises(ValueError, match="8 distances do not reach over segments of 5 tokens"):
         relative_attention_HTD(
-            *given[:3], segments.cu_seqlens_N, keys_HRD=given[3], queries_HRD=None, bias_HR=None,
-            bucket_W=buckets(segments), max_length=5, scale=SCALE,
-        )  # fmt: skip
+            *given[:3], replace(segments, max_length=5), Pattern(scale=SCALE, relative=bias_of(given, segments, "keys"))
+        )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from brimful.kernels.layout import PackedShape, make_segments
 
 pytest.importorskip("triton")
+from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.attention.varlen import supports, varlen_attention_HTD
 from brimful.kernels.dropout import kept_mask_PRC
 
@@ -47,18 +50,8 @@ def test_equal_to_plain_attention(causal: bool, window: int | None, softcap: flo
     q, k, v, g = (torch.randn(160, 2, 16, generator=generator).transpose(0, 1) for _ in range(4))
     ours = [x.clone().requires_grad_(True) for x in (q, k, v)]
     twins = [x.double().requires_grad_(True) for x in (q, k, v)]
-    cu_seqlens_N = make_segments(LENGTHS, SHAPE).cu_seqlens_N
-    out = varlen_attention_HTD(
-        *ours,
-        cu_seqlens_N,
-        max_length=SHAPE.max_length,
-        scale=0.25,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        dropout=dropout,
-        seed=SEED,
-    )
+    pattern = Pattern(scale=0.25, causal=causal, window=window, softcap=softcap, dropout=dropout)
+    out = varlen_attention_HTD(*ours, make_segments(LENGTHS, SHAPE), pattern, SEED)
     expected = plain(*twins, causal, window, softcap, dropout)
     out.backward(g)
     expected.backward(g.double())
@@ -96,18 +89,8 @@ def test_long_segments_in_half_precision(
     q, k, v, g = (torch.randn(160, 2, 16, generator=generator).half().transpose(0, 1) for _ in range(4))
     ours = [x.clone().requires_grad_(True) for x in (q, k, v)]
     twins = [x.double().requires_grad_(True) for x in (q, k, v)]
-    out = varlen_attention_HTD(
-        *ours,
-        make_segments(LENGTHS, SHAPE).cu_seqlens_N,
-        max_length=SHAPE.max_length,
-        typical_length=200,
-        scale=0.25,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        dropout=dropout,
-        seed=SEED,
-    )
+    pattern = Pattern(scale=0.25, causal=causal, window=window, softcap=softcap, dropout=dropout)
+    out = varlen_attention_HTD(*ours, make_segments(LENGTHS, replace(SHAPE, typical_length=200)), pattern, SEED)
     expected = plain(*twins, causal, window, softcap, dropout)
     out.backward(g)
     expected.backward(g.double())

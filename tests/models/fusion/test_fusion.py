@@ -23,7 +23,8 @@ pytest.importorskip("triton")
 from brimful.data.batches.batch import Batch, make_batch
 from brimful.data.batches.packing import Budgets
 from brimful.kernels import float8
-from brimful.kernels.attention.dispatch import Attention, Pattern, relative_attention, triton_attention
+from brimful.kernels.attention.dispatch import Attention, relative_attention, triton_attention
+from brimful.kernels.attention.pattern import Pattern
 from brimful.models import fusion
 from brimful.models.model_stats import embeddings_of, layers_of
 from brimful.models.packed import check_inputs, equivalence, packed_forward

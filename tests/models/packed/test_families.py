@@ -16,7 +16,8 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from brimful.kernels.attention.dispatch import Attention, Pattern
+from brimful.kernels.attention.dispatch import Attention
+from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.layout import PackedShape, Segments, packed_inputs, padded_inputs
 from brimful.models.packed import equivalence, packed_forward
 from brimful.models.packed.check_inputs import one_layer_of_each_kind

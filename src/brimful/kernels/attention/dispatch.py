@@ -8,48 +8,18 @@ window of w covers w tokens of the past with the token itself, and as many of th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from brimful.kernels.attention.pattern import Pattern, RelativeBias
 from brimful.kernels.layout import Group, Segments
 
 try:
     from brimful.kernels.attention import distance_bias, varlen
 except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
     distance_bias = varlen = None  # type: ignore[assignment]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RelativeBias:
-    """Bias of a score by the distance of query i and key j: q_i . keys[b] + k_j . queries[b] + bias[b].
-
-    bucket_W: b, the row of the tables below, of each distance j - i from -reach to reach - 1, (2 * reach,) int64 with
-    reach at least the longest segment. keys_HRD, queries_HRD: of R positions, None where a model has none.
-    bias_HR: a number for each head and position.
-    """
-
-    bucket_W: Tensor
-    keys_HRD: Tensor | None = None
-    queries_HRD: Tensor | None = None
-    bias_HR: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pattern:
-    """Mask, scale and cap of attention, as the model defines them.
-
-    relative: what is added to scaled scores, before a soft cap.
-    """
-
-    scale: float
-    causal: bool = False
-    window: int | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
-    relative: RelativeBias | None = None
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, Segments, Pattern], Tensor]
@@ -151,42 +121,14 @@ def triton_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segm
     """Our own kernel (`varlen.py`): variable length with windows and soft caps, in bf16, fp16 and fp32 on a GPU."""
     assert varlen is not None
     k_HTD, v_HTD = _repeat_heads(q_HTD, k_KTD, v_KTD)
-    return varlen.varlen_attention_HTD(
-        q_HTD,
-        k_HTD,
-        v_HTD,
-        segments.cu_seqlens_N,
-        max_length=segments.max_length,
-        typical_length=segments.typical_length,
-        scale=pattern.scale,
-        causal=pattern.causal,
-        window=pattern.window,
-        softcap=pattern.softcap,
-        dropout=pattern.dropout,
-    )
+    return varlen.varlen_attention_HTD(q_HTD, k_HTD, v_HTD, segments, pattern)
 
 
 def relative_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
     """Our own kernel with a bias by distance (`distance_bias.py`): variable length in bf16, fp16 and fp32 on a GPU."""
     assert distance_bias is not None
-    assert pattern.relative is not None
     k_HTD, v_HTD = _repeat_heads(q_HTD, k_KTD, v_KTD)
-    given = pattern.relative
-    keys_HRD, queries_HRD = (x if x is None else x.to(q_HTD.dtype) for x in (given.keys_HRD, given.queries_HRD))
-    out: Tensor = distance_bias.relative_attention_HTD(
-        q_HTD,
-        k_HTD,
-        v_HTD,
-        segments.cu_seqlens_N,
-        keys_HRD=keys_HRD,
-        queries_HRD=queries_HRD,
-        bias_HR=given.bias_HR,
-        bucket_W=given.bucket_W,
-        max_length=segments.max_length,
-        scale=pattern.scale,
-        dropout=pattern.dropout,
-    )
-    return out
+    return distance_bias.relative_attention_HTD(q_HTD, k_HTD, v_HTD, segments, pattern)
 
 
 #: Mean length up to which our kernel is taken where none was measured, with heads of 64 at the most: there it is faster

@@ -24,12 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brimful.kernels.attention.varlen import Tiles, supports
+from brimful.kernels.attention.pattern import Pattern
+from brimful.kernels.attention.varlen import Tiles, empty_outputs, launch
 from brimful.kernels.attention.varlen_kernels import head_rows, row_numbers, varlen_attention_delta
 from brimful.kernels.dropout import kept_at, kept_factor, row_keys, threshold
+from brimful.kernels.layout import Segments
 from brimful.kernels.rng import draw_seed
-
-__all__ = ["relative_attention_HTD", "supports"]
 
 _LOG2_E = 1.4426950408889634
 
@@ -221,14 +221,8 @@ _HALF = Tiles(block_m=64, block_n=32, warps=4, stages=1)
 _SMALL = Tiles(block_m=32, block_n=32, warps=4, stages=1)
 
 
-def _launch(q: Tensor, offsets: Tensor, max_length: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Grid, and the constants of both kernels that follow from the shapes."""
-    heads, _, head_dim = q.shape
-    tiles = _SMALL if q.dtype == torch.float32 or head_dim > 64 else _HALF
-    grid = (triton.cdiv(max_length, tiles.block_m), offsets.shape[0] - 1, heads)
-    precision = "ieee" if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
-    constants = {"D": head_dim, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PRECISION": precision}
-    return grid, constants | {"num_warps": tiles.warps, "num_stages": tiles.stages}
+def _tiles(q: Tensor) -> Tiles:
+    return _SMALL if q.dtype == torch.float32 or q.shape[2] > 64 else _HALF
 
 
 def _by_distance(
@@ -263,9 +257,9 @@ def attend(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log of the weights' sums (H, T), and keys of the dropout mask's rows (H, T) if there is one."""
-    out, lse, mask_rows = _made(q, dropout)
+    out, lse, mask_rows = empty_outputs(q, dropout)
     by_query, by_key, has_query, has_key = _by_distance(q, k, keys, queries, bias, bucket)
-    grid, constants = _launch(q, offsets, max_length)
+    grid, constants = launch(q, offsets, max_length, _tiles(q))
     strides = [x.stride(axis) for x in (q, k, v, by_query, by_key, out) for axis in (1, 0)]
     relative_attention_forward[grid](
         q, k, v, by_query, by_key, out, lse, mask_rows, offsets, seed, q.shape[1], bucket.shape[0] // 2, *strides,
@@ -275,20 +269,12 @@ def attend(
     return out, lse, mask_rows
 
 
-def _made(q: Tensor, dropout: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Output tensors of the forward pass."""
-    heads, tokens, head_dim = q.shape
-    out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
-    mask_rows = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)
-    return out, q.new_empty(heads, tokens, dtype=torch.float32), mask_rows
-
-
 @attend.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, queries: Tensor | None, bias: Tensor | None, bucket: Tensor,
     offsets: Tensor, seed: Tensor, max_length: int, scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _made(q, dropout)
+    return empty_outputs(q, dropout)
 
 
 @torch.library.custom_op("brimful::relative_attention_backward", mutates_args=())
@@ -309,7 +295,7 @@ def attend_backward(
     columns = (heads, tokens, bucket.shape[0])
     d_by_query, d_by_key = (q.new_zeros(columns if has else (1, 1, 1)) for has in (has_query, has_key))
     strides = [x.stride(axis) for x in (q, k, v, by_query, by_key, gradient, found[0]) for axis in (1, 0)]
-    grid, constants = _launch(q, offsets, max_length)
+    grid, constants = launch(q, offsets, max_length, _tiles(q))
     relative_attention_backward[grid](
         q, k, v, by_query, by_key, gradient, *found, d_by_query, d_by_key, lse, delta, mask_rows, offsets, tokens,
         bucket.shape[0] // 2, *strides, columns[2], tokens * columns[2], scale, threshold(dropout),
@@ -370,36 +356,24 @@ OPERATOR = torch.ops.brimful.relative_attention.default
 
 
 def relative_attention_HTD(
-    q_HTD: Tensor,
-    k_HTD: Tensor,
-    v_HTD: Tensor,
-    cu_seqlens_N: Tensor,
-    *,
-    keys_HRD: Tensor | None,
-    queries_HRD: Tensor | None,
-    bias_HR: Tensor | None,
-    bucket_W: Tensor,
-    max_length: int,
-    scale: float,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
+    q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, segments: Segments, pattern: Pattern, seed: Tensor | None = None
 ) -> Tensor:
     """Attention within segments with a bias by distance, (H, T, D); every token must be in a segment.
 
-    keys_HRD, queries_HRD: of positions, in the dtype of the tokens. bias_HR: in any. One of the three at least.
-    bucket_W: (2 * reach,) int64, the row of the tables for distances key - query from -reach on; reach >= max_length.
-    cu_seqlens_N: (N + 1,) int32, device. seed: () int64 on the device, drawn from torch's generator if it is None and
-    there is dropout.
+    seed: () int64 on the device, drawn from torch's generator if it is None and there is dropout.
     Raises: ValueError without a table, or if the distances do not reach over the longest segment.
     """
-    if keys_HRD is None and queries_HRD is None and bias_HR is None:
+    given, max_length = pattern.relative, segments.max_length
+    if given is None or (given.keys_HRD is None and given.queries_HRD is None and given.bias_HR is None):
         raise ValueError("relative attention has no table")
-    if bucket_W.shape[0] < 2 * max_length:
-        raise ValueError(f"{bucket_W.shape[0]} distances do not reach over segments of {max_length} tokens")
+    if given.bucket_W.shape[0] < 2 * max_length:
+        raise ValueError(f"{given.bucket_W.shape[0]} distances do not reach over segments of {max_length} tokens")
     if seed is None:
-        seed = draw_seed(q_HTD.device, dropout)
+        seed = draw_seed(q_HTD.device, pattern.dropout)
     q_HTD, k_HTD, v_HTD = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_HTD, v_HTD))
+    keys_HRD, queries_HRD = (x if x is None else x.to(q_HTD.dtype) for x in (given.keys_HRD, given.queries_HRD))
     out: Tensor = attend(
-        q_HTD, k_HTD, v_HTD, keys_HRD, queries_HRD, bias_HR, bucket_W, cu_seqlens_N, seed, max_length, scale, dropout
-    )[0]
+        q_HTD, k_HTD, v_HTD, keys_HRD, queries_HRD, given.bias_HR, given.bucket_W, segments.cu_seqlens_N, seed,
+        max_length, pattern.scale, pattern.dropout,
+    )[0]  # fmt: skip
     return out

@@ -14,12 +14,14 @@ import torch
 import triton
 from torch import Tensor
 
+from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.attention.varlen_kernels import (
     varlen_attention_backward,
     varlen_attention_delta,
     varlen_attention_forward,
 )
 from brimful.kernels.dropout import kept_factor, threshold
+from brimful.kernels.layout import Segments
 from brimful.kernels.rng import draw_seed
 
 _LOG2_E = 1.4426950408889634
@@ -65,18 +67,12 @@ def _tiles(q: Tensor, typical_length: int, long: Tiles) -> Tiles:
     return long if typical_length > _LONG else SHORT
 
 
-def _launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[tuple[int, int, int], dict[str, Any]]:
+def launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Grid, and the constants of all kernels that follow from the shapes."""
     heads, _, head_dim = q.shape
     grid = (triton.cdiv(max_length, tiles.block_m), offsets.shape[0] - 1, heads)
     precision = "ieee" if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
-    constants = {
-        "D": head_dim,
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "SPLIT": tiles.split,
-        "PRECISION": precision,
-    }
+    constants = {"D": head_dim, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PRECISION": precision}
     return grid, constants | {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers}
 
 
@@ -85,6 +81,14 @@ def _factors(scale: float, softcap: float) -> tuple[float, float]:
     if softcap > 0:
         return 2.0 * _LOG2_E * scale / softcap, softcap * _LOG2_E
     return 1.0, scale * _LOG2_E
+
+
+def empty_outputs(q: Tensor, dropout: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory of the forward pass's output, logs of sums, and numbers of the dropout mask's rows."""
+    heads, tokens, head_dim = q.shape
+    out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
+    keys = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)
+    return out, q.new_empty(heads, tokens, dtype=torch.float32), keys
 
 
 @torch.library.custom_op("brimful::varlen_attention", mutates_args=())
@@ -104,17 +108,14 @@ def attend(
     site: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log of the weights' sums (H, T), and keys of the dropout mask's rows (H, T) if there is one."""
-    heads, tokens, head_dim = q.shape
-    out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
-    lse = q.new_empty(heads, tokens, dtype=torch.float32)
-    keys = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)
+    out, lse, keys = empty_outputs(q, dropout)
     tiles = _tiles(q, typical_length, MASKED_LONG_FORWARD if causal or window else LONG_FORWARD)
-    grid, constants = _launch(q, offsets, max_length, tiles)
+    grid, constants = launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
     varlen_attention_forward[grid](
-        q, k, v, out, lse, keys, offsets, seed, site, tokens, *strides,
+        q, k, v, out, lse, keys, offsets, seed, site, q.shape[1], *strides,
         *_factors(scale, softcap), threshold(dropout), kept_factor(dropout), CAUSAL=causal, WINDOW=window,
-        CAP=softcap > 0, DROPOUT=dropout > 0, **constants,
+        CAP=softcap > 0, DROPOUT=dropout > 0, SPLIT=tiles.split, **constants,
     )  # fmt: skip
     return out, lse, keys
 
@@ -124,10 +125,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, seed: Tensor, max_length: int, typical_length: int,
     scale: float, causal: bool, window: int, softcap: float, dropout: float, site: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    heads, tokens, head_dim = q.shape
-    out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
-    keys = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)
-    return out, q.new_empty(heads, tokens, dtype=torch.float32), keys
+    return empty_outputs(q, dropout)
 
 
 @torch.library.custom_op("brimful::varlen_attention_backward", mutates_args=())
@@ -142,7 +140,7 @@ def attend_backward(
     gradient = gradient if gradient.stride(2) == 1 else gradient.contiguous()
     dropped = dropout > 0 and not causal and not window
     tiles = _tiles(q, typical_length, DROPPED_LONG_BACKWARD if dropped else LONG_BACKWARD)
-    grid, constants = _launch(q, offsets, max_length, tiles)
+    grid, constants = launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out, gradient, found[0]) for axis in (1, 0)]
     more = kept_factor(dropout)
     less = 1.0 / more if more else 0.0
@@ -157,16 +155,13 @@ def attend_backward(
     varlen_attention_backward[grid](
         q, k, v, out, gradient, *found, lse, pairs, keys, offsets, tokens, *strides, scale,
         *_factors(scale, softcap), threshold(dropout), more, less, CAUSAL=causal, WINDOW=window, CAP=softcap > 0,
-        DROPOUT=dropout > 0, READY=ready, **constants,
+        DROPOUT=dropout > 0, READY=ready, SPLIT=tiles.split, **constants,
     )  # fmt: skip
     return packed
 
 
 @attend_backward.register_fake
-def _(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Tensor, offsets: Tensor,
-    max_length: int, typical_length: int, scale: float, causal: bool, window: int, softcap: float, dropout: float,
-) -> Tensor:  # fmt: skip
+def _(gradient: Tensor, q: Tensor, *_: Any) -> Tensor:
     heads, tokens, head_dim = q.shape
     return q.new_empty(tokens, 3, heads, head_dim)
 
@@ -185,40 +180,17 @@ attend.register_autograd(_gradients, setup_context=_setup)
 
 
 def varlen_attention_HTD(
-    q_HTD: Tensor,
-    k_HTD: Tensor,
-    v_HTD: Tensor,
-    cu_seqlens_N: Tensor,
-    *,
-    max_length: int,
-    scale: float,
-    typical_length: int | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
+    q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, segments: Segments, pattern: Pattern, seed: Tensor | None = None
 ) -> Tensor:
     """Attention within segments, (H, T, D); every token must be in one of them.
 
-    cu_seqlens_N: (N + 1,) int32, device. typical_length: mean one, by which kernels are cut. window: a token sees those
-    nearer than this. seed: () int64 on the device, drawn from torch's generator if it is None and there is dropout.
+    seed: () int64 on the device, drawn from torch's generator if it is None and there is dropout.
     """
     if seed is None:
-        seed = draw_seed(q_HTD.device, dropout)
+        seed = draw_seed(q_HTD.device, pattern.dropout)
     q_HTD, k_HTD, v_HTD = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_HTD, v_HTD))
     out: Tensor = attend(
-        q_HTD,
-        k_HTD,
-        v_HTD,
-        cu_seqlens_N,
-        seed,
-        max_length,
-        typical_length or 0,
-        scale,
-        causal,
-        window or 0,
-        softcap or 0.0,
-        dropout,
-    )[0]
+        q_HTD, k_HTD, v_HTD, segments.cu_seqlens_N, seed, segments.max_length, segments.typical_length or 0,
+        pattern.scale, pattern.causal, pattern.window or 0, pattern.softcap or 0.0, pattern.dropout,
+    )[0]  # fmt: skip
     return out

@@ -22,7 +22,8 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AttentionInt
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
-from brimful.kernels.attention.dispatch import Attention, Pattern, choose_attention, reference_attention
+from brimful.kernels.attention.dispatch import Attention, choose_attention, reference_attention
+from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments
 from brimful.models.model_stats import embeddings_of, layers_of, matmul_parameters

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from brimful.kernels.attention.dispatch import Pattern, RelativeBias
+from brimful.kernels.attention.pattern import Pattern, RelativeBias
 from brimful.kernels.layout import Segments
 
 #: (queries, keys and values (H, T, D); segments; pattern; whether to use the reference attention) -> (H, T, D).
