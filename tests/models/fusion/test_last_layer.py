@@ -24,7 +24,6 @@ from brimful.kernels.attention.varlen import attend
 from brimful.kernels.dropout import kept_mask_PRC
 from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layers.cls_attention import (
-    Dropout,
     attend_first,
     attend_first_backward,
     projected_first_attention,
@@ -70,7 +69,7 @@ def heads_of(dtype: torch.dtype) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_attention_of_first_tokens(dtype: torch.dtype, p: float) -> None:
     q, k, v, offsets = heads_of(dtype)
-    drawn = Dropout(p, torch.tensor(5), 3) if p else None
+    dropout = (torch.tensor(5), 3, 0.3, p)
     stays_HTC = kept_mask_PRC(torch.tensor(5), 2, sum(LENGTHS), max(LENGTHS), p, site=3)
     wide = [each.double().requires_grad_() for each in (q, k, v)]
     gradient = torch.randn_like(q)
@@ -84,8 +83,8 @@ def test_attention_of_first_tokens(dtype: torch.dtype, p: float) -> None:
         expected.append(torch.einsum("hk,khd->hd", weights, values))
     torch.stack(expected).backward(gradient.double())
     k_HTD, v_HTD = k.transpose(0, 1), v.transpose(0, 1)
-    out, lse = attend_first(q, k_HTD, v_HTD, offsets, 0.3, drawn)
-    dq, dkv = attend_first_backward(gradient, q, k_HTD, v_HTD, out, lse, offsets, 0.3, drawn)
+    out, lse = attend_first(q, k_HTD, v_HTD, offsets, *dropout)
+    dq, dkv = attend_first_backward(gradient, q, k_HTD, v_HTD, out, lse, offsets, *dropout)
     allowed = 2e-6 if dtype == torch.float32 else 2e-2
     assert torch.allclose(out.double(), torch.stack(expected), atol=allowed)
     for found, x in zip((dq, *dkv.unbind(1)), wide, strict=True):
@@ -100,7 +99,7 @@ def test_first_tokens_lose_the_weights_that_they_lose_among_all() -> None:
         *(x.transpose(0, 1) for x in (queries, k, v)), offsets, seed, 130, 40, 0.3, False, 0, 0.0, 0.4, 7
     )
     places = offsets[:-1].long()
-    firsts, _ = attend_first(queries[places], k.transpose(0, 1), v.transpose(0, 1), offsets, 0.3, Dropout(0.4, seed, 7))
+    firsts, _ = attend_first(queries[places], k.transpose(0, 1), v.transpose(0, 1), offsets, seed, 7, 0.3, 0.4)
     full = torch.tensor(LENGTHS) > 0
     assert torch.allclose(firsts[full], whole.transpose(0, 1)[places][full], atol=1e-5)
 

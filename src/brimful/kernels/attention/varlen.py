@@ -84,11 +84,11 @@ def _factors(scale: float, softcap: float) -> tuple[float, float]:
 
 
 def empty_outputs(q: Tensor, dropout: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory of the forward pass's output, logs of sums, and numbers of the dropout mask's rows."""
+    """Memory of the forward pass's output, logs of sums, and keys of the dropout mask's rows."""
     heads, tokens, head_dim = q.shape
     out = q.new_empty(tokens, heads, head_dim).transpose(0, 1)
-    keys = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)
-    return out, q.new_empty(heads, tokens, dtype=torch.float32), keys
+    mask_rows = q.new_empty((heads, tokens) if dropout > 0 else (0, 0), dtype=torch.int32)
+    return out, q.new_empty(heads, tokens, dtype=torch.float32), mask_rows
 
 
 @torch.library.custom_op("brimful::varlen_attention", mutates_args=())
@@ -108,16 +108,16 @@ def attend(
     site: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log of the weights' sums (H, T), and keys of the dropout mask's rows (H, T) if there is one."""
-    out, lse, keys = empty_outputs(q, dropout)
+    out, lse, mask_rows = empty_outputs(q, dropout)
     tiles = _tiles(q, typical_length, MASKED_LONG_FORWARD if causal or window else LONG_FORWARD)
     grid, constants = launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
     varlen_attention_forward[grid](
-        q, k, v, out, lse, keys, offsets, seed, site, q.shape[1], *strides,
+        q, k, v, out, lse, mask_rows, offsets, seed, site, q.shape[1], *strides,
         *_factors(scale, softcap), threshold(dropout), kept_factor(dropout), CAUSAL=causal, WINDOW=window,
         CAP=softcap > 0, DROPOUT=dropout > 0, SPLIT=tiles.split, **constants,
     )  # fmt: skip
-    return out, lse, keys
+    return out, lse, mask_rows
 
 
 @attend.register_fake
@@ -130,7 +130,7 @@ def _(
 
 @torch.library.custom_op("brimful::varlen_attention_backward", mutates_args=())
 def attend_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: Tensor, offsets: Tensor,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask_rows: Tensor, offsets: Tensor,
     max_length: int, typical_length: int, scale: float, causal: bool, window: int, softcap: float, dropout: float,
 ) -> Tensor:  # fmt: skip
     """Gradients of queries, keys and values, (T, 3, H, D)."""
@@ -153,7 +153,7 @@ def attend_backward(
         )
         pairs = both.view(torch.int64)
     varlen_attention_backward[grid](
-        q, k, v, out, gradient, *found, lse, pairs, keys, offsets, tokens, *strides, scale,
+        q, k, v, out, gradient, *found, lse, pairs, mask_rows, offsets, tokens, *strides, scale,
         *_factors(scale, softcap), threshold(dropout), more, less, CAUSAL=causal, WINDOW=window, CAP=softcap > 0,
         DROPOUT=dropout > 0, READY=ready, SPLIT=tiles.split, **constants,
     )  # fmt: skip

@@ -82,7 +82,7 @@ def row_numbers(X, rows, length, MASKED: tl.constexpr = True):
 
 @triton.jit(do_not_specialize=["site"])
 def varlen_attention_forward(
-    Q, K, V, OUT, LSE, KEYS, CU_SEQLENS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, inner, power,
+    Q, K, V, OUT, LSE, MASK_ROWS, CU_SEQLENS, SEED, site, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, inner, power,
     drop_below, more, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +101,8 @@ def varlen_attention_forward(
     mask_columns = column_keys(tl.arange(0, BLOCK_N))
     if DROPOUT:
         mask_rows = row_keys(SEED, site, head, start + rows)
-        tl.store(KEYS + head.to(tl.int64) * T + start + rows, mask_rows.to(tl.int32, bitcast=True), mask=rows < length)
+        places = head.to(tl.int64) * T + start + rows
+        tl.store(MASK_ROWS + places, mask_rows.to(tl.int32, bitcast=True), mask=rows < length)
     low, high = _range(first, first + BLOCK_M, length, CAUSAL, WINDOW, BLOCK_N, True)
     whole = length // BLOCK_N * BLOCK_N
     for tail in tl.static_range(1 - SPLIT, 2):  # whole blocks, then the last one, which needs masks
@@ -170,7 +171,7 @@ def _row_sums(OUT, LSE, PAIRS, do, start, rows, length, head, T, o_t, o_h, less,
 
 @triton.jit
 def _gradient_of_keys(
-    Q, K, V, OUT, DO, DK, DV, LSE, PAIRS, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+    Q, K, V, OUT, DO, DK, DV, LSE, PAIRS, MASK_ROWS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
     scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -200,7 +201,7 @@ def _gradient_of_keys(
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
             met = p
             if DROPOUT:
-                mask_rows = row_numbers(KEYS + place_of_rows, rows, length, tail).to(tl.uint32, bitcast=True)
+                mask_rows = row_numbers(MASK_ROWS + place_of_rows, rows, length, tail).to(tl.uint32, bitcast=True)
                 met = tl.where(kept_at(mask_rows[None, :], own[:, None], drop_below), p, 0.0)
             ds = met * dp - p * delta[None, :]
             if CAP:
@@ -217,7 +218,7 @@ def _gradient_of_keys(
 
 @triton.jit
 def _gradient_of_queries(
-    Q, K, V, OUT, DO, DQ, LSE, PAIRS, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+    Q, K, V, OUT, DO, DQ, LSE, PAIRS, MASK_ROWS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
     scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -231,7 +232,7 @@ def _gradient_of_queries(
     mask_rows = own
     mask_columns = column_keys(tl.arange(0, BLOCK_N))
     if DROPOUT:
-        mask_rows = row_numbers(KEYS + head.to(tl.int64) * T + start, own, length).to(tl.uint32, bitcast=True)
+        mask_rows = row_numbers(MASK_ROWS + head.to(tl.int64) * T + start, own, length).to(tl.uint32, bitcast=True)
     low, high = _range(first, first + BLOCK_M, length, CAUSAL, WINDOW, BLOCK_N, True)
     whole = length // BLOCK_N * BLOCK_N
     for tail in tl.static_range(1 - SPLIT, 2):
@@ -261,7 +262,7 @@ def _gradient_of_queries(
 
 @triton.jit
 def varlen_attention_backward(
-    Q, K, V, OUT, DO, DQ, DK, DV, LSE, PAIRS, KEYS, CU_SEQLENS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
+    Q, K, V, OUT, DO, DQ, DK, DV, LSE, PAIRS, MASK_ROWS, CU_SEQLENS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t,
     do_h, g_t, g_h, scale, inner, power, drop_below, more, less, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, DROPOUT: tl.constexpr, READY: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -278,12 +279,12 @@ def varlen_attention_backward(
     if first >= length:
         return
     _gradient_of_keys(
-        Q, K, V, OUT, DO, DK, DV, LSE, PAIRS, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
+        Q, K, V, OUT, DO, DK, DV, LSE, PAIRS, MASK_ROWS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t,
         g_h, scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL, WINDOW, CAP,
         DROPOUT, READY, D, BLOCK_M, BLOCK_N, SPLIT, PRECISION,
     )  # fmt: skip
     _gradient_of_queries(
-        Q, K, V, OUT, DO, DQ, LSE, PAIRS, KEYS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
+        Q, K, V, OUT, DO, DQ, LSE, PAIRS, MASK_ROWS, T, q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, g_t, g_h,
         scale, inner, power, drop_below, more, less, start, length, first, head, CAUSAL, WINDOW, CAP, DROPOUT, READY,
         D, BLOCK_M, BLOCK_N, SPLIT, PRECISION,
     )  # fmt: skip

@@ -13,7 +13,7 @@ for the same query, and draws it again in the backward pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -111,29 +111,20 @@ def first_token_attention_backward(
     tl.store(DQ + row * dq_n + head * dq_h + channels, dq.to(DQ.dtype.element_ty))
 
 
-class Dropout(NamedTuple):
-    """Dropout of attention's weights: its probability, its seed () int64 on the device, and its site."""
-
-    p: float
-    seed: Tensor
-    site: int
-
-
 def attend_first(
-    q_NHD: Tensor, k_HTD: Tensor, v_HTD: Tensor, cu_seqlens_N: Tensor, scale: float, dropout: Dropout | None = None
+    q_NHD: Tensor, k_HTD: Tensor, v_HTD: Tensor, cu_seqlens_N: Tensor, seed: Tensor, site: int, scale: float, p: float
 ) -> tuple[Tensor, Tensor]:
     """(N, H, D): the first token's query of each of N segments against all keys of its own segment, 0 if that is
     empty. And the logs to the base 2 of the weights' sums, (N, H) fp32.
 
-    cu_seqlens_N: (N + 1,) int32. Heads of a power of two channels.
+    cu_seqlens_N: (N + 1,) int32. Heads of a power of two channels. seed: () int64, read where p is above 0.
     """
     num_segments, num_heads, head_dim = q_NHD.shape
     out_NHD = torch.empty_like(q_NHD)
     lse_NH = q_NHD.new_empty(num_segments, num_heads, dtype=torch.float32)
-    drop, arguments = _dropout(dropout, cu_seqlens_N)
     first_token_attention_forward[(num_segments, num_heads)](
-        q_NHD, k_HTD, v_HTD, out_NHD, lse_NH, cu_seqlens_N, *drop, *q_NHD.stride()[:2], *_strides(k_HTD, v_HTD),
-        *out_NHD.stride()[:2], scale * _LOG2_E, *arguments, DROPOUT=dropout is not None, D=head_dim, BLOCK=_BLOCK,
+        q_NHD, k_HTD, v_HTD, out_NHD, lse_NH, cu_seqlens_N, seed, site, *q_NHD.stride()[:2], *_strides(k_HTD, v_HTD),
+        *out_NHD.stride()[:2], scale * _LOG2_E, threshold(p), kept_factor(p), DROPOUT=p > 0, D=head_dim, BLOCK=_BLOCK,
         num_warps=2,
     )  # fmt: skip
     return out_NHD, lse_NH
@@ -141,7 +132,7 @@ def attend_first(
 
 def attend_first_backward(
     gradient_NHD: Tensor, q_NHD: Tensor, k_HTD: Tensor, v_HTD: Tensor, out_NHD: Tensor, lse_NH: Tensor,
-    cu_seqlens_N: Tensor, scale: float, dropout: Dropout | None = None,
+    cu_seqlens_N: Tensor, seed: Tensor, site: int, scale: float, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of queries, (N, H, D), and of keys and values, (T, 2, H, D). Every token must be in a segment."""
     num_segments, num_heads, head_dim = q_NHD.shape
@@ -149,12 +140,11 @@ def attend_first_backward(
     dkv_T2HD = k_HTD.new_empty(k_HTD.shape[1], 2, num_heads, head_dim)
     dk_HTD, dv_HTD = dkv_T2HD.transpose(0, 2).unbind(1)
     gradient_NHD = gradient_NHD if gradient_NHD.stride(2) == 1 else gradient_NHD.contiguous()
-    drop, arguments = _dropout(dropout, cu_seqlens_N)
     first_token_attention_backward[(num_segments, num_heads)](
-        q_NHD, k_HTD, v_HTD, out_NHD, gradient_NHD, dq_NHD, dk_HTD, dv_HTD, lse_NH, cu_seqlens_N, *drop,
+        q_NHD, k_HTD, v_HTD, out_NHD, gradient_NHD, dq_NHD, dk_HTD, dv_HTD, lse_NH, cu_seqlens_N, seed, site,
         *q_NHD.stride()[:2], *_strides(k_HTD, v_HTD), *out_NHD.stride()[:2], *gradient_NHD.stride()[:2],
-        *dq_NHD.stride()[:2], *_strides(dk_HTD, dv_HTD), scale, scale * _LOG2_E, *arguments,
-        DROPOUT=dropout is not None, D=head_dim, BLOCK=_BLOCK, num_warps=2,
+        *dq_NHD.stride()[:2], *_strides(dk_HTD, dv_HTD), scale, scale * _LOG2_E, threshold(p),
+        kept_factor(p), DROPOUT=p > 0, D=head_dim, BLOCK=_BLOCK, num_warps=2,
     )  # fmt: skip
     return dq_NHD, dkv_T2HD
 
@@ -162,13 +152,6 @@ def attend_first_backward(
 def _strides(*found: Tensor) -> list[int]:
     """Of (H, T, D): from token to token, and from head to head."""
     return [x.stride(axis) for x in found for axis in (1, 0)]
-
-
-def _dropout(dropout: Dropout | None, unread: Tensor) -> tuple[tuple[Tensor, int], tuple[int, float]]:
-    """Kernel arguments of dropout: seed, site, threshold and factor of kept elements."""
-    if dropout is None:
-        return (unread, 0), (0, 1.0)
-    return (dropout.seed, dropout.site), (threshold(dropout.p), kept_factor(dropout.p))
 
 
 def first_rows(x: Tensor, cu_seqlens_N: Tensor) -> Tensor:
@@ -201,7 +184,7 @@ class _ProjectedFirstAttention(torch.autograd.Function):
             q_NH = q_NH + q_bias.to(x.dtype)
         seed, ctx.site = ctx.context.dropout_site(x, p)
         ctx.num_heads, ctx.scale, ctx.p, ctx.shape = num_heads, scale, p, x.shape
-        out_NHD, lse_NH = attend_first(*_heads(q_NH, kv_TN, num_heads), offsets, scale, _drawn(ctx, seed))
+        out_NHD, lse_NH = attend_first(*_heads(q_NH, kv_TN, num_heads), offsets, seed, ctx.site, scale, p)
         ctx.save_for_backward(x_TK, first_NK, w_HK, q_NH, kv_TN, out_NHD, lse_NH, offsets, seed, *saved)
         ctx.dtypes = weights[0].dtype, None if q_bias is None else q_bias.dtype
         ctx.leaf = _are_leaves(*parameters)
@@ -212,8 +195,8 @@ class _ProjectedFirstAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         x_TK, first_NK, w_HK, q_NH, kv_TN, out_NHD, lse_NH, offsets, seed, *weight = ctx.saved_tensors
         dq_NHD, dkv_T2HD = attend_first_backward(
-            gradient.transpose(0, 1), *_heads(q_NH, kv_TN, ctx.num_heads), out_NHD, lse_NH, offsets, ctx.scale,
-            _drawn(ctx, seed),
+            gradient.transpose(0, 1), *_heads(q_NH, kv_TN, ctx.num_heads), out_NHD, lse_NH, offsets, seed,
+            ctx.site, ctx.scale, ctx.p,
         )  # fmt: skip
         dq_NH, dkv_TN = dq_NHD.flatten(1), dkv_T2HD.flatten(1)
 
@@ -234,15 +217,11 @@ def _heads(q_NH: Tensor, kv_TN: Tensor, num_heads: int) -> tuple[Tensor, Tensor,
     return q_NH.view(len(q_NH), num_heads, -1), keys, values
 
 
-def _drawn(ctx: Any, seed: Tensor) -> Dropout | None:
-    return Dropout(ctx.p, seed, ctx.site) if ctx.p else None
-
-
 def projected_first_attention(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], offsets: Tensor, num_heads: int,
     scale: float, dropout: float,
 ) -> Tensor:  # fmt: skip
-    """`blocks.projected_attention` for the first token of each segment, (H, N, D)."""
+    """`postnorm_ops.projected_attention` for the first token of each segment, (H, N, D)."""
     out: Tensor = _ProjectedFirstAttention.apply(  # type: ignore[no-untyped-call]
         halved(x), offsets, num_heads, scale, dropout, *weights, *biases
     )

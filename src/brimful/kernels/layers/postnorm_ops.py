@@ -223,8 +223,8 @@ class _ProjectedAttention(torch.autograd.Function):
         q, k, v = qkv_TN.view(len(x_TK), 3, num_heads, -1).transpose(0, 2).unbind(1)
         seed, site = ctx.context.dropout_site(offsets, settings[-1])
         out_HTD: Tensor
-        out_HTD, lse, keys = attend(q, k, v, offsets, seed, *settings, site)
-        ctx.save_for_backward(x_TK, qkv_TN, out_HTD, lse, keys, offsets, *saved)
+        out_HTD, lse, mask_rows = attend(q, k, v, offsets, seed, *settings, site)
+        ctx.save_for_backward(x_TK, qkv_TN, out_HTD, lse, mask_rows, offsets, *saved)
         ctx.num_heads, ctx.settings, ctx.shape = num_heads, settings, x.shape
         ctx.dtypes = [None if p is None else p.dtype for p in (parameters[0], parameters[3])]
         ctx.leaf = _are_leaves(*parameters)
@@ -233,9 +233,9 @@ class _ProjectedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
-        x_TK, qkv_TN, out_HTD, lse, keys, offsets, *weight = ctx.saved_tensors
+        x_TK, qkv_TN, out_HTD, lse, mask_rows, offsets, *weight = ctx.saved_tensors
         q, k, v = qkv_TN.view(len(x_TK), 3, ctx.num_heads, -1).transpose(0, 2).unbind(1)
-        g_TN = attend_backward(gradient, q, k, v, out_HTD, lse, keys, offsets, *ctx.settings).flatten(1)
+        g_TN = attend_backward(gradient, q, k, v, out_HTD, lse, mask_rows, offsets, *ctx.settings).flatten(1)
         dweight, dbias = ctx.context.beside(
             lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8), g_TN, x_TK, leaf=ctx.leaf
         )

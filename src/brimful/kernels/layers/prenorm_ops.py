@@ -225,20 +225,20 @@ class _RotaryAttention(torch.autograd.Function):
         q, k, v = qkv_T3HD.transpose(0, 2).unbind(1)
         seed, site = current().dropout_site(offsets, settings[-1])
         out_HTD: Tensor
-        out_HTD, lse, keys = attend(q, k, v, offsets, seed, *settings, site)
+        out_HTD, lse, mask_rows = attend(q, k, v, offsets, seed, *settings, site)
         ctx.save_for_backward(
-            x_TK, w_NK, None if found is None else x_TN, qkv_T3HD, out_HTD, lse, keys, offsets, *angles, query_gain,
-            key_gain,
+            x_TK, w_NK, None if found is None else x_TN, qkv_T3HD, out_HTD, lse, mask_rows, offsets, *angles,
+            query_gain, key_gain,
         )  # fmt: skip
         return out_HTD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
-        x_TK, w_NK, x_TN, qkv_T3HD, out_HTD, lse, keys, offsets, cos, sin, *gains = ctx.saved_tensors
+        x_TK, w_NK, x_TN, qkv_T3HD, out_HTD, lse, mask_rows, offsets, cos, sin, *gains = ctx.saved_tensors
         found = _head_norm(gains[0], gains[1], ctx.eps)
         q, k, v = qkv_T3HD.transpose(0, 2).unbind(1)
-        g_T3HD = attend_backward(gradient, q, k, v, out_HTD, lse, keys, offsets, *ctx.settings)
+        g_T3HD = attend_backward(gradient, q, k, v, out_HTD, lse, mask_rows, offsets, *ctx.settings)
         g_TN, partials = qkv_rope.fused_backward(g_T3HD, x_TN, cos, sin, ctx.each, found)
 
         def of_gains() -> Gradients:
