@@ -48,8 +48,8 @@ _OURS: set[Any] = {
 
 #: In an order in which none takes a part of another, and norms see who reads them.
 _PATTERNS = (
-    postnorm.embeddings, postnorm.add_norm, prenorm.norm, prenorm.linear_add, postnorm.attention, prenorm.attention,
-    prenorm.gated, postnorm.gelu, postnorm.linear,
+    postnorm.embeddings, postnorm.add_norm, prenorm.norm, prenorm.linear_add, prenorm.attention, prenorm.gated,
+    postnorm.gelu, postnorm.linear,
 )  # fmt: skip
 
 

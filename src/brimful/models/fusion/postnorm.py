@@ -5,7 +5,6 @@ Each function replaces one pattern if it ends at a node, where every intermediat
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from brimful.models.fusion.nodes import (
     arguments,
     dropout_call,
     dropped_linear,
-    is_call,
     is_sum,
     layer_norm,
     linear_call,
@@ -26,8 +24,6 @@ from brimful.models.fusion.nodes import (
     replace,
     same_shape,
 )
-
-_SAME = ("view", "reshape", "transpose", "to")
 
 
 def embeddings(graph: Graph, node: Node) -> None:
@@ -92,63 +88,6 @@ def gelu(graph: Graph, node: Node) -> None:
     linear = linear_call(call["input"])
     if linear is not None and linear["bias"] is not None:
         replace(graph, node, postnorm_ops.linear_gelu, (linear["input"], linear["weight"], linear["bias"]))
-
-
-def attention(graph: Graph, node: Node) -> None:
-    """varlen_attention of three projections of one input, each reshaped to heads and nothing else."""
-    if not is_call(node, torch.ops.brimful.varlen_attention.default):
-        return
-    queries, keys, values, offsets, _, *settings = node.args
-    linears = [_projection(each) for each in (queries, keys, values)]
-    if any(linear is None for linear in linears):
-        return
-    found: list[dict[str, Any]] = [linear for linear in linears if linear is not None]
-    shapes = {tuple(linear["weight"].meta["example_value"].shape) for linear in found}
-    if len({linear["input"] for linear in found}) != 1 or len(shapes) != 1:
-        return
-    if len({linear["bias"] is None for linear in found}) != 1:
-        return
-    num_heads = int(queries.meta["example_value"].shape[0])  # type: ignore[union-attr]
-    replace_attention(
-        graph,
-        node,
-        postnorm_ops.projected_attention,
-        (found[0]["input"], [linear["weight"] for linear in found], [linear["bias"] for linear in found], offsets,
-         num_heads, settings),
-    )  # fmt: skip
-
-
-def replace_attention(graph: Graph, node: Node, function: Any, given: tuple[Any, ...]) -> None:
-    """Puts a call in the place of varlen_attention, if only its output is read, and without the seed it had."""
-    outputs, seed = list(node.users), node.args[4]
-    if len(outputs) != 1 or not is_call(outputs[0], operator.getitem) or outputs[0].args[1] != 0:
-        return
-    replace(graph, outputs[0], function, given)
-    graph.erase_node(outputs[0])
-    graph.erase_node(node)
-    if isinstance(seed, Node) and not seed.users:  # each site draws its own
-        graph.erase_node(seed)
-
-
-def _projection(node: Any) -> dict[str, Any] | None:
-    """The linear behind heads (H, T, D) made of (1, T, H * D) by view, transpose, [0] and a cast."""
-    seen = []
-    while isinstance(node, Node) and len(node.users) == 1:
-        if node.op == "call_method" and node.target in _SAME:
-            seen.append(node.target)
-            if node.target == "transpose" and node.args[1:] not in ((1, 2), (2, 1)):
-                return None
-        elif is_call(node, operator.getitem) and node.args[1] == 0:
-            seen.append("[0]")
-        else:
-            break
-        node = node.args[0]
-    if [each for each in seen if each != "to"] not in (
-        ["[0]", "transpose", "view"],
-        ["[0]", "transpose", "reshape"],
-    ):
-        return None
-    return linear_call(node)
 
 
 def linear(graph: Graph, node: Node) -> None:

@@ -1,4 +1,5 @@
 """Patterns of pre-norm layers (ModernBERT, Llama, Qwen): one stream of residuals, gated activations, rotary embeddings.
+And attention, in these layers and in post-norm ones.
 
 Each function replaces one pattern if it ends at a node. What else read an intermediate result still reads it, in a
 graph that is then not covered.
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from brimful.kernels.layers import prenorm_ops
+from brimful.kernels.layers import postnorm_ops, prenorm_ops
 from brimful.models.fusion.nodes import (
     arguments,
     both_ways,
@@ -33,7 +34,6 @@ from brimful.models.fusion.nodes import (
     shape_of,
     uncast,
 )
-from brimful.models.fusion.postnorm import replace_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,30 +195,46 @@ class _Heads:
     norm: _Norm | None
     angles: tuple[Node, Node] | None
 
+    @property
+    def is_projection(self) -> bool:
+        """True for what a linear of their own made of them, and nothing else."""
+        return self.part is None and self.repeats == 1 and self.norm is None and self.angles is None
+
 
 def attention(graph: Graph, node: Node) -> None:
-    """varlen_attention of projections of one input, of which queries and keys are turned by the same angles."""
+    """varlen_attention of projections of one input, as they are or with queries and keys turned by the same angles."""
     if not is_call(node, torch.ops.brimful.varlen_attention.default):
         return
     found = [each for each in map(_heads, node.args[:3]) if each is not None]
-    if len(found) != 3 or not _fit(*found):
+    if len(found) != 3:
         return
     linears = [found[0].linear] if found[0].part == 0 else _of_one_input([each.linear for each in found])
     if linears is None:
         return
-    q, k, _ = found
-    gains, eps = (
-        [None if each.norm is None else each.norm.gain for each in (q, k)],
-        [0.0 if each.norm is None else each.norm.eps for each in (q, k)],
-    )
-    assert q.angles is not None
-    replace_attention(
-        graph,
-        node,
-        prenorm_ops.rotary_attention,
-        (linears[0]["input"], [each["weight"] for each in linears], [each["bias"] for each in linears], gains, eps,
-         *q.angles, node.args[3], q.num_heads, k.num_heads, q.head_dim, list(node.args[5:])),
-    )  # fmt: skip
+    (q, k, _), offsets, settings = found, node.args[3], list(node.args[5:])
+    given = (linears[0]["input"], [each["weight"] for each in linears], [each["bias"] for each in linears])
+    if all(each.is_projection and shape_of(each.linear["weight"]) == shape_of(q.linear["weight"]) for each in found):
+        _replace_attention(graph, node, postnorm_ops.projected_attention, (*given, offsets, q.num_heads, settings))
+    elif _fit(*found):
+        assert q.angles is not None
+        gains = [None if each.norm is None else each.norm.gain for each in (q, k)]
+        eps = [0.0 if each.norm is None else each.norm.eps for each in (q, k)]
+        sizes = (q.num_heads, k.num_heads, q.head_dim)
+        _replace_attention(
+            graph, node, prenorm_ops.rotary_attention, (*given, gains, eps, *q.angles, offsets, *sizes, settings)
+        )  # fmt: skip
+
+
+def _replace_attention(graph: Graph, node: Node, function: Any, given: tuple[Any, ...]) -> None:
+    """Puts a call in the place of varlen_attention, if only its output is read, and without the seed it had."""
+    outputs, seed = list(node.users), node.args[4]
+    if len(outputs) != 1 or not is_call(outputs[0], operator.getitem) or outputs[0].args[1] != 0:
+        return
+    replace(graph, outputs[0], function, given)
+    graph.erase_node(outputs[0])
+    graph.erase_node(node)
+    if isinstance(seed, Node) and not seed.users:  # each site draws its own
+        graph.erase_node(seed)
 
 
 def _fit(q: _Heads, k: _Heads, v: _Heads) -> bool:
