@@ -135,7 +135,9 @@ def float8_check(family: str, **settings: Any) -> tuple[float | None, dict[float
     few = sequences([5, 17, 2])
     row = check_inputs.packed_row(few, model.config, 64)
     logits = packed_forward.PackedModel(model, form, plain=True)(row).logits[: len(few)]
-    return equivalence._float8_error(model, form, row, logits.detach(), equivalence._gradient(model, logits), "fp32")
+    gradient = equivalence._gradient(model, logits)
+    case = equivalence._Case(form=form, row=row, plain=logits.detach(), gradient=gradient, precision="fp32")
+    return equivalence._float8_error(model, case)
 
 
 def test_the_check_of_layers_in_fp8() -> None:

@@ -393,7 +393,7 @@ def test_refusals_are_remembered_and_accidents_are_not(cache: Path, monkeypatch:
         raise RuntimeError("CUDA out of memory\nand more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(equivalence, "_kernel_error", fall)
+        patch.setattr(equivalence._Case, "kernel_error", fall)
         found = check_here(FAMILIES["bert"].model(), cache=True)
     assert not found.packed
     assert found.reason.startswith("bert could not be tried: RuntimeError: CUDA out of memory")

@@ -153,12 +153,12 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
         return Equivalence(
             packed=False, independent=True, reason=why, forward_error=error, gradient_error=gradient_error
         )
-    case = (form, row, plain.detach(), plain_gradient)
     around = "bf16" if precision == "fp8" else precision  # what is not a product of a layer
-    kernel_error = _kernel_error(small.to(device), *case, around)
+    case = _Case(form=form, row=row, plain=plain.detach(), gradient=plain_gradient, precision=around)
+    kernel_error = case.kernel_error(small.to(device))
     passed = kernel_error <= 1.0
-    half_weights = passed and _takes_half_weights(small, *case, around)
-    float8_error, shapes = _float8_error(small, *case, around) if passed and precision == "fp8" else (None, {})
+    half_weights = passed and _takes_half_weights(small, case)
+    float8_error, shapes = _float8_error(small, case) if passed and precision == "fp8" else (None, {})
     return Equivalence(
         packed=passed,
         independent=True,
@@ -187,17 +187,18 @@ def _find_form(
     padding_id = getattr(small.config, "pad_token_id", None)
     offsets = [0] if padding_id is None else [0, padding_id + 1]
     poolings: tuple[Pooling, ...] = ("first", "last", "mean")
+    error_of = partial(_form_error, small, sequences, plain, max_length)
     best, failure = float("inf"), "no pooling and position gives the plain logits"
     for first_position, pooling in product(offsets, poolings):
         form = PackedForm(pooling=pooling, first_position=first_position)
         try:
-            error = _form_error(small, form, sequences, plain, max_length)
+            error = error_of(form)
         except _REFUSALS as refusal:
             failure = f"{small.config.model_type} does not run on one row: {str(refusal).splitlines()[0][:100]}"
             continue
         best = min(best, error)
         if error <= TOLERANCES["fp32"].logits:
-            return _shortened(small, form, sequences, plain, max_length), error, ""
+            return _shortened(small, form, error_of), error, ""
     if best < float("inf"):
         failure = f"its packed logits differ from the plain ones by {best:.1e}"
     return None, best if best < float("inf") else None, failure
@@ -207,7 +208,7 @@ def _find_form(
 _REFUSALS = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
 
 
-def _form_error(small: Any, form: PackedForm, sequences: Sequence[np.ndarray], plain: Tensor, max_length: int) -> float:
+def _form_error(small: Any, sequences: Sequence[np.ndarray], plain: Tensor, max_length: int, form: PackedForm) -> float:
     """Relative error of packed logits: all sequences in one row, and each alone in its own."""
     with torch.no_grad():
         run = PackedModel(small, form, plain=True)
@@ -219,30 +220,47 @@ def _form_error(small: Any, form: PackedForm, sequences: Sequence[np.ndarray], p
     return error
 
 
-def _shortened(
-    small: Any, form: PackedForm, sequences: Sequence[np.ndarray], plain: Tensor, max_length: int
-) -> PackedForm:
+def _shortened(small: Any, form: PackedForm, error_of: Callable[[PackedForm], float]) -> PackedForm:
     """Return the form with a short last layer if that gives the plain logits too."""
     short = replace(form, short=True)
     if form.pooling == "mean" or what_follows_attention(small) is None:
         return form
     try:
-        error = _form_error(small, short, sequences, plain, max_length)
+        return short if error_of(short) <= TOLERANCES["fp32"].logits else form
     except _REFUSALS:
         return form
-    return short if error <= TOLERANCES["fp32"].logits else form
 
 
-def _kernel_error(small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str) -> float:
-    """Error of the chosen kernel in the run's precision, in units of the tolerance.
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """A packed row, the plain logits and gradient that a run on it is compared with, and the precision of the run."""
 
-    The tolerance is at least three times what the reference attention loses in that precision: rounding in other layers
-    is not the kernel's fault.
-    """
-    lost, found = (
-        _errors(small, form, row, plain, gradient, precision, reference=reference) for reference in (True, False)
-    )
-    return _in_tolerances(found, lost, precision)
+    form: PackedForm
+    row: Inputs
+    plain: Tensor
+    gradient: Tensor
+    precision: str
+
+    def kernel_error(self, small: Any) -> float:
+        """Error of the chosen kernel, in units of the tolerance.
+
+        The tolerance is at least three times what the reference attention loses in that precision: rounding in other
+        layers is not the kernel's fault.
+        """
+        lost, found = self.errors(small, reference=True), self.errors(small, reference=False)
+        return _in_tolerances(found, lost, self.precision)
+
+    def errors(self, small: Any, *, reference: bool, plan: float8.Plan | None = None) -> tuple[float, float]:
+        """Relative differences of logits and gradient from fp32, with the reference attention or the chosen kernel."""
+        device = next(small.parameters()).device
+        dtype = _HALF.get(self.precision)
+        context = ForwardContext(half_residuals=dtype is not None, float8=plan)
+        autocast = torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+        with matmul_precision("highest"), autocast:
+            packed = PackedModel(small, self.form, plain=reference)
+            logits = packed(map_tensors(self.row, lambda t: t.to(device)), context).logits[: len(self.plain)].float()
+        forward = relative_error(logits.detach().cpu(), self.plain)
+        return forward, relative_error(_gradient(small, logits).cpu(), self.gradient)
 
 
 def _in_tolerances(found: tuple[float, float], lost: tuple[float, float], precision: str) -> float:
@@ -251,39 +269,33 @@ def _in_tolerances(found: tuple[float, float], lost: tuple[float, float], precis
     return _worse(forward, found[1] / max(TOLERANCES[precision].gradient, 3 * lost[1]))
 
 
-def _float8_error(
-    small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, around: str
-) -> tuple[float | None, dict[float8.Shape, bool]]:
+def _float8_error(small: Any, case: _Case) -> tuple[float | None, dict[float8.Shape, bool]]:
     """Error of fused layers with all products in fp8, in units of the tolerance; shapes of their weights, and if GELU
     follows.
 
     The tolerance is at least three times what the plain model loses if the operands of its Linear layers are rounded to
-    fp8. around: precision of everything else.
+    fp8. Everything else is in the precision of the case.
     """
     rounded, fused = copy.deepcopy(small), copy.deepcopy(small)
-    layers, form = layers_of(fused), replace(form, short=False)  # compiled layers run whole
+    layers, case = layers_of(fused), replace(case, form=replace(case.form, short=False))  # compiled layers run whole
     if layers is None:
         return None, {}
     for module in layers_of(rounded).modules():  # type: ignore[union-attr]
         if type(module) is nn.Linear:
-            module.forward = partial(_rounded_linear, module)  # type: ignore[method-assign]
+            rounding = partial(float8.linear, weight=module.weight, bias=module.bias)
+            module.forward = rounding  # type: ignore[method-assign]
     covered: list[bool] = []
     for layer in layers:
         layer.compile(dynamic=True, backend=partial(_fused_or_not, covered))
     plan = float8.Plan()
     try:
-        found = _errors(fused, form, row, plain, gradient, around, reference=False, plan=plan)
+        found = case.errors(fused, reference=False, plan=plan)
     except (RuntimeError, TypeError, ValueError):  # neither dynamo nor the matrix units need take every layer
         return None, {}
     shapes = {shape: activated for shape, activated in plan.met.items() if float8.fits(shape)}
     if not covered or not all(covered) or not shapes:
         return None, {}
-    lost = _errors(rounded, form, row, plain, gradient, around, reference=True)
-    return _in_tolerances(found, lost, "fp8"), shapes
-
-
-def _rounded_linear(module: nn.Linear, x: Tensor) -> Tensor:
-    return float8.linear(x, module.weight, module.bias)
+    return _in_tolerances(found, case.errors(rounded, reference=True), "fp8"), shapes
 
 
 def _fused_or_not(covered: list[bool], graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -295,11 +307,9 @@ def _fused_or_not(covered: list[bool], graph: GraphModule, inputs: Sequence[Any]
     return graph if fused is None else fused
 
 
-def _takes_half_weights(
-    small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str
-) -> bool:
+def _takes_half_weights(small: Any, case: _Case) -> bool:
     """True if the model computes the same with Linear weights in half precision."""
-    dtype = _HALF.get(precision)
+    dtype = _HALF.get(case.precision)
     if dtype is None:
         return False
     halved = copy.deepcopy(small)
@@ -308,7 +318,7 @@ def _takes_half_weights(
         if id(parameter) in copied:
             parameter.data = parameter.data.to(dtype)
     try:
-        return _kernel_error(halved, form, row, plain, gradient, precision) <= 1.0
+        return case.kernel_error(halved) <= 1.0
     except (RuntimeError, TypeError, ValueError):  # its code needs fp32 weights
         return False
 
@@ -316,21 +326,6 @@ def _takes_half_weights(
 def _worse(error: float, other: float) -> float:
     """The larger error, NaN if either is: `max` keeps a number and drops the NaN behind it."""
     return float(np.maximum(error, other))
-
-
-def _errors(
-    small: Any, form: PackedForm, row: Inputs, plain: Tensor, gradient: Tensor, precision: str, *, reference: bool,
-    plan: float8.Plan | None = None,
-) -> tuple[float, float]:  # fmt: skip
-    """Relative differences of logits and gradient from fp32, with the reference attention or the chosen kernel."""
-    device = next(small.parameters()).device
-    dtype = _HALF.get(precision)
-    context = ForwardContext(half_residuals=dtype is not None, float8=plan)
-    with matmul_precision("highest"), torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-        packed = PackedModel(small, form, plain=reference)
-        logits = packed(map_tensors(row, lambda t: t.to(device)), context).logits[: len(plain)].float()
-    forward = relative_error(logits.detach().cpu(), plain)
-    return forward, relative_error(_gradient(small, logits).cpu(), gradient)
 
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
