@@ -86,7 +86,9 @@ class FusedAdamW(Update):
         super().__init__(model, schedule, max_grad_norm=max_grad_norm, scaled=scaled)
         self._betas, self._epsilon = betas, epsilon
         copied = set() if half is None else linear_parameters(model)
-        self._half = half or torch.float32
+        half = half or torch.float32
+        half_type = getattr(triton.language, str(half).removeprefix("torch."))
+        self._constants: dict[str, Any] = {"HALF": half_type, "SIZE": adamw.BLOCK}
         order = sorted(range(len(self.parameters)), key=arena_order(self.named, copied))
         starts, end, end_of_copies = [0] * len(order), 0, 0
         for index in order:
@@ -100,7 +102,7 @@ class FusedAdamW(Update):
         device, count = self.device, len(order)
         self._touched = torch.zeros(len(self._places.blocks_B3), dtype=torch.int32, device=device)
         self._master, self._moment1, self._moment2 = (torch.zeros(end, device=device) for _ in range(3))
-        self._copy = torch.zeros(max(end_of_copies, 1), dtype=self._half, device=device)
+        self._copy = torch.zeros(max(end_of_copies, 1), dtype=half, device=device)
         self._sum: Tensor | None = None  # fp32 gradients of several micro-batches, made when first needed
         self._steps = torch.zeros(count, device=device)
         self._used = torch.zeros(count, dtype=torch.int32, device=device)
@@ -115,10 +117,12 @@ class FusedAdamW(Update):
         # taken wait for its end to be filled.
         self._spare = list(self._nowhere.new_zeros(MOST_GRAPHS, count + count % 2)[:, :count].unbind(0))
         self._waiting: list[tuple[Tensor, list[int]]] = []
-        self._views = [
-            self._master.narrow(0, start, p.numel()).view(p.shape)
-            for p, start in zip(self.parameters, starts, strict=True)
-        ]
+
+        def views(arena: Tensor) -> Iterator[Tensor]:
+            return (arena.narrow(0, at, p.numel()).view(p.shape) for p, at in zip(self.parameters, starts, strict=True))
+
+        self._views = list(views(self._master))
+        self._moments = list(zip(views(self._moment1), views(self._moment2), strict=True))
         with torch.no_grad():
             for parameter, master, start in zip(self.parameters, self._views, starts, strict=True):
                 master.copy_(parameter)
@@ -189,17 +193,18 @@ class FusedAdamW(Update):
             places.blocks_B3, places.starts_P, places.copied_P, self._addresses(), self._used, self._gathered,
             self._sum,
         )  # fmt: skip
-        constants = {"HALF": _triton_type(self._half), "SIZE": adamw.BLOCK}
-        return _Launch(adamw.gather_gradients, (len(places.blocks_B3),), gathered, constants)
+        return _Launch(adamw.gather_gradients, (len(places.blocks_B3),), gathered, self._constants)
 
     def _updating(self, readings: Tensor, *, gathered: bool) -> Iterator[_Launch]:
         places, blocks = self._places, len(self._places.blocks_B3)
-        addresses, half_weights = (self._sums(), self._no_halves) if gathered else (self._addresses(), places.copied_P)
-        constants: Any = {"HALF": _triton_type(self._half), "SIZE": adamw.BLOCK}
+        if gathered:
+            assert self._sum is not None
+            addresses, half_weights = places.starts_P * 4 + self._sum.data_ptr(), self._no_halves
+        else:
+            addresses, half_weights = self._addresses(), places.copied_P
         programs = min(adamw.PARTIALS, blocks)
-        yield _Launch(
-            adamw.adamw_norm, (programs,), (places.blocks_B3, half_weights, addresses, self._parts, blocks), constants
-        )
+        summed = (places.blocks_B3, half_weights, addresses, self._parts, blocks)
+        yield _Launch(adamw.adamw_norm, (programs,), summed, self._constants)
         decided = (
             self._parts, self._nowhere if gathered else addresses, self._used, self._steps, self._corrections,
             self.loss, self.scale, self.applied, self.schedule, self._control, readings, self._gathered,
@@ -212,7 +217,7 @@ class FusedAdamW(Update):
             self._used, self._corrections, self._control, self._master, self._moment1, self._moment2, self._copy,
             *self._betas, self._epsilon,
         )  # fmt: skip
-        yield _Launch(adamw.adamw_update, (blocks,), updated, constants)
+        yield _Launch(adamw.adamw_update, (blocks,), updated, self._constants)
 
     def _addresses(self) -> Tensor:
         """(P,) int64: where each parameter's gradient is, 0 where there is none."""
@@ -221,11 +226,6 @@ class FusedAdamW(Update):
             if gradient is not None and (not gradient.is_contiguous() or gradient.data_ptr() % 16):
                 parameter.grad = gradient.clone(memory_format=torch.contiguous_format)  # a view of something larger
         return self._to_device([0 if p.grad is None else p.grad.data_ptr() for p in self.parameters])
-
-    def _sums(self) -> Tensor:
-        assert self._sum is not None
-        first = self._sum.data_ptr()
-        return self._places.starts_P * 4 + first
 
     def _to_device(self, addresses: list[int]) -> Tensor:
         if not self.parameters[0].is_cuda:
@@ -263,13 +263,8 @@ class FusedAdamW(Update):
         return tuple(name for name, used in zip(self.named, self._used.tolist(), strict=True) if used)
 
     def _state_views(self) -> dict[str, dict[str, Tensor]]:
-        starts = self._places.starts_P.tolist()
-        views = {}
-        for index, (name, parameter) in enumerate(self.named.items()):
-            moments = (m.narrow(0, starts[index], parameter.numel()).view(parameter.shape) for m in
-                       (self._moment1, self._moment2))  # fmt: skip
-            views[name] = {"step": self._steps[index], **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
-        return views
+        states = zip(self.named, self._steps.unbind(), self._moments, strict=True)
+        return {name: {"step": step, "exp_avg": one, "exp_avg_sq": two} for name, step, (one, two) in states}
 
     def _optimizer_state(self) -> dict[str, ParameterState]:
         views = self._state_views()
@@ -278,11 +273,8 @@ class FusedAdamW(Update):
     def _have_moments(self) -> Tensor:
         """(B,) int32: the blocks that have a moment which is not zero."""
         found = []
-        for start, parameter, size in zip(
-            self._places.starts_P.tolist(), self.parameters, self._block_sizes, strict=True
-        ):
-            moments = (each.narrow(0, start, parameter.numel()) != 0 for each in (self._moment1, self._moment2))
-            some = torch.logical_or(*moments)
+        for (first, second), size in zip(self._moments, self._block_sizes, strict=True):
+            some = ((first != 0) | (second != 0)).flatten()
             found.append(F.pad(some, (0, -len(some) % size)).view(-1, size).any(1))
         return torch.cat(found).int()
 
@@ -302,12 +294,5 @@ class FusedAdamW(Update):
 def _whole_rows(table: Tensor) -> int:
     """Numbers of a block of a table of embeddings: as many rows as it holds, if they lie as blocks must."""
     width = table.shape[1]
-    return (
-        max(adamw.BLOCK // width, 1) * width if width <= adamw.BLOCK and width % adamw.ALIGNMENT == 0 else adamw.BLOCK
-    )
-
-
-def _triton_type(dtype: torch.dtype) -> Any:
-    return {torch.bfloat16: triton.language.bfloat16, torch.float16: triton.language.float16}.get(
-        dtype, triton.language.float32
-    )
+    fits = width <= adamw.BLOCK and width % adamw.ALIGNMENT == 0
+    return adamw.BLOCK // width * width if fits else adamw.BLOCK
