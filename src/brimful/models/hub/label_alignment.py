@@ -66,14 +66,12 @@ def align_labels(space: LabelSpace, facts: ModelFacts, *, label_map: str | None,
 
 
 def _align_by_name(space: LabelSpace, facts: ModelFacts, names: tuple[str, ...]) -> Alignment:
-    for key, said in ((_exactly, ""), (str.casefold, ", but for upper and lower case")):
+    for key, said in ((str, ""), (str.casefold, ", but for upper and lower case")):
         matched = _match(space.names, names, key)
-        if matched is None:
-            continue
-        if len(matched) == len(names):
-            return _kept(space, names, matched, f"it has the labels of the data{said}")
-        more = f"it has the labels of the data{said} and {len(names) - len(matched)} more"
-        return _kept(space, names, matched, more)
+        if matched is not None:
+            others = len(names) - len(matched)
+            more = f" and {others} more" if others else ""
+            return _kept(space, names, matched, f"it has the labels of the data{said}{more}")
     if facts.labels_are_placeholders and len(names) == space.num_outputs:
         in_order = sorted(space.names, key=_natural)
         outputs = [in_order.index(name) for name in space.names]
@@ -84,10 +82,6 @@ def _align_by_name(space: LabelSpace, facts: ModelFacts, names: tuple[str, ...])
         f"the labels of the data are not those of {printable(facts.name)}: {_some(space.names)} against {_some(names)}",
         hint=f"{_suggested_map(space.names, names)} maps them to the head's; {NEW_HEAD}",
     )
-
-
-def _exactly(name: str) -> str:
-    return name
 
 
 def _match(labels: Sequence[str], names: Sequence[str], key: Callable[[str], str]) -> list[int] | None:
@@ -122,13 +116,11 @@ def _align_regression(space: LabelSpace, facts: ModelFacts, label_map: str | Non
             hint=NEW_HEAD,
         )
     names, reason = space.names, "it has as many outputs as the data has columns of numbers"
-    for key in (_exactly, str.casefold):
+    for key in (str, str.casefold):
         matched = _match(space.names, facts.label_names or (), key)
         if matched is not None:
-            names, reason = (
-                tuple(space.names[matched.index(i)] for i in range(outputs)),
-                "it has the columns of the data",
-            )
+            names = tuple(space.names[matched.index(i)] for i in range(outputs))
+            reason = "it has the columns of the data"
             break
     return Alignment(space=replace(space, names=names), head="kept", reason=reason)
 

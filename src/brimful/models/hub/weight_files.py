@@ -51,7 +51,7 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
     allow_pickle.
     """
     if (folder / _SINGLE).is_file():
-        return _safetensors((folder / _SINGLE,))
+        return _weights(folder / _SINGLE, pickled=False)
     if (folder / _INDEX).is_file():
         return _sharded(folder / _INDEX, pickled=False)
     for name in (_PICKLE, _PICKLE_INDEX):
@@ -62,7 +62,7 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
                 hint=PICKLE_HINT,
             )
         if path.is_file():
-            return _pickled((path,)) if name == _PICKLE else _sharded(path, pickled=True)
+            return _weights(path, pickled=True) if name == _PICKLE else _sharded(path, pickled=True)
     raise _no_weights(folder)
 
 
@@ -127,26 +127,22 @@ def _is_cut_off(path: Path) -> bool:
             return False
 
 
-def _safetensors(files: tuple[Path, ...]) -> Weights:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        shapes.update(read_shapes(file))
-    return Weights(files=files, shapes=shapes)
-
-
-def _pickled(files: tuple[Path, ...]) -> Weights:
+def _read_pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     import torch
 
+    refuse_lfs_pointer(path)
+    try:
+        tensors = torch.load(path, map_location="meta", weights_only=True)
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    except Exception as error:  # unpickling raises anything
+        said = f"{path_text(path)} cannot be read as a pickle of tensors: {first_line(error)}"
+        raise ModelError(said, hint=AGAIN) from error
+
+
+def _weights(*files: Path, pickled: bool) -> Weights:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        refuse_lfs_pointer(file)
-        try:
-            tensors = torch.load(file, map_location="meta", weights_only=True)
-            shapes.update({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        except Exception as error:  # unpickling raises anything
-            raise ModelError(
-                f"{path_text(file)} cannot be read as a pickle of tensors: {first_line(error)}", hint=AGAIN
-            ) from error
+        shapes.update(_read_pickled_shapes(file) if pickled else read_shapes(file))
     return Weights(files=files, shapes=shapes)
 
 
@@ -163,8 +159,7 @@ def _sharded(index: Path, *, pickled: bool) -> Weights:
             + printable(", ".join(missing)),
             hint=AGAIN,
         )
-    files = tuple(index.parent / name for name in names)
-    weights = _pickled(files) if pickled else _safetensors(files)
+    weights = _weights(*(index.parent / name for name in names), pickled=pickled)
     if absent := [name for name in places if name not in weights.shapes]:
         raise _corrupt(index, f"{len(absent)} tensors it lists are in no file, first {printable(absent[0])!r}")
     return weights
