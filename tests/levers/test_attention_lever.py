@@ -24,10 +24,9 @@ from brimful.kernels.attention.dispatch import (
     grouped_attention,
     triton_attention,
 )
-from brimful.kernels.attention.pattern import Pattern
+from brimful.kernels.attention.pattern import Heads, Pattern
 from brimful.levers import facts
 from brimful.levers.facts import MARGIN, choose_kernels, measure_attention
-from brimful.measurement.attention import Heads
 from brimful.step.precision import Precision
 from tiny import FAMILIES, sequences
 

@@ -19,10 +19,10 @@ from brimful.kernels.attention.dispatch import (
     reference_attention,
     triton_attention,
 )
-from brimful.kernels.attention.pattern import Pattern
+from brimful.kernels.attention.pattern import Heads, Pattern
 from brimful.kernels.layout import Segments
 from brimful.measurement import attention
-from brimful.measurement.attention import Heads, attention_seconds
+from brimful.measurement.attention import attention_seconds
 
 KERNELS = (triton_attention, reference_attention)
 HEADS, PATTERN = Heads(queries=2, keys=1, size=16), Pattern(scale=0.25, dropout=0.1)

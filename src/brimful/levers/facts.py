@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from brimful.kernels.attention.dispatch import candidates, choose_attention, grouped_attention, length_class
-from brimful.kernels.attention.pattern import Pattern, RelativeBias
+from brimful.kernels.attention.pattern import Heads, Pattern, RelativeBias
 from brimful.levers.lever import Assembly, Verdict
-from brimful.measurement.attention import Heads, attention_seconds
+from brimful.measurement.attention import attention_seconds
 from brimful.models.packed.equivalence import Equivalence, check_equivalence
 from brimful.models.packed.relative_bias import farthest_bucket
 from brimful.step.precision import Precision

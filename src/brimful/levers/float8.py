@@ -10,8 +10,9 @@ Products in fp8 are those of layers on fused kernels. Heads, embeddings, norms a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ _REVISION = 2
 
 #: Seconds of a layer's three products, (bf16, fp8) each, by the names of `Products`.
 Timing = Mapping[str, tuple[float, float]]
+Call = Callable[[], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,8 @@ class Float8(Lever):
     @classmethod
     def supports(cls, assembly: Assembly) -> Verdict:
         """Return whether our fused kernels cover the model's layers, and lose no more than is allowed in fp8."""
-        return supports_float8(assembly.fact(equivalence_of), fused=_fuses(assembly))
+        fused = assembly.lever(ExecutionMode).compiled and (assembly.training or cuts_windows(assembly))
+        return supports_float8(assembly.fact(equivalence_of), fused=fused)
 
     @classmethod
     def choose(cls, assembly: Assembly) -> Float8 | None:
@@ -93,23 +96,16 @@ class Float8(Lever):
             assembly.precision = replace(assembly.precision, plan=self.plan)
 
 
-def _fuses(assembly: Assembly) -> bool:
-    mode = assembly.lever(ExecutionMode)
-    return mode.compiled and (assembly.training or cuts_windows(assembly))
-
-
 def supports_float8(equivalence: Equivalence, *, fused: bool) -> Verdict:
     """Return the verdict on a model. fused: whether its layers are to run on fused kernels."""
     error = equivalence.float8_error
     if not equivalence.packed:
         return Verdict(ok=False, because="the model does not run packed")
     if not fused:
-        because = "its products are those of fused layers, which this execution does not have"
-        return Verdict(ok=False, because=because)
+        return Verdict(ok=False, because="its products are those of fused layers, which this execution does not have")
     if error is None:
         return Verdict(ok=False, because="our fused kernels do not cover the model's layers")
-    lost = f"the model loses {error:.1f} times what is allowed in it"
-    return Verdict(ok=error <= 1.0, because=lost)
+    return Verdict(ok=error <= 1.0, because=f"the model loses {error:.1f} times what is allowed in it")
 
 
 def choose_products(
@@ -153,20 +149,17 @@ def time_shapes(
 ) -> dict[Shape, Timing]:  # fmt: skip
     """Timings of each shape of weight, (N, K), read from the cache where they are known. activated: those whose output
     is timed with bias and GELU, without gradients."""
-    return {
-        shape: _known_timing(device, shape, num_tokens, activated=shape in activated, cache=cache) for shape in shapes
-    }
-
-
-def _known_timing(device: torch.device, shape: Shape, num_tokens: int, *, activated: bool, cache: bool) -> Timing:
-    path = timing_path(device, shape, num_tokens, activated=activated) if cache else None
-    known = None if path is None else read_cached(path)
-    if known is not None and known.keys() == set(Products._fields):
-        return {name: (float(bf16_s), float(fp8_s)) for name, (bf16_s, fp8_s) in known.items()}
-    timing = time_products(device, shape, num_tokens, activated=activated)
-    if path is not None:
-        write_cached(path, timing)
-    return timing
+    timings: dict[Shape, Timing] = {}
+    for shape in shapes:
+        path = timing_path(device, shape, num_tokens, activated=shape in activated) if cache else None
+        known = None if path is None else read_cached(path)
+        if known is not None and known.keys() == set(Products._fields):
+            timings[shape] = {name: (float(bf16_s), float(fp8_s)) for name, (bf16_s, fp8_s) in known.items()}
+            continue
+        timings[shape] = time_products(device, shape, num_tokens, activated=shape in activated)
+        if path is not None:
+            write_cached(path, timings[shape])
+    return timings
 
 
 def timing_path(device: torch.device, shape: Shape, num_tokens: int, *, activated: bool = False) -> Path | None:
@@ -187,31 +180,27 @@ def time_products(device: torch.device, shape: Shape, num_tokens: int, *, activa
         torch.randn(*size, device=device, generator=random).to(torch.bfloat16)
         for size in ((num_tokens, columns), (rows, columns), (num_tokens, rows))
     )
-    timing = {}
-    pairs = {name: pair for name, *pair in _pairs(x_TK, w_NK, g_TN)}
+    pairs = _pairs(x_TK, w_NK, g_TN)
     if activated:
         pairs["output"] = _activated(x_TK, w_NK)
+    timing = {}
     for name, (in_bf16, in_fp8) in pairs.items():
-        times_s = [median_seconds(device, call, within_s=_WITHIN_S) for call in (in_bf16, in_fp8)]
-        timing[name] = (times_s[0], times_s[1])
+        bf16_s, fp8_s = (median_seconds(device, call, within_s=_WITHIN_S) for call in (in_bf16, in_fp8))
+        timing[name] = (bf16_s, fp8_s)
     return timing
 
 
-def _pairs(
-    x_TK: Tensor, w_NK: Tensor, g_TN: Tensor
-) -> Iterator[tuple[str, Callable[[], Tensor], Callable[[], Tensor]]]:
+def _pairs(x_TK: Tensor, w_NK: Tensor, g_TN: Tensor) -> dict[str, tuple[Call, Call]]:
     """The three products in bf16 and in fp8, as fused layers take them."""
-    bf16 = torch.bfloat16
-    yield "output", lambda: x_TK @ w_NK.t(), lambda: product(cast(x_TK), cast(w_NK), bf16, quick=True)
-    yield "input_gradient", lambda: g_TN @ w_NK, lambda: product(cast(g_TN), cast(w_NK, transposed=True), bf16)
-    yield (
-        "weight_gradient",
-        lambda: g_TN.t() @ x_TK,
-        lambda: product(cast(g_TN, transposed=True), cast(x_TK, transposed=True), bf16),
-    )
+    bf16, transposed = torch.bfloat16, partial(cast, transposed=True)
+    return {
+        "output": (lambda: x_TK @ w_NK.t(), lambda: product(cast(x_TK), cast(w_NK), bf16, quick=True)),
+        "input_gradient": (lambda: g_TN @ w_NK, lambda: product(cast(g_TN), transposed(w_NK), bf16)),
+        "weight_gradient": (lambda: g_TN.t() @ x_TK, lambda: product(transposed(g_TN), transposed(x_TK), bf16)),
+    }
 
 
-def _activated(x_TK: Tensor, w_NK: Tensor) -> list[Callable[[], Tensor]]:
+def _activated(x_TK: Tensor, w_NK: Tensor) -> tuple[Call, Call]:
     """The output with bias and GELU in bf16 and in fp8, as a layer without gradients takes it."""
     from brimful.kernels.layers.postnorm_ops import linear_gelu
 
@@ -225,7 +214,7 @@ def _activated(x_TK: Tensor, w_NK: Tensor) -> list[Callable[[], Tensor]]:
         with ForwardContext(float8=all_in_fp8).active():
             return in_bf16()
 
-    return [in_bf16, in_fp8]
+    return in_bf16, in_fp8
 
 
 def _factors(timings: Mapping[Shape, Timing]) -> str:

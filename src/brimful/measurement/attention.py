@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 
 from brimful.core.cache import cache_path, read_cached, write_cached
 from brimful.kernels.attention.dispatch import LENGTH_CLASSES, Attention
-from brimful.kernels.attention.pattern import Pattern
+from brimful.kernels.attention.pattern import Heads, Pattern
 from brimful.kernels.layout import PackedShape, Segments, make_segments, map_tensors
 from brimful.kernels.precompile import precompiled
 from brimful.measurement.peaks import median_seconds
@@ -26,15 +26,6 @@ _TIMED = 65_536 * 768
 _WITHIN_S, _ROUNDS = 0.05, 2
 #: Raised when the kernels change, so that old timings are not believed.
 _REVISION = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heads:
-    """Of queries, and of keys as of values: how many there are, and their numbers."""
-
-    queries: int
-    keys: int
-    size: int
 
 
 def attention_seconds(

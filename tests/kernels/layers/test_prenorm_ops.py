@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from brimful.kernels.attention.pattern import Heads
 from brimful.kernels.layout import PackedShape, make_segments
 
 pytest.importorskip("triton")
@@ -149,7 +150,7 @@ def check_attention(
 
 def check_heads(case: Case, keys: int, *, normed: bool) -> None:
     """The kernel alone, which the interpreter runs in bf16 too; attention itself it does not."""
-    each = qkv_rope.Heads(queries=4, keys=keys, size=16)
+    each = Heads(queries=4, keys=keys, size=16)
     angles = torch.randn(2, T, 16, generator=torch.Generator().manual_seed(3))
     x, gains = case.leaf(T, (4 + 2 * keys) * 16), [gain(case, 16), gain(case, 16)]
     norm = qkv_rope.HeadNorm(query_gain=gains[0], key_gain=gains[1], query_eps=EPS, key_eps=2 * EPS) if normed else None

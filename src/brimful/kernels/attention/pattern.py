@@ -35,3 +35,17 @@ class Pattern:
     softcap: float | None = None
     dropout: float = 0.0
     relative: RelativeBias | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Heads of queries, and of keys as of values, each of `size` numbers."""
+
+    queries: int
+    keys: int
+    size: int
+
+    @property
+    def group(self) -> int:
+        """Queries that share a key."""
+        return self.queries // self.keys

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from brimful.kernels.attention.pattern import Heads
 from brimful.kernels.split_reduction import add_partial_sums
 
 #: Heads of tokens in one program's tile; most programs that sum gradients of gains.
@@ -168,28 +169,15 @@ def heads_backward(DOUT, X, DX, COS, SIN, QUERY_GAIN, KEY_GAIN, PARTIALS, num_it
         tl.store(partial + D + D // 2, tl.sum(dk2, 0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Heads:
-    """Heads of queries, and of keys as of values, each of D numbers."""
-
-    queries: int
-    keys: int
-    size: int
-
-    @property
-    def group(self) -> int:
-        """Queries that share a key."""
-        return self.queries // self.keys
-
-    def in_place(self, norm: HeadNorm | None) -> bool:
-        """True if what comes in is not needed any more, and has the shape of what goes out."""
-        return norm is None and self.group == 1
+def _in_place(heads: Heads, norm: HeadNorm | None) -> bool:
+    """True if what comes in is not needed any more, and has the shape of what goes out."""
+    return norm is None and heads.group == 1
 
 
 def fused_forward(x: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norm: HeadNorm | None) -> Tensor:
     """(T, 3, H, D) queries, keys and values of x, (T, N), which they overwrite where it is not needed any more."""
     tokens = x.shape[0]
-    in_place = heads.in_place(norm)
+    in_place = _in_place(heads, norm)
     out = x if in_place else x.new_empty(tokens, 3 * heads.queries * heads.size)
     written = (2 if in_place else 3) * heads.queries
     gains, constants = _constants(x, heads, norm)
@@ -208,7 +196,7 @@ def fused_backward(
     dout: (T, 3, H, D), contiguous. x: as it came in, where there is a norm.
     """
     tokens, read = dout.shape[0], heads.queries + 2 * heads.keys
-    in_place = heads.in_place(norm)
+    in_place = _in_place(heads, norm)
     dx = dout.flatten(1) if in_place else dout.new_empty(tokens, read * heads.size)
     if in_place:
         read = 2 * heads.queries

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from brimful.kernels.attention import qkv_rope
-from brimful.kernels.attention.qkv_rope import HeadNorm, Heads
+from brimful.kernels.attention.pattern import Heads
+from brimful.kernels.attention.qkv_rope import HeadNorm
 from brimful.kernels.attention.varlen import attend, attend_backward
 from brimful.kernels.forward_context import current
 from brimful.kernels.layers import dropout_add_prenorm, glu
