@@ -44,22 +44,6 @@ _LOOKED_AT = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Facts of a training run that its step is made for.
-
-    batches: lengths of the sequences of each effective batch, of those to come or of as many like them. mean_length: of
-    a sequence, in tokens. num_steps: applied ones, the warm-up's among them.
-    """
-
-    task: Task
-    batches: list[np.ndarray]
-    mean_length: float
-    max_length: int
-    num_steps: int
-    num_warmup_steps: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Assembled:
     """A model on its device, and the step that trains it."""
 
@@ -87,7 +71,11 @@ def build(options: TrainOptions, prepared: Prepared, precision: Precision, callb
     model = load_model(prepared.facts, prepared.space, head=prepared.alignment.head, seed=options.seed)
     lengths, order = prepared.training.tokens.lengths, prepared.order
     looked_at = min(_LOOKED_AT, prepared.num_batches or prepared.num_steps)
-    workload = Workload(
+    assembled = assemble(
+        model,
+        options,
+        precision,
+        callbacks,
         task=prepared.task,
         batches=[lengths[order.samples(number)] for number in range(looked_at)],
         mean_length=float(lengths.mean()),
@@ -95,43 +83,38 @@ def build(options: TrainOptions, prepared: Prepared, precision: Precision, callb
         num_steps=prepared.num_steps,
         num_warmup_steps=prepared.num_warmup_steps,
     )
-    assembled = assemble(model, workload, options, precision, callbacks)
     return Built(**vars(assembled), source=_source(options, prepared, assembled.layout))
 
 
 def assemble(
-    model: Any, workload: Workload, options: TrainOptions, precision: Precision, callbacks: Callbacks, *,
+    model: Any, options: TrainOptions, precision: Precision, callbacks: Callbacks, *, task: Task,
+    batches: list[np.ndarray], mean_length: float, max_length: int, num_steps: int, num_warmup_steps: int,
     cache: bool = True,
 ) -> Assembled:  # fmt: skip
     """Put together how a model in memory learns. Its parameters become the step's.
 
-    cache: whether an equivalence check of the same architecture holds for it too.
+    batches: lengths of the sequences of each effective batch, of those to come or of as many like them. mean_length: of
+    a sequence, in tokens. num_steps: applied ones, the warm-up's among them. cache: whether an equivalence check of the
+    same architecture holds for it too.
     """
     assembly = Assembly(
         options=options,
         model=model,
         precision=precision,
-        max_length=workload.max_length,
-        typical_length=round(workload.mean_length),
-        num_tokens=int(workload.num_steps * options.batch_size * workload.mean_length),
-        batches=lambda _: workload.batches,
-        schedule=make_schedule(
-            options.lr_scheduler_type, options.learning_rate, workload.num_steps, workload.num_warmup_steps
-        ),
+        max_length=max_length,
+        typical_length=round(mean_length),
+        num_tokens=int(num_steps * options.batch_size * mean_length),
+        batches=lambda _: batches,
+        schedule=make_schedule(options.lr_scheduler_type, options.learning_rate, num_steps, num_warmup_steps),
         warn=callbacks.warning,
         cache=cache,
     )
     recipe = assembly.recipe(LEVERS, device_name(precision.device))
-    execution, layout, update, mode = (
-        assembly.execution,
-        assembly.layout,
-        assembly.update,
-        assembly.lever(ExecutionMode),
-    )
+    execution, layout, update = assembly.execution, assembly.layout, assembly.update
     assert execution is not None
     assert layout is not None
     assert update is not None
-    parts = (execution, workload.task, update, assembly.precision)
+    mode, parts = assembly.lever(ExecutionMode), (execution, task, update, assembly.precision)
     step = (
         CapturedStep(
             *parts,

@@ -24,8 +24,9 @@ from brimful.core.records import LabelSpace, TaskName
 from brimful.data.batches import prefetch
 from brimful.data.batches.batch import Batch, make_batch
 from brimful.data.tokens.encoder import Tokens, offsets_of
-from brimful.engine.assemble import Workload, assemble
+from brimful.engine.assemble import assemble
 from brimful.engine.inference import evaluating, evaluation_forward, predict_logits
+from brimful.engine.prepare import longest_sequence
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_precision
 from brimful.models.hub.inspection import max_positions
@@ -48,7 +49,6 @@ _PROBLEMS: dict[str, TaskName] = {
     "single_label_classification": "single_label",
     "multi_label_classification": "multi_label",
 }
-_LONGEST = 512
 #: Batches that token budgets are chosen by.
 _MOST_BATCHES = 2000
 _FEW_LENGTHS = 64
@@ -80,27 +80,24 @@ class Step:
         self._options = asked = TrainOptions(data="", model="", output="", **options)
         callbacks = callbacks or Callbacks()
         precision = choose_precision(asked.precision, choose_device(asked.device))
-        limit = max_positions(model.config, model)
-        if asked.max_length is not None and limit is not None and asked.max_length > limit:
-            raise OptionError(f"max_length is {asked.max_length}, and the model has positions for {limit} tokens")
-        self._max_length = asked.max_length or min(_LONGEST, limit or _LONGEST)
+        self._max_length = longest_sequence(asked.max_length, max_positions(model.config, model), "the model")
         self._vocab_size = getattr(model.config.get_text_config(), "vocab_size", None) or 1 << 31
         self._with_types = has_token_types(model.config)
         self._before = (model.config._attn_implementation, model.training)
         space = _label_space(model.config, asked)
         self._task = make_task(space, np.zeros(0, dtype=np.int64), None, asked.label_smoothing_factor)
         batches = _expected_batches(lengths, asked.batch_size, self._max_length)
-        workload = Workload(
-            task=self._task,
-            batches=batches,
-            mean_length=float(np.concatenate(batches).mean()),
-            max_length=self._max_length,
-            num_steps=num_steps,
-            num_warmup_steps=asked.warmup_steps or math.ceil((asked.warmup_ratio or 0.0) * num_steps),
-        )
         with precision.apply():
-            # What is in memory need not be what its configuration says: a check of the same architecture may not hold.
-            built = assemble(model.float(), workload, asked, precision, callbacks, cache=False)
+            built = assemble(
+                *(model.float(), asked, precision, callbacks),
+                task=self._task,
+                batches=batches,
+                mean_length=float(np.concatenate(batches).mean()),
+                max_length=self._max_length,
+                num_steps=num_steps,
+                num_warmup_steps=asked.warmup_steps or math.ceil((asked.warmup_ratio or 0.0) * num_steps),
+                cache=False,  # what is in memory need not be what its configuration says
+            )
         self._built, self._num_made = built, 0
         self._forward = evaluation_forward(built, most_rows=asked.batch_size, note=callbacks.warning)
         self.device, self.recipe = precision.device, built.recipe
