@@ -46,8 +46,7 @@ def train(
     Raises: BrimfulError, see `core.errors`; OptionError for an unknown option.
     """
     _check_known("train", TrainOptions, options)
-    options = _texts(options)
-    asked = TrainOptions(data=_path(data), model=_path(model), output=_path(output), **options)
+    asked = TrainOptions(data=_path(data), model=_path(model), output=_path(output), **_texts(options))
     return run_training(asked, callbacks or Callbacks())
 
 
@@ -71,12 +70,7 @@ def profile(data: str | Path, *, model: str | Path, callbacks: Callbacks | None 
     """
     _check_known("profile", ProfileOptions, options)
     asked = ProfileOptions(data=_path(data), model=_path(model), **_texts(options))
-    return run_profile(asked, callbacks or Callbacks())
-
-
-def run_profile(options: ProfileOptions, callbacks: Callbacks) -> Profile:
-    """Profile with `options`, for `profile` and the command line."""
-    return _profile(options, callbacks)
+    return _profile(asked, callbacks or Callbacks())
 
 
 def classify(

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from brimful.api import run_classification, run_profile, run_training, summary_json
+from brimful.api import run_classification, run_training, summary_json
 from brimful.cli.demo import run_demo
 from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions
 from brimful.core.records import to_json
+from brimful.engine.profiling.profile import profile
 from brimful.reports.classification_text import classification_text
 from brimful.reports.profile_text import profile_text
 from brimful.reports.terminal import Terminal
@@ -27,7 +28,7 @@ def _classify(options: ClassifyOptions, terminal: Terminal) -> str | None:
 
 
 def _profile(options: ProfileOptions, terminal: Terminal) -> str:
-    record = run_profile(options, terminal)
+    record = profile(options, terminal)
     return to_json(record) if options.json else profile_text(record)
 
 

@@ -12,6 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from brimful.cli.config_file import read_configuration
@@ -123,21 +124,11 @@ def help_texts(options: type[Any]) -> dict[str, str]:
     """Map each field of a dataclass, inherited ones too, to the docstring under it, on one line."""
     texts: dict[str, str] = {}
     for kind in reversed([kind for kind in options.__mro__ if dataclasses.is_dataclass(kind)]):
-        texts |= _own_help_texts(kind)
-    return texts
-
-
-def _own_help_texts(options: type[Any]) -> dict[str, str]:
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(options))).body
-    assert isinstance(body, ast.ClassDef)
-    texts: dict[str, str] = {}
-    for statement, after in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(after, ast.Expr)
-            and isinstance(statement.target, ast.Name)
-        ):
-            texts[statement.target.id] = " ".join(str(ast.literal_eval(after.value)).split())
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, after in pairwise(definition.body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
+                texts[ast.unparse(statement.target)] = " ".join(str(ast.literal_eval(after.value)).split())
     return texts
 
 

@@ -48,14 +48,14 @@ def record(device: torch.device, *, warm_up: Callable[[], object], steps: Callab
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with tempfile.TemporaryDirectory(prefix="brimful-trace-") as folder:
         path = Path(folder) / "trace.json"
-
-        def export(recorded: Any) -> None:
-            recorded.export_chrome_trace(str(path))
-
         phases = schedule(wait=0, warmup=1, active=1, repeat=1)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # of cycles; here is one
-            with profile(activities=[activity], schedule=phases, on_trace_ready=export) as profiler:
+            with profile(
+                activities=[activity],
+                schedule=phases,
+                on_trace_ready=lambda recorded: recorded.export_chrome_trace(str(path)),
+            ) as profiler:
                 warm_up()
                 profiler.step()
                 steps()

@@ -16,13 +16,9 @@ _SHOWN_OPTIONS = (
 
 def model_card(run: Run) -> str:
     """The card of a finished run, as Markdown with the metadata block that the Hub reads."""
-    sections = [_metadata(run), _head(run), _metrics(run), _data(run), _training(run), _again(run)]
+    metadata = "---\nlibrary_name: transformers\npipeline_tag: text-classification\ntags:\n- brimful\n---"
+    sections = [metadata, _head(run), _metrics(run), _data(run), _training(run), _again(run)]
     return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def _metadata(run: Run) -> str:
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-classification", "tags:", "- brimful", "---"]
-    return "\n".join(lines)
 
 
 def _head(run: Run) -> str:

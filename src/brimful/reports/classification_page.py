@@ -21,11 +21,11 @@ from brimful.reports.charts import Bar, bar_chart, histogram
 from brimful.reports.classification_text import (
     STAGES,
     absent_text,
+    compared,
     concerns,
     confidence_text,
     flips_text,
     headline,
-    is_unchecked,
     lengths_text,
     limit_text,
     memory_text,
@@ -61,8 +61,8 @@ def classification_page(record: Classification) -> str:
     Raises: InputError if matplotlib is not installed.
     """
     regression = record.labels.task == "regression"
-    compared = None if is_unchecked(record) else record.equivalence
-    num_same = None if compared is None or regression else compared.num_rows - compared.num_flips
+    found = compared(record)
+    num_same = None if found is None or regression else found.num_rows - found.num_flips
     gpus = record.machine.gpus
     return render(
         "classification.html.j2",
@@ -78,11 +78,11 @@ def classification_page(record: Classification) -> str:
         peak_memory=memory_text(record),
         start=None if record.start_s is None else seconds_text(record.start_s),
         lengths=_length_chart(record),
-        unchecked=unchecked_text(record) if compared is None else None,
+        unchecked=unchecked_text(record) if found is None else None,
         same_label=_capital(same_label(record)),
         num_same=num_same,
-        same_share=None if compared is None or num_same is None else part_text(num_same, compared.num_rows),
-        flips=flips_text(compared) if compared is not None and compared.num_flips else None,
+        same_share=None if found is None or num_same is None else part_text(num_same, found.num_rows),
+        flips=flips_text(found) if found is not None and found.num_flips else None,
         levers=[(each.name, f"{each.value} · {each.arithmetic}", each.reason) for each in record.recipe.levers],
         legend=_capital("; ".join(arithmetic_legend(record.recipe))),
         gpus=[

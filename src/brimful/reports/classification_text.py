@@ -84,7 +84,7 @@ def concerns(record: Classification) -> list[str]:
     said = list(record.notes)
     if record.fallback is not None:
         said.append(f"a slower path ran than planned: {record.fallback}")
-    if is_unchecked(record) and record.options.get("verify"):
+    if compared(record) is None and record.options.get("verify"):
         said.append(f"nothing was compared with the plain model: {_NOTHING_TO_COMPARE}")
     if found is not None and not found.passed:
         said.append(f"the equivalence check was not passed: {equivalence_text(record, found)}")
@@ -217,15 +217,14 @@ def absent_text(record: Classification) -> str | None:
 
 
 def _equivalence(record: Classification) -> list[str]:
-    found = record.equivalence
-    if found is None or is_unchecked(record):
+    if (found := compared(record)) is None:
         return [f"Equivalence check  not run: nothing was compared with the plain model ({unchecked_text(record)})"]
     return [f"Equivalence check  {'passed' if found.passed else 'NOT passed'}: {equivalence_text(record, found)}"]
 
 
-def is_unchecked(record: Classification) -> bool:
-    """True if no row was compared with the plain model."""
-    return record.equivalence is None or not record.equivalence.num_rows
+def compared(record: Classification) -> AnswerEquivalence | None:
+    """Return the comparison with the plain model, None if there was no row to compare."""
+    return record.equivalence if record.equivalence is not None and record.equivalence.num_rows else None
 
 
 def unchecked_text(record: Classification) -> str:

@@ -32,7 +32,7 @@ def _step(profile: Profile) -> str:
         f"One step  {_ms(time.mean_s)} on {printable(profile.recipe.device)}: {how}",
         f"  over {profile.steps} steps: median {_ms(time.median_s)}, from {_ms(time.fastest_s)} to"
         f" {_ms(time.slowest_s)}; {_ms(time.recorded_s)} while recorded",
-        f"  {_number(work.samples)} samples, {_number(work.tokens)} tokens of {_number(work.computed_tokens)} computed"
+        f"  {work.samples:,.0f} samples, {work.tokens:,.0f} tokens of {work.computed_tokens:,.0f} computed"
         f" ({share_text(profile.rates.fill)} filled), {work.micro_batches:.3g} {noun}",
         f"  {count_text(profile.rates.samples_per_s)} samples/s, {count_text(profile.rates.tokens_per_s)} tokens/s",
     ]
@@ -75,17 +75,22 @@ def _row(name: str, seconds: float, profile: Profile, count: float) -> str:
 def _achieved(profile: Profile, on_gpu: bool) -> str:
     rates, limits, time = profile.rates, profile.limits, profile.time
     square, own = limits.matmul_flops_per_s, limits.model_matmul_flops_per_s
+    moved, copied = rates.optimizer_bytes_per_s, limits.copy_bytes_per_s
+    of_copy = "" if moved is None else f"{share_text(moved / copied)} of the {_bytes(copied)} of a copy"
+    launches = "to launch a step" if on_gpu else "in a step"
+    if on_gpu and profile.num_launches is not None:
+        launches += f": {profile.num_launches:,.0f} launches for {profile.num_kernels:,.0f} kernels"
     rows = [
         ("MFU, real tokens", share_text(rates.mfu), f"of {_flops(square)}: a large matrix product, measured here"),
         ("", share_text(rates.datasheet_mfu), f"of {_flops(limits.datasheet_flops_per_s)}: dense, by the datasheet"),
         ("contractions", _flops(rates.contraction_flops_per_s), _share_of(rates.contraction_flops_per_s, square)),
         ("", "", f"{_share_of(rates.contraction_flops_per_s, own)} that the model's own products reach alone"),
         ("attention", _flops(rates.attention_flops_per_s), _share_of(rates.attention_flops_per_s, square)),
-        ("optimizer", _bytes(rates.optimizer_bytes_per_s), _copy_share(profile)),
+        ("optimizer", _bytes(moved), of_copy),
     ]
     if limits.datasheet_flops_per_s is None:
         del rows[1]
-    rows.append(("host", _ms(time.host_s), "to launch a step" + _launches(profile) if on_gpu else "in a step"))
+    rows.append(("host", _ms(time.host_s), launches))
     rows.append(("input", _ms(time.input_wait_s), "waited for a batch"))
     peak = profile.peak_bytes
     if peak.allocated is not None:
@@ -93,17 +98,6 @@ def _achieved(profile: Profile, on_gpu: bool) -> str:
         rows.append(("peak memory", bytes_text(peak.allocated), used))
     width = max(len(value) for _, value, _ in rows)
     return "\n".join(["Achieved", *(f"  {name:<18}{value:<{width}}  {of}".rstrip() for name, value, of in rows)])
-
-
-def _copy_share(profile: Profile) -> str:
-    moved, copied = profile.rates.optimizer_bytes_per_s, profile.limits.copy_bytes_per_s
-    return "" if moved is None else f"{share_text(moved / copied)} of the {_bytes(copied)} of a copy"
-
-
-def _launches(profile: Profile) -> str:
-    if profile.num_launches is None:
-        return ""
-    return f": {profile.num_launches:,.0f} launches for {profile.num_kernels:,.0f} kernels"
 
 
 def _share_of(rate: float | None, limit: float | None) -> str:
@@ -116,10 +110,6 @@ def _flops(rate: float | None) -> str:
 
 def _bytes(rate: float | None) -> str:
     return "unknown" if rate is None else f"{rate / 1e9:,.3g} GB/s" if rate < 1e12 else f"{rate / 1e12:.3g} TB/s"
-
-
-def _number(number: float) -> str:
-    return f"{number:,.0f}"
 
 
 def _ms(seconds: float) -> str:

@@ -26,7 +26,7 @@ from brimful.core.classification import CONFIDENCE_BINS, Counts
 from brimful.core.errors import OptionError, printable
 from brimful.core.records import LabelSpace, TaskName
 from brimful.tasks.candidates import Candidates
-from brimful.tasks.ranking import Ranking, Singles, as_lists, finite_rows, offsets_of, ranked, unranked
+from brimful.tasks.ranking import Ranking, Singles, as_lists, finite_rows, offsets_of, ranked
 
 #: Probability from which a label is given where a text may have several of them.
 DEFAULT_THRESHOLD = 0.5
@@ -150,11 +150,9 @@ class AnswerForm(Form):
         return [np.where(finite_rows(logits_PC)[:, None], scores_NC, np.float32(np.nan))]
 
     def _ranking(self, logits_PC: Singles, candidates: Candidates | None) -> Ranking:
-        if self.numeric:
-            return unranked(logits_PC, finite_rows(logits_PC), _names(self.space))
         most = None if self.listed or self.top_k == 0 else self.top_k or 1
         scores_NC = _FUNCTIONS[_usual_function(self.space)](logits_PC)
-        return ranked(scores_NC, finite_rows(logits_PC), _names(self.space), most=most)
+        return ranked(scores_NC, finite_rows(logits_PC), _names(self.space), most=most, in_order=self.numeric)
 
     def _logit_lists(self, logits_PC: Singles, candidates: Candidates | None) -> pa.Array:
         answered_N = finite_rows(logits_PC)

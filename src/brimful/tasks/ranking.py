@@ -68,17 +68,15 @@ class Ranking:
 
     def first_labels(self) -> pa.Array:
         """(N,) large_string: each row's first label, null where it has none."""
-        filled_N = np.diff(self.offsets_N1) > 0
-        indices_N = np.zeros(len(filled_N), dtype=np.int64)
-        indices_N[filled_N] = self.indices_P[self.offsets_N1[:-1][filled_N]]
-        return self.names.take(pa.array(indices_N, mask=~filled_N))
+        return self.names.take(self._first(self.indices_P))
 
     def first_scores(self) -> pa.Array:
         """(N,) double: each row's first score, null where it has none."""
-        filled_N = np.diff(self.offsets_N1) > 0
-        scores_N = np.zeros(len(filled_N))
-        scores_N[filled_N] = self.scores_P[self.offsets_N1[:-1][filled_N]]
-        return pa.array(scores_N, mask=~filled_N)
+        return self._first(self.scores_P)
+
+    def _first(self, values_P: Integers | Floats) -> pa.Array:
+        empty_N = np.diff(self.offsets_N1) == 0
+        return pa.array(values_P).take(pa.array(self.offsets_N1[:-1], mask=empty_N))
 
     def labels(self) -> pa.Array:
         """(N,) lists of labels, null where there is no answer."""
@@ -114,26 +112,21 @@ class Ranking:
         return [(labels[a:b], scores[a:b]) for a, b in pairwise(ends)]
 
 
-def ranked(scores_NC: Singles, answered_N: Flags, names: pa.Array, *, most: int | None) -> Ranking:
+def ranked(
+    scores_NC: Singles, answered_N: Flags, names: pa.Array, *, most: int | None, in_order: bool = False
+) -> Ranking:
     """The `most` likeliest of C labels of each row, None for all; of equal scores the first label comes first.
 
-    scores_NC: read in the rows of answered_N only, where all of them must be numbers.
+    scores_NC: read in the rows of answered_N only, where all of them must be numbers. in_order: for all outputs in
+    their own order, as numbers are not more or less likely.
     """
     scores_AC = scores_NC if answered_N.all() else scores_NC[answered_N]
-    if most == 1:
+    if in_order:
+        order_AK = np.broadcast_to(np.arange(scores_AC.shape[1]), scores_AC.shape)
+    elif most == 1:
         order_AK = scores_AC.argmax(axis=1)[:, None]
     else:
         order_AK = np.argsort(-scores_AC, axis=1, kind="stable")[:, :most]
-    return _ranking(scores_AC, order_AK, answered_N, names)
-
-
-def unranked(scores_NC: Singles, answered_N: Flags, names: pa.Array) -> Ranking:
-    """All C outputs of each row in their own order: numbers are not more or less likely."""
-    scores_AC = scores_NC[answered_N]
-    return _ranking(scores_AC, np.broadcast_to(np.arange(scores_AC.shape[1]), scores_AC.shape), answered_N, names)
-
-
-def _ranking(scores_AC: Singles, order_AK: Integers, answered_N: Flags, names: pa.Array) -> Ranking:
     return Ranking(
         names=names,
         indices_P=order_AK.ravel(),

@@ -61,7 +61,7 @@ def test_windows_keep_their_order(made: tuple[Runner, ClassifyOptions, list[Toke
         assert gpu_workers._under_way.total() == 0
         large, member = Tokens.join([windows[0]] * 150), gpu_workers._others[0]
         for submitted in [member.submit(large) for _ in range(4)]:
-            assert submitted.future.result(timeout=240).logits_NC.shape == (3000, len(LABELS))
+            assert submitted.result(timeout=240).logits_NC.shape == (3000, len(LABELS))
 
 
 def test_a_process_that_ended_is_told(made: tuple[Runner, ClassifyOptions, list[Tokens]], tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from brimful.core.errors import DeviceError
 from brimful.core.options import ClassifyOptions
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.classification.runner import Result, Runner
-from brimful.engine.inference import Done
 
 #: Windows that a process has at a time: one that it computes, one that it launches.
 _IN_FLIGHT = 2
@@ -84,8 +83,12 @@ class GpuWorkers:
         """Starts on a window."""
         number = min(self._ready(), key=lambda each: self._under_way[each])
         self._count(number, 1)
-        result = self._others[number - 1].submit(tokens) if number else self._first.submit(tokens)
-        return _Counted(result, lambda: self._count(number, -1))
+        if number:
+            future = self._others[number - 1].submit(tokens)
+        else:
+            future = Future()
+            future.set_result(self._first.submit(tokens))
+        return _Counted(future, lambda: self._count(number, -1))
 
     def _count(self, number: int, more: int) -> None:
         with self._lock:
@@ -93,33 +96,19 @@ class GpuWorkers:
 
 
 class _Counted:
-    """A result that tells when it was there."""
+    """A result that tells when it was there. future: set once it is under way here, or comes from another process."""
 
-    def __init__(self, result: Result, done: Callable[[], None]) -> None:
-        self._result, self._done = result, done
-
-    @property
-    def busy_s(self) -> float:
-        return self._result.busy_s
+    def __init__(self, future: Future[Result], done: Callable[[], None]) -> None:
+        self._future, self._done, self.busy_s = future, done, 0.0
 
     def result(self) -> np.ndarray:
         try:
-            return self._result.result()
+            result = self._future.result()
+            logits_NC = result.result()
+            self.busy_s = result.busy_s
+            return logits_NC
         finally:
             self._done()
-
-
-class _Later:
-    """Logits that another process will send."""
-
-    def __init__(self) -> None:
-        self.future: Future[Done] = Future()
-        self.busy_s = 0.0
-
-    def result(self) -> np.ndarray:
-        done = self.future.result()
-        self.busy_s = done.busy_s
-        return done.logits_NC
 
 
 class _Member:
@@ -138,14 +127,14 @@ class _Member:
         theirs.close()
         self._connection: Connection[Any, Any] = ours
         self.ready = threading.Event()
-        self._waiting: queue.Queue[tuple[Tokens, _Later] | None] = queue.Queue()
+        self._waiting: queue.Queue[tuple[Tokens, Future[Result]] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._talk, args=(job,), name="brimful-gpu", daemon=True)
         self._thread.start()
 
-    def submit(self, tokens: Tokens) -> _Later:
-        later = _Later()
-        self._waiting.put((tokens, later))
-        return later
+    def submit(self, tokens: Tokens) -> Future[Result]:
+        done: Future[Result] = Future()
+        self._waiting.put((tokens, done))
+        return done
 
     def close(self) -> None:
         self._process.kill()
@@ -155,31 +144,28 @@ class _Member:
         self._connection.close()
 
     def _talk(self, job: Job) -> None:
-        in_flight: deque[_Later] = deque()
+        in_flight: deque[Future[Result]] = deque()
         with suppress(OSError):
             self._connection.send(job)
         greeting = self._received()
         self.ready.set()
         while True:
             if in_flight and (len(in_flight) == _IN_FLIGHT or self._waiting.empty()):
-                self._receive(in_flight.popleft())
+                found, done = self._received(), in_flight.popleft()
+                if isinstance(found, Exception):
+                    done.set_exception(found)
+                else:
+                    done.set_result(found)
                 continue
             item = self._waiting.get()
             if item is None:
                 return
             if isinstance(greeting, Exception):
-                item[1].future.set_exception(greeting)
+                item[1].set_exception(greeting)
                 continue
             with suppress(OSError):  # that it ended is told by what it does not send
                 self._connection.send(item[0])
             in_flight.append(item[1])
-
-    def _receive(self, later: _Later) -> None:
-        found = self._received()
-        if isinstance(found, Exception):
-            later.future.set_exception(found)
-        else:
-            later.future.set_result(found)
 
     def _received(self) -> Any:
         """Next message of the process: ready, a window's logits, or an exception."""

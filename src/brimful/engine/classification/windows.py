@@ -185,6 +185,7 @@ def answered(
     assert len(answer) == table.num_rows
     for name, column in added.items():
         table = table.append_column(free_name(name, table.column_names), column)
+    length_bins = np.searchsorted(LENGTH_ENDS, asked.num_tokens_N[read_N])
     counted = Counts(
         num_rows=table.num_rows,
         num_tokens=int(asked.num_tokens_N.sum()),
@@ -193,7 +194,7 @@ def answered(
         num_unlabelled=int(unlabelled_N.sum()),
         num_errors=len(errors) - errors.null_count,
         num_tokenizer_fallback=0 if asked.use_cache else table.num_rows,
-        lengths=_length_counts(asked.num_tokens_N[read_N]),
+        lengths=tuple(np.bincount(length_bins, minlength=len(LENGTH_ENDS) + 1).tolist()),
     )
     return table, counted + request.form.counts(logits_PC, asked.candidates)
 
@@ -202,11 +203,6 @@ def free_name(name: str, taken: Sequence[str]) -> str:
     """`label`, or `predicted_label`, `predicted_label_2`, ... if it is taken."""
     names = itertools.chain((name, f"predicted_{name}"), (f"predicted_{name}_{i}" for i in itertools.count(2)))
     return next(each for each in names if each not in taken)
-
-
-def _length_counts(lengths: npt.NDArray[np.int64]) -> tuple[int, ...]:
-    places = np.searchsorted(LENGTH_ENDS, lengths)
-    return tuple(np.bincount(places, minlength=len(LENGTH_ENDS) + 1).tolist())
 
 
 def _text(table: pa.Table, name: str) -> pa.Array:
