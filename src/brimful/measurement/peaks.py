@@ -102,18 +102,13 @@ def median_seconds(
     repeats = max(1, min(_MOST_REPEATS, int(within_s / _TRIALS / max(once, 1e-7))))
     trials = _TRIALS if once < within_s else 1
     if device.type == "cuda" and replayed:
-        replay = _captured(call, repeats)
-        return statistics.median(_trial(device, replay, 1) for _ in range(trials)) / repeats
+        graph = torch.cuda.CUDAGraph()
+        with capture(graph):
+            for _ in range(repeats):
+                call()
+        graph.replay()
+        return statistics.median(_trial(device, graph.replay, 1) for _ in range(trials)) / repeats
     return statistics.median(_trial(device, call, repeats) for _ in range(trials))
-
-
-def _captured(call: Callable[[], object], repeats: int) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    with capture(graph):
-        for _ in range(repeats):
-            call()
-    graph.replay()
-    return graph.replay
 
 
 def _trial(device: torch.device, call: Callable[[], object], repeats: int) -> float:

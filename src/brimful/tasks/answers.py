@@ -146,12 +146,12 @@ class AnswerForm(Form):
         return self.space.task == "regression"
 
     def score_blocks(self, logits_PC: Singles, candidates: Candidates | None = None) -> list[Singles]:
-        scores_NC = _FUNCTIONS[_usual_function(self.space)](logits_PC)
+        scores_NC = _scores(self.space, logits_PC)
         return [np.where(finite_rows(logits_PC)[:, None], scores_NC, np.float32(np.nan))]
 
     def _ranking(self, logits_PC: Singles, candidates: Candidates | None) -> Ranking:
         most = None if self.listed or self.top_k == 0 else self.top_k or 1
-        scores_NC = _FUNCTIONS[_usual_function(self.space)](logits_PC)
+        scores_NC = _scores(self.space, logits_PC)
         return ranked(scores_NC, finite_rows(logits_PC), _names(self.space), most=most, in_order=self.numeric)
 
     def _logit_lists(self, logits_PC: Singles, candidates: Candidates | None) -> pa.Array:
@@ -208,8 +208,7 @@ def objects(
     """
     check_objects(top_k=top_k, function_to_apply=function_to_apply)
     number = None if isinstance(top_k, str) else top_k
-    name = _function_name(function_to_apply)
-    scores_NC = _FUNCTIONS[_usual_function(space) if name == "default" else name](logits_NC)
+    scores_NC = _scores(space, logits_NC, _function_name(function_to_apply))
     ranking = ranked(scores_NC, finite_rows(logits_NC), _names(space), most=1 if isinstance(top_k, str) else number)
     if isinstance(top_k, str):
         firsts = ranking.firsts()
@@ -252,9 +251,10 @@ _FUNCTIONS: dict[str, Callable[[Singles], Singles]] = {
 }
 
 
-def _usual_function(space: LabelSpace) -> str:
-    """By name, what makes scores of the logits of this task."""
-    return {"single_label": "softmax", "multi_label": "sigmoid", "regression": "none"}[space.task]
+def _scores(space: LabelSpace, logits_NC: Singles, function: str = "default") -> Singles:
+    """Scores of logits, by the function that belongs to the task or another one."""
+    usual = {"single_label": "softmax", "multi_label": "sigmoid", "regression": "none"}[space.task]
+    return _FUNCTIONS[usual if function == "default" else function](logits_NC)
 
 
 def _function_name(asked: str | None) -> str:

@@ -120,7 +120,15 @@ def zero_shot_form(
     output is taken, as transformers' pipeline does, and `guess` says so.
     Raises: ModelError for a model that cannot tell entailment, OptionError for a template without a place for a label.
     """
-    _check_template(template)
+    try:
+        has_place = template.format("a") != template.format("b")
+    except (LookupError, ValueError, AttributeError, TypeError):
+        has_place = False
+    if not has_place:
+        raise OptionError(
+            f"--hypothesis-template '{printable(template)}' has no place for a label, or one that it cannot fill",
+            hint="write {} where the label goes, and {{ and }} for braces",
+        )
     found = (output for label, output in config.label2id.items() if str(label).lower().startswith("entail"))
     entailment = int(next(found, -1))
     if config.num_labels < 2 or not -1 <= entailment < config.num_labels:
@@ -141,18 +149,6 @@ def zero_shot_form(
         threshold=threshold,
         logits=logits,
     )
-
-
-def _check_template(template: str) -> None:
-    try:
-        has_place = template.format("a") != template.format("b")
-    except (LookupError, ValueError, AttributeError, TypeError):
-        has_place = False
-    if not has_place:
-        raise OptionError(
-            f"--hypothesis-template '{printable(template)}' has no place for a label, or one that it cannot fill",
-            hint="write {} where the label goes, and {{ and }} for braces",
-        )
 
 
 def _answered(logits_PC: Singles, candidates: Candidates) -> tuple[Flags, Flags]:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import torch
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.classification import FEW_ERRORS, Classification, Counts, RowError
+from brimful.core.classification import FEW_ERRORS, AnswerEquivalence, Classification, Counts, RowError
 from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, Interrupted, OptionError, printable
 from brimful.core.options import ClassifyOptions, flag
@@ -44,7 +44,7 @@ from brimful.engine.classification.request import (
 )
 from brimful.engine.classification.runner import Checked, Runner, check_model
 from brimful.engine.classification.stages import Busy, Stages, run_stages
-from brimful.engine.classification.verify import VerifiedRunner, verified_runner
+from brimful.engine.classification.verify import verified_runner
 from brimful.engine.classification.windows import Reading, Window, WindowSize, answered
 from brimful.engine.prepare import report_columns
 from brimful.engine.signals import StopSignals
@@ -103,19 +103,18 @@ def classify_file(
         callbacks.stage("loading the model")
         mean_tokens = float(sample.num_tokens_N.mean()) if len(sample.num_tokens_N) else 0.0
         num_tokens = int(_expected_rows(given) * mean_tokens)
-        verified = verified_runner(
+        runner, equivalence, fallback = verified_runner(
             *(given.checked, options, given.precision, request, given.sample),
             asked=sample,
             num_tokens=num_tokens,
             callbacks=callbacks,
         )
-        runner = verified.runner
         callbacks.recipe(runner.recipe)
         gpu_workers = stack.enter_context(_gpu_workers(options, runner, sample.sequences, num_tokens, callbacks))
         run = _Pass(options, given, request, runner, gpu_workers, kept, callbacks)
         start_s = time.perf_counter() - began
         run.through()
-        record = run.record(command, verified, start_s)
+        record = run.record(command, equivalence, fallback, start_s)
         for path in kept.finish(record):
             callbacks.note(f"written: {path}")
         return record
@@ -341,13 +340,15 @@ class _Pass:
         texts = [printable(error, 200) for error in errors.take(rows).to_pylist()]
         return tuple(RowError(file=file, row=row, error=text) for (file, row), text in zip(places, texts, strict=True))
 
-    def record(self, command: str, verified: VerifiedRunner, start_s: float) -> Classification:
+    def record(
+        self, command: str, equivalence: AnswerEquivalence | None, fallback: str | None, start_s: float
+    ) -> Classification:
         """Make the record of the pass."""
         options, recipe, counts = self._options, self._runner.recipe, self._counts
         everything = self._earlier + counts
         peak = datasheet_flops_per_s(recipe.device, self._runner.precision.value)
         wall_s = max(self._wall_s, 1e-9)
-        slower, num_rows = [verified.fallback] if verified.fallback else [], everything.num_tokenizer_fallback
+        slower, num_rows = [fallback] if fallback else [], everything.num_tokenizer_fallback
         if num_rows:
             slower.append(f"`tokenizers` made all ids of {num_rows:,} rows: words looked up had given others")
         return Classification(
@@ -360,7 +361,7 @@ class _Pass:
             recipe=recipe,
             machine=probe(),
             counts=everything,
-            equivalence=verified.equivalence,
+            equivalence=equivalence,
             fallback="; ".join(slower) or None,
             notes=tuple(filter(None, (self._question.form.guess, *self._rows.warnings, *self._rows.notes))),
             start_s=start_s,

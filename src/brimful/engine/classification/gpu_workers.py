@@ -188,7 +188,7 @@ def other_gpus(num_gpus: int) -> list[dict[str, str]]:
 def job_of(runner: Runner, options: ClassifyOptions, sample: Tokens, num_tokens: int) -> Job:
     """Job that makes a runner like this one."""
     return Job(
-        options=replace(options, execution=runner.execution_mode, packing="auto" if runner.packing.packed else "off"),
+        options=replace(options, execution=runner.execution, packing="auto" if runner.packing.packed else "off"),
         precision=runner.precision.value,
         sample=sample,
         num_tokens=num_tokens,

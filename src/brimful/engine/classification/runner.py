@@ -85,23 +85,18 @@ def check_model(options: ClassifyOptions) -> Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """A classifier on its device. mode: the way it is launched."""
+    """A classifier on its device. execution: the way it is launched, as an option has it."""
 
     model: Any
     forward: Forward
     precision: Precision
     recipe: Recipe
     packing: Packing
-    mode: ExecutionMode
+    execution: ExecutionChoice
 
     def submit(self, tokens: Tokens) -> Result:
         """Start on a window of texts."""
         return self.forward.submit(tokens)
-
-    @property
-    def execution_mode(self) -> ExecutionChoice:
-        """The way it is launched, as an option has it."""
-        return cast(ExecutionChoice, self.mode.value)
 
     def operations(self, lengths_N: np.ndarray) -> float:
         """Floating-point operations of a pass over texts of these lengths, without padding; 0 where unknown."""
@@ -143,7 +138,7 @@ def make_runner(
         precision=assembly.precision,
         recipe=recipe,
         packing=assembly.lever(Packing),
-        mode=assembly.lever(ExecutionMode),
+        execution=cast(ExecutionChoice, assembly.lever(ExecutionMode).value),
     )
 
 

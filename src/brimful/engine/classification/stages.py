@@ -103,7 +103,12 @@ def run_stages(
     failed = threading.Event()
 
     def submitted() -> Iterator[tuple[Item, Callable[[], Any]]]:
-        for window in timed(windows, stages.read):
+        coming = iter(windows)
+        while True:
+            with stages.read.working():
+                window = next(coming, None)
+            if window is None:
+                return
             yield window, tokenise(window)
 
     def finish(window: Item, asked: Any, pending: Any) -> None:
@@ -137,14 +142,3 @@ def run_stages(
                 writing.popleft().result()
         for future in writing:
             future.result()
-
-
-def timed(items: Iterable[Item], busy: Busy) -> Iterator[Item]:
-    """The same items; the time that they take to come counts as busy."""
-    iterator = iter(items)
-    while True:
-        with busy.working():
-            item = next(iterator, None)
-        if item is None:
-            return
-        yield item

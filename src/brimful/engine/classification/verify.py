@@ -7,7 +7,7 @@ warned of and recorded.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,25 +29,14 @@ Logits = npt.NDArray[np.float32]
 _REFERENCE_TOKENS = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerifiedRunner:
-    """A runner and the comparison with the plain model.
-
-    equivalence: None with --verify 0, or if there was no row to compare. fallback: why a slower path runs, or None.
-    """
-
-    runner: Runner
-    equivalence: AnswerEquivalence | None
-    fallback: str | None
-
-
 def verified_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, request: Request, sample: Texts, *,
     asked: Asked, num_tokens: int, callbacks: Callbacks,
-) -> VerifiedRunner:  # fmt: skip
-    """Return the fastest runner that agrees with the plain model.
+) -> tuple[Runner, AnswerEquivalence | None, str | None]:  # fmt: skip
+    """Return the fastest runner that agrees with the plain model, the comparison, and why a slower path runs, if so.
 
     sample: the first rows of the input; asked: the same rows tokenised. num_tokens: estimate for the whole input.
+    There is no comparison with --verify 0, or if there was no row to compare.
     """
     compared = _some(request, sample, options.verify)
     if compared is None and options.verify:
@@ -66,7 +55,7 @@ def verified_runner(
             equivalence = compare(runner, request, compared, plain_PC)
         plainest = attempt.value == "fp32" and not runner.packing.packed
         if equivalence is None or equivalence.passed or plainest:
-            return VerifiedRunner(runner=runner, equivalence=equivalence, fallback=fallback)
+            return runner, equivalence, fallback
         how = f"{attempt.value}, packed" if runner.packing.packed else attempt.value
         fallback = (
             f"on {equivalence.num_rows:,} rows, {how} differs from the plain fp32 model by up to"

@@ -91,7 +91,18 @@ def save_checkpoint(folder: Path, step: int, *, run: str, state: StepState, loop
 
     Raises: DiskFullError or OutputError; what was there before is then as whole as it was.
     """
-    tensors, values = _taken_apart(state)
+    parameters = state.optimizer.items()
+    optimizer = {f"{name}/{key}": tensor for name, kept in parameters for key, tensor in kept.tensors.items()}
+    tensors = {"weights": state.weights, "buffers": state.buffers, "optimizer": optimizer}
+    values = {
+        "counters": asdict(state.counters),
+        "optimizer": {
+            name: {"tensors": list(kept.tensors), "values": kept.values, "on_host": kept.on_host}
+            for name, kept in parameters
+        },
+        "weights_shard": asdict(state.weights_shard),
+        "optimizer_shard": asdict(state.optimizer_shard),
+    }
     state_json = json.dumps({"step": values, "loop": dict(loop)}, indent=2).encode("ascii")
     path = checkpoint_path(folder, step)
     atomic_files.make_folder(folder)
@@ -316,23 +327,6 @@ def _load(path: Path, manifest: _Manifest) -> Checkpoint:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path_text(path)} is damaged: its files are not those of a step") from error
     return Checkpoint(step=manifest.step, run=manifest.run, state=state, loop=loop)
-
-
-def _taken_apart(state: StepState) -> tuple[dict[str, Mapping[str, torch.Tensor]], dict[str, Any]]:
-    """A step's state as tensors by file stem and name, and JSON of all else."""
-    optimizer = {
-        f"{name}/{key}": tensor for name, kept in state.optimizer.items() for key, tensor in kept.tensors.items()
-    }
-    values = {
-        "counters": asdict(state.counters),
-        "optimizer": {
-            name: {"tensors": list(kept.tensors), "values": kept.values, "on_host": kept.on_host}
-            for name, kept in state.optimizer.items()
-        },
-        "weights_shard": asdict(state.weights_shard),
-        "optimizer_shard": asdict(state.optimizer_shard),
-    }
-    return {"weights": state.weights, "buffers": state.buffers, "optimizer": optimizer}, values
 
 
 def _put_together(tensors: Mapping[str, Mapping[str, torch.Tensor]], values: Mapping[str, Any]) -> StepState:
