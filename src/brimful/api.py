@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from brimful.core import atomic_files
 from brimful.core.callbacks import Callbacks
@@ -24,6 +24,8 @@ from brimful.engine.training.train import train as _train
 from brimful.integrations.fanout import Fanout
 from brimful.reports.charts import check_charts
 from brimful.reports.classification_page import classification_page
+
+T = TypeVar("T")
 
 #: Fields that a command takes as positional arguments, and those that its line shows even at their default.
 _POSITIONALS = {"train": ("data",), "classify": ("model", "data")}
@@ -45,8 +47,7 @@ def train(
     callbacks: receives what is inferred and the progress. Default: nothing is reported.
     Raises: BrimfulError, see `core.errors`; OptionError for an unknown option.
     """
-    _check_known("train", TrainOptions, options)
-    asked = TrainOptions(data=_path(data), model=_path(model), output=_path(output), **_texts(options))
+    asked = _options("train", TrainOptions, options, data=data, model=model, output=output)
     return run_training(asked, callbacks or Callbacks())
 
 
@@ -68,8 +69,7 @@ def profile(data: str | Path, *, model: str | Path, callbacks: Callbacks | None 
     options: the fields of TrainOptions that a step depends on, and `steps` and `trace`.
     Raises: BrimfulError, as `train` does.
     """
-    _check_known("profile", ProfileOptions, options)
-    asked = ProfileOptions(data=_path(data), model=_path(model), **_texts(options))
+    asked = _options("profile", ProfileOptions, options, data=data, model=model)
     return _profile(asked, callbacks or Callbacks())
 
 
@@ -87,11 +87,10 @@ def classify(
     and `column_names` may also be lists.
     Raises: BrimfulError; OptionError for an unknown option.
     """
-    _check_known("classify", ClassifyOptions, options, without=("model", "data", "output"))
-    options = _texts(options)
     if output is None or output == "-":
         raise OptionError("classify needs an output", hint="for texts in memory there is Classifier")
-    asked = ClassifyOptions(model=_path(model), data=_path(data), output=_path(output), **options)
+    positional = {"model": model, "data": data, "output": output}
+    asked = _options("classify", ClassifyOptions, options, without=tuple(positional), **positional)
     return run_classification(asked, callbacks or Callbacks())
 
 
@@ -164,18 +163,20 @@ class Classifier(ModelClassifier):
     """
 
     def __init__(self, model: str | Path, *, callbacks: Callbacks | None = None, **options: Any) -> None:
-        _check_known("Classifier", ClassifyOptions, options, without=_OF_A_FILE)
-        super().__init__(ClassifyOptions(model=_path(model), data="", **options), callbacks or Callbacks())
+        asked = _options("Classifier", ClassifyOptions, options, without=_OF_A_FILE, model=model, data="")
+        super().__init__(asked, callbacks or Callbacks())
 
 
-def _check_known(function: str, kind: type[Any], options: Mapping[str, Any], without: Sequence[str] = ()) -> None:
+def _options(function: str, kind: type[T], given: Mapping[str, Any], without: Sequence[str] = (), **fixed: Any) -> T:
+    """Options of a call. without: fields that cannot be given. Raises: OptionError for an unknown option."""
     known = sorted({field.name for field in flags_of(kind)} - set(without))
-    for name in options:
+    for name in given:
         if name not in known:
             raise OptionError(
                 f"{function} has no option '{printable(name)}'",
                 hint=did_you_mean(name, known) or "the options are " + ", ".join(known),
             )
+    return kind(**{name: _path(value) for name, value in fixed.items()}, **_texts(given))
 
 
 def _path(given: object) -> Any:

@@ -157,7 +157,6 @@ def test_single_label_metrics(num_rows: int, num_outputs: int, seed: int) -> Non
     assert found["f1_weighted"] == pytest.approx((f1 * support).sum() / support.sum(), rel=METRIC)
     if len(classes) > 1:  # scikit-learn warns of one
         assert found["matthews_correlation"] == sklearn_metrics.matthews_corrcoef(targets, predicted)
-    assert task.headline in found
     assert (precision <= 1).all()
     assert (recall <= 1).all()
 
@@ -179,7 +178,6 @@ def test_multi_label_metrics(num_rows: int, num_outputs: int, seed: int) -> None
         assert found[f"f1_{average}"] == expected
     assert found["accuracy"] == sklearn_metrics.accuracy_score(targets, predicted)
     assert found["label_accuracy"] == pytest.approx(1 - sklearn_metrics.hamming_loss(targets, predicted), rel=METRIC)
-    assert task.headline in found
 
 
 @given(num_rows=st.integers(1, 40), num_outputs=st.integers(1, 3), seed=st.integers(0, 999))
@@ -197,7 +195,7 @@ def test_regression_metrics(num_rows: int, num_outputs: int, seed: int) -> None:
         assert found["pearson"] == pytest.approx(expected, rel=1e-6, abs=1e-6)
         ranks = [np.argsort(np.argsort(x)) for x in (logits[:, 0].numpy(), targets[:, 0])]
         assert found["spearman"] == pytest.approx(np.corrcoef(*ranks)[0, 1], rel=1e-9, abs=1e-9)
-    assert task.headline in LOWER_IS_BETTER
+    assert "rmse" in LOWER_IS_BETTER
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -35,7 +35,7 @@ from brimful.models.packed.packed_forward import has_token_types
 from brimful.tasks.task import Task, make_task
 
 #: Sequences are cut here unless --max-length says otherwise or the model ends earlier.
-_DEFAULT_MAX_LENGTH = 512
+DEFAULT_MAX_LENGTH = 512
 #: Most steps of a run: the learning rate of each is in memory.
 _MOST_STEPS = 10_000_000
 
@@ -82,7 +82,7 @@ def prepare(options: TrainOptions, callbacks: Callbacks) -> Prepared:
     """
     facts = inspect_model(options.model, trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle)
     tokenizer = load_tokenizer(facts)
-    max_length = longest_sequence(options.max_length, facts.max_positions, options.model)
+    max_length = longest_sequence(options.max_length, facts, options.model)
     encoder = Encoder.from_tokenizer(tokenizer, max_length, with_types=has_token_types(facts.config))
     if options.transform is not None:
         load_transform(options.transform)
@@ -133,16 +133,17 @@ def prepare(options: TrainOptions, callbacks: Callbacks) -> Prepared:
     )
 
 
-def longest_sequence(asked: int | None, limit: int | None, model: str) -> int:
+def longest_sequence(asked: int | None, facts: ModelFacts, model: str) -> int:
     """The longest sequence in tokens: what was asked for, else the model's limit and at most 512.
 
     Raises: OptionError if more was asked for than the model has positions.
     """
+    limit = facts.max_positions
     if asked is not None and limit is not None and asked > limit:
         raise OptionError(
             f"--max-length is {asked}, and {model} has positions for {limit} tokens", hint=f"use at most {limit}"
         )
-    return asked or min(_DEFAULT_MAX_LENGTH, limit or _DEFAULT_MAX_LENGTH)
+    return asked or min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH)
 
 
 def _examples(options: TrainOptions, callbacks: Callbacks) -> tuple[LabelSpace, Examples, Examples | None, str, int]:

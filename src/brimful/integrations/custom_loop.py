@@ -26,7 +26,7 @@ from brimful.data.batches.batch import Batch, make_batch
 from brimful.data.tokens.encoder import Tokens, offsets_of
 from brimful.engine.assemble import assemble
 from brimful.engine.inference import evaluating, evaluation_forward, predict_logits
-from brimful.engine.prepare import longest_sequence
+from brimful.engine.prepare import DEFAULT_MAX_LENGTH
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_precision
 from brimful.models.hub.inspection import max_positions
@@ -80,7 +80,10 @@ class Step:
         self._options = asked = TrainOptions(data="", model="", output="", **options)
         callbacks = callbacks or Callbacks()
         precision = choose_precision(asked.precision, choose_device(asked.device))
-        self._max_length = longest_sequence(asked.max_length, max_positions(model.config, model), "the model")
+        limit = max_positions(model.config, model)
+        if asked.max_length is not None and limit is not None and asked.max_length > limit:
+            raise OptionError(f"max_length is {asked.max_length}, and the model has positions for {limit} tokens")
+        self._max_length = asked.max_length or min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH)
         self._vocab_size = getattr(model.config.get_text_config(), "vocab_size", None) or 1 << 31
         self._with_types = has_token_types(model.config)
         self._before = (model.config._attn_implementation, model.training)

@@ -45,10 +45,7 @@ class Bar:
 
 
 def check_charts() -> None:
-    """Check that charts can be drawn.
-
-    Raises: InputError if matplotlib is not installed.
-    """
+    """Check that charts can be drawn. Raises: InputError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("a report as a page needs matplotlib for its charts", hint="pip install 'brimful[report]'")
 

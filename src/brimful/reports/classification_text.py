@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 from rich.cells import cell_len
 
@@ -39,8 +41,13 @@ def classification_text(record: Classification) -> str:
 def _pass(record: Classification) -> list[str]:
     whence = "standard input" if record.data == "-" else printable(record.data, 200)
     lines = [f"Classified  {headline(record)}", f"  {whence} by {printable(record.model, 200)}"]
-    if said := rates(record):
-        lines.append("  " + ", ".join(said))
+    rates = (
+        (record.texts_per_s, f"{count_text(record.texts_per_s)} texts/s"),
+        (record.tokens_per_s, f"{count_text(record.tokens_per_s)} tokens/s"),
+        (record.mfu, f"MFU {share_text(record.mfu)}"),
+    )
+    if said := ", ".join(said for value, said in rates if value is not None):
+        lines.append("  " + said)
     if record.start_s is not None:
         lines.append(f"  {seconds_text(record.start_s)} before it: loading and checking the model")
     if record.resumed_rows:
@@ -59,16 +66,6 @@ def headline(record: Classification) -> str:
 def _s(number: int) -> str:
     """The ending of a noun after a number."""
     return "" if number == 1 else "s"
-
-
-def rates(record: Classification) -> list[str]:
-    """Texts/s, tokens/s and MFU, as far as they are known."""
-    known = (
-        (record.texts_per_s, f"{count_text(record.texts_per_s)} texts/s"),
-        (record.tokens_per_s, f"{count_text(record.tokens_per_s)} tokens/s"),
-        (record.mfu, f"MFU {share_text(record.mfu)}"),
-    )
-    return [said for value, said in known if value is not None]
 
 
 def memory_text(record: Classification) -> str | None:
@@ -149,21 +146,12 @@ def lengths_text(num_tokens: int, lengths: Sequence[int]) -> str | None:
     counted = sum(lengths)
     if not counted:
         return None
-    said = [f"{num_tokens / counted:,.1f} on average"]
+    said, reached = [f"{num_tokens / counted:,.1f} on average"], list(accumulate(lengths))
     for share, whom in ((0.5, "half of the texts have"), (0.95, "95 % have")):
-        if (end := _length_of(share, lengths)) is not None:
-            said.append(f"{whom} at most {end:,}")
+        place = bisect_left(reached, share * counted)
+        if place < len(LENGTH_ENDS):  # the last class is open
+            said.append(f"{whom} at most {LENGTH_ENDS[place]:,}")
     return ", ".join(said)
-
-
-def _length_of(share: float, lengths: Sequence[int]) -> int | None:
-    """Upper end of the class in which this share of the texts is reached; None for the open class."""
-    reached = 0
-    for count, end in zip(lengths, LENGTH_ENDS, strict=False):
-        reached += count
-        if reached >= share * sum(lengths):
-            return end
-    return None
 
 
 def confidence_text(confidences: Sequence[int]) -> str | None:

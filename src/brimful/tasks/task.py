@@ -31,9 +31,6 @@ Metrics = dict[str, float]
 class Task(ABC):
     """One kind of classification. Instances hold no state that changes."""
 
-    #: Metric shown first, higher is better unless in LOWER_IS_BETTER.
-    headline: str
-
     def __init__(self, space: LabelSpace) -> None:
         self.space = space
 
@@ -65,8 +62,6 @@ LOWER_IS_BETTER = frozenset({"loss", "mse", "rmse", "mae"})
 
 class SingleLabel(Task):
     """One of C classes. Same arithmetic as torch's CrossEntropyLoss with weights and label smoothing."""
-
-    headline = "accuracy"
 
     def __init__(self, space: LabelSpace, class_weights_C: np.ndarray | None = None, smoothing: float = 0.0) -> None:
         super().__init__(space)
@@ -100,8 +95,6 @@ class SingleLabel(Task):
 class MultiLabel(Task):
     """Any number of C labels. Same arithmetic as torch's BCEWithLogitsLoss; class weights are its pos_weight."""
 
-    headline = "f1_micro"
-
     def __init__(self, space: LabelSpace, class_weights_C: np.ndarray | None = None, smoothing: float = 0.0) -> None:
         super().__init__(space)
         self.class_weights_C, self.smoothing = class_weights_C, smoothing
@@ -126,8 +119,6 @@ class MultiLabel(Task):
 
 class Regression(Task):
     """C numbers. Same arithmetic as torch's MSELoss."""
-
-    headline = "rmse"
 
     def loss_rows_S(self, logits_SC: Tensor, targets_S: Tensor) -> Tensor:
         return (logits_SC - targets_S.to(logits_SC.dtype)).square().sum(-1)

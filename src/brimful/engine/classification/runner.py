@@ -75,7 +75,7 @@ def check_model(options: ClassifyOptions) -> Checked:
             f"{printable(options.model)} has no classification head: {facts.head_note}",
             hint="fine-tune it first: brimful train",
         )
-    max_length = longest_sequence(options.max_length, facts.max_positions, options.model)
+    max_length = longest_sequence(options.max_length, facts, options.model)
     tokenizer = load_tokenizer(facts)
     encoder = Encoder.from_tokenizer(tokenizer, max_length, with_types=has_token_types(facts.config))
     return Checked(

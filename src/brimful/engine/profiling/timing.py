@@ -10,8 +10,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
-import numpy as np
 import torch
 
 from brimful.core.callbacks import Callbacks
@@ -91,21 +92,18 @@ class _Marks:
     """Moments: on a GPU in its own stream of work, so that nothing waits for them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[torch.cuda.Event] = []
-        self._moments: list[float] = []
+        self._on_gpu = device.type == "cuda"
+        self._moments: list[Any] = []
 
     def set(self) -> None:
-        if self._device.type != "cuda":
-            self._moments.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._events.append(event)
+        moment: Any = torch.cuda.Event(enable_timing=True) if self._on_gpu else time.perf_counter()
+        if self._on_gpu:
+            moment.record()
+        self._moments.append(moment)
 
     def intervals(self) -> list[float]:
         """Seconds from each moment to the next, once the device has reached the last."""
-        if self._device.type != "cuda":
-            return [float(seconds) for seconds in np.diff(self._moments)]
-        torch.cuda.synchronize(self._device)
-        return [one.elapsed_time(two) / 1000 for one, two in zip(self._events, self._events[1:], strict=False)]
+        if self._on_gpu:
+            self._moments[-1].synchronize()
+            return [one.elapsed_time(two) / 1000 for one, two in pairwise(self._moments)]
+        return [two - one for one, two in pairwise(self._moments)]
