@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from brimful.step.forward import Forward, LayoutForward, PendingLogits
 from brimful.step.graphs.captured_forward import PackedForward
 from brimful.step.graphs.captured_step import CapturedStep
 
-#: Windows that the device may have while the host prepares the next.
-_AHEAD = 1
 #: Tokens of padded rows that are laid out at once.
 _PADDED_TOKENS = 4096
 
@@ -67,22 +64,17 @@ def predict_logits(forward: Forward, tokens: Tokens, *, progress: Callable[[int]
     progress: called with the number of rows launched.
     """
     logits_NC = np.full((len(tokens), forward.num_outputs), np.nan, dtype=np.float32)
-    pending: deque[tuple[np.ndarray, PendingLogits]] = deque()
-
-    def land() -> None:
-        rows, result = pending.popleft()
-        logits_NC[rows] = result.result()
-
+    pending: tuple[np.ndarray, PendingLogits] | None = None
     num_rows = 0
     for rows in forward.windows(tokens.lengths):
-        pending.append((rows, forward.submit(tokens.take(rows))))
-        if len(pending) > _AHEAD:
-            land()
+        before, pending = pending, (rows, forward.submit(tokens.take(rows)))  # the device has it while this one waits
+        if before is not None:
+            logits_NC[before[0]] = before[1].result()
         num_rows += len(rows)
         if progress:
             progress(num_rows)
-    while pending:
-        land()
+    if pending is not None:
+        logits_NC[pending[0]] = pending[1].result()
     return logits_NC
 
 

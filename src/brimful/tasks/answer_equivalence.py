@@ -8,7 +8,6 @@ Legend: G rows with M labels (or outputs) each, K of them with an answer from an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,36 +30,25 @@ def compare_answers(
     one of the two only is an unexplained flip; one that has none from both is not counted.
     """
     tolerance = TOLERANCES[precision].answers
-    blocks = [_rows(form, *pair, tolerance) for pair in zip(fast, plain, strict=True)]
-    difference = max((float(block.differences_K.max(initial=0)) for block in blocks), default=0.0)
-    num_rows = sum(len(block.differences_K) for block in blocks)
-    num_flips = sum(int(block.flips_K.sum()) for block in blocks)
-    num_unexplained = sum(int(block.unexplained_K.sum()) for block in blocks)
+    blocks = [_rows(form, *pair, tolerance) for pair in zip(fast, plain, strict=True)] or [(np.zeros(0),) * 4]
+    differences_K, near_ties_K, flips_K, unexplained_K = map(np.concatenate, zip(*blocks, strict=True))
+    difference, num_rows = float(differences_K.max(initial=0)), len(differences_K)
+    num_flips, num_unexplained = int(flips_K.sum()), int(unexplained_K.sum())
     return AnswerEquivalence(
         num_rows=num_rows,
         precision=precision,
         tolerance=tolerance,
         agreement=1 - num_flips / max(1, num_rows),
         largest_difference=difference,
-        num_near_ties=sum(int(block.near_ties_K.sum()) for block in blocks),
+        num_near_ties=int(near_ties_K.sum()),
         num_flips=num_flips,
         num_unexplained=num_unexplained,
         passed=difference <= tolerance and not num_unexplained,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """Per row: the largest difference, whether it is a near-tie, whether its labels differ, and do so unexplained."""
-
-    differences_K: Floats
-    near_ties_K: Flags
-    flips_K: Flags
-    unexplained_K: Flags
-
-
-def _rows(form: Form, fast_GM: Singles, plain_GM: Singles, tolerance: float) -> _Rows:
-    """Compare the K rows."""
+def _rows(form: Form, fast_GM: Singles, plain_GM: Singles, tolerance: float) -> tuple[np.ndarray, ...]:
+    """(K,) each: the largest difference, and flags of near-ties, of other labels, and of those that are unexplained."""
     by_fast_G, by_plain_G = finite_rows(fast_GM), finite_rows(plain_GM)
     known_G = by_fast_G | by_plain_G
     missing_K = np.not_equal(by_fast_G, by_plain_G)[known_G]
@@ -71,11 +59,11 @@ def _rows(form: Form, fast_GM: Singles, plain_GM: Singles, tolerance: float) -> 
     if not form.numeric:
         flips_KM = _given(form, fast_KM) != _given(form, plain_KM)
         near_KM = np.abs(plain_KM - _turning_points(form, plain_KM)) < tolerance
-    return _Rows(
-        differences_K=np.where(missing_K, _MISSING, differences_K),
-        near_ties_K=near_KM.any(axis=1) & ~missing_K,
-        flips_K=flips_KM.any(axis=1) | missing_K,
-        unexplained_K=(flips_KM & ~near_KM).any(axis=1) | missing_K,
+    return (
+        np.where(missing_K, _MISSING, differences_K),
+        near_KM.any(axis=1) & ~missing_K,
+        flips_KM.any(axis=1) | missing_K,
+        (flips_KM & ~near_KM).any(axis=1) | missing_K,
     )
 
 

@@ -264,8 +264,7 @@ class _Pass:
         self, options: ClassifyOptions, given: _Given, request: Request, runner: Runner, gpu_workers: GpuWorkers,
         output: ShardedOutput | LineOutput, callbacks: Callbacks,
     ) -> None:  # fmt: skip
-        self._options, self._question = options, request
-        self._rows, self._reading, self._row_bytes = given.rows, given.reading, given.row_bytes
+        self._options, self._question, self._given, self._rows = options, request, given, given.rows
         self._runner, self._gpu_workers, self._output, self._callbacks = runner, gpu_workers, output, callbacks
         self._stages, self._counts, self._operations, self._wall_s = Stages(), Counts(), 0.0, 0.0
         self._memory = MemoryWatch(runner.precision.device)
@@ -286,14 +285,12 @@ class _Pass:
         self._callbacks.stage("classifying")
         began = time.perf_counter()
         request, gpu_workers = self._question, self._gpu_workers
-        size = WindowSize.on(
-            self._runner.precision.device.type,
-            sequences_per_row=request.sequences_per_row,
-            row_bytes=self._row_bytes,
-        )
+        given, per_row = self._given, request.sequences_per_row
+        size = WindowSize.on(given.precision.device.type, sequences_per_row=per_row, row_bytes=given.row_bytes)
+        chunks = given.rows.chunks(self._done)
         with StopSignals() as stop:
             run_stages(
-                self._reading.windows(self._rows.chunks(self._done), size, as_they_come=self._options.data == "-"),
+                given.reading.windows(chunks, size, as_they_come=self._options.data == "-"),
                 tokenise=lambda window: request.submit(window.texts, self._stages.tokenise),
                 compute=lambda asked: gpu_workers.submit(asked.sequences),
                 write=self._write,

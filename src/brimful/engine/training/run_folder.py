@@ -6,6 +6,7 @@ events.jsonl    one line an event   checkpoints/   complete checkpoints
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -138,7 +139,10 @@ def check_space(path: Path, num_parameters: int, optimizer_bytes: int, num_check
     weights = 4 * num_parameters
     needed = weights + num_checkpoints * (weights + optimizer_bytes) + (64 << 20)
     free = atomic_files.free_bytes(path)
-    held = _used_bytes(path / "checkpoints") + _used_bytes(path / "model")
+    held = 0
+    for file in itertools.chain((path / "checkpoints").rglob("*"), (path / "model").rglob("*")):
+        with suppress(OSError):  # one that goes away meanwhile counts for nothing
+            held += file.lstat().st_blocks * 512
     if free is not None and free + held < needed:
         besides = f" besides the {bytes_text(held)} of its checkpoints" if held else ""
         raise OutputError(
@@ -146,12 +150,3 @@ def check_space(path: Path, num_parameters: int, optimizer_bytes: int, num_check
             f"{bytes_text(free)} are free{besides}",
             hint="free some space, use another --output, or lower --save-total-limit",
         )
-
-
-def _used_bytes(folder: Path) -> int:
-    """Bytes that all files under `folder` take on the disk; those that go away meanwhile count for nothing."""
-    used = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            used += path.lstat().st_blocks * 512
-    return used
