@@ -30,6 +30,11 @@ T = TypeVar("T")
 #: Fields that a command takes as positional arguments, and those that its line shows even at their default.
 _POSITIONALS = {"train": ("data",), "classify": ("model", "data")}
 _ALWAYS = {"train": ("model", "output"), "classify": ()}
+#: Fields of a run that `--json` shows.
+_RESULTS = (
+    *("status", "metrics", "steps", "skipped_steps", "train_s", "samples_per_s", "tokens_per_s", "peak_bytes"),
+    *("compilations", "packed", "packed_reason", "recipe"),
+)
 #: Fields of ClassifyOptions that describe a file, or that a Classifier takes per call.
 _OF_A_FILE = (
     *("model", "data", "header", "column_names", "output", "text_column", "pair_column", "labels"),
@@ -208,21 +213,5 @@ def command_of(command: str, options: Any) -> str:
 
 def summary_json(run: Run) -> str:
     """JSON document of `--json`: folders of the run and its model, and the results."""
-    folder = Path(str(run.options["output"]))
-    document = {
-        "run": str(folder),
-        "model": str(folder / "model"),
-        "status": run.status,
-        "metrics": dict(run.metrics),
-        "steps": run.steps,
-        "skipped_steps": run.skipped_steps,
-        "train_s": run.train_s,
-        "samples_per_s": run.samples_per_s,
-        "tokens_per_s": run.tokens_per_s,
-        "peak_bytes": dataclasses.asdict(run.peak_bytes),
-        "compilations": dataclasses.asdict(run.compilations),
-        "packed": run.packed,
-        "packed_reason": run.packed_reason,
-        "recipe": dataclasses.asdict(run.recipe),
-    }
-    return json_text(document)
+    folder, record = Path(str(run.options["output"])), dataclasses.asdict(run)
+    return json_text({"run": str(folder), "model": str(folder / "model"), **{name: record[name] for name in _RESULTS}})

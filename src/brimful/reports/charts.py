@@ -123,14 +123,10 @@ def _axes(figure: Any, *, height: float, left: float, right: float, top: float =
 
 
 def _inlined(figure: Any, key: str, alt: str) -> Markup:
+    """matplotlib's document as an element: without size, fonts and ids that would clash, in the page's colours."""
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return Markup(_for_page(drawn.getvalue(), key, alt))
-
-
-def _for_page(drawn: str, key: str, alt: str) -> str:
-    """matplotlib's document as an element: without size, fonts and ids that would clash, in the page's colours."""
-    root = ElementTree.fromstring(drawn)
+    root = ElementTree.fromstring(drawn.getvalue())
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
         element.tail = element.text = None if element.tag != "text" else element.text
@@ -146,7 +142,7 @@ def _for_page(drawn: str, key: str, alt: str) -> str:
         "role": "img",
         "aria-label": printable(alt, 2000),
     }
-    return ElementTree.tostring(root, encoding="unicode")
+    return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
 def _dress(element: ElementTree.Element, key: str) -> None:

@@ -287,7 +287,7 @@ class _Pass:
         request, gpu_workers = self._question, self._gpu_workers
         given, per_row = self._given, request.sequences_per_row
         size = WindowSize.on(given.precision.device.type, sequences_per_row=per_row, row_bytes=given.row_bytes)
-        chunks = given.rows.chunks(self._done)
+        chunks = self._rows.chunks(self._done)
         with StopSignals() as stop:
             run_stages(
                 given.reading.windows(chunks, size, as_they_come=self._options.data == "-"),
