@@ -25,13 +25,9 @@ def choose_device(asked: DeviceChoice) -> torch.device:
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        built = (
-            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else (f"torch {torch.__version__} is built without CUDA")
-        )
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         raise DeviceError(
-            f"--device cuda was asked for, and torch sees no GPU: {built}",
+            f"--device cuda was asked for, and torch sees no GPU: torch {torch.__version__} is built {built}",
             hint="check nvidia-smi and the torch build, or use --device cpu",
         )
     return torch.device("cuda", torch.cuda.current_device())

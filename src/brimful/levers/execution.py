@@ -80,10 +80,8 @@ class ExecutionMode(Lever):
             return cls(value="eager", reason="asked for" if asked == "eager" else verdict.because)
         layers = layers_of(assembly.model)
         if asked == "compiled" and layers is None:
-            raise OptionError(
-                "--execution compiled does not work here: the model has no list of layers of its own",
-                hint="use captured",
-            )
+            because = "the model has no list of layers of its own"
+            raise OptionError(f"--execution compiled does not work here: {because}", hint="use captured")
         if asked != "auto":
             return cls(value=asked, reason="asked for", fused=fused)
         if assembly.precision.value == "fp8" and layers is not None:
@@ -97,12 +95,9 @@ class ExecutionMode(Lever):
         saved_s = _SAVED * flops / _REACHED
         fused = assembly.fact(kernels_of).fused
         if not has_layers or saved_s < compile_s:
-            reason = (
-                f"one launch a step; compiling would save about {saved_s:.0f} s of this run and take {compile_s:.0f} s"
-            )
-            return cls(value="captured", reason=reason, fused=fused)
-        reason = "one launch a step, with element-wise work fused by layer"
-        return cls(value="compiled", reason=reason, fused=fused)
+            against = f"compiling would save about {saved_s:.0f} s of this run and take {compile_s:.0f} s"
+            return cls(value="captured", reason=f"one launch a step; {against}", fused=fused)
+        return cls(value="compiled", reason="one launch a step, with element-wise work fused by layer", fused=fused)
 
     def cost(self, work: StepWork) -> Cost:
         """Gradients in the graphs' pool beside those of eager steps, seconds of compiling, and those that it saves."""

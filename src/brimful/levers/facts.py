@@ -21,6 +21,7 @@ from brimful.kernels.attention.dispatch import candidates, choose_attention, gro
 from brimful.kernels.attention.pattern import Heads, Pattern, RelativeBias
 from brimful.levers.lever import Assembly, Verdict
 from brimful.measurement.attention import attention_seconds
+from brimful.models.model_stats import window_of
 from brimful.models.packed.equivalence import Equivalence, check_equivalence
 from brimful.models.packed.relative_bias import farthest_bucket
 from brimful.step.precision import Precision
@@ -142,8 +143,8 @@ def _heads(config: Any) -> Heads:
 
 def _windows(config: Any) -> list[int | None]:
     """Of the kinds of layers that there may be: none, and the configuration's if it has one."""
-    named = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
-    return [None, *[window for window in named if isinstance(window, int)][:1]]
+    window = window_of(config)
+    return [None] if window is None else [None, window]
 
 
 def _pattern(config: Any, *, window: int | None = None, causal: bool = False, dropout: float = 0.0) -> Pattern:

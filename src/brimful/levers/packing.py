@@ -4,7 +4,6 @@ plain."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
@@ -52,13 +51,8 @@ class Packing(Lever):
         """Put the model on its device, and make the execution that runs it."""
         model = assembly.model = assembly.model.to(assembly.device).train(assembly.training)
         assembly.find(Weights)  # before an execution keeps modules that it replaces
-        assembly.execution = (
-            PackedModel(model, self.equivalence.form)
-            if self.packed and self.equivalence.form is not None
-            else PaddedModel(model, plain_attention(model))
-        )
-
-
-def plain_attention(model: Any) -> str:
-    """Return the attention that Hugging Face's own forward is right with: soft caps have the eager one only."""
-    return "eager" if getattr(model.config, "attn_logit_softcapping", None) else "sdpa"
+        if self.packed and self.equivalence.form is not None:
+            assembly.execution = PackedModel(model, self.equivalence.form)
+        else:  # soft caps have Hugging Face's eager attention only
+            soft_capped = getattr(model.config, "attn_logit_softcapping", None)
+            assembly.execution = PaddedModel(model, "eager" if soft_capped else "sdpa")

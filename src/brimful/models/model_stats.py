@@ -10,9 +10,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-#: What configurations call the window of attention.
-_WINDOWS = ("sliding_window", "local_attention")
-
 
 def layers_of(model: Any) -> nn.ModuleList | None:
     """The list of a model's transformer layers; None where layers are shared or nested (ALBERT)."""
@@ -94,9 +91,15 @@ def attention_of(model: Any) -> Attention | None:
     )
 
 
+def window_of(config: Any) -> int | None:
+    """The window of attention in layers that have one; None where none has."""
+    named = (getattr(config, name, None) for name in ("sliding_window", "local_attention"))
+    return next((window for window in named if isinstance(window, int)), None)
+
+
 def _windows(config: Any, num_layers: int) -> list[int | None]:
     """The window of each layer, None where it sees the whole sequence."""
-    window = next((w for w in (getattr(config, n, None) for n in _WINDOWS) if isinstance(w, int)), None)
+    window = window_of(config)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
     return [window if kind == "sliding_attention" else None for kind in kinds]
 

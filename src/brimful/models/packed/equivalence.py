@@ -340,15 +340,8 @@ def _gradient(model: nn.Module, logits: Tensor) -> Tensor:
     """Gradient of all parameters together, (P,), for a fixed random direction in the logits."""
     direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad((logits * direction).sum(), parameters, allow_unused=True)
-    return torch.cat(
-        [
-            torch.zeros_like(p).flatten().float()
-            if g is None
-            else g.flatten().to(torch.promote_types(g.dtype, torch.float32))
-            for p, g in zip(parameters, found, strict=True)
-        ]
-    )
+    found = torch.autograd.grad((logits * direction).sum(), parameters, allow_unused=True, materialize_grads=True)
+    return torch.cat([g.flatten().to(torch.promote_types(g.dtype, torch.float32)) for g in found])
 
 
 def _cache_path(model: Any, max_length: int, device: torch.device, precision: str, kernel: Kernel) -> Path | None:
