@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from brimful.core.atomic_files import path_text
-from brimful.core.errors import ModelError, printable
+from brimful.core.errors import ModelError, listed, printable
 from brimful.core.records import LabelSpace, TaskName
 from brimful.models.hub.inspection import OTHER_CONFIG, POOLER, ModelFacts, empty_model, head_parameters, load_tokenizer
 from brimful.models.hub.quiet import first_line, quiet_transformers
@@ -103,7 +103,7 @@ def _require_whole(facts: ModelFacts, info: Mapping[str, Any], may_be_new: Colle
     if missing := sorted(name for name in info["missing_keys"] if not excused(name)):
         raise ModelError(
             f"{path_text(facts.folder)}: its weights lack {len(missing)} tensors of a {facts.model_type} model: "
-            f"{_some(missing)}",
+            f"{printable(listed(missing, _MOST_NAMED), 400)}",
             hint=OTHER_CONFIG,
         )
     misfits = sorted(tuple(found) for found in info["mismatched_keys"] if not excused(found[0]))
@@ -114,11 +114,6 @@ def _require_whole(facts: ModelFacts, info: Mapping[str, Any], may_be_new: Colle
             f"its config.json, one of {len(misfits)} such tensors",
             hint=OTHER_CONFIG,
         )
-
-
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return printable(", ".join(names[:_MOST_NAMED]), 400) + rest
 
 
 def _record_padding_token(model: PreTrainedModel, facts: ModelFacts) -> None:

@@ -218,7 +218,7 @@ class PackedModel(LayoutModel):
         self._head._modules = dict(model._modules)
         self._given = _GivenStates(self._base)
         self._head._modules[model.base_model_prefix] = self._given
-        self._dummy_id = _token_that_is_not_padding(model.config)
+        self._dummy_id = 0 if padding_id_of(model.config) == 1 else 1  # not padding
         self.last: ShortLayer | None = None
         self._layers, self._embeddings = list(layers_of(model) or ()), embeddings_of(model)
         self._after_attention = what_follows_attention(model)
@@ -328,7 +328,3 @@ def padding_id_of(config: Any) -> int:
     """The token that fills what no sequence uses: the model's own for padding, 0 where it names none."""
     padding_id = getattr(config, "pad_token_id", None)
     return padding_id if isinstance(padding_id, int) else 0
-
-
-def _token_that_is_not_padding(config: Any) -> int:
-    return 1 if getattr(config, "pad_token_id", None) != 1 else 0
