@@ -6,26 +6,32 @@ needs them otherwise borrows them; blocks of other threads that borrow wait for 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
 import torch
 
-_lent = threading.RLock()
+from brimful.core.process_lock import PROCESS_LOCK
 
 
 @contextmanager
 def matmul_precision(value: Literal["highest", "high"]) -> Iterator[None]:
     """Within, fp32 products are full ones, or of 10-bit mantissas on matrix units."""
-    with _lent:
+    with PROCESS_LOCK:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(value)
         try:
             yield
         finally:
             torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def unchanged_random_streams(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Within, default generators may be seeded and drawn from: those of the CPU and of `devices` are restored."""
+    with PROCESS_LOCK, torch.random.fork_rng(devices):
+        yield
 
 
 class RandomStream:
@@ -44,7 +50,7 @@ class RandomStream:
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         """Within, numbers follow from `seed`; the process's own streams go on as if nothing had been drawn."""
-        with _lent, self._on_device(seed):
+        with PROCESS_LOCK, self._on_device(seed):
             before = torch.default_generator.get_state()
             torch.default_generator.manual_seed(seed)
             try:

@@ -90,17 +90,19 @@ class Step:
         space = _label_space(model.config, asked)
         self._task = make_task(space, np.zeros(0, dtype=np.int64), None, asked.label_smoothing_factor)
         batches = _expected_batches(lengths, asked.batch_size, self._max_length)
-        with precision.apply():
-            built = assemble(
-                *(model.float(), asked, precision, callbacks),
-                task=self._task,
-                batches=batches,
-                mean_length=float(np.concatenate(batches).mean()),
-                max_length=self._max_length,
-                num_steps=num_steps,
-                num_warmup_steps=asked.warmup_steps or math.ceil((asked.warmup_ratio or 0.0) * num_steps),
-                cache=False,  # what is in memory need not be what its configuration says
-            )
+        built = assemble(
+            model.float(),
+            asked,
+            precision,
+            callbacks,
+            task=self._task,
+            batches=batches,
+            mean_length=float(np.concatenate(batches).mean()),
+            max_length=self._max_length,
+            num_steps=num_steps,
+            num_warmup_steps=asked.warmup_steps or math.ceil((asked.warmup_ratio or 0.0) * num_steps),
+            cache=False,  # what is in memory need not be what its configuration says
+        )
         self._built, self._num_made = built, 0
         self._forward = evaluation_forward(built, most_rows=asked.batch_size, note=callbacks.warning)
         self.device, self.recipe = precision.device, built.recipe

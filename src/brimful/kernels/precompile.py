@@ -16,14 +16,12 @@ from typing import Any
 import torch
 
 from brimful.core.cores import num_cores
+from brimful.core.process_lock import PROCESS_LOCK
 
 try:
     from triton import knobs
 except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
     knobs = None
-
-#: One thread at a time looks for kernels: Triton has one place for a hook.
-_looking = threading.RLock()
 
 
 class _NotOursError(Exception):
@@ -56,7 +54,7 @@ def precompiled() -> Iterator[None]:
         met[fn.module, fn.name, key] = (fn.jit_function, compile["specialization_data"])
         return True
 
-    with _looking:
+    with PROCESS_LOCK:  # Triton has one place for a hook
         before = knobs.runtime.jit_cache_hook
         knobs.runtime.jit_cache_hook = instead_of_launching
         try:

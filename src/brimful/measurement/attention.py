@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from brimful.core.cache import cache_path, read_cached, write_cached
+from brimful.hardware.process_settings import unchanged_random_streams
 from brimful.kernels.attention.dispatch import LENGTH_CLASSES, Attention
 from brimful.kernels.attention.pattern import Heads, Pattern
 from brimful.kernels.layout import PackedShape, Segments, make_segments, map_tensors
@@ -78,7 +79,7 @@ def _unless_refused(device: torch.device, work: Callable[[], T]) -> T | None:
     from triton.errors import TritonError
 
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        with unchanged_random_streams([device] if device.type == "cuda" else []), torch.enable_grad():
             return work()  # dropout draws from the generator that a run's own draws come from
     except torch.AcceleratorError:  # the device failed, and would at whatever comes next
         raise

@@ -222,15 +222,14 @@ class ModelClassifier:
         """The one of all calls, made by the first texts of the first one."""
         if self._runner is None:
             sample = request.submit(window.slice(0, _SAMPLE), Busy())()
-            with self._precision.apply():
-                self._runner = make_runner(
-                    self._checked,
-                    self._options,
-                    self._precision,
-                    sample=sample.sequences,
-                    num_tokens=int(float(sample.num_tokens_N.mean()) * len(window)),
-                    callbacks=self._callbacks,
-                )
+            self._runner = make_runner(
+                self._checked,
+                self._options,
+                self._precision,
+                sample=sample.sequences,
+                num_tokens=int(float(sample.num_tokens_N.mean()) * len(window)),
+                callbacks=self._callbacks,
+            )
         return self._runner
 
     def _num_workers(self, window: Texts) -> int:

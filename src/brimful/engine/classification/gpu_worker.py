@@ -26,15 +26,14 @@ def main(connection: Connection[Any, Any]) -> None:
     """Says READY, then answers each window with its logits, in order; an exception with itself."""
     job: Job = connection.recv()
     precision = choose_forward_precision(job.precision, choose_device(job.options.device))  # type: ignore[arg-type]
-    with precision.apply():
-        runner = make_runner(
-            check_model(job.options),
-            job.options,
-            precision,
-            sample=job.sample,
-            num_tokens=job.num_tokens,
-            callbacks=Callbacks(),
-        )
+    runner = make_runner(
+        check_model(job.options),
+        job.options,
+        precision,
+        sample=job.sample,
+        num_tokens=job.num_tokens,
+        callbacks=Callbacks(),
+    )
     for _ in range(2):  # layers are compiled, and shapes met again are captured
         runner.submit(job.sample).result()
     connection.send(READY)

@@ -46,10 +46,9 @@ def verified_runner(
     plain_PC = None if compared is None else plain_logits(checked, options, precision, compared, callbacks)
     fallback: str | None = None
     for attempt, how_it_runs in _attempts(options, precision):
-        with attempt.apply():
-            runner = make_runner(
-                checked, how_it_runs, attempt, sample=asked.sequences, num_tokens=num_tokens, callbacks=callbacks
-            )
+        runner = make_runner(
+            checked, how_it_runs, attempt, sample=asked.sequences, num_tokens=num_tokens, callbacks=callbacks
+        )
         equivalence = None
         if compared is not None and plain_PC is not None:
             equivalence = compare(runner, request, compared, plain_PC)
@@ -86,10 +85,9 @@ def plain_logits(
     budget = max(checked.max_length, _REFERENCE_TOKENS)
     budget = min(options.token_budget or budget, budget)
     padded = replace(options, execution="eager", packing="off", token_budget=budget)
-    with exact.apply():
-        plain = make_runner(checked, padded, exact, sample=asked.sequences, num_tokens=0, callbacks=callbacks)
-        plain.model.set_attn_implementation("eager")
-        return plain.submit(asked.sequences).result()
+    plain = make_runner(checked, padded, exact, sample=asked.sequences, num_tokens=0, callbacks=callbacks)
+    plain.model.set_attn_implementation("eager")
+    return plain.submit(asked.sequences).result()
 
 
 def _attempts(options: ClassifyOptions, precision: Precision) -> Iterator[tuple[Precision, ClassifyOptions]]:

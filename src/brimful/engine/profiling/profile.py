@@ -53,7 +53,7 @@ def profile(options: ProfileOptions, callbacks: Callbacks) -> Profile:
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
     prepared = prepare(options, callbacks)
-    with precision.apply(), deterministic(options.deterministic):
+    with deterministic(options.deterministic):
         callbacks.stage("loading the model")
         built = build(options, prepared, precision, callbacks)
         callbacks.recipe(built.recipe)
@@ -72,14 +72,17 @@ def _profile(built: Built, options: ProfileOptions, callbacks: Callbacks) -> tup
     sizes = [(_lengths(micro), micro.inputs.num_tokens) for batch in batches for micro in batch.micro_batches]
     lengths, computed = [length for each, _ in sizes for length in each], [num_tokens for _, num_tokens in sizes]
     callbacks.stage("measuring what the device can do")
-    limits = measure_limits(
-        device,
-        built.precision.dtype,
-        shapes=token_matrices(built.model) or {},
-        num_tokens=round(statistics.median(computed)),
-        # A step in fp8 is held against the limits of bf16.
-        datasheet_flops_per_s=datasheet_flops_per_s(device_name(device), built.precision.value.replace("fp8", "bf16")),
-    )
+    with built.precision.apply():
+        limits = measure_limits(
+            device,
+            built.precision.dtype,
+            shapes=token_matrices(built.model) or {},
+            num_tokens=round(statistics.median(computed)),
+            # A step in fp8 is held against the limits of bf16.
+            datasheet_flops_per_s=datasheet_flops_per_s(
+                device_name(device), built.precision.value.replace("fp8", "bf16")
+            ),
+        )
     memory = MemoryWatch(device)
     callbacks.stage("warming up")
     warm_up(built, steps, callbacks)

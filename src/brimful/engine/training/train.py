@@ -106,8 +106,7 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks) -> Run:
         num_checkpoints = options.save_total_limit + 1 + (options.metric_for_best_model is not None)
         check_space(path, num_parameters, asked_optimizer(options).state_bytes * num_parameters, num_checkpoints)
     if options.dry_run:
-        with precision.apply():
-            built = build(options, prepared, precision, callbacks)
+        built = build(options, prepared, precision, callbacks)
         callbacks.recipe(built.recipe)
         return _record(options, prepared, built, command, run="", status="planned")
     with RunFolder(path) as folder, deterministic(options.deterministic):
@@ -119,8 +118,7 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks) -> Run:
                 callbacks.note("this run had finished; nothing was changed")
                 return dataclasses.replace(before, options=dataclasses.asdict(options))  # it may have been moved
         callbacks.stage("loading the model")
-        with precision.apply():
-            built = build(options, prepared, precision, callbacks)
+        built = build(options, prepared, precision, callbacks)
         callbacks.recipe(built.recipe)
         run_id = before.run if before is not None else secrets.token_hex(6)
         run = _record(options, prepared, built, command, run=run_id, status="running")

@@ -150,8 +150,10 @@ def empty_model(folder: Path, config: PreTrainedConfig, own_code: bool) -> PreTr
     import torch
     from transformers import AutoModelForSequenceClassification
 
+    from brimful.hardware.process_settings import unchanged_random_streams
+
     try:
-        with quiet_transformers(), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        with quiet_transformers(), unchanged_random_streams(), torch.device("meta"):
             return AutoModelForSequenceClassification.from_config(copy.deepcopy(config), trust_remote_code=own_code)
     except Exception as error:  # whatever a model makes of sizes that do not fit, or of a package that is not there
         raise ModelError(

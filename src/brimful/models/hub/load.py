@@ -13,6 +13,7 @@ from torch import Tensor
 from brimful.core.atomic_files import path_text
 from brimful.core.errors import ModelError, listed, printable
 from brimful.core.records import LabelSpace, TaskName
+from brimful.hardware.process_settings import unchanged_random_streams
 from brimful.models.hub.inspection import OTHER_CONFIG, POOLER, ModelFacts, empty_model, head_parameters, load_tokenizer
 from brimful.models.hub.quiet import first_line, quiet_transformers
 from brimful.models.hub.weight_files import AGAIN
@@ -46,7 +47,7 @@ def load_model(facts: ModelFacts, space: LabelSpace, *, head: Literal["kept", "n
         state = _read_tensors(facts.weight_files)
         if head == "new" and head_names <= state.keys():
             state = {name: tensor for name, tensor in state.items() if name not in head_names}
-        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        with quiet_transformers(), unchanged_random_streams():
             torch.default_generator.manual_seed(seed)
             model, info = type(empty).from_pretrained(
                 None,
