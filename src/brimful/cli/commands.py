@@ -90,9 +90,9 @@ def _run(name: str, words: list[str]) -> None:
 
     with closing(Terminal()) as terminal:
         with _importing():
-            from brimful.cli.actions import ACTIONS
+            from brimful.cli.actions import act
 
-        result = ACTIONS[name](options, terminal)
+        result = act(name, options, terminal)
     if result is not None:
         print(result.rstrip())
 

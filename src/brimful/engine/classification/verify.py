@@ -38,8 +38,11 @@ def verified_runner(
     sample: the first rows of the input; asked: the same rows tokenised. num_tokens: estimate for the whole input.
     There is no comparison with --verify 0, or if there was no row to compare.
     """
-    compared = _some(request, sample, options.verify)
-    if compared is None and options.verify:
+    present, compared = np.flatnonzero(sample.asked_N()), None
+    if options.verify and len(present):
+        spread = np.linspace(0, len(present) - 1, min(options.verify, len(present)))
+        compared = request.submit(sample.take(present[np.unique(spread.astype(np.int64))]), Busy())()
+    elif options.verify:
         callbacks.warning(
             f"nothing was compared with the plain model: none of the first {len(sample):,} rows can be asked about"
         )
@@ -100,12 +103,3 @@ def _attempts(options: ClassifyOptions, precision: Precision) -> Iterator[tuple[
         yield exact, options
     if options.packing == "auto":
         yield exact, replace(options, packing="off", execution="auto")
-
-
-def _some(request: Request, sample: Texts, num_rows: int) -> Asked | None:
-    """Tokenise at most `num_rows` of the sample's rows, evenly spread; None if there are none."""
-    present = np.flatnonzero(sample.asked_N())
-    if not num_rows or not len(present):
-        return None
-    chosen = np.unique(np.linspace(0, len(present) - 1, min(num_rows, len(present))).astype(np.int64))
-    return request.submit(sample.take(present[chosen]), Busy())()
