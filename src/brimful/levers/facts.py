@@ -28,7 +28,6 @@ from brimful.step.precision import Precision
 
 _SHORT_NAMES = {"flash_attention": "FlashAttention-2", "triton_attention": "ours"}
 
-
 #: Another kernel must be faster than ours by this factor: layers that it is in cannot be fused, which costs as much.
 MARGIN = 1.25
 
@@ -100,13 +99,11 @@ def choose_kernels(
     """Return the kernels that layers of this configuration are given."""
     head_dim = _heads(config).size
     wanted = None if measured is None else measured.fastest
-    chosen = [
-        choose_attention(precision.device, precision.dtype, pattern, head_dim, typical_length, wanted)
+    functions = tuple(
+        choose_attention(precision.device, precision.dtype, pattern, head_dim, typical_length, wanted).__name__
         for pattern in (_pattern(config, window=window) for window in _windows(config))
-    ]
-    return AttentionKernels(
-        functions=tuple(function.__name__ for function in chosen), typical_length=typical_length, measured=measured
     )
+    return AttentionKernels(functions=functions, typical_length=typical_length, measured=measured)
 
 
 def measure_attention(model: nn.Module, precision: Precision, typical_length: int) -> Measured | None:
@@ -114,10 +111,8 @@ def measure_attention(model: nn.Module, precision: Precision, typical_length: in
     config: Any = model.config
     heads, device, dtype = _heads(config), precision.device, precision.dtype
     said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
-    patterns = [
-        _pattern(config, window=window, causal=bool(said) and all(said), dropout=_dropout(config))
-        for window in _windows(config)
-    ]
+    causal, dropout = bool(said) and all(said), _dropout(config)
+    patterns = [_pattern(config, window=window, causal=causal, dropout=dropout) for window in _windows(config)]
     found = candidates(device, dtype, patterns[0], heads.size)
     if dtype.itemsize != 2 or len(found) == 1:
         return None
