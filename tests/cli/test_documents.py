@@ -71,7 +71,7 @@ def documents_with_code() -> list[tuple[Path, str]]:
     found = []
     for path in DOCUMENTS:
         text = path.read_text(encoding="utf-8")
-        blocks = "\n".join(re.findall(r"^```[a-z]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+        blocks = "\n".join(re.findall(r"^```[a-z]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).replace("\\\n", "")
         found += [(path, line) for line in re.findall(r"^(?:\$ )?(brimful .*)$", blocks, re.MULTILINE)]
         prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
         found += [(path, code) for code in re.findall(r"`(brimful [^`]+)`", prose)]
