@@ -1,4 +1,4 @@
-"""Words: public names and all docstrings of src open with a noun or a verb, and use the field's terms."""
+"""Words: docstrings open with a noun or a verb, use the field's terms, and name files that exist."""
 
 from __future__ import annotations
 
@@ -66,6 +66,12 @@ def test_terms_are_those_of_the_field(source: Path) -> None:
     text = source.read_text(encoding="utf-8")
     found = [(word, term) for word, term in BANNED.items() if re.search(word, text, re.IGNORECASE)]
     assert not found, "the field's terms are on the right"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=named)
+def test_paths_that_are_named_exist(source: Path) -> None:
+    named_paths = re.findall(r"(?<![\w./-])(?:benchmarks|docs|tests)/[\w./-]*\w", source.read_text(encoding="utf-8"))
+    assert not [path for path in named_paths if not (ROOT / path).exists()]
 
 
 @pytest.mark.parametrize("name", package.__all__)

@@ -1,6 +1,6 @@
 """Memory of `brimful classify` over files of a million and of 20 million rows: it must not grow with the input.
 
-    python benchmarks/classification/memory.py --rows 1000000 20000000 --log benchmarks/classification/memory.log
+    python benchmarks/classification/memory.py --rows 1000000 20000000 --log memory.log
 
 Each row is a number and a text of 3 to 21 words. The model is a BERT of 2 layers of 32 channels with random weights,
 so nearly all of the time and the memory is what surrounds a model. The command line runs in a process of its own, on

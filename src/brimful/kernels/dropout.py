@@ -45,7 +45,7 @@ def kept(places, rows, threshold):
 
     A polynomial of degree 4 modulo 2^32: its two multiply-adds run beside the other arithmetic of attention, where the
     shifts of a hash would have to queue. Rows, columns, squares and progressions in such masks are as independent as
-    those of a true generator (tests/kernels/layers/test_dropout.py). rows: the rows' keys once more; adding the place
+    those of a true generator (tests/kernels/test_dropout.py). rows: the rows' keys once more; adding the place
     itself, compilers would make x (x + 1) of it, an instruction more.
     """
     x = places * places + rows

@@ -53,8 +53,8 @@ class Weights(Lever):
 def cpu_budget(model: nn.Module, longest: int) -> int:
     """Return the most tokens that a CPU should compute at once: as many as leave its activations in the cache.
 
-    Of narrow models more, whose many calls would cost more. Measured: benchmarks/classification/cpu/token_budgets.md.
-    longest: tokens of the longest sequence there can be.
+    Of narrow models more, whose many calls would cost more. longest: tokens of the longest sequence there can be.
+    Measured: benchmarks/classification/2026-11-22-cpu/token_budgets.md.
     """
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     products = (p for p in model.parameters() if p.ndim == 2 and id(p) not in embedded)
