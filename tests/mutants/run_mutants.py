@@ -6,13 +6,15 @@
     python tests/mutants/run_mutants.py --list       names, files and tests, without running any
 
 `mutants.toml` is the list. Each mutant is made in a copy of `src`, which is what the tests import. The named tests are
-first run on a copy without a mutant: a test that fails anyway kills nothing.
+first run on a copy without a mutant: a test that fails anyway kills nothing. Nor do tests that do not end: they are
+`TIMED OUT`, and the exit code is 1 unless all mutants are killed.
 """
 
 from __future__ import annotations
 
 import argparse
 import compileall
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -70,21 +72,28 @@ def read_mutants() -> list[Mutant]:
         return [Mutant(**entry | {"tests": tuple(entry["tests"])}) for entry in tomllib.load(file)["mutant"]]
 
 
-def run_tests(tests: Iterable[str], mutant: Mutant | None, limit_s: float) -> tuple[int | None, str]:
-    """Exit code of pytest on a copy of `src` with the mutant, None beyond the limit, and the last line it wrote."""
+def run_tests(
+    tests: Iterable[str], mutant: Mutant | None, limit_s: float, *, gpu: bool = False
+) -> tuple[int | None, str]:
+    """Exit code of pytest on a copy of `src` with the mutant, None beyond the limit, and the last line it wrote.
+
+    gpu: run the tests that are marked so, and no others.
+    """
     with tempfile.TemporaryDirectory(prefix="brimful-mutant-") as folder:
         src, log = Path(folder) / "src", Path(folder) / "log"
         shutil.copytree(ROOT / "src", src)
         if mutant is not None:
             mutant.apply(src)
-        marks = ["-m", "gpu"] if mutant is not None and mutant.gpu else []
+        marks = ["-m", "gpu"] if gpu else []
         quiet = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         arguments = [*quiet, "--hypothesis-profile=mutants", *marks, *(str(ROOT / "tests" / test) for test in tests)]
         process = _FORKS.Process(target=_run_pytest, args=(src, log, arguments))
         process.start()
         process.join(limit_s)
         if process.exitcode is None and process.pid is not None:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has not made its group yet
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.join()
             return None, f"no end within {limit_s:.0f} s"
         said = log.read_text("utf-8", "replace").splitlines()
@@ -105,12 +114,12 @@ def _run_pytest(src: Path, log: Path, arguments: list[str]) -> None:
 
 
 def verdict(mutant: Mutant, limit_s: float) -> tuple[bool, str]:
-    """Run a mutant's tests; return True if it was killed, and a line on it. Tests without an end have noticed it."""
+    """Run a mutant's tests; return True if it was killed, and a line on it."""
     began = time.monotonic()
     if mutant.found != 1:
         return False, f"NOT FOUND  {mutant.name}: its old text occurs {mutant.found} times in {mutant.file}"
-    code, said = run_tests(mutant.tests, mutant, limit_s)
-    word = {_FAILED: "killed", None: "killed", _PASSED: "SURVIVED"}.get(code, "BROKEN")
+    code, said = run_tests(mutant.tests, mutant, limit_s, gpu=mutant.gpu)
+    word = {_FAILED: "killed", None: "TIMED OUT", _PASSED: "SURVIVED"}.get(code, "BROKEN")
     return word == "killed", f"{word:9}  {mutant.name} ({time.monotonic() - began:.0f} s): {said[:160]}"
 
 
@@ -132,7 +141,7 @@ def main() -> int:
         return 2
     compileall.compile_dir(ROOT / "src", quiet=2)  # copies take it along
     tests = dict.fromkeys(test for mutant in chosen for test in mutant.tests)
-    code, said = run_tests(tests, None, given.limit * len(chosen)) if not given.gpu else (_PASSED, "")
+    code, said = run_tests(tests, None, given.limit * len(chosen), gpu=given.gpu)
     if code != _PASSED:
         print(f"the tests fail without a mutant: {said}", file=sys.stderr)
         return 2
