@@ -47,7 +47,7 @@ def windows(sizes: list[int], seed: int = 0) -> list[pa.Table]:
     return [window(sum(sizes[:index]), size, seed) for index, size in enumerate(sizes)]
 
 
-def tally_of(table: pa.Table) -> Counts:
+def counts_of(table: pa.Table) -> Counts:
     labels = [label for label in table["label"].to_pylist() if label]
     return Counts(
         num_rows=table.num_rows,

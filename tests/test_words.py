@@ -13,20 +13,23 @@ import brimful as package
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Docstrings do not open with these.
 OPENING = re.compile(r"(What|Which|Whether|How|Where|That)\b")
 #: Home-made words, and the terms of the field to use.
 BANNED = {
     r"\bwhereabouts\b": "resolve",
+    r"\bintakes?\b": "inspection",
     r"\bchatter\b": "logging",
     r"\bbefall|\bbefell\b": "happen",
     r"\bkin\b": "wider types",
-    r"\bproof of\b|\bproved\b|\bproofs\b": "equivalence check",
+    r"\bproofs?\b|\bproved\b": "equivalence check",
     r"\bparity\b": "equivalence",
+    r"\bplain twins?\b": "reference",
     r"\bfleet\b": "GPU workers",
     r"\banatomy of a\b": "model_stats, profile",
-    r"\bspecimen\b": "check inputs",
+    r"\bspecimens?\b": "check inputs",
     r"\btally\b|\btallies\b": "counts",
     r"\bculprits?\b": "bad samples",
     r"\bhears what\b": "receives",
@@ -56,14 +59,19 @@ def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=named)
+@pytest.mark.parametrize("source", [*SOURCES, *TESTS], ids=named)
 def test_docstrings_open_with_a_noun_or_a_verb(source: Path) -> None:
     assert not [f"{source}:{line}: {text[:60]}" for line, text in docstrings(source) if OPENING.match(text)]
 
 
-@pytest.mark.parametrize("source", [*SOURCES, *TEXTS], ids=named)
+@pytest.mark.parametrize("source", [*SOURCES, *TESTS, *TEXTS], ids=named)
 def test_terms_are_those_of_the_field(source: Path) -> None:
+    """In src also within identifiers; in tests those of docstrings."""
     text = source.read_text(encoding="utf-8")
+    if source in TESTS:
+        text = "\n".join(docstring for _, docstring in docstrings(source))
+    elif source in SOURCES:
+        text = text.replace("_", " ")
     found = [(word, term) for word, term in BANNED.items() if re.search(word, text, re.IGNORECASE)]
     assert not found, "the field's terms are on the right"
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: A kernel against its plain twin, by dtype: outputs and gradients.
+#: A kernel against its plain reference, by dtype: outputs and gradients.
 ATTENTION: Final = {torch.float64: 1e-10, torch.float32: 1e-5}
 #: A packed, split step against the plain padded batch in fp64: gradient of all parameters together.
 STEP_FP64: Final = 1e-10

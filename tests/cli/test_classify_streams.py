@@ -280,7 +280,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(many: Path, files: Files) -> dict[str, bytes]:
-    """The results of a pass that nothing befell, by name."""
+    """The results of an undisturbed pass, by name."""
     found = {}
     for name in ("out.jsonl", "out.parquet"):
         package.classify(files.classifier, many, many.parent / name, max_length=16, verify=8)

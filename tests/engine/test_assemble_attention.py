@@ -21,12 +21,12 @@ from tiny_files import review, save_classifier, write_csv
 
 
 @pytest.mark.parametrize("packing", ["auto", "off"])
-def test_the_measured_kernel_is_proved_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: Any) -> None:
+def test_the_measured_kernel_is_checked_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: Any) -> None:
     """Nothing is measured for rows that are not packed."""
-    proved: list[str | None] = []
+    checked: list[str | None] = []
 
     def seen(model: Any, **given: Any) -> Any:
-        proved.append(given["attention"])
+        checked.append(given["attention"])
         return check_equivalence(model, **given)
 
     monkeypatch.setattr(facts, "check_equivalence", seen)
@@ -40,7 +40,7 @@ def test_the_measured_kernel_is_proved_and_used(tmp_path: Path, monkeypatch: pyt
     precision = choose_precision("fp32", torch.device("cpu"))
     built = building.build(options, prepare(options, Callbacks()), precision, Callbacks())
     expected = "flash_attention" if packing == "auto" else None
-    assert proved == [expected]
+    assert checked == [expected]
     if packing == "auto":
         assert isinstance(built.layout, PackedLayout)
         assert built.layout.attention == expected

@@ -46,7 +46,7 @@ def texts(number: int, longest: int = 200) -> list[str]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_modes_and_windows(model: Path, precision: str) -> None:
-    """Captured passes give the bits of eager ones, the second time as the first; fused ones are within parity."""
+    """Captured passes give the bits of eager ones, the second time as the first; fused ones are equivalent."""
     given, found = texts(3000), {}
     for execution in ("eager", "captured", "compiled"):
         with brimful.Classifier(model, execution=execution, precision=precision, max_length=LONGEST) as classifier:

@@ -1,4 +1,4 @@
-"""The masks that kernels compute are as good as drawn ones: probabilities, independence of rows, columns, squares."""
+"""The masks that kernels compute match drawn ones: probabilities, independence of rows, columns, squares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in fp8: casts against their plain twins, layers against exact ones and against layers of rounded operands.
+"""Products in fp8: casts against plain references, layers against exact ones and against layers of rounded operands.
 
 On the CPU products are emulated; `tests/gpu/test_float8_on_gpu.py` runs the matrix units.
 """
@@ -40,17 +40,17 @@ def representable(rows: int, columns: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 16), (70, 80), (128, 200)])
-def test_kernels_cast_as_their_twins(rows: int, columns: int, dtype: torch.dtype) -> None:
+def test_kernels_cast_as_their_references(rows: int, columns: int, dtype: torch.dtype) -> None:
     """Bit for bit, on numbers that need no rounding: Triton's interpreter does not round to e4m3 as GPUs do."""
     scales = 2.0 ** torch.randint(-30, 30, (rows, 1), generator=torch.Generator().manual_seed(0))
     x = (representable(rows, columns) * scales).to(dtype)
-    for kernel, twin, given in (
+    for kernel, reference, given in (
         (float8_cast.rows, rows_of, x),
         (float8_cast.columns, columns_of, x.t().contiguous()),
     ):
         found = Scaled(torch.empty(rows, columns, dtype=float8.DTYPE), torch.empty(rows, 1))
         kernel(given, *found, float8.SMALLEST, float8.LARGEST)
-        expected = twin(given)
+        expected = reference(given)
         assert torch.equal(found.scales, expected.scales)
         assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
         assert torch.equal(found.restored(), x.float())

@@ -16,7 +16,7 @@ from brimful.levers.packing import Packing
 from brimful.models.packed.equivalence import Equivalence
 from brimful.step.precision import Precision
 
-PROOF = Equivalence(
+EQUIVALENCE = Equivalence(
     packed=True, independent=True, reason="a test", pooling="first", first_position=0, half_weights=True,
     float8_error=0.5, float8_shapes=((48, 32), (32, 48)),
 )  # fmt: skip
@@ -24,8 +24,8 @@ PROOF = Equivalence(
 
 def assembly_of(
     model: Any, *, training: bool = True, precision: str = "fp32", device: str = "cpu", num_tokens: int = 1000,
-    equivalence: Equivalence = PROOF, function: str = "triton_attention", warn: Callable[[str], None] = pytest.fail,
-    lengths: tuple[int, ...] = (5, 9, 30, 16), **asked: Any,
+    equivalence: Equivalence = EQUIVALENCE, function: str = "triton_attention",
+    warn: Callable[[str], None] = pytest.fail, lengths: tuple[int, ...] = (5, 9, 30, 16), **asked: Any,
 ) -> Assembly:  # fmt: skip
     """One whose equivalence check and kernels are given. Without a GPU, it is packed already if it is to be on one."""
     options = (

@@ -23,7 +23,7 @@ from brimful.levers.packing import Packing
 from brimful.levers.precision import PrecisionLever
 from brimful.levers.token_budget import TokenBudget
 from brimful.models.packed.packed_forward import PackedForm, PackedModel, PaddedModel
-from levers.assemblies import PROOF, assembly_of
+from levers.assemblies import EQUIVALENCE, assembly_of
 from step.test_step import ROWS, TASK, Step, execution_of
 from tiny import FAMILIES, sequences
 
@@ -149,7 +149,7 @@ def test_seconds_of_a_layout_are_those_of_its_products(packed: bool, training: b
         inputs: Any = packed_inputs(ids, shape, padding_id=0)
     else:
         execution, inputs = PaddedModel(model), padded_inputs(ids, 4, int(LENGTHS.max()), padding_id=0)
-    cost = Packing(value="packed" if packed else "padded", reason="a test", equivalence=PROOF).cost(work)
+    cost = Packing(value="packed" if packed else "padded", reason="a test", equivalence=EQUIVALENCE).cost(work)
     assert flops(execution, inputs, training=training)["weights"] == pytest.approx(cost.step_s * FLOPS_PER_S, rel=0.05)
 
 

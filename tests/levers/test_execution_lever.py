@@ -12,7 +12,7 @@ from brimful.core.errors import OptionError
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.optimizer import Optimizer
 from brimful.step.updates.torch_update import TorchUpdate
-from levers.assemblies import PROOF, assembly_of
+from levers.assemblies import EQUIVALENCE, assembly_of
 from tiny import FAMILIES
 
 
@@ -27,7 +27,7 @@ from tiny import FAMILIES
 )
 def test_why_a_forward_pass_is_not_captured(device: str, packed: bool, function: str, said: str) -> None:
     settings: dict[str, Any] = {
-        "training": False, "device": device, "function": function, "equivalence": replace(PROOF, packed=packed),
+        "training": False, "device": device, "function": function, "equivalence": replace(EQUIVALENCE, packed=packed),
     }  # fmt: skip
     model = FAMILIES["bert"].model()
     mode = ExecutionMode.choose(assembly_of(model, **settings))

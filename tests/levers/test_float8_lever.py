@@ -29,7 +29,7 @@ from brimful.levers.lever import Assembly, StepWork
 from brimful.levers.precision import PrecisionLever, choose_precision
 from brimful.levers.token_budget import TokenBudget
 from brimful.models.packed.equivalence import Equivalence
-from levers.assemblies import PROOF, assembly_of
+from levers.assemblies import EQUIVALENCE, assembly_of
 from tiny import FAMILIES
 
 CPU = torch.device("cpu")
@@ -52,17 +52,17 @@ def test_a_product_must_win_by_the_margin() -> None:
 
 
 def test_timings_are_kept_by_shape_and_tokens() -> None:
-    first = time_shapes(CPU, PROOF.float8_shapes, 64)
-    assert list(first) == list(PROOF.float8_shapes)
+    first = time_shapes(CPU, EQUIVALENCE.float8_shapes, 64)
+    assert list(first) == list(EQUIVALENCE.float8_shapes)
     assert all(seconds > 0 for timing in first.values() for pair in timing.values() for seconds in pair)
-    assert time_shapes(CPU, PROOF.float8_shapes, 64) == first
-    assert time_shapes(CPU, PROOF.float8_shapes, 80) != first
-    assert time_shapes(CPU, PROOF.float8_shapes, 64, cache=False) != first
+    assert time_shapes(CPU, EQUIVALENCE.float8_shapes, 64) == first
+    assert time_shapes(CPU, EQUIVALENCE.float8_shapes, 80) != first
+    assert time_shapes(CPU, EQUIVALENCE.float8_shapes, 64, cache=False) != first
     assert time_products(CPU, (16, 16), 16).keys() == set(Products._fields)
 
 
 def test_an_activated_output_is_timed_with_its_activation_where_nothing_else_is_asked_for() -> None:
-    equivalence = replace(PROOF, float8_activated=((48, 32),))
+    equivalence = replace(EQUIVALENCE, float8_activated=((48, 32),))
     for shape, activated, output in (((48, 32), False, 2.0), ((48, 32), True, 0.9), ((32, 48), False, 0.8)):
         path = timing_path(CPU, shape, 64, activated=activated)
         assert path is not None
@@ -133,11 +133,11 @@ def test_seconds_and_bytes_are_those_of_the_chosen_products() -> None:
 
 
 @pytest.mark.parametrize(("equivalence", "fused", "said"), [
-    (replace(PROOF, packed=False), True, "does not run packed"),
-    (PROOF, False, "which this execution does not have"),
-    (replace(PROOF, float8_error=None), True, "our fused kernels do not cover the model's layers"),
-    (replace(PROOF, float8_error=1.7), True, "loses 1.7 times what is allowed"),
-    (replace(PROOF, float8_error=float("nan")), True, "loses nan times what is allowed"),
+    (replace(EQUIVALENCE, packed=False), True, "does not run packed"),
+    (EQUIVALENCE, False, "which this execution does not have"),
+    (replace(EQUIVALENCE, float8_error=None), True, "our fused kernels do not cover the model's layers"),
+    (replace(EQUIVALENCE, float8_error=1.7), True, "loses 1.7 times what is allowed"),
+    (replace(EQUIVALENCE, float8_error=float("nan")), True, "loses nan times what is allowed"),
 ])  # fmt: skip
 def test_what_cannot_be_in_fp8(equivalence: Equivalence, fused: bool, said: str) -> None:
     verdict = supports_float8(equivalence, fused=fused)

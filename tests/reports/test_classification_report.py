@@ -51,7 +51,7 @@ def test_the_facts() -> None:
     ):
         assert fact in text
         assert fact in found.text
-    for fact in ("bf16 · rounding", "proved equal on this model", RECORD.command, "torch 2.13.0", "--verify", "Passed"):
+    for fact in ("bf16 · rounding", "equal on this model", RECORD.command, "torch 2.13.0", "--verify", "Passed"):
         assert fact in found.text
     assert "passed: bf16 against plain fp32 has the same label in 255 of 256 rows" in text
     assert "  computing           15.1 s        98.1 %  the limit" in text.splitlines()

@@ -102,7 +102,7 @@ def test_models_in_threads_do_what_each_does_alone() -> None:
 
 
 def drawn() -> list[Any]:
-    """What comes next of the process's own streams."""
+    """Numbers that come next of the process's own streams."""
     return [torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()]
 
 

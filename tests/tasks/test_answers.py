@@ -197,7 +197,7 @@ def test_raw_logits_are_not_rounded() -> None:
     assert column.flatten().to_numpy().tolist() == (LOGITS_NC[[0, 2, 3]] / 3).ravel().tolist()
 
 
-def test_a_tally_counts_what_was_given() -> None:
+def test_counts_are_of_what_was_given() -> None:
     counts = answer_form(config(NAMES)).counts(LOGITS_NC)
     assert counts.labels == {"fair": 1, "bad": 2}
     assert [(i / CONFIDENCE_BINS, n) for i, n in enumerate(counts.confidences) if n] == [(0.3, 1), (0.65, 1), (0.9, 1)]

@@ -1,1 +1,1 @@
-"""Models: intake, loading and saving, packed and padded execution, and the equivalence check that they are equal."""
+"""Models: inspection, loading and saving, packed and padded execution, and the check that these are equal."""

@@ -22,7 +22,7 @@ from pathlib import Path
 import kill_driver
 
 from brimful.data.writers.shards import ShardedOutput
-from outputs import RECORD, contents, tally_of, windows
+from outputs import RECORD, contents, counts_of, windows
 
 WINDOWS = windows([40, 40, 40, 40, 25])
 OLD = windows([3], seed=9)
@@ -40,7 +40,7 @@ def write(path: Path, *, resume: bool, old: bool = False) -> None:
         row = 0
         for window in OLD if old else WINDOWS:
             if row >= output.rows_done:
-                output.write(window, tally_of(window))
+                output.write(window, counts_of(window))
                 returned[0] = 1 + row // 40
             row += window.num_rows
         assert output.counts.num_rows == row

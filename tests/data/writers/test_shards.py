@@ -1,4 +1,4 @@
-"""Results that survive: the same bytes whatever befell the run, one run at a time, nothing of others touched."""
+"""Results that survive: the same bytes whatever happened to the run, one run at a time, nothing of others touched."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from brimful.core.manifest import Manifest, changes, plain_identity, read_manife
 from brimful.data.readers.sources import read_rows
 from brimful.data.writers import row_files
 from brimful.data.writers.shards import LineOutput, ShardedOutput
-from outputs import RECORD, SCHEMA, contents, tally_of, window, windows
+from outputs import RECORD, SCHEMA, contents, counts_of, window, windows
 
 TESTS = Path(__file__).parents[2]
 NAMES = ["results.parquet", "results.csv", "results.tsv.gz", "results.jsonl", "results.jsonl.zst", "results"]
@@ -45,7 +45,7 @@ def write_all(output: ShardedOutput, tables: Iterable[pa.Table]) -> None:
     row, done = 0, output.rows_done
     for table in tables:
         if row >= done:
-            output.write(table, tally_of(table))
+            output.write(table, counts_of(table))
         row += table.num_rows
 
 
@@ -86,7 +86,7 @@ def test_a_file(tmp_path: Path) -> None:
     assert pq.read_table(final[0]).to_pylist() == pa.concat_tables(windows(SIZES)).to_pylist()
     manifest = manifest_of(final[1])
     assert (manifest.status, manifest.record, manifest.num_rows) == ("finished", RECORD, ROWS)
-    assert manifest.counts == sum(map(tally_of, windows(SIZES)), Counts())
+    assert manifest.counts == sum(map(counts_of, windows(SIZES)), Counts())
     assert [(column.name, column.type) for column in manifest.columns][:2] == [
         ("id", "int64"),
         ("text", "large_string"),
@@ -124,7 +124,7 @@ def test_a_folder(tmp_path: Path) -> None:
         ("part-00001.parquet", 80, 65),
     ]
     assert [shard.counts for shard in shards] == [
-        sum(map(tally_of, half), Counts()) for half in (windows(SIZES)[:2], windows(SIZES)[2:])
+        sum(map(counts_of, half), Counts()) for half in (windows(SIZES)[:2], windows(SIZES)[2:])
     ]
 
 
@@ -157,7 +157,7 @@ def test_what_else_a_schema_says_is_not_kept(tmp_path: Path) -> None:
 
 def test_columns_do_not_change(tmp_path: Path) -> None:
     with opened(tmp_path / "results.csv") as output:
-        output.write(window(0, 3), tally_of(window(0, 3)))
+        output.write(window(0, 3), counts_of(window(0, 3)))
         with pytest.raises(AssertionError, match="columns changed"):
             output.write(window(3, 3).drop_columns(["raw"]), Counts(num_rows=3))
 
@@ -304,7 +304,7 @@ def test_other_columns_than_before(tmp_path: Path) -> None:
         pytest.raises(OutputError, match=r"its columns were id: int64, .*raw: binary, and are id"),
         opened(tmp_path / "results", resume=True) as output,
     ):
-        output.write(table, tally_of(table))
+        output.write(table, counts_of(table))
     with opened(tmp_path / "results", resume=True) as output:
         assert output.rows_done == 120
 
@@ -515,11 +515,11 @@ def test_lines() -> None:
     stream = io.StringIO()
     with LineOutput(stream) as output:
         for table in windows(SIZES):
-            output.write(table, tally_of(table))
+            output.write(table, counts_of(table))
             assert len(stream.getvalue().splitlines()) == output.rows_done
         assert output.finish(RECORD) == ()
     assert [json.loads(line)["id"] for line in stream.getvalue().splitlines()] == list(range(ROWS))
-    assert output.counts == sum(map(tally_of, windows(SIZES)), Counts())
+    assert output.counts == sum(map(counts_of, windows(SIZES)), Counts())
 
 
 def test_errors_elsewhere_are_not_changed(tmp_path: Path) -> None:

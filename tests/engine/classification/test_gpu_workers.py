@@ -1,4 +1,4 @@
-"""Several runners, a process each: on the CPU, where each process is as good as a GPU."""
+"""Several runners, a process each: on the CPU, where each process stands for a GPU."""
 
 from __future__ import annotations
 

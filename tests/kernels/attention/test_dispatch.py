@@ -1,4 +1,4 @@
-"""Attention on packed rows: the fast way against the plain twin, and the plain twin against the formula."""
+"""Attention on packed rows: the fast way against the plain reference, and the plain reference against the formula."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def with_gradient(attend: Attention, qkv: Qkv, case: Case) -> tuple[Tensor, Tens
 
 @given(case=cases())
 @settings(max_examples=25)
-def test_the_plain_twin_is_the_formula(case: Case) -> None:
+def test_the_plain_reference_is_the_formula(case: Case) -> None:
     qkv = case.qkv(torch.float64)
     found = reference_attention(*qkv, case.segments, case.pattern)
     assert difference(found, by_formula(*(x.detach() for x in qkv), case.segments, case.pattern)) < 1e-12
@@ -126,7 +126,7 @@ def test_the_plain_twin_is_the_formula(case: Case) -> None:
 @example(
     case=Case((1, 1, 1), 0, 0, 1, 1, 1, 4, Pattern(scale=0.5, causal=True, window=1), 0)
 )  # tokens that see themselves alone
-def test_grouped_is_the_plain_twin(dtype: torch.dtype, case: Case) -> None:
+def test_grouped_is_the_plain_reference(dtype: torch.dtype, case: Case) -> None:
     found, found_gradient = with_gradient(grouped_attention, case.qkv(dtype), case)
     expected, expected_gradient = with_gradient(reference_attention, case.qkv(dtype), case)
     assert found.dtype == dtype

@@ -107,7 +107,7 @@ def test_first_tokens_lose_the_weights_that_they_lose_among_all() -> None:
 def first_attention(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], num_heads: int, scale: float, stays: Tensor, p: float
 ) -> Tensor:
-    """The plain twin, (H, N, D). stays: (H, T, C), what dropout leaves of the weights of each query."""
+    """The plain reference, (H, N, D). stays: (H, T, C), what dropout leaves of the weights of each query."""
     q, k, v = (
         F.linear(x[0], w, b).view(x.shape[1], num_heads, -1) for w, b in zip(weights, biases, strict=True)
     )  # fmt: skip

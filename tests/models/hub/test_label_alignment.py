@@ -16,7 +16,7 @@ MOODS = ("negative", "neutral", "positive")
 
 
 def model(*labels: str, head: bool = True, problem: str | None = None, numbered: bool = True) -> ModelFacts:
-    """A model by its facts, as intake would give them."""
+    """A model by its facts, as an inspection would give them."""
     return ModelFacts(
         name="some/model",
         folder=Path("model"),

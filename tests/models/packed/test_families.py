@@ -432,7 +432,7 @@ def test_what_a_check_depends_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{}", b"[1]", b'"x"', b'{"packed": true, "unknown": 1}'])
-def test_a_torn_memory_is_proved_anew(cache: Path, content: bytes) -> None:
+def test_a_torn_cache_is_checked_anew(cache: Path, content: bytes) -> None:
     model = FAMILIES["bert"].model()
     first = check_here(model, cache=True)
     [path] = cache.iterdir()

@@ -1,4 +1,4 @@
-"""Weights into memory: a classifier in fp32 for the labels asked for, from the files that intake found whole."""
+"""Weights into memory: a classifier in fp32 for the labels asked for, from the files that inspection found whole."""
 
 from __future__ import annotations
 
