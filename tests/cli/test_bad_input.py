@@ -254,7 +254,7 @@ MISTAKES = [
         name="broken JSON line",
         data=lambda p: p.file("j.jsonl", '{"text": "a", "label": 0}\n{"text": "b", \n'),
         said=("j.jsonl", "row 2", "not JSON", '{"text": "b",'),
-        hint="each line is one JSON object",
+        hint='each line is one JSON object, as in {"text": "..."}',
     ),
     Mistake(
         name="broken JSON",

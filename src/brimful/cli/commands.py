@@ -62,10 +62,10 @@ def run(arguments: list[str]) -> int:
     except BrimfulError as error:
         return _fail(str(error), error.hint or f"see brimful {arguments[0]} --help", error.exit_code)
     except KeyboardInterrupt:
-        again = "what is done is kept: the same command with --resume goes on"
+        again = "start it again; with --resume it goes on from what was saved, if anything was"
         has_output = any(word.startswith(("--output", "-o")) for word in arguments)
         resumable = arguments[0] == "train" or (arguments[0] == "classify" and has_output)
-        return _fail("interrupted at once", again if resumable else "start it again", 130)
+        return _fail("interrupted", again if resumable else "start it again", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -244,9 +244,10 @@ def _steps_text(options: TrainOptions, order: Sampler, num_steps: int, num_warmu
             f"{asked} asks for {num_steps:,} steps, and the most is {_MOST_STEPS:,}", hint=f"lower {asked}"
         )
     epochs = num_steps / order.batches_per_epoch
+    epochs_text = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
     return (
         f"steps: {num_steps:,}, {options.batch_size:,} rows each ({count_text(order.num_samples)} rows, "
-        f"{epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}); learning rate {options.learning_rate:g}, "
+        f"{epochs_text} {'epoch' if epochs == 1 else 'epochs'}); learning rate {options.learning_rate:g}, "
         f"{options.lr_scheduler_type}"
         + (f", warm-up {num_warmup_steps:,} {'step' if num_warmup_steps == 1 else 'steps'}" if num_warmup_steps else "")
     )

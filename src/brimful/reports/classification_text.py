@@ -147,10 +147,11 @@ def lengths_text(num_tokens: int, lengths: Sequence[int]) -> str | None:
     if not counted:
         return None
     said, reached = [f"{num_tokens / counted:,.1f} on average"], list(accumulate(lengths))
-    for share, whom in ((0.5, "half of the texts have"), (0.95, "95 % have")):
-        place = bisect_left(reached, share * counted)
-        if place < len(LENGTH_ENDS):  # the last class is open
-            said.append(f"{whom} at most {LENGTH_ENDS[place]:,}")
+    half, most = (bisect_left(reached, share * counted) for share in (0.5, 0.95))
+    if half < most:
+        said.append(f"half of the texts have at most {LENGTH_ENDS[half]:,}")
+    if most < len(LENGTH_ENDS):  # the last class is open
+        said.append(f"95 % have at most {LENGTH_ENDS[most]:,}")
     return ", ".join(said)
 
 

@@ -505,7 +505,7 @@ def test_broken_json_line(tmp_path: Path, line: str, message: str) -> None:
     error = refused(file)
     assert str(error).startswith(f"{file}, row 2: {message}")
     assert "\x1b" not in str(error)
-    assert error.hint == "each line is one JSON object"
+    assert error.hint == 'each line is one JSON object, as in {"text": "..."}'
 
 
 def test_half_a_character_in_json(tmp_path: Path) -> None:

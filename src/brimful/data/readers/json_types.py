@@ -14,7 +14,7 @@ import pyarrow.json as pajson
 from brimful.core.errors import DataError, encodes
 
 REFUSED = (pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError)
-ONE_PER_LINE = "each line is one JSON object"
+ONE_PER_LINE = 'each line is one JSON object, as in {"text": "..."}'
 
 
 @dataclass(frozen=True)

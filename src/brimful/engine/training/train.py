@@ -208,7 +208,7 @@ class _Loop:
             self._saved_step = checkpoint.step
             self._callbacks.note(f"going on after step {checkpoint.step}")
         elif self._options.resume:
-            self._callbacks.note("no whole checkpoint yet: starting from the beginning")
+            self._callbacks.warning("--resume finds no checkpoint here: starting from the beginning")
         self._events.cut(self._state.events_position)
 
     def _require_same_weights(self, checkpoint: Checkpoint) -> None:

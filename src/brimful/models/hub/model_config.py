@@ -39,7 +39,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(
             f"{path_text(folder)} has no config.json: it is not the folder of a model",
-            hint="give the folder that has config.json and the weights in it",
+            hint=f"did you mean {path_text(folder / 'model')}?"
+            if (folder / "model" / "config.json").is_file()
+            else "give the folder that has config.json and the weights in it",
         )
     raw = read_json_object(path)
     if not isinstance(raw.get("model_type"), str):

@@ -49,7 +49,7 @@ def _download(name: str, path: Path, patterns: list[str]) -> Path:
         config = huggingface_hub.try_to_load_from_cache(name, "config.json")
         if isinstance(config, str):
             return Path(config).parent
-        raise _unreachable(name, path, error) from error
+        raise _unreachable(name, path, error) from None  # what the HTTP client went through helps nobody
 
 
 def _unreachable(name: str, path: Path, error: Exception) -> ModelError:
