@@ -220,12 +220,17 @@ def test_compiling_costs_seconds_once_and_saves_some_of_each_step() -> None:
 
 
 def test_costs_add_up() -> None:
-    """Those of all levers are a step's: what a plan predicts."""
+    """Those of all levers are a step's: products of all places, filled or not, attention, and one update."""
     model = FAMILIES["bert"].model(**WIDE)
     assembly, work = assembly_of(model), work_of(model)
     assembly.recipe([Packing, TokenBudget, PrecisionLever, Optimizer, Attention, ExecutionMode, Dropout], "CPU")
     levers = [lever for lever in assembly.levers.values() if lever is not None]
     total = sum((lever.cost(work) for lever in levers), Cost())
     assert total.resident_bytes == (4 + 8) * work.num_parameters
-    assert total.step_s == pytest.approx(sum(lever.cost(work).step_s for lever in levers))
-    assert total.step_s > work.products_s(work.num_tokens)
+    budgets = assembly.lever(TokenBudget).budgets
+    assert budgets is not None
+    assert work.attention is not None
+    places = round(work.num_tokens / budgets.fill)
+    update_s = 8 * 4 * work.num_parameters / BYTES_PER_S
+    attention_s = work.attention.flops(LENGTHS) / FLOPS_PER_S
+    assert total.step_s == pytest.approx(work.products_s(places) + attention_s + update_s)
