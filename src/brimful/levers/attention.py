@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from brimful.data.batches.batch import PackedLayout
 from brimful.levers.facts import AttentionKernels, kernels_of
-from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.lever import Assembly, Cost, Lever, StepWork
 from brimful.levers.packing import Packing
 from brimful.levers.token_budget import TokenBudget
 
@@ -26,11 +26,6 @@ class Attention(Lever):
     name = "attention"
     source = "Dao 2023, arXiv 2307.08691; Rabe and Staats 2021, arXiv 2112.05682"
     kernels: AttentionKernels
-
-    @classmethod
-    def supports(cls, assembly: Assembly) -> Verdict:
-        """Return whether there is a kernel of variable lengths."""
-        return assembly.fact(kernels_of).variable_length
 
     @classmethod
     def choose(cls, assembly: Assembly) -> Attention:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.lever import Assembly, Cost, Lever, StepWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +18,6 @@ class Dropout(Lever):
     source = "Salmon et al. 2011, Parallel random numbers (Philox)"
     seed: int
     modules: int
-
-    @classmethod
-    def supports(cls, assembly: Assembly) -> Verdict:
-        """Return whether the model has any."""
-        number = _modules(assembly.model)
-        return Verdict(ok=number > 0, because=f"{number} modules of the model drop out")
 
     @classmethod
     def choose(cls, assembly: Assembly) -> Dropout | None:

@@ -46,13 +46,8 @@ class PrecisionLever(Lever):
         return "exact" if self.value == "fp32" else "rounding"
 
     @classmethod
-    def supports(cls, assembly: Assembly) -> Verdict:
-        """Return whether the device multiplies in it."""
-        return supports(assembly.precision.value, assembly.device)
-
-    @classmethod
     def choose(cls, assembly: Assembly) -> PrecisionLever:
-        """Take the assembly's; fp8 is bf16 beside a lever of its own."""
+        """Take the assembly's, which its device multiplies in; fp8 is bf16 beside a lever of its own."""
         precision, packing = assembly.precision, assembly.lever(Packing)
         return cls(
             value="bf16" if precision.value == "fp8" else precision.value,
