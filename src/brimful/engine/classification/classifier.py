@@ -25,7 +25,7 @@ from brimful.data.tokens.token_stream import TokenStream, choose_workers
 from brimful.engine.classification.request import (
     Asked,
     Request,
-    TextQuestion,
+    TextRequest,
     Texts,
     make_zero_shot,
     zero_shot_encoder,
@@ -156,7 +156,7 @@ class ModelClassifier:
         if window.texts.null_count == len(window):
             raise OptionError("there is no text to compare", hint="give some that the model is meant for")
         with self._lock:
-            request = self._text_question(window)
+            request = self._text_request(window)
             asked = request.submit(window, Busy())()
             plain_PC = plain_logits(self._checked, self._options, self._precision, asked, self._callbacks)
             return compare(self._ready_runner(request, window), request, asked, plain_PC)
@@ -169,16 +169,16 @@ class ModelClassifier:
         def answer(_: Asked, logits_NC: Logits) -> None:
             answers.extend(objects(self.labels, logits_NC, **form))
 
-        self._run(self._text_question(window), window, answer)
+        self._run(self._text_request(window), window, answer)
         return answers
 
     def _logits(self, window: Texts) -> Logits:
         found = [np.zeros((0, self.labels.num_outputs), np.float32)]
-        self._run(self._text_question(window), window, lambda _, logits_NC: found.append(logits_NC))
+        self._run(self._text_request(window), window, lambda _, logits_NC: found.append(logits_NC))
         return np.concatenate(found)
 
-    def _text_question(self, window: Texts) -> TextQuestion:
-        return TextQuestion(answer_form(self._checked.facts.config), self._tokens.stream(self._num_workers(window)))
+    def _text_request(self, window: Texts) -> TextRequest:
+        return TextRequest(answer_form(self._checked.facts.config), self._tokens.stream(self._num_workers(window)))
 
     def _zero_shot(
         self, window: Texts, given: _Shape, originals: list[Text], labels: Labels, multi_label: bool, template: str,

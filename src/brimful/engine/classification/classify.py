@@ -37,7 +37,7 @@ from brimful.engine.classification.gpu_workers import GpuWorkers, job_of, other_
 from brimful.engine.classification.request import (
     Asked,
     Request,
-    TextQuestion,
+    TextRequest,
     Texts,
     make_zero_shot,
     zero_shot_encoder,
@@ -83,7 +83,7 @@ def classify_file(
     began = time.perf_counter()
     given = _look(options, callbacks)
     with ExitStack() as stack:
-        request = _question(given, options, stack, callbacks)
+        request = _request(given, options, stack, callbacks)
         sample = request.submit(given.sample, Busy())()
         kept: ShardedOutput | LineOutput
         if options.output is None:
@@ -172,7 +172,7 @@ def _first_texts(rows: RowStream, reading: Reading, wanted: int) -> tuple[Texts,
     return reading.texts(first), max(1.0, num_bytes / max(1, num_rows))
 
 
-def _question(given: _Given, options: ClassifyOptions, stack: ExitStack, callbacks: Callbacks) -> Request:
+def _request(given: _Given, options: ClassifyOptions, stack: ExitStack, callbacks: Callbacks) -> Request:
     """Request of a run. stack: closes the tokenisers."""
     checked, num_workers = given.checked, options.num_workers
     if num_workers is None:
@@ -184,7 +184,7 @@ def _question(given: _Given, options: ClassifyOptions, stack: ExitStack, callbac
     }  # fmt: skip
     if options.labels is None:
         tokens = stack.enter_context(TokenStream(checked.encoder, num_workers=num_workers, warn=callbacks.warning))
-        return TextQuestion(answer_form(checked.facts.config, **settings), tokens)
+        return TextRequest(answer_form(checked.facts.config, **settings), tokens)
     settings |= {"multi_label": options.multi_label, "template": options.hypothesis_template}
     zero_shot, encoder = zero_shot_form(checked.facts.config, **settings), zero_shot_encoder(checked)
     bare = encoder.without_special_tokens()
@@ -264,7 +264,7 @@ class _Pass:
         self, options: ClassifyOptions, given: _Given, request: Request, runner: Runner, gpu_workers: GpuWorkers,
         output: ShardedOutput | LineOutput, callbacks: Callbacks,
     ) -> None:  # fmt: skip
-        self._options, self._question, self._given, self._rows = options, request, given, given.rows
+        self._options, self._request, self._given, self._rows = options, request, given, given.rows
         self._runner, self._gpu_workers, self._output, self._callbacks = runner, gpu_workers, output, callbacks
         self._stages, self._counts, self._operations, self._wall_s = Stages(), Counts(), 0.0, 0.0
         self._memory = MemoryWatch(runner.precision.device)
@@ -284,7 +284,7 @@ class _Pass:
             self._callbacks.note(f"going on after {self._done:,} rows")
         self._callbacks.stage("classifying")
         began = time.perf_counter()
-        request, gpu_workers = self._question, self._gpu_workers
+        request, gpu_workers = self._request, self._gpu_workers
         given, per_row = self._given, request.sequences_per_row
         size = WindowSize.on(given.precision.device.type, sequences_per_row=per_row, row_bytes=given.row_bytes)
         chunks = self._rows.chunks(self._done)
@@ -308,7 +308,7 @@ class _Pass:
             raise Interrupted(f"stopped after {done:,} rows", signal_number=stop.received, hint=hint)
 
     def _write(self, window: Window, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> None:
-        table, counts = answered(window, self._question, asked, logits_PC)
+        table, counts = answered(window, self._request, asked, logits_PC)
         if counts.num_errors:
             counts = replace(counts, first_errors=self._first_errors(table))
         self._output.write(table, counts)
@@ -354,13 +354,13 @@ class _Pass:
             output=options.output,
             command=command,
             options={k: v for k, v in vars(options).items() if k not in ("model", "data", "output")},
-            labels=self._question.labels(everything),
+            labels=self._request.labels(everything),
             recipe=recipe,
             machine=probe(),
             counts=everything,
             equivalence=equivalence,
             fallback="; ".join(slower) or None,
-            notes=tuple(filter(None, (self._question.form.guess, *self._rows.warnings, *self._rows.notes))),
+            notes=tuple(filter(None, (self._request.form.guess, *self._rows.warnings, *self._rows.notes))),
             start_s=start_s,
             wall_s=self._wall_s,
             texts_per_s=counts.num_rows / wall_s,

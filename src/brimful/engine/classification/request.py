@@ -114,7 +114,7 @@ class Request(ABC):
         return future
 
 
-class TextQuestion(Request):
+class TextRequest(Request):
     """The label of a text, or of a pair of texts."""
 
     form: AnswerForm
@@ -132,7 +132,7 @@ class TextQuestion(Request):
         return asked
 
 
-class ZeroShotQuestion(Request):
+class ZeroShotRequest(Request):
     """Zero-shot: one sequence per text and candidate label, put together from ids.
 
     encoder: of `zero_shot_encoder`. tokens: of `encoder.without_special_tokens()`. labels: those of every row, None if
@@ -197,7 +197,7 @@ def zero_shot_encoder(checked: Checked) -> Encoder:
 def make_zero_shot(
     form: ZeroShotForm, encoder: Encoder, tokens: TokenStream, asked: Sequence[Any] | str, sample: Texts,
     callbacks: Callbacks,
-) -> ZeroShotQuestion:  # fmt: skip
+) -> ZeroShotRequest:  # fmt: skip
     """Zero-shot request with the labels of each row if the sample has them, else with --labels.
 
     Pairs are put together from ids if that gives the tokenizer's ids on a sample of the user's rows.
@@ -215,4 +215,4 @@ def make_zero_shot(
     if template is None or not assembly_is_exact(template, encoder, texts, hypotheses):
         template = None
         callbacks.note("texts and labels are tokenised pair by pair: this tokenizer looks across the two")
-    return ZeroShotQuestion(form, encoder, tokens, labels, template=template)
+    return ZeroShotRequest(form, encoder, tokens, labels, template=template)
