@@ -123,6 +123,23 @@ def test_it_goes_on_where_it_was_stopped() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_modules_keep_their_modes(training: bool) -> None:
+    """Submodules in eval mode stay so in a model in train mode; a model in eval mode is put in train mode."""
+    model = FAMILIES["bert"].model(dropout=0.3).train(training)
+    frozen = model.bert.encoder.layer[0].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    rows = rows_of(0, "single_label", with_types=False)
+    step = brimful.Step(model, **SETTINGS)
+    for _ in range(2):
+        step.run(step.batch(rows)).read()
+        assert model.training
+        assert {module.training for module in frozen.modules()} == {not training}
+        step.predict(rows)
+    step.release()
+    assert {name: module.training for name, module in model.named_modules()} == before
+
+
 def test_logits_on_the_way_change_nothing() -> None:
     model = FAMILIES["bert"].model(dropout=0.3).train()
     batches = [rows_of(number, "single_label", with_types=False) for number in range(NUM_STEPS)]

@@ -47,15 +47,26 @@ def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str]
     return forward
 
 
+def keep_modes(model: nn.Module) -> Callable[[], None]:
+    """Return a function that puts each module back in train or eval mode, as it is now."""
+    modes = [(module, module.training) for module in model.modules()]
+
+    def restore() -> None:
+        for module, training in modes:
+            module.training = training
+
+    return restore
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Within, a model in training is only read."""
-    was_training = model.training
+    restore_modes = keep_modes(model)
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        restore_modes()
 
 
 def predict_logits(forward: Forward, tokens: Tokens, *, progress: Callable[[int], None] | None = None) -> np.ndarray:

@@ -25,7 +25,7 @@ from brimful.data.batches import prefetch
 from brimful.data.batches.batch import Batch, make_batch
 from brimful.data.tokens.encoder import Tokens, offsets_of
 from brimful.engine.assemble import assemble
-from brimful.engine.inference import evaluating, evaluation_forward, predict_logits
+from brimful.engine.inference import evaluating, evaluation_forward, keep_modes, predict_logits
 from brimful.engine.prepare import DEFAULT_MAX_LENGTH
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_precision
@@ -62,7 +62,7 @@ class Step:
     options: fields of TrainOptions that a step depends on (`OPTIONS`).
 
     The model is moved to the device, its weights are in fp32, and until `release` it belongs to the step: logits come
-    from `predict`.
+    from `predict`. A model in eval mode is put in train mode; in a model in train mode, submodules keep their modes.
     Raises: OptionError for an option that does not work here.
     """
 
@@ -86,7 +86,7 @@ class Step:
         self._max_length = asked.max_length or min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH)
         self._vocab_size = getattr(model.config.get_text_config(), "vocab_size", None) or 1 << 31
         self._with_types = has_token_types(model.config)
-        self._before = (model.config._attn_implementation, model.training)
+        self._before = (model.config._attn_implementation, keep_modes(model))
         space = _label_space(model.config, asked)
         self._task = make_task(space, np.zeros(0, dtype=np.int64), None, asked.label_smoothing_factor)
         batches = _expected_batches(lengths, asked.batch_size, self._max_length)
@@ -156,10 +156,11 @@ class Step:
 
     def release(self) -> Any:
         """End training. Return the model: its weights are plain fp32 parameters, and its own forward works again."""
-        attention, training = self._before
+        attention, restore_modes = self._before
         self._built.step.release()
         self._built.model.set_attn_implementation(attention)
-        return self._built.model.train(training)
+        restore_modes()
+        return self._built.model
 
     def _sequences(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """Token ids of each row without padding, and token types if the model has any and they are given."""

@@ -49,7 +49,9 @@ class Packing(Lever):
 
     def apply(self, assembly: Assembly) -> None:
         """Put the model on its device, and make the execution that runs it."""
-        model = assembly.model = assembly.model.to(assembly.device).train(assembly.training)
+        model = assembly.model = assembly.model.to(assembly.device)
+        if not (assembly.training and model.training):  # what is in eval mode in a model in train mode stays so
+            model.train(assembly.training)
         assembly.find(Weights)  # before an execution keeps modules that it replaces
         if self.packed and self.equivalence.form is not None:
             assembly.execution = PackedModel(model, self.equivalence.form)
