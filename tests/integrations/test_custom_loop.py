@@ -118,9 +118,28 @@ def test_it_goes_on_where_it_was_stopped() -> None:
     steps[1].load_state(steps[0].state())
     losses = []
     for step in steps:
-        with brimful.Feed(step, batches[2:], start=2) as feed:
+        with brimful.Feed(step, batches[2:]) as feed:
             losses.append([step.run(batch).read().loss for batch in feed])
     assert losses[0] == losses[1]
+
+
+def test_feeds_number_batches_on() -> None:
+    """From the last that was run, not the last that was made ahead; a continuation from `state` too."""
+    step, other = (brimful.Step(FAMILIES["bert"].model(), **SETTINGS) for _ in range(2))
+    batches = [rows_of(number, "single_label", with_types=False) for number in range(NUM_STEPS)]
+
+    def numbers(step: brimful.Step, stop: int, **start: int) -> list[int]:
+        with brimful.Feed(step, batches, **start) as feed:
+            return [step.run(batch).read().number for batch, _ in zip(feed, range(stop), strict=False)]
+
+    assert numbers(step, 4) == [0, 1, 2, 3]
+    assert numbers(step, 2) == [4, 5]
+    other.load_state(step.state())
+    assert numbers(step, 2) == numbers(other, 2) == [6, 7]
+    assert step.run(step.batch(batches[0])).read().number == 8
+    assert [step.batch(batches[0]).number for _ in range(2)] == [9, 10]
+    assert numbers(step, 2, start=3) == [3, 4]
+    assert numbers(step, 1) == [11]
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -103,7 +103,7 @@ class Step:
             num_warmup_steps=asked.warmup_steps or math.ceil((asked.warmup_ratio or 0.0) * num_steps),
             cache=False,  # what is in memory need not be what its configuration says
         )
-        self._built, self._num_made = built, 0
+        self._built, self._num_made, self._num_run = built, 0, 0
         self._forward = evaluation_forward(built, most_rows=asked.batch_size, note=callbacks.warning)
         self.device, self.recipe = precision.device, built.recipe
 
@@ -112,16 +112,24 @@ class Step:
         """True if sequences run packed; the recipe has the reason."""
         return self._built.packing.packed
 
+    @property
+    def next_number(self) -> int:
+        """Number of the next batch, after those that were run and those that `batch` made."""
+        return max(self._num_made, self._num_run)
+
     def batch(self, rows: Rows, *, number: int | None = None) -> Batch:
         """One effective batch, laid out in micro-batches, on the host.
 
         rows: dictionaries with `input_ids`, `labels` and, for models that have them, `token_type_ids`; or columns of
         these, padded on the right, with their `attention_mask`. number: of the batch, from which dropout is seeded; by
-        default batches are numbered as they are made.
+        default batches are numbered on from the last.
         Raises: OptionError for rows that the model or the step cannot take.
         """
-        number = self._num_made if number is None else number
+        number = self.next_number if number is None else number
         self._num_made = number + 1
+        return self._make(rows, number)
+
+    def _make(self, rows: Rows, number: int) -> Batch:
         each = _each_row(rows)
         if not 0 < len(each) <= self._options.batch_size:
             raise OptionError(f"a batch has {len(each)} rows, and batch_size is {self._options.batch_size}")
@@ -132,6 +140,7 @@ class Step:
         """Run one optimizer step. Return at once; `read()` of the result waits for the outcome."""
         if self.device.type == "cuda" and not batch.memories:
             batch = batch.sent(self.device)
+        self._num_run = max(self._num_run, batch.number + 1)
         return self._built.step.run(batch)
 
     def predict(self, rows: Rows) -> np.ndarray:
@@ -148,11 +157,13 @@ class Step:
 
     def state(self) -> StepState:
         """Everything an exact continuation needs."""
-        return self._built.step.state()
+        state = self._built.step.state()
+        return dataclasses.replace(state, counters=dataclasses.replace(state.counters, batches=self._num_run))
 
     def load_state(self, state: StepState) -> None:
         """Take up where `state` was taken."""
         self._built.step.load_state(state)
+        self._num_made = self._num_run = state.counters.batches
 
     def release(self) -> Any:
         """End training. Return the model: its weights are plain fp32 parameters, and its own forward works again."""
@@ -212,11 +223,18 @@ class Feed(prefetch.Feed):
     """Batches of a step made ahead in a thread, and copied to the device while it works.
 
     A context manager to iterate over; a batch is on the device until the next one is asked for. batches: the rows of
-    each, as `Step.batch` takes them. start: number of the first one, to go on where a run was stopped.
+    each, as `Step.batch` takes them. start: number of the first one, from which dropout is seeded; by default the next
+    number of the step when the feed is entered, so that each epoch has masks of its own.
     """
 
-    def __init__(self, step: Step, batches: Iterable[Rows], *, start: int = 0) -> None:
-        super().__init__(_Made(step, batches), step.device, start=start)
+    def __init__(self, step: Step, batches: Iterable[Rows], *, start: int | None = None) -> None:
+        super().__init__(_Made(step, batches), step.device)
+        self._step, self._start = step, start
+
+    def __enter__(self) -> Feed:
+        self._range = (self._step.next_number if self._start is None else self._start, None)
+        super().__enter__()
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +244,7 @@ class _Made:
 
     def batches(self, start: int, stop: int | None) -> Iterator[Batch]:
         for number, rows in enumerate(self.rows, start):
-            yield self.step.batch(rows, number=number)
+            yield self.step._make(rows, number)
 
 
 def _each_row(rows: Rows) -> Sequence[Mapping[str, Any]]:

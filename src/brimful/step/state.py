@@ -48,12 +48,16 @@ class ParameterState:
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """Applied steps, the loss scale and its good steps in a row, and names of the parameters that were ever used."""
+    """Applied steps, the loss scale and its good steps in a row, and names of the parameters that were ever used.
+
+    batches: run so far, in a loop that leaves it to the step to number them.
+    """
 
     applied: int
     scale: float
     growth: int
     used: tuple[str, ...]
+    batches: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
