@@ -199,17 +199,15 @@ def pack_numbers(
         raise ValueError(f"of {len(lengths)} sequences one is empty")
     cu_seqlens_N, used, count = _cu_seqlens(lengths, shape), len(ids), len(lengths)
     memory = torch.empty(sum(shape.sizes(types is not None)), dtype=torch.int32, pin_memory=pinned)
-    numbers = memory.numpy()
-    numbers.fill(0)
-    ids_T, written_N, first_S, last_S, types_T = np.split(numbers, np.cumsum(shape.sizes(types is not None)[:-1]))
+    parts = np.split(memory.numpy(), np.cumsum(shape.sizes(types is not None)[:-1]))
+    ids_T, written_N, first_S, last_S, types_T = parts
     ids_T[:used], ids_T[used:], written_N[:] = ids, padding_id, cu_seqlens_N
     starts, last = cu_seqlens_N[:count], cu_seqlens_N[1 : count + 1] - 1
     for row in np.flatnonzero(ids_T[last] == padding_id):  # a text may end in it, where it is also the end token
         sequence = ids_T[starts[row] : last[row] + 1]
         last[row] = starts[row] + np.flatnonzero(sequence != padding_id).max(initial=0)
-    first_S[:count], last_S[:count] = starts, last
-    if types is not None:
-        types_T[:used] = types
+    for part, values in ((first_S, starts), (last_S, last), *([] if types is None else [(types_T, types)])):
+        part[: len(values)], part[len(values) :] = values, 0
     return memory
 
 

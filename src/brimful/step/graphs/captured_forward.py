@@ -60,18 +60,18 @@ class PackedForward(Forward):
         return chunks(lengths_N, _BUDGETS * max(self._budget, self._longest), len(lengths_N))
 
     def _passes(self, tokens: Tokens) -> Iterator[tuple[np.ndarray, Tensor]]:
+        lengths_N = tokens.lengths
         for piece in cut_window(
-            tokens.lengths,
+            lengths_N,
             self._budget,
             self._longest,
             typical_length=self._typical_length,
             attention=self._attention,
         ):
-            yield piece.rows, self._run(piece, tokens)
+            yield piece.rows, self._run(piece, tokens, lengths_N[piece.rows])
 
-    def _run(self, piece: Piece, tokens: Tokens) -> Tensor:
+    def _run(self, piece: Piece, tokens: Tokens, lengths: np.ndarray) -> Tensor:
         shape, device = piece.shape, self.precision.device
-        lengths = tokens.lengths[piece.rows]
         taken = ranges(tokens.offsets[piece.rows], lengths)
         numbers = pack_numbers(
             tokens.ids[taken],
