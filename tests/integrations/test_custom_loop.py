@@ -86,6 +86,7 @@ def test_it_learns_what_a_plain_loop_learns(family: str, task: str, options: dic
     assert [each.grad_norm for each in outcomes] == pytest.approx(norms, rel=1e-3)
     found = step.predict(given[0])
     assert step.release() is ours
+    assert all(module._compiled_call_impl is None for module in ours.modules())
     with torch.no_grad():
         inputs = {k: v for k, v in as_padded(batches[0], model.config.pad_token_id).items() if k != "labels"}
         np.testing.assert_allclose(ours.eval()(**inputs).logits.numpy(), found, atol=1e-4)

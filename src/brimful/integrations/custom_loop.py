@@ -30,6 +30,7 @@ from brimful.engine.prepare import DEFAULT_MAX_LENGTH
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_precision
 from brimful.models.hub.inspection import max_positions
+from brimful.models.packed.layer_calls import remove_calls
 from brimful.models.packed.packed_forward import has_token_types
 from brimful.step.state import StepState
 from brimful.step.step import Pending
@@ -170,6 +171,7 @@ class Step:
         attention, restore_modes = self._before
         self._built.step.release()
         self._built.model.set_attn_implementation(attention)
+        remove_calls(self._built.model)
         restore_modes()
         return self._built.model
 

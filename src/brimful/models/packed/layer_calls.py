@@ -84,6 +84,13 @@ def place_calls(layers: Sequence[nn.Module], embeddings: nn.Module | None, follo
         embeddings._compiled_call_impl = LayerCall(embeddings, None)
 
 
+def remove_calls(model: nn.Module) -> None:
+    """Have all modules called as they were before they were placed or compiled."""
+    for module in model.modules():
+        if isinstance(module._compiled_call_impl, LayerCall):
+            module._compiled_call_impl = None
+
+
 def many_compiled_forms(layers: Sequence[nn.Module]) -> AbstractContextManager[Any]:
     """Within, torch compiles layers as often as many models need, where layers were compiled."""
     calls = (layer._compiled_call_impl for layer in layers)
