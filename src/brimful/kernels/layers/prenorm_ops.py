@@ -1,4 +1,4 @@
-"""Pieces of pre-norm layers with their gradients written out, beside those of `blocks`: the same rules hold.
+"""Pieces of pre-norm layers with their gradients written out, beside those of `postnorm_ops`: the same rules hold.
 
 In these layers one stream of residuals is added to and never normalised itself. It is fp32; what the norms make of it
 is read by products only, and exists in their dtype only. Where the stream forks, the fork is part of a function, so

@@ -12,8 +12,8 @@ A layer is traced once by torch's dynamo; its graph serves all layers of one kin
     linear or three -> RMSNorm of heads -> rotary embeddings -> variable-length attention
     linear
 
-are replaced by the functions of `kernels.blocks` and `kernels.prenorm_blocks`. If nothing but views is left over, the
-graph runs as it is; with anything else in it, the layer goes to torch's own compiler unchanged.
+are replaced by the functions of `kernels.layers.postnorm_ops` and `prenorm_ops`. If nothing but views is left over,
+the graph runs as it is; with anything else in it, the layer goes to torch's own compiler unchanged.
 """
 
 from __future__ import annotations

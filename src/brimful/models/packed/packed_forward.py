@@ -2,7 +2,7 @@
 
 The packed way runs the unmodified base model on one row of T tokens, with attention told where sequences end; then it
 pools one hidden state a sequence and lets the model's own classification code finish on these states, as if they were
-sequences of one token. Nothing here knows a family by name except `_pooled_output`, and `relative.py` for the families
+sequences of one token. Nothing here knows a family by name except `_pooled_output`, and `relative_bias.py` for families
 whose attention has a bias of its own; `equivalence.py` finds out whether the result is right, and which pooling and
 first position the model has.
 """
