@@ -223,6 +223,7 @@ def main() -> None:
     parser.add_argument("--inputs", type=Path, default=Path(tempfile.gettempdir()) / "brimful-before-after")
     parser.add_argument("--tokenizer", help="folder of a BERT tokenizer; that of the packaged MiniLM-L6 unless given")
     parser.add_argument("--repeats", type=int, default=2, help="processes for each rate, of five repeats each")
+    parser.add_argument("--part", choices=["all", "once", "repeated"], default="all", help="two parts for two GPUs")
     parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -236,11 +237,11 @@ def main() -> None:
     jobs, records = jobs_of(arguments.smoke), []
     with tempfile.TemporaryDirectory() as scratch:
         run = partial(child, arguments)
-        for repeat in range(arguments.repeats):
+        for repeat in range(arguments.repeats if arguments.part != "once" else 0):
             for job in jobs["repeated"]:
                 for side in ("before", "after") if repeat % 2 == 0 else ("after", "before"):
                     records.append(run(side, job, repeat, Path(scratch)))
-        for job in jobs["once"]:
+        for job in jobs["once"] if arguments.part != "repeated" else []:
             twice = ("before",) if job["kind"] == "losses" and job["execution"] == "compiled" else ()
             for repeat, side in enumerate(("before", "after", *twice)):
                 records.append(run(side, job, repeat, Path(scratch)))
