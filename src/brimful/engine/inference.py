@@ -1,4 +1,4 @@
-"""Logits of a whole data set, by the forward pass that classification runs."""
+"""Logits and metrics of a whole data set, by the forward pass that classification runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from brimful.engine.assemble import Assembled
 from brimful.step.forward import Forward, LayoutForward, PendingLogits
 from brimful.step.graphs.captured_forward import PackedForward
 from brimful.step.graphs.captured_step import CapturedStep
+from brimful.tasks.evaluation import Evaluation
+from brimful.tasks.task import Task
 
 #: Tokens of padded rows that are laid out at once.
 _PADDED_TOKENS = 4096
@@ -69,24 +71,38 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         restore_modes()
 
 
-def predict_logits(forward: Forward, tokens: Tokens, *, progress: Callable[[int], None] | None = None) -> np.ndarray:
-    """(N, C) fp32 logits of all rows, in their order. NaN for no tokens.
-
-    progress: called with the number of rows launched.
-    """
-    logits_NC = np.full((len(tokens), forward.num_outputs), np.nan, dtype=np.float32)
+def predict(forward: Forward, tokens: Tokens) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Numbers of the rows of each window and their (M, C) fp32 logits, the longest rows first. Rows without tokens are
+    in none. The device works on a window while the one before is read."""
     pending: tuple[np.ndarray, PendingLogits] | None = None
-    num_rows = 0
     for rows in forward.windows(tokens.lengths):
-        before, pending = pending, (rows, forward.submit(tokens.take(rows)))  # the device has it while this one waits
+        before, pending = pending, (rows, forward.submit(tokens.take(rows)))
         if before is not None:
-            logits_NC[before[0]] = before[1].result()
-        num_rows += len(rows)
-        if progress:
-            progress(num_rows)
+            yield before[0], before[1].result()
     if pending is not None:
-        logits_NC[pending[0]] = pending[1].result()
+        yield pending[0], pending[1].result()
+
+
+def predict_logits(forward: Forward, tokens: Tokens) -> np.ndarray:
+    """(N, C) fp32 logits of all rows, in their order. NaN for no tokens."""
+    logits_NC = np.full((len(tokens), forward.num_outputs), np.nan, dtype=np.float32)
+    for rows, logits_MC in predict(forward, tokens):
+        logits_NC[rows] = logits_MC
     return logits_NC
+
+
+def evaluate_rows(
+    forward: Forward, tokens: Tokens, targets_N: np.ndarray, task: Task, *, progress: Callable[[], None]
+) -> Evaluation:
+    """Loss and metrics of all rows, each of which has tokens, a window at a time: no logits are kept.
+
+    progress: called after each window.
+    """
+    evaluation = Evaluation(task)
+    for rows, logits_MC in predict(forward, tokens):
+        evaluation.add(logits_MC, targets_N[rows])
+        progress()
+    return evaluation
 
 
 @dataclass(frozen=True)

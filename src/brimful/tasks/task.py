@@ -24,8 +24,7 @@ from torch import Tensor
 
 from brimful.core.errors import OptionError, printable
 from brimful.core.records import LabelSpace
-
-Metrics = dict[str, float]
+from brimful.tasks.metrics.accumulators import Accumulator, ClassMetrics, Metrics, NumberMetrics, SetMetrics
 
 
 class Task(ABC):
@@ -43,8 +42,14 @@ class Task(ABC):
         return float(len(targets_N) * self.space.num_outputs)
 
     @abstractmethod
+    def accumulator(self) -> Accumulator:
+        """A new accumulator of this task's metrics, for rows that come in parts."""
+
     def metrics(self, logits_NC: np.ndarray, targets_N: np.ndarray) -> Metrics:
-        """Metrics by name, without the loss."""
+        """Metrics of rows that are all there, by name, without the loss."""
+        accumulator = self.accumulator()
+        accumulator.add(logits_NC, targets_N)
+        return accumulator.result()
 
     def loss(self, logits_NC: np.ndarray, targets_N: np.ndarray) -> float:
         """Mean loss over these rows as the plain batch has it, in fp64."""
@@ -79,17 +84,8 @@ class SingleLabel(Task):
     def empty_targets(self, num_rows: int) -> np.ndarray:
         return np.zeros(num_rows, dtype=np.int64)
 
-    def metrics(self, logits_NC: np.ndarray, targets_N: np.ndarray) -> Metrics:
-        from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-
-        predicted_N = logits_NC.argmax(-1)
-        present = np.union1d(predicted_N, targets_N)
-        return {
-            "accuracy": float(accuracy_score(targets_N, predicted_N)),
-            "f1_macro": float(f1_score(targets_N, predicted_N, labels=present, average="macro", zero_division=0)),
-            "f1_weighted": float(f1_score(targets_N, predicted_N, average="weighted", zero_division=0)),
-            "matthews_correlation": float(matthews_corrcoef(targets_N, predicted_N)) if len(present) > 1 else 0.0,
-        }
+    def accumulator(self) -> ClassMetrics:
+        return ClassMetrics(self.space.num_outputs)
 
 
 class MultiLabel(Task):
@@ -105,16 +101,8 @@ class MultiLabel(Task):
         rows_SC = F.binary_cross_entropy_with_logits(logits_SC, targets_SC, reduction="none", pos_weight=pos_weight_C)
         return rows_SC.sum(-1)
 
-    def metrics(self, logits_NC: np.ndarray, targets_N: np.ndarray) -> Metrics:
-        from sklearn.metrics import f1_score
-
-        predicted_NC, true_NC = logits_NC > 0, targets_N > 0.5
-        return {
-            "f1_micro": float(f1_score(true_NC, predicted_NC, average="micro", zero_division=0)),
-            "f1_macro": float(f1_score(true_NC, predicted_NC, average="macro", zero_division=0)),
-            "accuracy": float((predicted_NC == true_NC).all(-1).mean()),
-            "label_accuracy": float((predicted_NC == true_NC).mean()),
-        }
+    def accumulator(self) -> SetMetrics:
+        return SetMetrics(self.space.num_outputs)
 
 
 class Regression(Task):
@@ -123,22 +111,8 @@ class Regression(Task):
     def loss_rows_S(self, logits_SC: Tensor, targets_S: Tensor) -> Tensor:
         return (logits_SC - targets_S.to(logits_SC.dtype)).square().sum(-1)
 
-    def metrics(self, logits_NC: np.ndarray, targets_N: np.ndarray) -> Metrics:
-        from scipy.stats import pearsonr, spearmanr
-        from sklearn.metrics import r2_score
-
-        error = logits_NC.astype(np.float64) - targets_N
-        found: Metrics = {
-            "mse": float(np.mean(error**2)),
-            "rmse": float(np.sqrt(np.mean(error**2))),
-            "mae": float(np.abs(error).mean()),
-        }
-        varied = np.isfinite(error).all() and np.ptp(targets_N) > 0 and np.ptp(logits_NC) > 0
-        if len(targets_N) > 1 and self.space.num_outputs == 1 and varied:
-            found["r2"] = float(r2_score(targets_N, logits_NC))
-            found["pearson"] = float(pearsonr(logits_NC[:, 0], targets_N[:, 0])[0])
-            found["spearman"] = float(spearmanr(logits_NC[:, 0], targets_N[:, 0])[0])
-        return found
+    def accumulator(self) -> NumberMetrics:
+        return NumberMetrics(self.space.num_outputs)
 
 
 def make_task(

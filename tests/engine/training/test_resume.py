@@ -201,7 +201,7 @@ def test_stopped_in_the_middle_of_an_evaluation(
     start: Start, undisturbed: Callable[[str], Path], tmp_path: Path
 ) -> None:
     for resume in ([], ["--resume"]):  # on resume the evaluation comes first, and is stopped again
-        ended = start("epochs", "term:call:predict_logits:1", *resume)
+        ended = start("epochs", "term:call:evaluate_rows:1", *resume)
         ended_by("term", ended)
         assert "stopped by a signal after step 7" in ended.said
         assert checkpoints(tmp_path / "run") == [7]

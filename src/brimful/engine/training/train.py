@@ -36,7 +36,7 @@ from brimful.data.batches.prefetch import Feed
 from brimful.engine.assemble import Built, build
 from brimful.engine.clock import Clock
 from brimful.engine.compilations import CompilationWatch
-from brimful.engine.inference import evaluating, evaluation_forward, predict_logits
+from brimful.engine.inference import evaluate_rows, evaluating, evaluation_forward
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.signals import StopSignals
 from brimful.engine.training.checkpoint import (
@@ -333,9 +333,12 @@ class _Loop:
         evaluation, task, state = self._prepared.evaluation, self._prepared.task, self._state
         assert evaluation is not None
         with evaluating(self._built.model):
-            logits_NC = predict_logits(self._forward, evaluation.tokens, progress=lambda _: self._stop_if_told())
-        loss = task.loss(logits_NC, evaluation.targets_N)
-        state.metrics = {"loss": loss, **task.metrics(logits_NC, evaluation.targets_N)}
+            found = evaluate_rows(
+                self._forward, evaluation.tokens, evaluation.targets_N, task, progress=self._stop_if_told
+            )
+        for note in found.accumulator.notes:
+            self._callbacks.note(note)
+        state.metrics = found.result()
         state.metrics_step = state.applied
         self._events.write("evaluated", step=state.applied, metrics=state.metrics)
         self._callbacks.evaluated(state.applied, state.metrics)

@@ -25,6 +25,8 @@ from brimful.step.precision import Precision
 
 #: Budgets of a data set's windows: what is left over of one is computed in pieces that are smaller.
 _BUDGETS = 16
+#: Logits of such a window: 64 MB, of which the device holds a few.
+_MOST_LOGITS = 1 << 24
 
 
 class PackedForward(Forward):
@@ -57,7 +59,8 @@ class PackedForward(Forward):
 
     def windows(self, lengths_N: np.ndarray) -> Iterator[np.ndarray]:
         """As `Forward` has it."""
-        return chunks(lengths_N, _BUDGETS * max(self._budget, self._longest), len(lengths_N))
+        most_rows = max(1, _MOST_LOGITS // self.num_outputs)
+        return chunks(lengths_N, _BUDGETS * max(self._budget, self._longest), most_rows)
 
     def _passes(self, tokens: Tokens) -> Iterator[tuple[np.ndarray, Tensor]]:
         lengths_N = tokens.lengths
