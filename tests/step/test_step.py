@@ -20,6 +20,7 @@ from brimful.core.options import ScheduleChoice
 from brimful.core.records import LabelSpace
 from brimful.data.batches.batch import Batch, PackedLayout, PaddedLayout, make_batch
 from brimful.data.batches.packing import Budgets
+from brimful.data.batches.padding import PaddedShapes
 from brimful.levers.optimizer import Optimizer, decayed_names, parameter_groups
 from brimful.models.packed.packed_forward import LayoutModel, PackedForm, PackedModel, PaddedModel
 from brimful.step.precision import Precision
@@ -36,7 +37,7 @@ STEPS = 10
 PACKED = PackedLayout(
     budgets=Budgets(tokens=(48, 80), fill=1.0), num_slots=6, max_length=LONGEST, padding_id=0, groups=True
 )
-PADDED = PaddedLayout(lengths=(16, 32, 64), num_tokens=96, num_rows=6, padding_id=0)
+PADDED = PaddedLayout(shapes=PaddedShapes(lengths=(16, 32, 64), num_tokens=96, num_rows=6), max_length=64, padding_id=0)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from brimful.data.batches.batch import PackedLayout, PaddedLayout
-from brimful.data.batches.packing import TILE, Budgets, choose_budgets, length_buckets
+from brimful.data.batches.packing import TILE, Budgets, choose_budgets
+from brimful.data.batches.padding import PaddedShapes
 from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import Packing
+from brimful.levers.padded_rows import padded_shapes
 from brimful.levers.weights import cpu_budget
 from brimful.models.packed.packed_forward import padding_id_of
 from brimful.step.precision import Precision
@@ -28,7 +30,7 @@ class TokenBudget(Lever):
     """Sizes of micro-batches.
 
     tokens: of the largest. budgets: of packed ones, None where windows are cut without being seen before, or rows are
-    padded. token_bytes: of activations of a token that a backward pass needs.
+    padded. shapes: of padded rows. token_bytes: of activations of a token that a backward pass needs.
     """
 
     name = "token_budget"
@@ -36,6 +38,7 @@ class TokenBudget(Lever):
     tokens: int
     token_bytes: int
     budgets: Budgets | None = None
+    shapes: PaddedShapes | None = None
 
     @classmethod
     def supports(cls, assembly: Assembly) -> Verdict:
@@ -52,10 +55,14 @@ class TokenBudget(Lever):
         tokens = assembly.options.token_budget or _largest(assembly)
         token_bytes = _token_bytes(assembly.model.config, assembly.precision) or 0
         if not packing.packed:
-            lengths = length_buckets(assembly.max_length)
-            reason = f"rows of {lengths[0]} to {lengths[-1]} tokens by length" if verdict.ok else verdict.because
-            value = str(tokens) if verdict.ok else "whole batch"
-            return cls(value=value, reason=reason, tokens=tokens, token_bytes=token_bytes)
+            shapes, reason = padded_shapes(assembly, tokens, most_rows(assembly))
+            return cls(
+                value=str(tokens) if verdict.ok else "whole batch",
+                reason=reason if verdict.ok else verdict.because,
+                tokens=tokens,
+                token_bytes=token_bytes,
+                shapes=shapes,
+            )
         if cuts_windows(assembly):
             reason = (
                 "tokens of a micro-batch; texts are put in order of length within a window, so that few are missing"
@@ -91,11 +98,10 @@ class TokenBudget(Lever):
                 padding_id=padding_id,
                 groups=False,
             )
-        elif not assembly.lever(Packing).packed:
+        elif self.shapes is not None:
             assembly.layout = PaddedLayout(
-                lengths=length_buckets(assembly.max_length),
-                num_tokens=max(self.tokens, assembly.max_length),
-                num_rows=most_rows(assembly),
+                shapes=self.shapes,
+                max_length=assembly.max_length,
                 padding_id=padding_id,
                 split=self.supports(assembly).ok,
             )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from brimful.core.records import LabelSpace
 from brimful.data.batches.batch import Layout, PackedLayout, PaddedLayout, Sampler, make_batch
 from brimful.data.batches.packing import Budgets
+from brimful.data.batches.padding import PaddedShapes
 from brimful.kernels.layout import PackedInputs, PaddedInputs
 from brimful.tasks.task import MultiLabel, SingleLabel
 from tiny import pair_types, sequences
@@ -23,8 +24,10 @@ SINGLE = SingleLabel(LabelSpace(task="single_label", names=("a", "b", "c")))
 PACKED = PackedLayout(
     budgets=Budgets(tokens=(32, 64, 96), fill=1.0), num_slots=20, max_length=30, padding_id=0, groups=False
 )
-PADDED = PaddedLayout(lengths=(8, 16, 30), num_tokens=64, num_rows=20, padding_id=0)
-UNSPLIT = PaddedLayout(lengths=(8, 16, 30), num_tokens=64, num_rows=20, padding_id=0, split=False)
+SHAPES = PaddedShapes(lengths=(8, 16, 30), num_tokens=64, num_rows=20)
+PADDED = PaddedLayout(shapes=SHAPES, max_length=30, padding_id=0)
+AS_THEY_COME = PaddedLayout(shapes=dataclasses.replace(SHAPES, lengths=None), max_length=30, padding_id=0)
+UNSPLIT = dataclasses.replace(PADDED, split=False)
 
 
 # --- the order ------------------------------------------------------------------------------------------------------
@@ -74,10 +77,11 @@ def test_a_batch_cannot_be_written_to() -> None:
 
 # --- layouts --------------------------------------------------------------------------------------------------------
 
+LAYOUTS = {"packed": PACKED, "padded": PADDED, "as they come": AS_THEY_COME, "unsplit": UNSPLIT}
 lengths_of_a_batch = st.lists(st.integers(1, 30), min_size=1, max_size=20)
 
 
-@pytest.mark.parametrize("layout", [PACKED, PADDED, UNSPLIT], ids=["packed", "padded", "unsplit"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @given(lengths=lengths_of_a_batch, with_types=st.booleans())
 def test_layouts_hold_each_sequence_once(layout: Layout, lengths: list[int], with_types: bool) -> None:
     ids = sequences(lengths)
@@ -105,21 +109,21 @@ def test_shapes_are_few_and_within_the_budget(lengths: list[int]) -> None:
         assert inputs.num_slots == PACKED.num_slots == len(inputs.first_S)
     for inputs, members in PADDED.arrange(sequences(lengths), None):
         assert isinstance(inputs, PaddedInputs)
-        assert inputs.num_tokens <= PADDED.num_tokens
+        assert inputs.num_tokens <= SHAPES.num_tokens
         rows, length = inputs.ids_RL.shape
-        assert length in PADDED.lengths
+        assert length in (8, 16, 30)
         assert rows == inputs.num_slots
-        assert length == min(bucket for bucket in PADDED.lengths if bucket >= max(lengths[i] for i in members))
+        assert length == min(bucket for bucket in (8, 16, 30) if bucket >= max(lengths[i] for i in members))
     assert len(UNSPLIT.arrange(sequences(lengths), None)) == 1
 
 
-FEW_ROWS = dataclasses.replace(PADDED, num_rows=2)
+FEW_ROWS = dataclasses.replace(PADDED, shapes=dataclasses.replace(SHAPES, num_rows=2))
 
 
 @pytest.mark.parametrize(
     ("layout", "most"),
-    [(PACKED, 96), (PADDED, 64), (UNSPLIT, 600), (FEW_ROWS, 60)],
-    ids=["packed", "padded", "unsplit", "few rows"],
+    [(PACKED, 96), (PADDED, 64), (AS_THEY_COME, 64), (UNSPLIT, 600), (FEW_ROWS, 60)],
+    ids=["packed", "padded", "as they come", "unsplit", "few rows"],
 )
 @given(lengths=lengths_of_a_batch)
 def test_the_most_tokens_of_a_micro_batch(layout: Layout, most: int, lengths: list[int]) -> None:
@@ -136,7 +140,7 @@ def _slot(inputs: Any, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     return inputs.ids_RL[slot, used], None if inputs.types_RL is None else inputs.types_RL[slot, used]
 
 
-@pytest.mark.parametrize("layout", [PACKED, PADDED, UNSPLIT], ids=["packed", "padded", "unsplit"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @given(lengths=lengths_of_a_batch, seed=st.integers(0, 9))
 def test_a_batch_carries_targets_and_samples_together(layout: Layout, lengths: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)

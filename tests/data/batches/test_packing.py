@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from brimful.data.batches.packing import MAX_BUDGETS, TILE, Budgets, choose_budgets, length_buckets, pack
+from brimful.data.batches.packing import MAX_BUDGETS, TILE, Budgets, choose_budgets, pack
 
 some_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 some_budgets = st.sets(st.integers(60, 400), min_size=1, max_size=5).map(
@@ -122,12 +122,3 @@ def test_little_is_computed_for_nothing(name: str, batch_size: int, least: float
 
 def _batches(lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
     return [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
-
-
-@given(st.integers(1, 4096))
-def test_row_lengths_of_padded_batches(longest: int) -> None:
-    buckets = length_buckets(longest)
-    assert len(buckets) <= MAX_BUDGETS
-    assert buckets[-1] == longest
-    assert list(buckets) == sorted(set(buckets))
-    assert all(bucket % 8 == 0 or bucket == longest for bucket in buckets)

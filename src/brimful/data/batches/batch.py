@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from brimful.data.batches.packing import Budgets, pack
+from brimful.data.batches.padding import PaddedShapes, cut
 from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
 from brimful.tasks.task import Task
 
@@ -206,47 +207,36 @@ class PackedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedLayout:
-    """Sequences of similar length in padded rows: for models that do not run packed.
+    """Sequences in padded rows: for models that do not run packed.
 
-    lengths: row lengths, ascending. num_tokens: most tokens of a micro-batch, padding counted.
-    num_rows: samples of an effective batch, the most rows a micro-batch may need.
     split: False where rows influence one another: then the whole batch is one micro-batch padded to its longest.
+    max_length: longest sequence there can be.
     """
 
-    lengths: tuple[int, ...]
-    num_tokens: int
-    num_rows: int
+    shapes: PaddedShapes
+    max_length: int
     padding_id: int
     split: bool = True
 
     def arrange(self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> Arranged:
-        """Rows in order of length, cut where a row would need the next longer shape or the shape is full."""
+        """As `cut` has it; a whole batch as it is where it must not be split."""
         sizes = [len(sequence) for sequence in ids]
-
-        def rows(members: list[int], num_rows: int, length: int) -> tuple[Inputs, list[int]]:
+        pieces = cut(sizes, self.shapes) if self.split else [(len(ids), max(sizes), list(range(len(ids))))]
+        found: Arranged = []
+        for num_rows, length, members in pieces:
             chosen = None if types is None else [types[i] for i in members]
-            chosen_ids = [ids[i] for i in members]
-            return padded_inputs(chosen_ids, num_rows, length, padding_id=self.padding_id, types=chosen), members
-
-        if not self.split:
-            return [rows(list(range(len(ids))), len(ids), max(sizes))]
-        buckets: dict[int, list[int]] = {}
-        for index in sorted(range(len(ids)), key=lambda i: sizes[i]):
-            length = next(bucket for bucket in self.lengths if bucket >= sizes[index])
-            buckets.setdefault(length, []).append(index)
-        found = []
-        for length, members in buckets.items():
-            few = 1 << (len(members) - 1).bit_length()
-            num_rows = min(self.num_rows, max(1, self.num_tokens // length), few)
-            for start in range(0, len(members), num_rows):
-                found.append(rows(members[start : start + num_rows], num_rows, length))
+            inputs = padded_inputs(
+                [ids[i] for i in members], num_rows, length, padding_id=self.padding_id, types=chosen
+            )
+            found.append((inputs, members))
         return found
 
     @property
     def most_tokens(self) -> int:
         """Of a whole batch of the longest rows, if it is not split where that is too many."""
-        whole = self.num_rows * self.lengths[-1]
-        return min(whole, max(self.num_tokens, self.lengths[-1])) if self.split else whole
+        longest = self.max_length if not self.split else self.shapes.length_for(self.max_length)
+        whole = self.shapes.num_rows * longest
+        return min(whole, max(self.shapes.num_tokens, longest)) if self.split else whole
 
 
 def make_batch(

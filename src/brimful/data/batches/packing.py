@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from brimful.kernels.layout import PackedShape
 #: their kernels: that would save no work, and compute 5 to 15 % more tokens where texts are short.
 TILE = 16
 MAX_BUDGETS = 12
+
+Numbers = TypeVar("Numbers", int, np.ndarray)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +70,19 @@ def choose_budgets(
     sequence there can be. A batch that is larger is split by `pack`, and what is budgeted are its micro-batches; so is,
     when it comes, a batch larger than all that were looked at.
     """
-    least = _round_up(longest, tile)
+    least = round_up(longest, tile)
     ceiling = Budgets(tokens=(max(largest // tile * tile, least),), fill=1.0)
     used = [sum(int(lengths[i]) for i in members) for lengths in batches for _, members in pack(lengths, ceiling)]
-    sizes, counts = np.unique([_round_up(tokens, tile) for tokens in used], return_counts=True)
+    sizes, counts = np.unique([round_up(tokens, tile) for tokens in used], return_counts=True)
     if sizes[-1] < least:  # no batch seen has the longest sequence there can be, but one may
-        chosen = [*_partition(sizes, counts, max_budgets - 1), least]
+        chosen = [*partition(sizes, counts, max_budgets - 1), least]
     else:
-        chosen = _partition(sizes, counts, max_budgets)
+        chosen = partition(sizes, counts, max_budgets)
     budgets = Budgets(tokens=tuple(chosen), fill=1.0)
     return Budgets(tokens=budgets.tokens, fill=sum(used) / sum(budgets.smallest_for(n) for n in used))
 
 
-def _partition(sizes: np.ndarray, counts: np.ndarray, parts: int) -> list[int]:
+def partition(sizes: np.ndarray, counts: np.ndarray, parts: int) -> list[int]:
     """At most `parts` of the ascending `sizes`, the last one among them, so that rounding each size up to the next
     chosen one adds as little as possible. Dynamic programming over (sizes, parts)."""
     number = len(sizes)
@@ -129,7 +131,7 @@ def cut_window(lengths_N: np.ndarray, largest: int, longest: int, **kernels: Any
         done = int(ends[start - 1]) if start else 0
         longest_here = max(int(lengths_N[order[start]]), 1)
         kind = min(max(_SHORTEST_CLASS, 1 << (longest_here - 1).bit_length()), max(longest, longest_here))
-        budget = _round_up(max(largest, kind), TILE)
+        budget = round_up(max(largest, kind), TILE)
         left = int(ends[-1]) - done
         while budget // 2 >= max(left, kind, _LEAST_BUDGET) and budget // 2 % TILE == 0:
             budget //= 2
@@ -142,11 +144,6 @@ def cut_window(lengths_N: np.ndarray, largest: int, longest: int, **kernels: Any
     return pieces
 
 
-def length_buckets(longest: int) -> tuple[int, ...]:
-    """Row lengths for padded micro-batches: at most MAX_BUDGETS, in equal ratios, multiples of 8 up to `longest`."""
-    steps = np.geomspace(min(16, longest), longest, MAX_BUDGETS)
-    return tuple(sorted({min(_round_up(int(np.ceil(step)), 8), longest) for step in steps}))
-
-
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: Numbers, multiple: int) -> Numbers:
+    """The next multiple, of one number or of each of an array."""
     return -(-number // multiple) * multiple

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -156,11 +156,18 @@ class PaddedModel(LayoutModel):
         except (ValueError, ImportError):  # families without it: they say so, and have another
             model.set_attn_implementation("eager")
         self._takes_types = has_token_types(model.config)
+        self._settings = _without_cache(model.forward)
 
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
         assert isinstance(inputs, PaddedInputs)
         types = {"token_type_ids": inputs.types_RL} if self._takes_types and inputs.types_RL is not None else {}
-        return ForwardOutputs(logits=self.model(input_ids=inputs.ids_RL, attention_mask=inputs.mask_RL, **types).logits)
+        outputs = self.model(input_ids=inputs.ids_RL, attention_mask=inputs.mask_RL, **types, **self._settings)
+        return ForwardOutputs(logits=outputs.logits)
+
+
+def _without_cache(forward: Callable[..., Any]) -> dict[str, Any]:
+    """Arguments that keep a forward from storing keys and values: those of one pass are for no other."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(forward).parameters else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +219,7 @@ class PackedModel(LayoutModel):
             model.set_attn_implementation(PACKED)
         self._base: Any = model.base_model
         self._takes_types = has_token_types(model.config)
-        caches = "use_cache" in inspect.signature(self._base.forward).parameters
-        self._settings = {"use_cache": False} if caches else {}  # keys and values of one pass are for no other
+        self._settings = _without_cache(self._base.forward)
         self._head = copy.copy(model)
         self._head._modules = dict(model._modules)
         self._given = _GivenStates(self._base)
