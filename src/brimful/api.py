@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from brimful.core import atomic_files
-from brimful.core.callbacks import Callbacks
+from brimful.core.callbacks import Callbacks, PythonWarnings
 from brimful.core.classification import Classification
 from brimful.core.errors import DiskFullError, OptionError, OutputError, did_you_mean, printable
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flag, flags_of
@@ -24,6 +25,7 @@ from brimful.engine.training.train import train as _train
 from brimful.integrations.fanout import Fanout
 from brimful.reports.charts import check_charts
 from brimful.reports.classification_page import classification_page
+from brimful.reports.classification_text import concerns
 
 T = TypeVar("T")
 
@@ -49,11 +51,11 @@ def train(
     """Fine-tune a classifier on a file of texts and save it under `output`/model.
 
     options: the fields of TrainOptions, e.g. `learning_rate=2e-5, num_train_epochs=3`; `column_names` may be a list.
-    callbacks: receives what is inferred and the progress. Default: nothing is reported.
+    callbacks: receives what is inferred and the progress. Default: warnings alone, as Python's.
     Raises: BrimfulError, see `core.errors`; OptionError for an unknown option.
     """
     asked = _options("train", TrainOptions, options, data=data, model=model, output=output)
-    return run_training(asked, callbacks or Callbacks())
+    return run_training(asked, callbacks or PythonWarnings())
 
 
 def run_training(options: TrainOptions, callbacks: Callbacks) -> Run:
@@ -88,15 +90,18 @@ def classify(
 ) -> Classification:
     """Label every row of a file of texts, into another file or a folder, in constant memory.
 
-    For texts in memory use `Classifier`. options: other fields of ClassifyOptions, e.g. `max_length=256`; `labels`
-    and `column_names` may also be lists.
+    For texts in memory use `Classifier`. callbacks: as for `train`. options: other fields of ClassifyOptions, e.g.
+    `max_length=256`; `labels` and `column_names` may also be lists.
     Raises: BrimfulError; OptionError for an unknown option.
     """
     if output is None or output == "-":
         raise OptionError("classify needs an output", hint="for texts in memory there is Classifier")
     positional = {"model": model, "data": data, "output": output}
     asked = _options("classify", ClassifyOptions, options, without=tuple(positional), **positional)
-    return run_classification(asked, callbacks or Callbacks())
+    record = run_classification(asked, callbacks or Callbacks())
+    for text in [] if callbacks is not None else concerns(record):
+        warnings.warn(text, stacklevel=2)
+    return record
 
 
 def _texts(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,13 +168,13 @@ class Classifier(ModelClassifier):
         classifier(["a text"], labels=["sport", "politics"])    zero-shot, with a model of natural-language inference
 
     options: max_length, precision, device, packing, token_budget, execution, num_workers,
-    trust_remote_code, allow_pickle, as in ClassifyOptions.
+    trust_remote_code, allow_pickle, as in ClassifyOptions. callbacks: as for `train`.
     Raises: BrimfulError; OptionError for an unknown option. Weights are loaded at the first call.
     """
 
     def __init__(self, model: str | Path, *, callbacks: Callbacks | None = None, **options: Any) -> None:
         asked = _options("Classifier", ClassifyOptions, options, without=_OF_A_FILE, model=model, data="")
-        super().__init__(asked, callbacks or Callbacks())
+        super().__init__(asked, callbacks or PythonWarnings())
 
 
 def _options(function: str, kind: type[T], given: Mapping[str, Any], without: Sequence[str] = (), **fixed: Any) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,3 +62,14 @@ class Callbacks:
 
     def finished(self, run: Run, folder: str) -> None:
         """The run ended and its model is saved."""
+
+
+class PythonWarnings(Callbacks):
+    """Warnings as those of Python, for whoever gives no callbacks of their own; all else is not said."""
+
+    def warning(self, text: str) -> None:
+        warnings.warn(text, stacklevel=2)
+
+    def data(self, report: Mapping[str, Any]) -> None:
+        if cut := report.get("truncated_rows"):
+            self.warning(f"{cut:,} training rows are longer than {report['max_length']:,} tokens, and cut (max_length)")

@@ -105,6 +105,7 @@ class Classification:
     this process began.
     equivalence: None with --verify 0, and where no row could be compared.
     fallback: why a slower path runs than was planned, None if none does.
+    max_length: longest sequence in tokens, where longer ones were cut, and its reason.
     """
 
     model: str
@@ -118,6 +119,8 @@ class Classification:
     counts: Counts = Counts()
     equivalence: AnswerEquivalence | None = None
     fallback: str | None = None
+    max_length: int | None = None
+    max_length_reason: str | None = None
     notes: tuple[str, ...] = ()
     start_s: float | None = None
     wall_s: float | None = None

@@ -182,7 +182,8 @@ class ClassifyOptions:
     column_names: str | None = None
     """Names of the columns of CSV and TSV files without a header, separated by commas; implies --no-header."""
     max_length: int | None = None
-    """Longest sequence in tokens; longer ones are truncated, and counted. Default: the model's limit, at most 512."""
+    """Longest sequence in tokens; longer ones are truncated, and counted. Default: that of training, where brimful
+    trained the model, else the model's limit, at most 8192."""
 
     labels: str | None = None
     """Zero-shot with a model of natural-language inference: candidate labels, separated by commas, or `column:NAME` for

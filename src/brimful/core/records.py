@@ -32,6 +32,21 @@ class LabelSpace:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainedInputs:
+    """The inputs that a classifier was trained on, saved beside its weights and read where it is used.
+
+    text_column, pair_column, label_columns: names in the training data; pair_column is None for single texts.
+    max_length: longest sequence in tokens.
+    """
+
+    text_column: str
+    pair_column: str | None
+    label_columns: tuple[str, ...]
+    max_length: int
+    schema: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """Facts of one GPU. total_bytes by the driver; compute_capability such as (9, 0)."""
 

@@ -168,7 +168,8 @@ class Assembly:
     max_length: most tokens of a sequence. typical_length: mean length of the sequences to come, by which kernels are
     chosen. num_tokens: of the whole run, about. batches: lengths of the sequences of batches as they will come, given
     the most tokens of a micro-batch. schedule: (steps + 1,) learning rate by applied steps, None for a model that is
-    only read. cache: whether an equivalence check of the same architecture holds for it too.
+    only read. cache: whether an equivalence check of the same architecture holds for it too. shaped_length: longest
+    sequence that shapes are chosen for, None for max_length: of texts to read, the rare longer one has its own.
 
     precision: asked for, later with its fp8 products. budget: most tokens of a micro-batch.
     """
@@ -183,6 +184,7 @@ class Assembly:
     schedule: Tensor | None
     warn: Callable[[str], None]
     cache: bool = True
+    shaped_length: int | None = None
     execution: LayoutModel | None = None
     layout: Layout | None = None
     budget: int = 0
@@ -195,6 +197,11 @@ class Assembly:
     def device(self) -> torch.device:
         """Device that the model is to run on."""
         return self.precision.device
+
+    @property
+    def usual_length(self) -> int:
+        """Longest sequence that shapes are chosen for."""
+        return self.shaped_length or self.max_length
 
     @property
     def packing_wanted(self) -> bool:

@@ -68,7 +68,7 @@ class TokenBudget(Lever):
                 "tokens of a micro-batch; texts are put in order of length within a window, so that few are missing"
             )
             return cls(value=str(tokens), reason=reason, tokens=tokens, token_bytes=token_bytes)
-        budgets = choose_budgets(assembly.batches(tokens), tokens, assembly.max_length)
+        budgets = choose_budgets(assembly.batches(tokens), tokens, assembly.usual_length)
         return cls(
             value=", ".join(map(str, budgets.tokens)),
             reason=f"tokens of a micro-batch, from the data's lengths; {100 * budgets.fill:.1f} % filled",
@@ -94,7 +94,7 @@ class TokenBudget(Lever):
             assembly.layout = PackedLayout(
                 budgets=self.budgets,
                 num_slots=most_rows(assembly),
-                max_length=assembly.max_length,
+                max_length=assembly.usual_length,
                 padding_id=padding_id,
                 groups=False,
             )
@@ -130,7 +130,7 @@ def _largest(assembly: Assembly) -> int:
     """
     device = assembly.device
     if not assembly.training and device.type == "cpu":
-        return cpu_budget(assembly.model, assembly.max_length)
+        return cpu_budget(assembly.model, assembly.usual_length)
     token_bytes = _token_bytes(assembly.model.config, assembly.precision)
     if not assembly.training or device.type != "cuda" or token_bytes is None:
         return _DEFAULT[device.type]

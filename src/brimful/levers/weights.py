@@ -44,7 +44,7 @@ class Weights(Lever):
 
     def apply(self, assembly: Assembly) -> None:
         """Replace the Linear layers, unless the model computes something else then."""
-        model, longest = assembly.model, assembly.max_length
+        model, longest = assembly.model, assembly.usual_length
         rows = cpu_budget(model, longest)
         if not reorder_linears(model, assembly.precision.dtype, rows=rows, max_length=longest):
             assembly.drop(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from brimful.core.errors import printable
-from brimful.core.records import Run
+from brimful.core.records import Run, TrainedInputs
 from brimful.core.units import count_text, number_text, seconds_text, share_text
 
 _SHOWN_OPTIONS = (
@@ -14,21 +14,27 @@ _SHOWN_OPTIONS = (
 )  # fmt: skip
 
 
-def model_card(run: Run) -> str:
-    """The card of a finished run, as Markdown with the metadata block that the Hub reads."""
+def model_card(run: Run, inputs: TrainedInputs) -> str:
+    """The card of a finished run, as Markdown with the metadata block that the Hub reads. inputs: those of training."""
     metadata = "---\nlibrary_name: transformers\npipeline_tag: text-classification\ntags:\n- brimful\n---"
-    sections = [metadata, _head(run), _metrics(run), _data(run), _training(run), _again(run)]
+    sections = [metadata, _head(run, inputs), _metrics(run), _data(run, inputs), _training(run), _again(run)]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _head(run: Run) -> str:
+def _head(run: Run, inputs: TrainedInputs) -> str:
     names = ", ".join(_code(name) for name in run.labels.names)
     task = {"single_label": "one of", "multi_label": "any of", "regression": "the number"}[run.labels.task]
+    kind, asked = "A text classifier", '"a text"'
+    if inputs.pair_column is not None:
+        kind, asked = "A classifier of pairs of texts", '{"text": "a text", "text_pair": "its pair"}'
     return (
-        f"# {_text(run.model)}, fine-tuned\n\nA text classifier that answers {task} {names}. Fine-tuned from"
+        f"# {_text(run.model)}, fine-tuned\n\n{kind} that answers {task} {names}. Fine-tuned from"
         f" {_code(run.model)} with brimful {run.machine.versions.get('brimful', '')}.\n\n"
         "```python\nfrom transformers import pipeline\n\n"
-        'classify = pipeline("text-classification", model="path/to/this/folder")\nclassify("a text")\n```'
+        f'classify = pipeline("text-classification", model="path/to/this/folder", truncation=True)\n'
+        f"classify({asked})\n```\n\n"
+        f"`truncation=True` cuts texts at {inputs.max_length:,} tokens, as in training; `brimful classify` does so by"
+        " itself."
     )
 
 
@@ -40,10 +46,13 @@ def _metrics(run: Run) -> str:
     return f"## Metrics\n\nOn {count_text(held_out)} held-out rows:\n\n| metric | value |\n|---|---|\n{rows}"
 
 
-def _data(run: Run) -> str:
+def _data(run: Run, inputs: TrainedInputs) -> str:
     truncated = share_text(run.data.get("truncated_share"))
+    pair = "" if inputs.pair_column is None else f", its pair in {_code(inputs.pair_column)}"
+    labels = ", ".join(_code(name) for name in inputs.label_columns)
     return (
-        f"## Data\n\n{count_text(run.data.get('rows'))} training rows, sequences of at most "
+        f"## Data\n\nThe text is in column {_code(inputs.text_column)}{pair}, the label in {labels}."
+        f" {count_text(run.data.get('rows'))} training rows, sequences of at most "
         f"{run.data.get('max_length')} tokens ({truncated} truncated). Fingerprint (SHA-256 of the rows):"
         f" `{run.data_fingerprint}`."
     )

@@ -89,7 +89,7 @@ def concerns(record: Classification) -> list[str]:
         (counts.num_errors, "were not read or classified in full: see the column `error`", counts.first_errors),
         (counts.num_empty, "had no text, and have no answer", ()),
         (counts.num_unlabelled, "had no candidate labels, and have no answer", ()),
-        (counts.num_truncated, "were longer than the longest sequence, and were cut (--max-length)", ()),
+        (counts.num_truncated, f"were longer than {_longest(record)}, and were cut (--max-length)", ()),
     )
     for count, what, first in warnings:
         if count:
@@ -97,6 +97,13 @@ def concerns(record: Classification) -> list[str]:
             said.append(f"{part_text(count, counts.num_rows)} of {counts.num_rows:,} rows {singular}")
             said += [f"row {each.row:,} of {printable(each.file)}: {each.error}" for each in first]
     return said
+
+
+def _longest(record: Classification) -> str:
+    """The longest sequence and its reason; records of earlier versions have neither."""
+    if record.max_length is None:
+        return "the longest sequence"
+    return f"{record.max_length:,} tokens ({record.max_length_reason})"
 
 
 def _stages(record: Classification) -> list[str]:

@@ -180,6 +180,9 @@ class PackedLayout:
 
     def arrange(self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> Arranged:
         """One packed row a micro-batch, as few as fit."""
+        longest = max((len(sequence) for sequence in ids), default=0)
+        if longest > self.max_length:
+            return self._for_longer(longest).arrange(ids, types)
         found: Arranged = []
         for budget, members in pack([len(sequence) for sequence in ids], self.budgets):
             shape = PackedShape(
@@ -198,6 +201,12 @@ class PackedLayout:
             )
             found.append((inputs, members))
         return found
+
+    def _for_longer(self, longest: int) -> PackedLayout:
+        """The layout with room for a sequence longer than those that it was made for."""
+        room = 1 << (longest - 1).bit_length()
+        budgets = tuple(sorted({*self.budgets.tokens, room}))
+        return replace(self, max_length=room, budgets=replace(self.budgets, tokens=budgets))
 
     @property
     def most_tokens(self) -> int:

@@ -72,6 +72,7 @@ class ModelClassifier:
         self._precision = choose_forward_precision(options.precision, choose_device(options.device))
         self._checked = check_model(options)
         self._runner: Runner | None = None
+        self._warned_of_pairs = False
         self._tokens = _KeptTokens(lambda: self._checked.encoder, callbacks)
         self._zero_shot_tokens = _KeptTokens(lambda: self._pair_encoder.without_special_tokens(), callbacks)
         self._lock = threading.Lock()
@@ -139,10 +140,24 @@ class ModelClassifier:
         elif top_k != "" or function_to_apply is not None:
             raise OptionError("top_k and function_to_apply are not for zero-shot", hint="it gives all labels, ranked")
         window, given, originals = _window(texts, pairs, self._callbacks)
+        if labels is None:
+            self._compare_with_training(window)
         with self._lock:
             if labels is not None:
                 return self._zero_shot(window, given, originals, labels, multi_label, hypothesis_template)
             return self._answers(window, given, top_k=top_k, function_to_apply=function_to_apply)
+
+    def _compare_with_training(self, window: Texts) -> None:
+        """Warn once of pairs where the model was trained on single texts, or the other way round."""
+        inputs = self._checked.facts.inputs
+        if inputs is None or self._warned_of_pairs or (inputs.pair_column is None) == (window.pairs is None):
+            return
+        self._warned_of_pairs = True
+        if inputs.pair_column is None:
+            self._callbacks.warning("the model was trained on single texts, and pairs are given")
+            return
+        named = f"{printable(inputs.text_column)!r} with {printable(inputs.pair_column)!r}"
+        self._callbacks.warning(f"the model was trained on pairs, {named}, and single texts are given: use pairs=...")
 
     def logits(self, texts: Given, pairs: Sequence[Text] | Text = None) -> Logits:
         """(N, C) the model's raw outputs, in the order of its labels; NaN for a text that is None."""
@@ -207,15 +222,32 @@ class ModelClassifier:
         """Hands what was asked and answered to `keep`, part by part in order, in another thread."""
         if not len(window):
             return
-        runner, stages = self._ready_runner(request, window), Stages()
+        runner, stages, num_truncated = self._ready_runner(request, window), Stages(), 0
+
+        def write(_: Texts, asked: Asked, logits: Logits) -> None:
+            nonlocal num_truncated
+            num_truncated += int(asked.truncated_N.sum())
+            keep(asked, logits)
+
         size = WindowSize.on(self._precision.device.type, sequences_per_row=request.sequences_per_row)
         run_stages(
             size.cut(window),
             tokenise=lambda part: request.submit(part, stages.tokenise),
             compute=lambda asked: runner.submit(asked.sequences),
-            write=lambda _, asked, logits: keep(asked, logits),
+            write=write,
             stages=stages,
             stop=lambda: False,
+        )
+        if num_truncated:
+            self._tell_of_cut(num_truncated, len(window))
+
+    def _tell_of_cut(self, num_truncated: int, num_texts: int) -> None:
+        """A warning; where the length was asked for, a note."""
+        longest = self._checked.longest
+        tell = self._callbacks.note if longest.asked else self._callbacks.warning
+        tell(
+            f"{num_truncated:,} of {num_texts:,} texts {'was' if num_truncated == 1 else 'were'} longer than"
+            f" {longest.tokens:,} tokens ({longest.reason}), and cut there; max_length sets another length"
         )
 
     def _ready_runner(self, request: Request, window: Texts) -> Runner:

@@ -148,8 +148,10 @@ def _look(options: ClassifyOptions, callbacks: Callbacks) -> _Given:
         callbacks.warning(warning)
     if options.output is not None:
         check_output(Path(options.output), options.data, map(Path, rows.files))
-    reading = Reading.of(rows.sample, options)
+    reading = Reading.of(rows.sample, options, checked.facts.inputs)
     report_columns(reading.columns, callbacks)
+    if reading.doubt is not None:
+        callbacks.warning(reading.doubt)
     sample, row_bytes = _first_texts(rows, reading, max(_SAMPLE_TEXTS, options.verify))
     return _Given(precision=precision, checked=checked, rows=rows, reading=reading, sample=sample, row_bytes=row_bytes)
 
@@ -337,6 +339,11 @@ class _Pass:
         texts = [printable(error, 200) for error in errors.take(rows).to_pylist()]
         return tuple(RowError(file=file, row=row, error=text) for (file, row), text in zip(places, texts, strict=True))
 
+    def _notes(self) -> tuple[str, ...]:
+        """Guesses, likely mistakes, and what was decided about files."""
+        guessed = (self._request.form.guess, self._given.reading.doubt)
+        return tuple(filter(None, (*guessed, *self._rows.warnings, *self._rows.notes)))
+
     def record(
         self, command: str, equivalence: AnswerEquivalence | None, fallback: str | None, start_s: float
     ) -> Classification:
@@ -360,7 +367,9 @@ class _Pass:
             counts=everything,
             equivalence=equivalence,
             fallback="; ".join(slower) or None,
-            notes=tuple(filter(None, (self._request.form.guess, *self._rows.warnings, *self._rows.notes))),
+            max_length=self._given.checked.max_length,
+            max_length_reason=self._given.checked.longest.reason,
+            notes=self._notes(),
             start_s=start_s,
             wall_s=self._wall_s,
             texts_per_s=counts.num_rows / wall_s,

@@ -19,7 +19,7 @@ from brimful.core.options import ClassifyOptions, ExecutionChoice
 from brimful.core.records import LabelSpace, Recipe
 from brimful.data.tokens.encoder import Encoder, Tokens
 from brimful.engine.assemble import LEVERS
-from brimful.engine.prepare import longest_sequence
+from brimful.engine.prepare import Longest, longest_to_read
 from brimful.hardware.probe import device_name
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.lever import Assembly
@@ -51,6 +51,8 @@ class Result(Protocol):
 
 #: Batches, filled to the budget, of texts like the first ones, by which budgets are chosen where those are few.
 _FULL_BATCHES = 4
+#: Shapes are chosen for sequences of this many tokens at least, and for longer ones where the first texts have them.
+_USUAL_LENGTH = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,12 @@ class Checked:
     space: LabelSpace
     tokenizer: Any
     encoder: Encoder
-    max_length: int
+    longest: Longest
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence in tokens."""
+        return self.longest.tokens
 
 
 def check_model(options: ClassifyOptions) -> Checked:
@@ -75,12 +82,10 @@ def check_model(options: ClassifyOptions) -> Checked:
             f"{printable(options.model)} has no classification head: {facts.head_note}",
             hint="fine-tune it first: brimful train",
         )
-    max_length = longest_sequence(options.max_length, facts, options.model)
+    longest = longest_to_read(options.max_length, facts, options.model)
     tokenizer = load_tokenizer(facts)
-    encoder = Encoder.from_tokenizer(tokenizer, max_length, with_types=has_token_types(facts.config))
-    return Checked(
-        facts=facts, space=label_space(facts.config), tokenizer=tokenizer, encoder=encoder, max_length=max_length
-    )
+    encoder = Encoder.from_tokenizer(tokenizer, longest.tokens, with_types=has_token_types(facts.config))
+    return Checked(facts=facts, space=label_space(facts.config), tokenizer=tokenizer, encoder=encoder, longest=longest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +130,7 @@ def make_runner(
         model=load_model(checked.facts, checked.space, head="kept", seed=0).requires_grad_(False),
         precision=precision,
         max_length=checked.max_length,
+        shaped_length=_shaped_length(lengths_N, checked.max_length),
         typical_length=round(float(lengths_N.mean())) if len(lengths_N) else 1,
         num_tokens=num_tokens,
         batches=lambda budget: _batches_like(lengths_N, budget, most_rows(assembly)),
@@ -140,6 +146,12 @@ def make_runner(
         packing=assembly.lever(Packing),
         execution=cast(ExecutionChoice, assembly.lever(ExecutionMode).value),
     )
+
+
+def _shaped_length(lengths_N: np.ndarray, max_length: int) -> int:
+    """The longest sequence that shapes are chosen for: a model that takes 8,192 tokens is seldom given so many."""
+    longest = int(lengths_N.max(initial=1))
+    return min(max_length, max(_USUAL_LENGTH, 1 << (longest - 1).bit_length()))
 
 
 def _batches_like(lengths_N: np.ndarray, budget: int, rows: int) -> Sequence[np.ndarray]:
@@ -163,7 +175,7 @@ def _forward(assembly: Assembly) -> Forward:
         execution,
         assembly.precision,
         budget=assembly.budget,
-        longest=assembly.max_length,
+        longest=assembly.usual_length,
         padding_id=padding_id_of(assembly.model.config),
         typical_length=assembly.typical_length,
         recorder=GraphPool(assembly.device) if mode.captured else None,

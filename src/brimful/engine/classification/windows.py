@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from brimful.core.classification import LENGTH_ENDS, Counts
-from brimful.core.errors import OptionError
-from brimful.core.options import ClassifyOptions
+from brimful.core.errors import OptionError, printable
+from brimful.core.options import ClassifyOptions, split_names
+from brimful.core.records import TrainedInputs
 from brimful.data.labels.columns import Columns, check_exists, find_columns
 from brimful.data.labels.examples import has_text
 from brimful.data.readers.rows import Rows
@@ -86,15 +87,20 @@ class WindowSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Columns to read. labels: the one with the candidate labels of each row, None if all have the same."""
+    """Columns to read. labels: the one with the candidate labels of each row, None if all have the same.
+
+    doubt: a likely mistake, in words.
+    """
 
     columns: Columns
     labels: str | None
+    doubt: str | None = None
 
     @classmethod
-    def of(cls, sample: Rows, options: ClassifyOptions) -> Reading:
-        """The columns that the options name, else those that the first rows look like.
+    def of(cls, sample: Rows, options: ClassifyOptions, inputs: TrainedInputs | None) -> Reading:
+        """The columns that the options name, else those of training, else those that the first rows look like.
 
+        inputs: those that the model was trained on, None where it is not known.
         Raises: DataError for a column that is not there, OptionError for a pair in zero-shot.
         """
         asked = options.labels or ""
@@ -103,15 +109,19 @@ class Reading:
             raise OptionError("--pair-column and --labels are both given", hint="zero-shot reads one text a row")
         if labels is not None:
             check_exists(sample, labels, "--labels")
-        columns = find_columns(
-            sample, text=options.text_column, pair=options.pair_column, label=labels, need_labels=False
-        )
+        doubt = None
+        if options.labels is None and inputs is not None:
+            columns, doubt = _columns_as_in_training(sample, options, inputs)
+        else:
+            columns = find_columns(
+                sample, text=options.text_column, pair=options.pair_column, label=labels, need_labels=False
+            )
         if options.labels is not None:
             reasons = {role: why for role, why in columns.reasons.items() if role != "pair"}
             if columns.pair is not None and options.text_column is None:
                 reasons["text"] = f"by name; {columns.pair!r} is not read: zero-shot asks about one text a row"
             columns = replace(columns, pair=None, reasons=reasons)
-        return cls(columns=columns, labels=columns.labels[0] if labels is not None else None)
+        return cls(columns=columns, labels=columns.labels[0] if labels is not None else None, doubt=doubt)
 
     def only(self, table: pa.Table) -> pa.Table:
         """The columns that are read."""
@@ -156,6 +166,44 @@ class Reading:
     def _window(self, table: pa.Table) -> Window:
         texts, faults = self._read(table, _one_chunk(table[_FAULTS]))
         return Window(table=table.drop_columns([_FAULTS]), faults=faults, texts=texts)
+
+
+def _columns_as_in_training(
+    sample: Rows, options: ClassifyOptions, inputs: TrainedInputs
+) -> tuple[Columns, str | None]:
+    """Columns of training where the input has them, for what the options do not name; and a likely mistake, in words.
+
+    A pair is read where the model was trained on pairs, or where one is named.
+    """
+    text, pair = options.text_column, options.pair_column
+    reasons = {}
+    if text is None and _has_text_column(sample, inputs.text_column):
+        text, reasons["text"] = inputs.text_column, "as in training"
+    if pair is None and inputs.pair_column is not None and _has_text_column(sample, inputs.pair_column):
+        pair, reasons["pair"] = inputs.pair_column, "as in training"
+    found = find_columns(sample, text=text, pair=pair, need_labels=False)
+    reasons = {role: reasons.get(role, why) for role, why in found.reasons.items()}
+    if reasons["text"] not in ("given", "as in training"):
+        reasons["text"] += f"; the model was trained on {printable(inputs.text_column)!r}, which is not here"
+    doubt = None
+    if inputs.pair_column is None and found.pair is not None:
+        if options.pair_column is None:
+            reasons.pop("pair")
+            reasons["text"] += f"; {printable(found.pair)!r} is not read: the model was trained on single texts"
+            found = replace(found, pair=None)
+        else:
+            doubt = "the model was trained on single texts, and pairs are given (--pair-column)"
+    if inputs.pair_column is not None and found.pair is None:
+        named = f"{printable(inputs.text_column)!r} with {printable(inputs.pair_column)!r}"
+        doubt = f"the model was trained on pairs, {named}, and no second text is read here; --pair-column names it"
+    return replace(found, reasons=reasons), doubt
+
+
+def _has_text_column(sample: Rows, name: str) -> bool:
+    """True if there is a column of text of this name, or several where the name is that of several."""
+    kinds = {field.name: field.type for field in sample.table.schema}
+    parts = [name] if name in kinds else split_names(name)
+    return all(part in kinds and pa.types.is_large_string(kinds[part]) for part in parts)
 
 
 def answered(

@@ -439,8 +439,9 @@ class _Loop:
         )
         self._built.step.release()
         self._built.model.eval()
-        prepared, card = self._prepared, model_card(run)
-        save_model(self._built.model, prepared.tokenizer, prepared.space, self._folder.model, card)
+        prepared, card = self._prepared, model_card(run, self._prepared.inputs)
+        folder = self._folder.model
+        save_model(self._built.model, prepared.tokenizer, prepared.space, folder, card, prepared.inputs)
         self._events.write("finished", step=state.applied, metrics=metrics)
         self._folder.write(run)
         self._callbacks.finished(run, str(self._folder.path))

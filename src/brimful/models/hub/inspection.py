@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from brimful.core.atomic_files import path_text
 from brimful.core.errors import ModelError, printable
+from brimful.core.records import TrainedInputs
 from brimful.core.units import count_text
 from brimful.models.hub.model_config import build_config, read_config
 from brimful.models.hub.quiet import first_line, quiet_transformers
 from brimful.models.hub.resolve import find_folder
+from brimful.models.hub.trained_inputs import read_trained_inputs
 from brimful.models.hub.weight_files import AGAIN, Weights, find_weights, refuse_lfs_pointer
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class ModelFacts:
     max_positions: longest sequence in tokens; None if the positions are relative and have no limit.
     weight_bytes: of the files, in their own dtype. num_parameters: with a head of as many outputs as in config.json.
     runs_own_code: the model is built by Python code that came with it.
+    inputs: those that brimful trained it on; None where it did not.
     """
 
     name: str
@@ -65,6 +68,7 @@ class ModelFacts:
     weight_bytes: int
     num_parameters: int
     runs_own_code: bool
+    inputs: TrainedInputs | None = None
 
 
 def inspect_model(name: str, *, trust_remote_code: bool, allow_pickle: bool) -> ModelFacts:
@@ -95,6 +99,7 @@ def inspect_model(name: str, *, trust_remote_code: bool, allow_pickle: bool) -> 
         weight_bytes=weights.total_bytes,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         runs_own_code=own_code,
+        inputs=read_trained_inputs(folder),
     )
 
 

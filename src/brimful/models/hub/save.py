@@ -20,9 +20,10 @@ from brimful.core.atomic_files import (
     replace_folder,
     temporary_path,
 )
-from brimful.core.records import LabelSpace
+from brimful.core.records import LabelSpace, TrainedInputs
 from brimful.models.hub.load import config_for
 from brimful.models.hub.quiet import quiet_transformers
+from brimful.models.hub.trained_inputs import write_trained_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -31,9 +32,17 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, space: LabelSpace, folder: Path, card: str
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    space: LabelSpace,
+    folder: Path,
+    card: str,
+    inputs: TrainedInputs | None = None,
 ) -> None:
     """Write weights (fp32 safetensors), configuration, tokenizer and README.md (`card`) as `folder`.
+
+    inputs: those of training, in brimful.json; their longest sequence is the tokenizer's too, so that transformers'
+    `truncation=True` cuts where training did.
 
     Until all of it is on the disk, `folder` is what it was before: not there, or an older model. `model` is left as it
     is; how it runs (its attention) is not saved.
@@ -44,7 +53,7 @@ def save_model(
     try:
         with file_errors(folder), _system_errors(), quiet_transformers():
             make_folder(folder.parent)
-            _write(model, tokenizer, space, temporary, card)
+            _write(model, tokenizer, space, temporary, card, inputs)
             replace_folder(temporary, folder)
             for path in list(folder.parent.iterdir()):  # left by saves that were killed
                 if path.name.startswith(f"{TEMPORARY}{folder.name}-") or path.name == REPLACED + folder.name:
@@ -56,8 +65,9 @@ def save_model(
 
 
 def _write(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, space: LabelSpace, folder: Path, card: str
-) -> None:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, space: LabelSpace, folder: Path, card: str,
+    inputs: TrainedInputs | None,
+) -> None:  # fmt: skip
     folder.mkdir()
     state = {
         name: tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
@@ -68,7 +78,14 @@ def _write(
     config.dtype = torch.float32
     config._attn_implementation = None
     config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    whole_length = tokenizer.model_max_length
+    try:
+        if inputs is not None:
+            tokenizer.model_max_length = inputs.max_length
+            write_trained_inputs(folder, inputs)
+        tokenizer.save_pretrained(folder)
+    finally:
+        tokenizer.model_max_length = whole_length
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
