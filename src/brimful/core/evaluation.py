@@ -1,0 +1,119 @@
+"""The record of an evaluation: metrics with intervals, scores by label, calibration, baselines, findings in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from brimful.core.records import LabelSpace, Machine, Recipe
+
+#: Metrics that are better when lower; of all others more is better.
+LOWER_IS_BETTER = frozenset({"loss", "log_loss", "brier", "ece", "mse", "rmse", "mae"})
+#: The metric of each task by which models are compared in words.
+MAIN_METRIC = {"single_label": "accuracy", "multi_label": "f1_micro", "regression": "r2"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A number and its interval. None: not defined on these rows, or not known."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelScore:
+    """One label of many, or one output of a regression.
+
+    support: rows that have the label. given: rows that the model gives it. auc: of this label against all others.
+    """
+
+    name: str
+    support: int
+    given: int
+    metrics: Mapping[str, Metric]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confused:
+    """Rows whose label is `truth`, and which the model gives `label`."""
+
+    truth: str
+    label: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReliabilityBin:
+    """Answers with a confidence from `low` to `high`: how sure they are on average, and how many are right.
+
+    Of a regression: predictions from `low` to `high`, their mean, and the mean of the targets.
+    """
+
+    low: float
+    high: float
+    count: int
+    predicted: float
+    observed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """A simple model on the same rows.
+
+    num_rows: rows that it learned from. train_s: seconds that it took.
+    note: a limit that it ran under, such as a sample of the training rows.
+    """
+
+    name: str
+    answer: str | None = None
+    metrics: Mapping[str, float | None]
+    num_rows: int
+    train_s: float = 0.0
+    note: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intervals:
+    """Method of the intervals. level: share of repeated samples whose interval covers the true value."""
+
+    method: str
+    level: float = 0.95
+    resamples: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A classifier on rows whose labels are known.
+
+    data: what the rows are from. num_rows: rows that count. left_out: rows that do not, by reason.
+    labels: what answers can be, in the model's order. confusion: truth and answer, for a single label; only pairs that
+    occur. reliability: answers by confidence. score_rows: rows that AUC and rank correlation are of, if not all.
+    findings: what stands out, in words, the gravest first. notes: what was decided about the data.
+    predictions: file with the answer of each row, None if there is none.
+    """
+
+    model: str
+    data: str
+    command: str
+    labels: LabelSpace
+    num_rows: int
+    metrics: Mapping[str, Metric]
+    intervals: Intervals
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    by_label: tuple[LabelScore, ...] = ()
+    confusion: tuple[Confused, ...] = ()
+    reliability: tuple[ReliabilityBin, ...] = ()
+    score_rows: int | None = None
+    baselines: tuple[Baseline, ...] = ()
+    findings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    predictions: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Recipe | None = None
+    machine: Machine | None = None
+    wall_s: float | None = None
+    schema: int = 1

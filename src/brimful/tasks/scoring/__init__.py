@@ -1,0 +1,1 @@
+"""Scores of a classifier on labelled rows: sums in a stream, intervals by resampling them, and simple baselines."""
