@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
@@ -113,6 +114,9 @@ class TrainOptions:
     """auto: run packed, without padding, if the equivalence check passes on this model. off: padded batches."""
     token_budget: int | None = None
     """Most tokens of a micro-batch. Default: chosen from the data's lengths and the device."""
+    gradient_checkpointing: str = "none"
+    """Layers whose activations are computed again in the backward pass instead of being kept: `none`, `full` or
+    `every-N` (every N-th layer). Less memory, the same gradient."""
     execution: ExecutionChoice = "auto"
     """Launch mode on a GPU. eager: one kernel after another; captured: CUDA graphs; compiled: CUDA graphs of compiled
     layers. auto: captured, or compiled if the run is long enough to save time."""
@@ -147,6 +151,10 @@ class TrainOptions:
         _check_numbers(self, below_one, lambda value: 0 <= value < 1, "at least 0 and below 1")
         _check_numbers(self, ("seed",), lambda value: value < 1 << 63, "below 2^63")
         _check_numbers(self, ("warmup_ratio",), lambda value: 0 <= value <= 1, "between 0 and 1")
+        if not re.fullmatch(r"none|full|every-[1-9]\d{0,5}", self.gradient_checkpointing):
+            raise _refused(
+                self, "gradient_checkpointing", self.gradient_checkpointing, "none, full, or every-N as every-2"
+            )
         if self.warmup_ratio is not None and self.warmup_steps is not None:
             raise OptionError("--warmup-ratio and --warmup-steps are both given", hint="give one of them")
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:

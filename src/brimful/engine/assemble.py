@@ -19,6 +19,7 @@ from brimful.data.tokens.augment import Augmenter
 from brimful.engine.prepare import Prepared
 from brimful.hardware.probe import device_name
 from brimful.levers.attention import Attention
+from brimful.levers.checkpointing import Checkpointing, seeds_dropout
 from brimful.levers.dropout import Dropout
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.float8 import Float8
@@ -37,7 +38,8 @@ from brimful.tasks.task import Task
 
 #: All levers, in the order of their lines in the recipe.
 LEVERS: tuple[type[Lever], ...] = (
-    *(Packing, TokenBudget, PrecisionLever, Float8, Optimizer, Attention, Weights, ExecutionMode, Dropout),
+    *(Packing, TokenBudget, Checkpointing, PrecisionLever, Float8, Optimizer, Attention, Weights, ExecutionMode),
+    Dropout,
 )
 #: Batches looked at to choose token budgets.
 _LOOKED_AT = 2000
@@ -119,12 +121,13 @@ def assemble(
         CapturedStep(
             *parts,
             seed=assembly.seed,
+            seeded_dropout=seeds_dropout(assembly),
             most_tokens=layout.most_tokens,
             fused=mode.compiled and mode.fused,
             note=assembly.warn,
         )
         if mode.captured
-        else Step(*parts, seed=assembly.seed)
+        else Step(*parts, seed=assembly.seed, seeded_dropout=seeds_dropout(assembly))
     )
     return Assembled(
         model=assembly.model,

@@ -30,8 +30,10 @@ from brimful.engine.prepare import DEFAULT_MAX_LENGTH
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_precision
 from brimful.models.hub.inspection import max_positions
+from brimful.models.model_stats import layers_of
 from brimful.models.packed.layer_calls import remove_calls
 from brimful.models.packed.packed_forward import has_token_types
+from brimful.models.packed.recompute import keep_all
 from brimful.step.state import StepState
 from brimful.step.step import Pending
 from brimful.tasks.task import make_task
@@ -44,6 +46,7 @@ OPTIONS = (
     *("task", "max_length", "batch_size", "learning_rate", "warmup_steps", "warmup_ratio", "lr_scheduler_type"),
     *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "label_smoothing_factor"),
     *("seed", "precision", "device", "packing", "token_budget", "execution"),
+    "gradient_checkpointing",
 )
 _PROBLEMS: dict[str, TaskName] = {
     "regression": "regression",
@@ -172,6 +175,7 @@ class Step:
         self._built.step.release()
         self._built.model.set_attn_implementation(attention)
         remove_calls(self._built.model)
+        keep_all(list(layers_of(self._built.model) or ()))
         restore_modes()
         return self._built.model
 

@@ -39,7 +39,8 @@ class ForwardContext:
     half_residuals: sums between post-norm layers are kept in the dtype of products, as Hugging Face's models in half
     precision keep them, and not in fp32 as under autocast; norms compute in fp32 either way
     (docs/concepts/exactness.md). float8: the products that are taken in fp8. side_stream: where gradients of weights
-    may be computed. compiled: False to run compiled layers as they were. inputs: the packed row, where it is one.
+    may be computed. compiled: False to run compiled layers as they were. seeded_dropout: whether dropout of a model's
+    own code is drawn by sites too: in layers that are recomputed. inputs: the packed row, where it is one.
     pooled_S: places of the tokens that what follows attention in the last layer is given, None for all.
     sites: of dropout. layer, places: the layer that runs, and the numbers of its uses of dropout.
     """
@@ -48,6 +49,7 @@ class ForwardContext:
     float8: Plan | None = None
     side_stream: SideStream | None = None
     compiled: bool = True
+    seeded_dropout: bool = False
     inputs: PackedInputs | None = None
     pooled_S: Tensor | None = None
     sites: DropoutSites = field(default_factory=DropoutSites)

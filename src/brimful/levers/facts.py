@@ -72,10 +72,12 @@ class AttentionKernels:
 def kernels_of(assembly: Assembly) -> AttentionKernels:
     """Return the kernels that an assembly's layers would be given in packed rows.
 
-    Those of training are timed; answers must be the same bytes wherever a classification is resumed.
+    Those of training are timed; answers must be the same bytes wherever a classification is resumed. Layers that are
+    recomputed are given ours: others draw masks by the place in torch's random stream.
     """
     model, precision, length = assembly.model, assembly.precision, assembly.typical_length
-    measured = measure_attention(model, precision, length) if assembly.training and assembly.packing_wanted else None
+    timed = assembly.training and assembly.packing_wanted and assembly.options.gradient_checkpointing == "none"  # type: ignore[union-attr]
+    measured = measure_attention(model, precision, length) if timed else None
     return choose_kernels(model.config, precision, length, measured)
 
 

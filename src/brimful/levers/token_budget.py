@@ -10,13 +10,13 @@ import torch
 from brimful.data.batches.batch import PackedLayout, PaddedLayout
 from brimful.data.batches.packing import TILE, Budgets, choose_budgets
 from brimful.data.batches.padding import PaddedShapes
+from brimful.levers.checkpointing import Checkpointing
 from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import Packing
 from brimful.levers.padded_rows import padded_shapes
 from brimful.levers.weights import cpu_budget
 from brimful.models.packed.packed_forward import padding_id_of
-from brimful.step.precision import Precision
 
 #: Most tokens of a micro-batch unless --token-budget says otherwise: on a GPU enough to fill it, in training on a CPU
 #: few enough to stay near the caches.
@@ -53,7 +53,7 @@ class TokenBudget(Lever):
         """Choose sizes that the lengths of batches to come fill well, for training as many as are needed."""
         packing, verdict = assembly.lever(Packing), cls.supports(assembly)
         tokens = assembly.options.token_budget or _largest(assembly)
-        token_bytes = _token_bytes(assembly.model.config, assembly.precision) or 0
+        token_bytes = _token_bytes(assembly) or 0
         if not packing.packed:
             shapes, reason = padded_shapes(assembly, tokens, most_rows(assembly))
             return cls(
@@ -131,20 +131,27 @@ def _largest(assembly: Assembly) -> int:
     device = assembly.device
     if not assembly.training and device.type == "cpu":
         return cpu_budget(assembly.model, assembly.usual_length)
-    token_bytes = _token_bytes(assembly.model.config, assembly.precision)
+    token_bytes = _token_bytes(assembly)
     if not assembly.training or device.type != "cuda" or token_bytes is None:
         return _DEFAULT[device.type]
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return max(TILE, min(_DEFAULT["cuda"], free_bytes // 2 // token_bytes // TILE * TILE))
 
 
-def _token_bytes(config: Any, precision: Precision) -> int | None:
+def _token_bytes(assembly: Assembly) -> int | None:
     """Bytes of activations of a token that a backward pass needs; None for an unknown size of the model.
 
     34 bytes a hidden unit and layer in half precision (Korthikanti et al. 2022, without the scores that variable-length
-    attention does not keep), a third more for what the formula leaves out.
+    attention does not keep), a third more for what the formula leaves out. Layers that are recomputed keep their input,
+    in fp32 at most, and one of them at a time is whole.
     """
+    config: Any = assembly.model.config
     width, depth = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
     if not isinstance(width, int) or not isinstance(depth, int):
         return None
-    return 45 * width * depth * (precision.dtype.itemsize // 2)
+    whole = 45 * width * (assembly.precision.dtype.itemsize // 2)
+    recomputed = assembly.find(Checkpointing)
+    if recomputed is None:
+        return whole * depth
+    again = round(depth * recomputed.share)
+    return whole * min(depth, depth - again + 1) + 4 * width * again

@@ -57,9 +57,14 @@ class Precision:
         with self.apply(), torch.autocast(self.device.type, self.half or torch.bfloat16, enabled=self.half is not None):
             yield
 
-    def context(self, side_stream: SideStream | None = None) -> ForwardContext:
-        """A context for one forward pass. side_stream: for gradients of weights."""
-        return ForwardContext(half_residuals=self.half is not None, float8=self.plan, side_stream=side_stream)
+    def context(self, side_stream: SideStream | None = None, *, seeded_dropout: bool = False) -> ForwardContext:
+        """A context for one forward pass. side_stream: for gradients of weights. seeded_dropout: as there."""
+        return ForwardContext(
+            half_residuals=self.half is not None,
+            float8=self.plan,
+            side_stream=side_stream,
+            seeded_dropout=seeded_dropout,
+        )
 
     def after_update(self) -> None:
         """Make fp8 copies of the new weights."""

@@ -83,10 +83,23 @@ class Pending:
 
 
 class Step:
-    """One optimizer step of one model, eager. State that training must keep is in its `update`."""
+    """One optimizer step of one model, eager. State that training must keep is in its `update`.
 
-    def __init__(self, execution: LayoutModel, task: Task, update: Update, precision: Precision, *, seed: int) -> None:
+    seeded_dropout: whether dropout of the model's own code is drawn by its place in the pass, as ours is.
+    """
+
+    def __init__(
+        self,
+        execution: LayoutModel,
+        task: Task,
+        update: Update,
+        precision: Precision,
+        *,
+        seed: int,
+        seeded_dropout: bool = False,
+    ) -> None:
         self.execution, self.task, self.update, self.precision, self.seed = execution, task, update, precision, seed
+        self.seeded_dropout = seeded_dropout
         self.device = self.update.device
         self._random = RandomStream(self.device)
 
@@ -141,7 +154,8 @@ class Step:
     def loss_rows_S(self, micro: MicroBatch) -> Tensor:
         """Each slot's addend to the loss sum; 0 in empty slots."""
         with self.precision.autocast():
-            logits_SC = self.execution(micro.inputs, self.precision.context(self.update.side_stream)).logits
+            context = self.precision.context(self.update.side_stream, seeded_dropout=self.seeded_dropout)
+            logits_SC = self.execution(micro.inputs, context).logits
         if logits_SC.dtype != torch.float64:
             logits_SC = logits_SC.float()
         rows_S = self.task.loss_rows_S(logits_SC, micro.targets_S)

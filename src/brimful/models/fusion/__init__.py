@@ -30,6 +30,7 @@ from brimful.core.errors import printable
 from brimful.kernels.attention import distance_bias
 from brimful.kernels.forward_context import current
 from brimful.kernels.layers import postnorm_ops, prenorm_ops
+from brimful.kernels.layers.seeded_dropout import SeededDropout
 from brimful.models.fusion import postnorm, prenorm
 from brimful.models.fusion.nodes import is_parameter
 
@@ -73,7 +74,14 @@ def layer_backend(
         raise
     except Exception as refusal:  # whatever the compiler cannot do here, the layer runs without it
         note(f"a layer runs uncompiled: {printable(refusal)}")
-    return compiled
+
+    def run(*arguments: Any) -> Any:
+        if not current().seeded_dropout:
+            return compiled(*arguments)
+        with SeededDropout():  # what the compiler makes of dropout cannot be drawn again
+            return graph_module(*arguments)
+
+    return run
 
 
 def embedding_backend(graph_module: GraphModule, inputs: Sequence[Any], *, before_fused: bool) -> Callable[..., Any]:

@@ -54,7 +54,8 @@ class LayerCall:
         if self._number is not None:
             context = context.layer(self._number)
         compiled = self.compiled if context.compiled else None
-        with context.active(), self._shortened(context):
+        dropout = _own_dropout() if compiled is None and context.seeded_dropout else nullcontext()
+        with context.active(), self._shortened(context), dropout:
             return (compiled or module._call_impl)(*args, **kwargs)
 
     @contextmanager
@@ -99,3 +100,11 @@ def many_compiled_forms(layers: Sequence[nn.Module]) -> AbstractContextManager[A
     config: Any = torch._dynamo.config
     patched: AbstractContextManager[Any] = config.patch(recompile_limit=max(config.recompile_limit, _MOST_COMPILED))
     return patched
+
+
+def _own_dropout() -> AbstractContextManager[Any]:
+    """Within, dropout of a model's own code is drawn by its place in the pass."""
+    # Triton comes with torch for GPUs, and is missing beside torch for CPUs.
+    from brimful.kernels.layers.seeded_dropout import SeededDropout
+
+    return SeededDropout()

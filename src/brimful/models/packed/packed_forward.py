@@ -157,11 +157,15 @@ class PaddedModel(LayoutModel):
             model.set_attn_implementation("eager")
         self._takes_types = has_token_types(model.config)
         self._settings = _without_cache(model.forward)
+        self._layers = list(layers_of(model) or ())
 
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
         assert isinstance(inputs, PaddedInputs)
         types = {"token_type_ids": inputs.types_RL} if self._takes_types and inputs.types_RL is not None else {}
-        outputs = self.model(input_ids=inputs.ids_RL, attention_mask=inputs.mask_RL, **types, **self._settings)
+        if any(getattr(layer, "gradient_checkpointing", False) for layer in self._layers):
+            place_calls(self._layers, None, None)  # each is recomputed in its context
+        with (context or ForwardContext()).active():
+            outputs = self.model(input_ids=inputs.ids_RL, attention_mask=inputs.mask_RL, **types, **self._settings)
         return ForwardOutputs(logits=outputs.logits)
 
 
