@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import OptionError
+from brimful.core.errors import ModelError, OptionError, printable
 from brimful.core.options import TrainOptions
 from brimful.core.records import LabelSpace, TrainedInputs
 from brimful.core.units import count_text
@@ -28,7 +28,7 @@ from brimful.data.readers.header import Header
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import can_have_header, read_rows
 from brimful.data.tokens.augment import load_transform
-from brimful.data.tokens.encoder import Encoder, Tokens, tokenize
+from brimful.data.tokens.encoder import OTHER_TOKENIZER, Encoder, Tokens, tokenize
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
 from brimful.models.hub.label_alignment import Alignment, align_labels
 from brimful.models.packed.packed_forward import has_token_types
@@ -96,7 +96,7 @@ def prepare(options: TrainOptions, callbacks: Callbacks) -> Prepared:
     facts = inspect_model(options.model, trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle)
     tokenizer = load_tokenizer(facts)
     max_length = longest_sequence(options.max_length, facts, options.model)
-    encoder = Encoder.from_tokenizer(tokenizer, max_length, with_types=has_token_types(facts.config))
+    encoder = make_encoder(tokenizer, facts, max_length)
     if options.transform is not None:
         load_transform(options.transform)
     callbacks.stage(f"reading {options.data}")
@@ -144,6 +144,18 @@ def prepare(options: TrainOptions, callbacks: Callbacks) -> Prepared:
         data_fingerprint=fingerprint,
         report=report,
     )
+
+
+def make_encoder(tokenizer: Any, facts: ModelFacts, max_length: int) -> Encoder:
+    """The encoder of a model's texts.
+
+    Raises: ModelError if the tokenizer frames every text with tokens that the model has no embeddings of.
+    """
+    with_types, num_embedded = has_token_types(facts.config), facts.num_embedded
+    encoder = Encoder.from_tokenizer(tokenizer, max_length, with_types=with_types, num_embedded=num_embedded)
+    for said in encoder.beyond_vocabulary(encoder.encode([""])).values():
+        raise ModelError(f"{printable(facts.name)}: in every text, {said}", hint=OTHER_TOKENIZER)
+    return encoder
 
 
 def longest_sequence(asked: int | None, facts: ModelFacts, model: str) -> int:

@@ -349,7 +349,7 @@ def test_company_changes_a_logit_by_rounding_only(
         }
     for company, logits_NC in others.items():
         print(f"{family}, {packing}, {precision}, {company}: {np.abs(logits_NC - alone_NC).max():.2g}")
-        assert np.abs(logits_NC - alone_NC).max() < NEIGHBOURS[precision], company
+        assert np.abs(logits_NC - alone_NC).max() <= NEIGHBOURS[precision], company
         second_N, best_N = np.sort(alone_NC, axis=1)[:, -2:].T
         is_tie_N = (precision != "fp32") & (best_N - second_N < 2 * NEIGHBOURS[precision])
         assert (is_tie_N | (logits_NC.argmax(axis=1) == alone_NC.argmax(axis=1))).all(), company

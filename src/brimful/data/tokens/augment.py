@@ -21,7 +21,7 @@ import numpy as np
 
 from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, OptionError, printable
-from brimful.data.tokens.encoder import Encoder, Tokens
+from brimful.data.tokens.encoder import OTHER_TOKENIZER, Encoder, Tokens
 
 Transform = Callable[[str, random.Random], str]
 
@@ -134,6 +134,8 @@ def _work(seed: int, epoch: int, samples: list[int], texts: list[str], pairs: li
         empty = int(found.lengths.argmin())
         said = f"the transform left no token the tokenizer knows: it gave {printable(changed[0][empty])!r}"
         raise DataError(said, value=texts[empty], hint="return the text as it was where nothing is left of it")
+    for row, said in _Worker.encoder.beyond_vocabulary(found).items():
+        raise DataError(f"after the transform, {said}", value=texts[row], hint=OTHER_TOKENIZER)
     return found
 
 

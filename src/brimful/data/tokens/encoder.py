@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -31,6 +31,8 @@ _SLICE = 8192
 FIRST_COMPARED, _COMPARED_EVERY = 256, 2048
 #: Characters a token that are tried first where a text is much longer than the longest sequence; English has 5.
 _CHARACTERS_PER_TOKEN = 8
+#: Hint for tokens that a model has no embeddings of.
+OTHER_TOKENIZER = "use the tokenizer that the model was trained with, or resize the model's embeddings for this one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,18 @@ class Tokens:
         places = list(zip(self.offsets[indices].tolist(), self.offsets[indices + 1].tolist(), strict=True))
         ids = [self.ids[start:stop] for start, stop in places]
         return ids, None if self.types is None else [self.types[start:stop] for start, stop in places]
+
+    def without(self, rows: Collection[int]) -> Tokens:
+        """The same sequences, but for those of these rows, which have no tokens."""
+        lengths = self.lengths
+        lengths[list(rows)] = 0
+        kept = ranges(self.offsets[:-1], lengths)
+        return Tokens(
+            ids=self.ids[kept],
+            offsets=offsets_of(lengths),
+            types=None if self.types is None else self.types[kept],
+            truncated=self.truncated & (lengths > 0),
+        )
 
     def same_sequence(self, index: int, other: Tokens) -> bool:
         """True if a sequence is the same in both: ids, types, and truncation."""
@@ -146,7 +160,7 @@ class Encoder:
     """A fast tokenizer as a plain function from texts to ids, cut at `max_length` tokens. `backend` is changed.
 
     use_cache: take ids of words from the word-piece cache where it applies (see `words`), not from `tokenizers`.
-    `check` sets it to False if the two differ.
+    `check` sets it to False if the two differ. num_embedded: tokens that the model has embeddings of, None if any.
     """
 
     def __init__(
@@ -157,7 +171,9 @@ class Encoder:
         with_types: bool,
         add_special_tokens: bool = True,
         use_cache: bool = True,
+        num_embedded: int | None = None,
     ) -> None:
+        self.num_embedded = num_embedded
         self.backend, self.max_length, self.with_types = backend, max_length, with_types
         self.add_special_tokens, self.use_cache = add_special_tokens, use_cache
         self._num_tried = _CHARACTERS_PER_TOKEN * max_length
@@ -179,6 +195,7 @@ class Encoder:
         *,
         with_types: bool,
         truncation: Literal["longest_first", "only_first"] = "longest_first",
+        num_embedded: int | None = None,
     ) -> Encoder:
         """An encoder with a Hugging Face fast tokenizer's behaviour. The tokenizer itself keeps its settings.
 
@@ -196,7 +213,8 @@ class Encoder:
         backend.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
         side = getattr(tokenizer, "truncation_side", "right")
         backend.enable_truncation(max_length, strategy=truncation, direction=side)
-        return cls(backend, max_length, with_types=with_types and "token_type_ids" in tokenizer.model_input_names)
+        with_types = with_types and "token_type_ids" in tokenizer.model_input_names
+        return cls(backend, max_length, with_types=with_types, num_embedded=num_embedded)
 
     def without_special_tokens(self) -> Encoder:
         """One that gives only the tokens of the text itself, still `max_length` at most, and no types."""
@@ -206,8 +224,8 @@ class Encoder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What a backend writes of itself leaves out whether special tokens in a text are split.
-        settings = {"with_types": self.with_types, "add_special_tokens": self.add_special_tokens}
-        settings["use_cache"] = self.use_cache
+        settings: dict[str, Any] = {"with_types": self.with_types, "add_special_tokens": self.add_special_tokens}
+        settings |= {"use_cache": self.use_cache, "num_embedded": self.num_embedded}
         return _restored, (self.backend.to_str(), self.backend.encode_special_tokens, self.max_length, settings)
 
     def check(self, texts: Sequence[str]) -> str | None:
@@ -246,6 +264,19 @@ class Encoder:
         some = self._framed(*self._words.encode(list(itertools.compress(texts, plain))))
         others = self._flat(self._encodings(list(itertools.compress(texts, ~plain))))
         return Tokens.join([some, others]).take(np.argsort(np.argsort(~plain, kind="stable")))
+
+    def beyond_vocabulary(self, tokens: Tokens) -> dict[int, str]:
+        """Sequences with a token that the model has no embedding of, and what is wrong with each."""
+        limit = self.num_embedded
+        if limit is None or tokens.ids.max(initial=0) < limit:
+            return {}
+        places = np.flatnonzero(tokens.ids >= limit)
+        rows, first = np.unique(np.searchsorted(tokens.offsets, places, side="right") - 1, return_index=True)
+        return {
+            int(row): f"token {self.backend.id_to_token(number)!r} is number {number:,}, and the model has embeddings"
+            f" of {limit:,} tokens"
+            for row, number in zip(rows, tokens.ids[places[first]].tolist(), strict=True)
+        }
 
     def _flat(self, encodings: list[Any]) -> Tokens:
         """Next to `encode_batch_fast` itself, flattening by `np.fromiter` costs 2 %, an array for each row 4 %."""
@@ -311,7 +342,7 @@ class Encoder:
         return encodings
 
 
-def _restored(written: str, split_special_tokens: bool, max_length: int, settings: dict[str, bool]) -> Encoder:
+def _restored(written: str, split_special_tokens: bool, max_length: int, settings: dict[str, Any]) -> Encoder:
     backend = Tokenizer.from_str(written)
     backend.encode_special_tokens = split_special_tokens
     return Encoder(backend, max_length, **settings)
@@ -337,7 +368,7 @@ def tokenize(
     folder: where the arrays are kept, in files without a name that go with the process. progress: called with the
     number of rows done. place: file and row number of a row, for errors. warn: hears if words cannot be looked up; then
     all ids are those of `tokenizers`.
-    Raises: DataError for a row that gives no token at all.
+    Raises: DataError for a row that gives no token at all, or one that the model has no embedding of.
     """
     num_rows = len(texts)
     if pairs is None and (said := encoder.check(texts.take(compared_rows(num_rows)).to_pylist())) and warn:
@@ -358,6 +389,9 @@ def tokenize(
                     value=part[row - start],
                     hint="leave the row out, or use the model's own tokenizer",
                 )
+            for row, said in encoder.beyond_vocabulary(found).items():
+                file, number = place(start + row) if place else (None, start + row + 1)
+                raise DataError(said, file=file, row=number, hint=OTHER_TOKENIZER)
             lengths[start : start + len(found)] = found.lengths
             truncated[start : start + len(found)] = found.truncated
             ids.write(found.ids.data)

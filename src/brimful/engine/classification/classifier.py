@@ -17,10 +17,10 @@ import pyarrow as pa
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import AnswerEquivalence
 from brimful.core.cores import num_cores
-from brimful.core.errors import OptionError, encodes, printable
+from brimful.core.errors import DataError, OptionError, encodes, printable
 from brimful.core.options import ClassifyOptions
 from brimful.core.records import LabelSpace, Recipe
-from brimful.data.tokens.encoder import Encoder
+from brimful.data.tokens.encoder import OTHER_TOKENIZER, Encoder
 from brimful.data.tokens.token_stream import TokenStream, choose_workers
 from brimful.engine.classification.request import (
     Asked,
@@ -222,10 +222,13 @@ class ModelClassifier:
         """Hands what was asked and answered to `keep`, part by part in order, in another thread."""
         if not len(window):
             return
-        runner, stages, num_truncated = self._ready_runner(request, window), Stages(), 0
+        runner, stages, num_truncated, num_done = self._ready_runner(request, window), Stages(), 0, 0
 
         def write(_: Texts, asked: Asked, logits: Logits) -> None:
-            nonlocal num_truncated
+            nonlocal num_truncated, num_done
+            for row, said in asked.faults.items():
+                raise DataError(f"texts[{num_done + row}]: {said}", hint=OTHER_TOKENIZER)
+            num_done += len(asked.num_tokens_N)
             num_truncated += int(asked.truncated_N.sum())
             keep(asked, logits)
 

@@ -6,9 +6,9 @@ A request turns a window of rows into sequences of tokens, and the logits of the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,8 @@ class Asked:
     """A window as the model will read it: P sequences of N rows.
 
     num_tokens_N: of all sequences of a row. truncated_N: rows with a sequence that was cut. candidates: zero-shot only.
-    use_cache: False where words are not looked up any more, as `tokenizers` had given other ids.
+    use_cache: False where words are not looked up any more, as `tokenizers` had given other ids. faults: what is wrong
+    with rows that have a text and are not asked about.
     """
 
     sequences: Tokens
@@ -82,6 +83,7 @@ class Asked:
     truncated_N: npt.NDArray[np.bool_]
     candidates: Candidates | None = None
     use_cache: bool = True
+    faults: Mapping[int, str] = field(default_factory=dict)
 
 
 class Request(ABC):
@@ -127,7 +129,15 @@ class TextRequest(Request):
 
         def asked() -> Asked:
             found = future.result()
-            return Asked(sequences=found, num_tokens_N=found.lengths, truncated_N=found.truncated, use_cache=use_cache)
+            if faults := self._tokens.encoder.beyond_vocabulary(found):
+                found = found.without(faults)
+            return Asked(
+                sequences=found,
+                num_tokens_N=found.lengths,
+                truncated_N=found.truncated,
+                use_cache=use_cache,
+                faults=faults,
+            )
 
         return asked
 
@@ -176,12 +186,16 @@ class ZeroShotRequest(Request):
                 else:
                     bare = self._tokens.encoder.encode(hypotheses, use_cache=False)
                     found = assemble(template, texts, bare, text_P, candidates.indices_P)
+                faults = {int(text_P[p]): said for p, said in self._encoder.beyond_vocabulary(found).items()}
+                if faults:
+                    found = found.without(np.flatnonzero(np.isin(text_P, list(faults))).tolist())
                 return Asked(
                     sequences=found,
                     num_tokens_N=np.bincount(text_P, weights=found.lengths, minlength=num_rows).astype(np.int64),
                     truncated_N=np.bincount(text_P, weights=found.truncated, minlength=num_rows) > 0,
                     candidates=candidates,
                     use_cache=use_cache,
+                    faults=faults,
                 )
 
         return asked
@@ -190,7 +204,11 @@ class ZeroShotRequest(Request):
 def zero_shot_encoder(checked: Checked) -> Encoder:
     """Of pairs of a text and a hypothesis: where both are too long, the text is cut."""
     return Encoder.from_tokenizer(
-        checked.tokenizer, checked.max_length, with_types=checked.encoder.with_types, truncation="only_first"
+        checked.tokenizer,
+        checked.max_length,
+        with_types=checked.encoder.with_types,
+        truncation="only_first",
+        num_embedded=checked.encoder.num_embedded,
     )
 
 

@@ -19,7 +19,7 @@ from brimful.core.options import ClassifyOptions, ExecutionChoice
 from brimful.core.records import LabelSpace, Recipe
 from brimful.data.tokens.encoder import Encoder, Tokens
 from brimful.engine.assemble import LEVERS
-from brimful.engine.prepare import Longest, longest_to_read
+from brimful.engine.prepare import Longest, longest_to_read, make_encoder
 from brimful.hardware.probe import device_name
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.lever import Assembly
@@ -28,7 +28,7 @@ from brimful.levers.token_budget import most_rows
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
 from brimful.models.hub.load import load_model
 from brimful.models.model_stats import Attention, attention_of, matmul_parameters
-from brimful.models.packed.packed_forward import has_token_types, padding_id_of
+from brimful.models.packed.packed_forward import padding_id_of
 from brimful.step.forward import Forward, LayoutForward, chunks
 from brimful.step.graphs.cache import GraphPool
 from brimful.step.graphs.captured_forward import PackedForward
@@ -84,7 +84,7 @@ def check_model(options: ClassifyOptions) -> Checked:
         )
     longest = longest_to_read(options.max_length, facts, options.model)
     tokenizer = load_tokenizer(facts)
-    encoder = Encoder.from_tokenizer(tokenizer, longest.tokens, with_types=has_token_types(facts.config))
+    encoder = make_encoder(tokenizer, facts, longest.tokens)
     return Checked(facts=facts, space=label_space(facts.config), tokenizer=tokenizer, encoder=encoder, longest=longest)
 
 

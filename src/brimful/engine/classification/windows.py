@@ -215,15 +215,17 @@ def answered(
     One whose name a column of the input has is called `predicted_...`.
     """
     answers = request.form.columns(logits_PC, asked.candidates)
-    read_N = asked.num_tokens_N > 0
-    unread_N = ~read_N & window.faults.is_null().to_numpy(zero_copy_only=False)
+    read_N, faults = asked.num_tokens_N > 0, window.faults
+    if asked.faults:
+        faults = pc.coalesce(faults, pa.array(map(asked.faults.get, range(len(faults))), pa.large_string()))
+    unread_N = ~read_N & faults.is_null().to_numpy(zero_copy_only=False)
     unlabelled_N = np.zeros_like(unread_N)
     if asked.candidates is not None:
         has_text_N = window.texts.texts.is_valid().to_numpy(zero_copy_only=False)
         unlabelled_N = unread_N & has_text_N & (np.diff(asked.candidates.offsets_N1) == 0)
     answer = next(iter(answers.values()))
     lost_N = read_N & answers["score"].is_null().to_numpy(zero_copy_only=False)
-    errors = pc.if_else(pa.array(lost_N), _NO_NUMBER, window.faults)
+    errors = pc.if_else(pa.array(lost_N), _NO_NUMBER, faults)
     added = answers | {
         "num_tokens": pa.array(asked.num_tokens_N.astype(np.int32)),
         "truncated": pa.array(asked.truncated_N),

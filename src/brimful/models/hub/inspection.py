@@ -51,6 +51,7 @@ class ModelFacts:
     has_head: the weights hold a whole sequence-classification head. head_note: why, in words.
     max_positions: longest sequence in tokens; None if the positions are relative and have no limit.
     weight_bytes: of the files, in their own dtype. num_parameters: with a head of as many outputs as in config.json.
+    num_embedded: tokens that the model has embeddings of; None where it has none, or they are not a table.
     runs_own_code: the model is built by Python code that came with it.
     inputs: those that brimful trained it on; None where it did not.
     """
@@ -67,6 +68,7 @@ class ModelFacts:
     weight_files: tuple[Path, ...]
     weight_bytes: int
     num_parameters: int
+    num_embedded: int | None
     runs_own_code: bool
     inputs: TrainedInputs | None = None
 
@@ -98,6 +100,7 @@ def inspect_model(name: str, *, trust_remote_code: bool, allow_pickle: bool) -> 
         weight_files=weights.files,
         weight_bytes=weights.total_bytes,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_embedded=_num_embedded(model),
         runs_own_code=own_code,
         inputs=read_trained_inputs(folder),
     )
@@ -216,6 +219,14 @@ def _label_names(config: PreTrainedConfig) -> tuple[str, ...] | None:
     if sorted(names) != list(range(len(names))):
         return None
     return tuple(str(names[index]) for index in range(len(names)))
+
+
+def _num_embedded(model: PreTrainedModel) -> int | None:
+    try:
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+    except (AttributeError, NotImplementedError):
+        return None
+    return None if weight is None or weight.ndim != 2 else int(weight.shape[0])
 
 
 def max_positions(config: PreTrainedConfig, model: PreTrainedModel) -> int | None:
