@@ -14,7 +14,8 @@ from brimful.core import atomic_files
 from brimful.core.callbacks import Callbacks, PythonWarnings
 from brimful.core.classification import Classification
 from brimful.core.errors import DiskFullError, OptionError, OutputError, did_you_mean, printable
-from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flag, flags_of
+from brimful.core.option_checks import flag
+from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flags_of
 from brimful.core.profile import Profile
 from brimful.core.records import Run, json_text
 from brimful.data.writers.shards import LineOutput
@@ -39,7 +40,8 @@ _RESULTS = (
 )
 #: Fields of ClassifyOptions that describe a file, or that a Classifier takes per call.
 _OF_A_FILE = (
-    *("model", "data", "header", "column_names", "output", "text_column", "pair_column", "labels"),
+    *("model", "data", "header", "column_names", "delimiter", "encoding", "sheet", "limit", "output", "text_column"),
+    *("pair_column", "labels"),
     *("hypothesis_template", "multi_label", "top_k", "threshold", "logits", "resume", "max_errors", "shard_rows"),
     *("verify", "report", "json", "num_gpus"),
 )
@@ -110,13 +112,13 @@ def _texts(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises: OptionError for an element of a list that cannot be in such a text.
     """
     texts = {name: _path(value) for name, value in options.items()}
-    for name in ("column_names", "labels"):
+    for name in ("column_names", "labels", "text_column", "label_column"):
         if not isinstance(values := texts.get(name), list | tuple):
             continue
         for each in values:
             text = isinstance(each, str) and "," not in each
-            if name == "column_names" and not text:
-                said = f"column_names has {printable(repr(each))}: names are text without a comma"
+            if name != "labels" and not text:
+                said = f"{name} has {printable(repr(each))}: names are text without a comma"
                 raise OptionError(said, hint="give the column another name")
             if name == "labels" and (not text or each.startswith("column:")):
                 raise OptionError(

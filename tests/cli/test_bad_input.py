@@ -232,8 +232,9 @@ MISTAKES = [
     Mistake(
         name="not UTF-8",
         data=lambda p: p.file("u.csv", b"text,label\ngood,a\ncaf\xe9,b\n"),
+        words=more("--encoding", "utf-8"),
         said=("u.csv", "row 2", "not UTF-8", "caf\\xe9"),
-        hint="iconv",
+        hint="--encoding windows-1252",
     ),
     Mistake(
         name="binary file",
@@ -245,7 +246,7 @@ MISTAKES = [
         name="workbook",
         data=lambda p: p.file("x.csv", b"PK\x03\x04rest"),
         said=("x.csv", "Excel"),
-        hint="save the sheet as CSV",
+        hint="let its name end in .xlsx",
     ),
     Mistake(
         name="unknown kind of file", data=lambda p: p.file("x.docx", b"PK\x03\x04rest"), said=("x.docx",), hint="CSV"
@@ -296,7 +297,7 @@ MISTAKES = [
         name="no header of JSON",
         data=lambda p: p.file("j.jsonl", '{"text": "a", "label": 0}\n'),
         words=more("--no-header"),
-        said=("--no-header is for CSV and TSV files",),
+        said=("--no-header is for CSV, TSV and Excel files",),
         hint="leave it out",
     ),
     Mistake(

@@ -14,7 +14,8 @@ import pytest
 import brimful as package
 from brimful.cli.flags import help_texts, parse_options
 from brimful.core.errors import OptionError
-from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flag, flags_of
+from brimful.core.option_checks import flag
+from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flags_of
 from commands import Brimful
 
 ROOT = Path(__file__).parents[2]

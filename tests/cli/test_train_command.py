@@ -103,8 +103,8 @@ def test_packed_or_the_reason_why_not(brimful: Brimful, files: Files, tmp_path: 
 def test_the_talk_in_a_pipe(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     said = brimful(*train_words(files.reviews, files.base, tmp_path / "run"))
     for line in (
-        "  text: column 'text' (by name)",
-        "  label: column 'label' (by name)",
+        "  text: column 'text' (by name; --text-column names another)",
+        "  label: column 'label' (by name; --label-column names another)",
         "  task: single_label, 2 labels: bad, good",
         "  steps: 5, 8 rows each (36 rows, 1 epoch); learning rate 5e-05, linear",
         "Data  36 rows to train on, 4 to evaluate on",

@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 
 from brimful.core.errors import OptionError
-from brimful.core.options import (
-    NOT_OF_A_STEP,
-    NOT_PART_OF_THE_RUN,
-    ProfileOptions,
-    TrainOptions,
-    differences,
-    flag,
-    flags_of,
-)
+from brimful.core.option_checks import flag
+from brimful.core.options import NOT_OF_A_STEP, NOT_PART_OF_THE_RUN, ProfileOptions, TrainOptions, differences, flags_of
 
 
 def options(**changes: Any) -> TrainOptions:

@@ -17,7 +17,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from brimful.cli.config_file import read_configuration
 from brimful.core.errors import OptionError, did_you_mean, printable
-from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flag, flags_of
+from brimful.core.option_checks import flag
+from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flags_of
 
 _CONFIG_HELP = "TOML or YAML file with any of these options, by the same names; flags override it."
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-from brimful.core.errors import OptionError, encodes, printable
+from brimful.core.errors import OptionError
+from brimful.core.option_checks import (
+    check_header,
+    check_numbers,
+    check_positive,
+    check_text_format,
+    check_types,
+    flag,
+    refused,
+)
 
 TaskChoice = Literal["auto", "single_label", "multi_label", "regression"]
 PrecisionChoice = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -25,8 +33,9 @@ class TrainOptions:
     """One fine-tuning run. Names and defaults are those of transformers' TrainingArguments where it has them."""
 
     data: str
-    """Rows to train on: CSV, TSV, JSON, JSONL, Parquet (each also .gz or .zst), Arrow, a folder saved by `datasets`,
-    a folder with one sub-folder of .txt files per class, a glob of these, or a hub data set name."""
+    """Rows to train on: CSV, TSV, JSON, JSONL, fastText (.txt), Parquet (each also .gz or .zst), Excel, Arrow, a folder
+    saved by `datasets`, a folder with one sub-folder of .txt files per class, a folder of splits (train, test), a glob
+    of these, or a hub data set name."""
     model: str
     """Any sequence-classification or base model of Hugging Face: a folder, or a hub name."""
     output: str
@@ -37,7 +46,8 @@ class TrainOptions:
     eval_split: float = 0.1
     """Share of DATA held out for evaluation, stratified by label. 0 trains on every row. Ignored with --eval-data."""
     text_column: str | None = None
-    """Column with the text. Default: found by name and type."""
+    """Column with the text, or several separated by commas, whose texts are joined by line breaks. Default: found by
+    name and type."""
     pair_column: str | None = None
     """Column with the second text of a pair. Default: found by name."""
     label_column: str | None = None
@@ -47,8 +57,20 @@ class TrainOptions:
     column_1, column_2, ... Default: names, with a warning if it looks like a row."""
     column_names: str | None = None
     """Names of the columns of CSV and TSV files without a header, separated by commas; implies --no-header."""
+    delimiter: str | None = None
+    """Character between the columns of CSV and .txt files, or `tab`. Default: the one that the first line shows."""
+    encoding: str | None = None
+    """Encoding of text files, as windows-1252 or gb18030. Default: UTF-8; bytes that are not are read as windows-1252,
+    and counted."""
+    sheet: str | None = None
+    """Sheet of Excel files. Default: the first that has rows."""
     task: TaskChoice = "auto"
     """Kind of task. auto: inferred from the label column, and printed."""
+    missing_labels: Literal["error", "drop", "none"] = "error"
+    """Rows without a label. error: name the first, and stop; drop: leave them out, and count them; none: in
+    multi_label, rows that no label is true of."""
+    limit: int | None = None
+    """Use only so many rows of DATA, drawn by --seed, to try things out."""
     label_map: str | None = None
     """Data label to model label, for a head with other names: `pos=POSITIVE,neg=NEGATIVE`, or a JSON file."""
     new_head: bool = False
@@ -140,21 +162,21 @@ class TrainOptions:
     """Print one JSON document on stdout at the end, and nothing else there."""
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_header(self.header, self.column_names)
-        _check_positive(self, "batch_size", "num_train_epochs", "learning_rate", "save_total_limit", "logging_steps")
-        _check_positive(self, "max_steps", "eval_steps", "save_steps", "max_length", "token_budget", "num_workers")
-        _check_positive(self, "early_stopping_patience", "adam_epsilon")
+        check_types(self)
+        check_header(self.header, self.column_names)
+        check_text_format(self.delimiter, self.encoding)
+        check_positive(self, "batch_size", "num_train_epochs", "learning_rate", "save_total_limit", "logging_steps")
+        check_positive(self, "max_steps", "eval_steps", "save_steps", "max_length", "token_budget", "num_workers")
+        check_positive(self, "early_stopping_patience", "adam_epsilon", "limit")
         not_negative = ("weight_decay", "max_grad_norm", "warmup_steps", "seed")
-        _check_numbers(self, not_negative, lambda value: 0 <= value < float("inf"), "finite and at least 0")
+        check_numbers(self, not_negative, lambda value: 0 <= value < float("inf"), "finite and at least 0")
         below_one = ("adam_beta1", "adam_beta2", "label_smoothing_factor", "eval_split")
-        _check_numbers(self, below_one, lambda value: 0 <= value < 1, "at least 0 and below 1")
-        _check_numbers(self, ("seed",), lambda value: value < 1 << 63, "below 2^63")
-        _check_numbers(self, ("warmup_ratio",), lambda value: 0 <= value <= 1, "between 0 and 1")
+        check_numbers(self, below_one, lambda value: 0 <= value < 1, "at least 0 and below 1")
+        check_numbers(self, ("seed",), lambda value: value < 1 << 63, "below 2^63")
+        check_numbers(self, ("warmup_ratio",), lambda value: 0 <= value <= 1, "between 0 and 1")
         if not re.fullmatch(r"none|full|every-[1-9]\d{0,5}", self.gradient_checkpointing):
-            raise _refused(
-                self, "gradient_checkpointing", self.gradient_checkpointing, "none, full, or every-N as every-2"
-            )
+            given = self.gradient_checkpointing
+            raise refused(self, "gradient_checkpointing", given, "none, full, or every-N as every-2")
         if self.warmup_ratio is not None and self.warmup_steps is not None:
             raise OptionError("--warmup-ratio and --warmup-steps are both given", hint="give one of them")
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
@@ -175,13 +197,14 @@ class ClassifyOptions:
     model: str
     """A fine-tuned classifier: the `model` folder of a run, any folder of Hugging Face form, or a hub name."""
     data: str
-    """Texts to classify: CSV, TSV, JSONL, Parquet (each also .gz or .zst), Arrow, a folder or a glob of these, or `-`
-    for JSONL on stdin."""
+    """Texts to classify: CSV, TSV, JSONL, .txt with a text in each line, Parquet (each also .gz or .zst), Excel, Arrow,
+    a folder or a glob of these, or `-` for JSONL on stdin."""
     output: str | None = None
     """File (.parquet, or .csv, .tsv, .jsonl, each also .gz or .zst) or folder (of Parquet shards) for the results, with
     all columns of the input. Default, and `-`: JSONL on stdout."""
     text_column: str | None = None
-    """Column with the text. Default: found by name and type."""
+    """Column with the text, or several separated by commas, whose texts are joined by line breaks. Default: found by
+    name and type."""
     pair_column: str | None = None
     """Column with the second text of a pair. Default: found by name."""
     header: bool | None = None
@@ -189,6 +212,13 @@ class ClassifyOptions:
     column_1, column_2, ... Default: names, with a warning if it looks like a row."""
     column_names: str | None = None
     """Names of the columns of CSV and TSV files without a header, separated by commas; implies --no-header."""
+    delimiter: str | None = None
+    """Character between the columns of CSV and .txt files, or `tab`. Default: the one that the first line shows."""
+    encoding: str | None = None
+    """Encoding of text files, as windows-1252 or gb18030. Default: UTF-8; bytes that are not are read as windows-1252,
+    and counted."""
+    sheet: str | None = None
+    """Sheet of Excel files. Default: the first that has rows."""
     max_length: int | None = None
     """Longest sequence in tokens; longer ones are truncated, and counted. Default: that of training, where brimful
     trained the model, else the model's limit, at most 8192."""
@@ -210,6 +240,8 @@ class ClassifyOptions:
 
     resume: bool = False
     """Resume an interrupted run into the same output, or start if there is none."""
+    limit: int | None = None
+    """Classify only the first so many rows."""
     max_errors: int | None = None
     """Stop when more rows than this cannot be classified. Default: never; the column `error` has the reasons."""
     shard_rows: int = 1_000_000
@@ -243,15 +275,16 @@ class ClassifyOptions:
     """With --output: print one JSON document about the pass on stdout at the end."""
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_header(self.header, self.column_names)
-        _check_positive(self, "max_length", "token_budget", "num_gpus", "shard_rows")
+        check_types(self)
+        check_header(self.header, self.column_names)
+        check_text_format(self.delimiter, self.encoding)
+        check_positive(self, "max_length", "token_budget", "num_gpus", "shard_rows", "limit")
         if self.output == "":
             raise OptionError("--output is empty", hint="give a name, or leave it out for JSONL on stdout")
         if self.json and self.output is None:
             raise OptionError("--json is given without --output: rows go to stdout then", hint="name an --output")
         not_negative = ("top_k", "max_errors", "verify", "num_workers")
-        _check_numbers(self, not_negative, lambda value: value >= 0, "at least 0")
+        check_numbers(self, not_negative, lambda value: value >= 0, "at least 0")
         if self.threshold is not None and not 0 < self.threshold < 1:
             raise OptionError(
                 f"--threshold is {self.threshold}: it must be between 0 and 1",
@@ -283,7 +316,7 @@ class ProfileOptions(TrainOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_positive(self, "steps")
+        check_positive(self, "steps")
 
 
 #: Fields of TrainOptions that a single step does not depend on.
@@ -315,84 +348,11 @@ class DemoOptions:
     """Print one JSON document on stdout at the end."""
 
 
-_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False", type(None): "nothing"}
-
-
-def _check_types(options: object) -> None:
-    """Check each field against its annotation, for Python calls; the command line has converted types already."""
-    hints = get_type_hints(type(options))
-    for field in dataclasses.fields(cast(Any, options)):
-        hint, value = hints[field.name], getattr(options, field.name)
-        kinds = get_args(hint) or (hint,)
-        if get_origin(hint) is Literal:
-            fits, wanted = value in kinds, f"one of {', '.join(map(str, kinds))}"
-        else:
-            accepted = (*kinds, int) if float in kinds else kinds
-            fits = isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool))
-            wanted = " or ".join(_KINDS[kind] for kind in kinds)
-            if isinstance(value, str):
-                _check_text(flag(field.name), value)
-        if not fits:
-            raise _refused(options, field.name, repr(value), wanted)
-
-
-def _check_text(name: str, value: str) -> None:
-    """Check that a text is UTF-8 without NUL: it may be a file name."""
-    if not encodes(value):
-        raise OptionError(f"{name} is '{printable(value)}': it is not UTF-8", hint="use another name")
-    if "\0" in value:
-        raise OptionError(f"{name} is '{printable(value)}': it has a NUL in it", hint="remove it")
-
-
-def split_names(names: str) -> tuple[str, ...]:
-    """The names in `text, label`."""
-    return tuple(name.strip() for name in names.split(","))
-
-
-def _check_header(header: bool | None, column_names: str | None) -> None:
-    if column_names is None:
-        return
-    if header:
-        raise OptionError("--header and --column-names are both given", hint="give one of them")
-    names = split_names(column_names)
-    if "" in names:
-        said = f"--column-names is '{printable(column_names)}': a name is empty"
-        raise OptionError(said, hint="name all columns, separated by commas: --column-names text,label")
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise OptionError(f"--column-names has '{printable(twice)}' twice", hint="give each column a name of its own")
-
-
-def _check_positive(options: object, *names: str) -> None:
-    _check_numbers(options, names, lambda value: 0 < value < float("inf"), "finite and greater than 0")
-
-
-def _check_numbers(options: object, names: Sequence[str], fits: Callable[[float], bool], wanted: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not fits(value):
-            raise _refused(options, name, value, wanted)
-
-
-def _refused(options: object, name: str, value: object, wanted: str) -> OptionError:
-    """The error about the value of a field, with its default as the hint."""
-    default = next(field.default for field in dataclasses.fields(cast(Any, options)) if field.name == name)
-    if default is None or default is dataclasses.MISSING:
-        hint = "leave it out, or see --help" if default is None else "see --help"
-    else:
-        hint = f"the default is {default}"
-    return OptionError(f"{flag(name)} is {printable(value)}: it must be {wanted}", hint=hint)
-
-
-def flag(field: str) -> str:
-    """`batch_size` as typed on the command line: `--batch-size`."""
-    return "--" + field.replace("_", "-")
-
-
 #: Fields that may differ on --resume: they change neither what is learned nor how it runs. Data are compared by
 #: content, not by name.
 NOT_PART_OF_THE_RUN = frozenset(
-    {"data", "eval_data", "header", "column_names", "output", "resume", "dry_run", "json", "report_to", "num_workers"}
-    | {"save_total_limit"}
+    {"data", "eval_data", "header", "column_names", "delimiter", "encoding", "sheet", "output", "resume", "dry_run"}
+    | {"json", "report_to", "num_workers", "save_total_limit"}
 )
 
 

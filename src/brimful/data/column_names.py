@@ -23,7 +23,20 @@ TEXTS = (
 )
 LABELS = (
     *("label", "labels", "class", "classes", "category", "categories", "target", "targets", "sentiment", "emotion"),
-    *("emotions", "intent", "topic", "gold_label", "coarse_label", "tag", "tags", "score", "rating", "stars", "y"),
+    *(
+        "emotions",
+        "intent",
+        "topic",
+        "gold_label",
+        "coarse_label",
+        "tag",
+        "tags",
+        "score",
+        "rating",
+        "stars",
+        "overall",
+        "y",
+    ),
 )
 #: Columns that number the rows: never the label, unless asked for.
 IDS = {"", "id", "ids", "idx", "index", "guid", "uuid", "row", "unnamed: 0", "__index_level_0__"}

@@ -21,10 +21,10 @@ from brimful.core.options import TrainOptions
 from brimful.core.records import LabelSpace, TrainedInputs
 from brimful.core.units import count_text
 from brimful.data.batches.batch import Sampler
-from brimful.data.labels.columns import Columns, find_columns
+from brimful.data.labels.columns import Columns, describe_columns, find_columns
 from brimful.data.labels.examples import Examples, describe, make_examples, split_examples
 from brimful.data.labels.label_space import detect_labels
-from brimful.data.readers.header import Header
+from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import can_have_header, read_rows
 from brimful.data.tokens.augment import load_transform
@@ -204,8 +204,8 @@ def _check_length(asked: int | None, facts: ModelFacts, model: str) -> None:
 
 def _examples(options: TrainOptions, callbacks: Callbacks) -> tuple[LabelSpace, Examples, Examples | None, str, int]:
     """Label space, training and evaluation examples, fingerprint of both, and rows dropped as empty."""
-    header = Header.of(options.header, options.column_names)
-    rows = read_rows(options.data, header)
+    form = FileFormat.of(options)
+    rows = read_rows(options.data, form)
     _tell_reading(rows, callbacks)
     columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=options.label_column)
     report_columns(columns, callbacks)
@@ -217,7 +217,7 @@ def _examples(options: TrainOptions, callbacks: Callbacks) -> tuple[LabelSpace, 
     fingerprint = rows.fingerprint
     evaluation: Examples | None = None
     if options.eval_data is not None:
-        eval_rows = read_rows(options.eval_data, header if can_have_header(options.eval_data) else None)
+        eval_rows = read_rows(options.eval_data, form if can_have_header(options.eval_data) else None)
         _tell_reading(eval_rows, callbacks)
         same = find_columns(eval_rows, text=columns.text, pair=columns.pair, label=",".join(columns.labels))
         evaluation, num_eval_empty = make_examples(eval_rows, same, space)
@@ -237,10 +237,11 @@ def _tell_reading(rows: Rows, callbacks: Callbacks) -> None:
 
 
 def report_columns(columns: Columns, callbacks: Callbacks) -> None:
-    """Says which columns are read, and why these."""
-    named = {"text": columns.text, "pair": columns.pair, "label": ", ".join(columns.labels)}
-    for role, reason in columns.reasons.items():
-        callbacks.note(f"{role}: column '{named[role]}' ({reason})")
+    """Says which columns are read, why these, and what of it may be a mistake."""
+    for line in describe_columns(columns):
+        callbacks.note(line)
+    for doubt in columns.doubts:
+        callbacks.warning(doubt)
 
 
 def _tokenized(

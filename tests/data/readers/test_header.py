@@ -10,13 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from brimful.core.errors import DataError, InputError, OptionError
+from brimful.core.option_checks import split_names
 from brimful.core.options import ClassifyOptions, TrainOptions
 from brimful.data.labels.columns import find_columns
-from brimful.data.readers.header import Header
+from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.sources import open_stream, read_rows
 from tiny_files import review
 
-NO_HEADER = Header.of(False, None)
+NO_HEADER = FileFormat(False)
 REVIEWS = [(review(bool(n % 2), n), ("bad", "good")[n % 2]) for n in range(24)]
 SETTLED = "--no-header reads it as a row, --column-names NAME,NAME,... also names the columns, --header says that it"
 
@@ -30,7 +31,7 @@ def rows_of(reviews: list[tuple[str, str]], delimiter: str = ",") -> list[str]:
     return [f'"{text}"{delimiter}{label}' for text, label in reviews]
 
 
-def refused(spec: object, header: Header) -> InputError:
+def refused(spec: object, header: FileFormat) -> InputError:
     with pytest.raises(InputError) as caught:
         read_rows(str(spec), header)
     assert "\n" not in str(caught.value)
@@ -53,7 +54,7 @@ def refused(spec: object, header: Header) -> InputError:
 def test_a_row_in_place_of_the_header_is_told(tmp_path: Path, lines: list[str], reason: str) -> None:
     file = put(tmp_path / "rows.csv", lines)
     if "twice" in reason:
-        error = refused(file, Header())
+        error = refused(file, FileFormat())
         assert reason in str(error)
         assert "--no-header" in str(error.hint)
         return
@@ -62,7 +63,7 @@ def test_a_row_in_place_of_the_header_is_told(tmp_path: Path, lines: list[str], 
     assert warning.startswith(f"{file}: the header looks like a row of data ('")
     assert SETTLED in warning
     assert open_stream(file).warnings == (warning,)
-    assert read_rows(file, Header(True)).warnings == read_rows(file, NO_HEADER).warnings == ()
+    assert read_rows(file, FileFormat(True)).warnings == read_rows(file, NO_HEADER).warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -109,8 +110,8 @@ def test_rows_without_a_header_come_as_they_were_written(
     data = "\ufeff" + "".join(f"{line}\n" for line in rows_of(reviews, delimiter))
     file = tmp_path / f"rows.csv{packing}"
     file.write_bytes(gzip.compress(data.encode()) if packing else data.encode())
-    header = Header.of(None if names else False, names)
-    rows, stream = read_rows(str(file), header), open_stream(str(file), header=header)
+    header = FileFormat(False, split_names(names) if names else None)
+    rows, stream = read_rows(str(file), header), open_stream(str(file), form=header)
     assert [tuple(row.values()) for row in rows.table.to_pylist()] == reviews
     assert rows.table.equals(stream.sample.table)
     expected = [name.strip() for name in names.split(",")] if names else ["column_1", "column_2"]
@@ -123,13 +124,13 @@ def test_the_delimiter_is_the_one_that_rows_agree_on(tmp_path: Path) -> None:
     file = put(tmp_path / "rows.csv", lines)
     assert read_rows(file, NO_HEADER).table["column_2"].to_pylist() == ["pos", "neg", "pos"]
     file = put(tmp_path / "rows.csv", ["a;b,1", "c;d,2", "e;f;g,3"])
-    assert read_rows(file, Header.of(None, "text,label")).table.to_pydict()["text"] == ["a;b", "c;d", "e;f;g"]
+    assert read_rows(file, FileFormat(False, ("text", "label"))).table.to_pydict()["text"] == ["a;b", "c;d", "e;f;g"]
 
 
 def test_one_name_takes_whole_lines_for_texts(tmp_path: Path) -> None:
     """Rows that commas do not cut alike."""
     file = put(tmp_path / "rows.csv", ["good, really, a lot", "bad", "fine, so far"])
-    assert read_rows(file, Header.of(None, "text")).table["text"].to_pylist() == [
+    assert read_rows(file, FileFormat(False, ("text",))).table["text"].to_pylist() == [
         "good, really, a lot",
         "bad",
         "fine, so far",
@@ -139,7 +140,7 @@ def test_one_name_takes_whole_lines_for_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("names", "said"), [("text", "1 name"), ("text,label,more", "3 names")])
 def test_names_for_another_number_of_columns(tmp_path: Path, names: str, said: str) -> None:
     file = put(tmp_path / "rows.csv", rows_of(REVIEWS))
-    error = refused(file, Header.of(None, names))
+    error = refused(file, FileFormat(False, split_names(names)))
     assert f"row 1: --column-names has {said}, and the first row 2 columns: 'the film was" in str(error)
     assert error.hint == "name all columns, in their order; the file is read with the delimiter ','"
 
@@ -149,17 +150,19 @@ def test_a_ragged_row_below_no_header(tmp_path: Path) -> None:
     assert "row 2: 3 columns, the first row has 2: 'a,film,bad'" in str(refused(file, NO_HEADER))
 
 
-@pytest.mark.parametrize(("header", "given"), [(NO_HEADER, "--no-header"), (Header.of(None, "a"), "--column-names")])
-def test_formats_without_a_header(tmp_path: Path, header: Header, given: str) -> None:
+@pytest.mark.parametrize(
+    ("header", "given"), [(NO_HEADER, "--no-header"), (FileFormat(False, ("a",)), "--column-names")]
+)
+def test_formats_without_a_header(tmp_path: Path, header: FileFormat, given: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a film"}\n')
     error = refused(tmp_path / "rows.jsonl", header)
     assert isinstance(error, OptionError)
-    assert str(error) == f"{given} is for CSV and TSV files, and there is none in the data"
+    assert str(error) == f"{given} is for CSV, TSV and Excel files, and there is none in the data"
     with pytest.raises(OptionError):
-        open_stream("-", header=header)
+        open_stream("-", form=header)
     put(tmp_path / "rows.csv", ["another film"])
-    assert read_rows(str(tmp_path), Header.of(None, "text")).num_rows == 2
-    assert read_rows(str(tmp_path / "rows.jsonl"), Header(True)).num_rows == 1
+    assert read_rows(str(tmp_path), FileFormat(False, ("text",))).num_rows == 2
+    assert read_rows(str(tmp_path / "rows.jsonl"), FileFormat(True)).num_rows == 1
 
 
 def test_files_that_all_begin_with_a_row(tmp_path: Path) -> None:

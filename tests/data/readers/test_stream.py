@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from brimful.core.errors import DataError
 from brimful.data.labels.columns import find_columns
 from brimful.data.readers import delimited, lines, parts
+from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.sources import open_stream, read_rows
 from brimful.data.readers.stream import Chunk
 
@@ -90,8 +91,8 @@ def errors_of(chunks: list[Chunk]) -> dict[int, str]:
     return found
 
 
-def read(spec: str | Path) -> tuple[list[Row], dict[int, str]]:
-    chunks = list(open_stream(str(spec)).chunks())
+def read(spec: str | Path, encoding: str | None = None) -> tuple[list[Row], dict[int, str]]:
+    chunks = list(open_stream(str(spec), form=FileFormat(encoding=encoding)).chunks())
     return joined(chunks), errors_of(chunks)
 
 
@@ -162,7 +163,7 @@ def test_labelled_text_files(tmp_path: Path) -> None:
     put(tmp_path / "neg" / "a.txt", "bad")
     latin = put(tmp_path / "pos" / "b.txt", "gut f\xfcr".encode("latin-1"))
     put(tmp_path / "pos" / "c.txt", "good")
-    stream = open_stream(str(tmp_path))
+    stream = open_stream(str(tmp_path), form=FileFormat(encoding="utf-8"))
     chunks = list(stream.chunks())
     assert joined(chunks) == [
         {"text": "bad", "label": "neg"},
@@ -221,7 +222,7 @@ def test_every_row_of_csv_keeps_its_place(tmp_path: Path, lines: list[str | byte
     data = b"".join(line if isinstance(line, bytes) else csv_line(line) for line in lines)
     file = put(tmp_path / "rows.csv", b"text,label\n" + data)
     with blocks_of(block_bytes):
-        rows, errors = read(file)
+        rows, errors = read(file, "utf-8")
     assert len(rows) == len(lines)
     for row, line in enumerate(lines):
         assert (row in errors) == isinstance(line, bytes)
@@ -250,7 +251,7 @@ def test_what_is_said_of_rows_of_csv(tmp_path: Path) -> None:
     bad = ["a,b,c,1", "a", '"so it begins,1', '"c, d",2', "caf\udce9 noir,1", '"e" f,1', '"open,1']
     lines = ['"a, b",1'] * 3 + bad
     file = put(tmp_path / "rows.csv", "\n".join(["text,label", *lines]).encode("utf-8", "surrogateescape"))
-    stream = open_stream(file)
+    stream = open_stream(file, form=FileFormat(encoding="utf-8"))
     chunks = list(stream.chunks())
     assert [tuple(row.values()) for row in joined(chunks)] == [
         *[("a, b", "1")] * 3,
@@ -506,7 +507,7 @@ def test_parquet_passes_over_row_groups_before_the_start(tmp_path: Path) -> None
         ("rows.json", "[]", "has no rows"),
         ("rows.json", "[1]", "is not a JSON object: '1'"),
         ("rows.parquet", "PAR1", "is no whole parquet file"),
-        ("rows.xlsx", "PK", "is not a kind of file that can be read"),
+        ("rows.pdf", "PK", "is not a kind of file that can be read"),
     ],
 )
 def test_files_without_rows_that_can_be_read(tmp_path: Path, name: str, data: str, said: str) -> None:

@@ -10,24 +10,58 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from brimful.core.errors import DataError, listed, printable
+from brimful.core.option_checks import split_names
 from brimful.data.column_names import IDS, LABELS, PAIRS, TEXTS, key_of
 from brimful.data.readers.rows import Rows
 
 _SAMPLE_ROWS = 100_000
+#: How --pair-column says that there is none.
+NO_PAIR = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
     """The columns to read, by name.
 
+    text: of several columns, whose texts are joined, their names with commas between them (`text_parts`).
     labels: one per output, or the one with the label; empty if there is none and none is needed.
-    reasons: why each was taken, by "text", "pair" and "label".
+    reasons: why each was taken, by "text", "pair" and "label". doubts: likely mistakes among these, a line each.
     """
 
     text: str
     pair: str | None
     labels: tuple[str, ...]
     reasons: Mapping[str, str]
+    doubts: tuple[str, ...] = ()
+
+
+def text_parts(names: Collection[str], text: str) -> tuple[str, ...]:
+    """The columns of `names` that `text` stands for: one, whatever its name, or several separated by commas."""
+    return (text,) if text in names or "," not in text else split_names(text)
+
+
+def joined_texts(table: pa.Table, text: str) -> pa.ChunkedArray:
+    """(N,) large_string: the texts of the columns `text`. Several are joined by line breaks, without those that are
+    missing or blank; null where all are."""
+    parts = [table[name].cast(pa.large_string()) for name in text_parts(table.column_names, text)]
+    if len(parts) == 1:
+        return parts[0]
+    missing = pa.scalar(None, pa.large_string())
+    parts = [pc.if_else(pc.equal(pc.utf8_trim_whitespace(part), ""), missing, part) for part in parts]
+    between = pa.scalar("\n", pa.large_string())
+    joined = pc.binary_join_element_wise(*parts, between, null_handling="skip")
+    return pc.if_else(pc.equal(joined, ""), missing, joined)
+
+
+def describe_columns(columns: Columns) -> list[str]:
+    """One line for each column that is read: why it was taken, and the flag that names another."""
+    named = {"text": columns.text, "pair": columns.pair, "label": ", ".join(columns.labels)}
+    lines = []
+    for role, reason in columns.reasons.items():
+        other = " (none: single texts)" if role == "pair" else ""
+        settled = "" if reason == "given" else f"; --{role}-column names another{other}"
+        lines.append(f"{role}: column '{printable(named[role], 200)}' ({reason}{settled})")
+    return lines
 
 
 def find_columns(
@@ -35,7 +69,8 @@ def find_columns(
 ) -> Columns:
     """The columns of `rows` to read. Names are compared without regard to case.
 
-    text, pair, label: names given by the user; label may be several, separated by commas.
+    text, pair, label: names given by the user; text and label may be several, separated by commas. The pair `none` is
+    none, unless there is a column of this name.
     need_labels: False for rows to classify: then labels are those that `label` names, or none.
 
     Raises: DataError for a name that is not there, and where no column, or more than one, can be meant.
@@ -43,21 +78,29 @@ def find_columns(
     given = {"text": text, "pair": pair, "label": label}
     reasons = {role: "given" for role, name in given.items() if name is not None}
     labels = _given_labels(rows, label) if label is not None else ()
-    _check_given(rows, text, "--text-column")
+    is_single = pair == NO_PAIR and NO_PAIR not in rows.table.column_names
+    if is_single:
+        del reasons["pair"]
+    pair = None if is_single else pair
+    for name in () if text is None else text_parts(rows.table.column_names, text):
+        check_exists(rows, name, "--text-column")
+    if text in rows.table.column_names:
+        _check_given(rows, text, "--text-column")
     _check_given(rows, pair, "--pair-column")
     if text is None:
         text, reasons["text"] = _find_text(rows, taken={*labels, *({pair} if pair else ())})
-    if pair is None and (pair := _find_pair(rows, text, labels)):
+    if pair is None and not is_single and (pair := _find_pair(rows, text, labels)):
         reasons["pair"] = f"the pair of {text!r} by name"
-    names = [text, *([] if pair is None else [pair]), *labels]
+    names = [*text_parts(rows.table.column_names, text), *([] if pair is None else [pair]), *labels]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         hint = "the text, its pair and the label or labels each need a column of their own"
         raise DataError("one column cannot have two roles", value=twice, hint=hint)
+    doubts: tuple[str, ...] = ()
     if need_labels and not labels:
-        found, reasons["label"] = _find_label(rows, taken={text, pair})
+        found, reasons["label"], doubts = _find_label(rows, taken={*names})
         labels = (found,)
-    return Columns(text=text, pair=pair, labels=labels, reasons=reasons)
+    return Columns(text=text, pair=pair, labels=labels, reasons=reasons, doubts=doubts)
 
 
 def _given_labels(rows: Rows, label: str) -> tuple[str, ...]:
@@ -116,18 +159,26 @@ def _find_pair(rows: Rows, text: str, taken: Collection[str]) -> str | None:
     return next((texts[second] for first, second in PAIRS if first == key_of(text) and second in texts), None)
 
 
-def _find_label(rows: Rows, taken: Collection[str | None]) -> tuple[str, str]:
-    """Name and reason of the column with the label: by name, else the one with the fewest distinct values."""
+def _find_label(rows: Rows, taken: Collection[str | None]) -> tuple[str, str, tuple[str, ...]]:
+    """Name, reason and doubts of the column with the label: by its name, by the last word of its name, else the one
+    with the fewest distinct values."""
     left = [name for name in rows.table.column_names if name not in taken]
     by_key = {key_of(name): name for name in reversed(left)}
     for name in LABELS:
         if name in by_key:
-            return by_key[name], "by name"
+            return by_key[name], "by name", ()
     counts = {name: _num_distinct(rows.table[name]) for name in left if key_of(name) not in IDS}
     counts = {name: count for name, count in counts.items() if count > 1}
+    for word in LABELS:
+        ending = [name for name in counts if key_of(name).endswith(f"_{word}")]
+        if len(ending) == 1:
+            return ending[0], f"its name ends with {word!r}", ()
     fewest = [name for name, count in counts.items() if count == min(counts.values())]
     if len(fewest) == 1:
-        return fewest[0], f"the fewest distinct values, {counts[fewest[0]]}"
+        reason = f"the fewest distinct values, {counts[fewest[0]]}"
+        others = [f"{printable(name)} has {count:,}" for name, count in counts.items() if name not in fewest]
+        said = f"the label may be another column than '{printable(fewest[0])}', which has {reason}: {listed(others, 4)}"
+        return fewest[0], reason, (f"{said}; --label-column names it",) if others else ()
     if fewest:
         shown = ",".join(printable(name) for name in fewest)
         raise DataError(

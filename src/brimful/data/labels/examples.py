@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from brimful.core.errors import DataError
 from brimful.core.records import LabelSpace
-from brimful.data.labels.columns import Columns
+from brimful.data.labels.columns import Columns, joined_texts
 from brimful.data.labels.label_space import encode_labels
 from brimful.data.readers.rows import Rows
 
@@ -67,7 +67,7 @@ def make_examples(rows: Rows, columns: Columns, space: LabelSpace | None) -> tup
     space: what the labels mean; None to leave them alone.
     Raises: DataError where no row is left, and what `encode_labels` raises.
     """
-    texts = rows.table[columns.text].cast(pa.large_string())
+    texts = joined_texts(rows.table, columns.text)
     pairs = None if columns.pair is None else rows.table[columns.pair].cast(pa.large_string())
     present = has_text(texts) if pairs is None else pc.and_(has_text(texts), has_text(pairs))
     num_empty = len(texts) - (pc.sum(present).as_py() or 0)

@@ -44,5 +44,5 @@ def not_utf8(raw: bytes, *, file: str | None = None) -> DataError:
     except UnicodeDecodeError as error:
         start = error.start
     around = raw[:start].decode()[-20:] + raw[start : start + 80].decode("utf-8", "backslashreplace")[:24]
-    hint = "convert it, for example: iconv -f windows-1252 -t utf-8"
+    hint = "name its encoding, for example: --encoding windows-1252"
     return DataError("is not UTF-8", file=file, value=around, hint=hint)

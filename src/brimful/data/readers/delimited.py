@@ -21,7 +21,8 @@ import pyarrow.csv as pacsv
 
 from brimful.core.errors import DataError, printable
 from brimful.data.readers.compression import not_utf8
-from brimful.data.readers.header import Dialect, Header, bad_utf8, csv_reader, header_doubt, long_values, read_header
+from brimful.data.readers.file_format import FileFormat
+from brimful.data.readers.header import Dialect, bad_utf8, csv_reader, header_doubt, long_values, read_header
 from brimful.data.readers.lines import ROW_BYTES, TOO_LONG, FileLines
 from brimful.data.readers.parts import Part, Piece, RowsRead, in_order
 
@@ -33,19 +34,21 @@ _LONG_ROW_BYTES = 1 << 20
 class DelimitedPart(Part):
     """The rows of a CSV or TSV file, every value as the text that stands in it. delimiter: None to see it."""
 
-    def __init__(self, file: str, delimiter: str | None = None, header: Header | None = None) -> None:
-        self.files, self._header = (file,), header or Header()
-        self._lines = FileLines(file, (b"\n", b"\r"))
+    def __init__(self, file: str, delimiter: str | None = None, form: FileFormat | None = None) -> None:
+        self.files, self._form = (file,), form or FileFormat()
+        self._lines = FileLines(file, (b"\n", b"\r"), self._form.encoding)
         self.size_bytes = self._lines.size_bytes
-        self._dialect, self._header_bytes = read_header(file, self._lines.head().data, delimiter, self._header)
+        delimiter = self._form.delimiter or delimiter
+        self._dialect, self._header_bytes = read_header(file, self._lines.head().data, delimiter, self._form)
         self.schema = self._dialect.schema
 
     def notes(self) -> list[str]:
         marks = "quotation marks are read as text, as they do not stand around values"
-        return [] if self._dialect.quoting else [f"{printable(self.files[0])}: {marks}"]
+        quotes = [] if self._dialect.quoting else [f"{printable(self.files[0])}: {marks}"]
+        return [*quotes, *filter(None, [self._lines.note()])]
 
     def warnings(self) -> list[str]:
-        piece = self.peek() if self._header.is_there is None else None
+        piece = self.peek() if self._form.has_header is None else None
         doubt = piece and header_doubt(self._dialect.names, piece.table)
         return [f"{printable(self.files[0])}: {doubt}"] if doubt else []
 

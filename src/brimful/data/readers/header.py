@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from brimful.core.errors import DataError, printable
-from brimful.core.options import split_names
 from brimful.data.column_names import KNOWN, key_of
 from brimful.data.readers.compression import not_utf8
+from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.lines import TOO_LONG
 
 if TYPE_CHECKING:
@@ -32,23 +32,6 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
-class Header:
-    """The user's word about the first line of CSV and TSV files.
-
-    is_there: whether it names the columns; None to take it for names, and to warn where it looks like a row.
-    names: of the columns of files without a header; None for column_1, column_2, ...
-    """
-
-    is_there: bool | None = None
-    names: tuple[str, ...] | None = None
-
-    @classmethod
-    def of(cls, header: bool | None, column_names: str | None) -> Header:
-        """The word of the options --header and --column-names."""
-        return cls(False, split_names(column_names)) if column_names is not None else cls(header)
-
-
-@dataclass(frozen=True)
 class Dialect:
     """names: of the columns. quoting: quotation marks stand around values, else they are text."""
 
@@ -62,7 +45,7 @@ class Dialect:
         return pa.schema([(name, pa.large_string()) for name in self.names])
 
 
-def read_header(file: str, head: bytes | None, delimiter: str | None, header: Header) -> tuple[Dialect, int]:
+def read_header(file: str, head: bytes | None, delimiter: str | None, form: FileFormat) -> tuple[Dialect, int]:
     """The dialect that the first lines of a file are in, and the bytes before its first row.
 
     head: whole lines, None where the first is too long. delimiter: None to see it.
@@ -72,15 +55,15 @@ def read_header(file: str, head: bytes | None, delimiter: str | None, header: He
     if head is None:
         raise DataError(f"the first line {TOO_LONG.message}", file=file, hint="is its name what it holds?")
     lines = head.splitlines(keepends=True)
-    has_header = header.is_there is not False
+    has_header = form.has_header is not False
     found = {each: _first_records(lines, each, 1 if has_header else _RECORDS) for each in delimiter or _DELIMITERS}
     if has_header:
         best = max(found, key=lambda each: len(found[each][0][0]))
     else:
-        best = max(found, key=lambda each: _agreement([record for record, _ in found[each]], header.names))
+        best = max(found, key=lambda each: _agreement([record for record, _ in found[each]], form.names))
     first, num_lines = found[best][0]
     if not has_header:
-        return Dialect(_given_names(file, first, best, header.names), best, has_header=False), 0
+        return Dialect(_given_names(file, first, best, form.names), best, has_header=False), 0
     if bad := bad_utf8(first):
         raise not_utf8(bad, file=file)
     twice = next((name for name in first if first.count(name) > 1), None)

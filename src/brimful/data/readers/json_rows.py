@@ -57,7 +57,8 @@ class JsonLinesPart(Part):
     def notes(self) -> list[str]:
         names = [f"'{printable(name)}'" for name in self._columns.left_out]
         said = f"left out, as the first rows do not have it: {listed(names, 5)}"
-        return [f"{printable(self.files[0])}: {said}"] if names else []
+        left_out = [f"{printable(self.files[0])}: {said}"] if names else []
+        return [*left_out, *filter(None, [self._lines.note()])]
 
     def pieces(self, start: int) -> Iterator[Piece]:
         return in_order(self._tables())
@@ -108,12 +109,13 @@ class JsonObjectsPart(Part):
             yield Piece(row, *self._columns.of(Line(value) for value in batch))
 
 
-def json_lines_parts(files: Sequence[str]) -> list[JsonLinesPart]:
+def json_lines_parts(files: Sequence[str], encoding: str | None = None) -> list[JsonLinesPart]:
     """The parts of all files of lines of a stream, with the same columns.
 
+    encoding: None for UTF-8, as JSON is by its standard.
     Raises: DataError for a file without an object in its first lines.
     """
-    all_lines = [FileLines(file) for file in files]
+    all_lines = [FileLines(file, encoding=encoding or "utf-8") for file in files]
     heads = [next(lines.blocks(), Block(b"")) if index == 0 else lines.head() for index, lines in enumerate(all_lines)]
     keys = [_keys_in(file, head.data) for file, head in zip(files, heads, strict=True)]
     windows = (keys_of(window) for lines in all_lines for window in lines.windows(max(1, _WINDOWS // len(files))))

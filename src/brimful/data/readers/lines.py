@@ -16,6 +16,7 @@ from brimful.core.errors import DataError
 from brimful.data.file_names import split_suffix
 from brimful.data.readers.compression import reading
 from brimful.data.readers.parts import BLOCK_BYTES
+from brimful.data.readers.text_encoding import BOM, TextDecoder
 
 #: A longer line, or record of CSV, is not read, as it would have to be held in memory.
 ROW_BYTES = 32 << 20
@@ -23,7 +24,6 @@ TOO_LONG = DataError(f"is longer than {ROW_BYTES >> 20} MiB", hint="cut it, or s
 #: Bytes of a file that are read to see its header or keys.
 HEAD_BYTES = 64 << 10
 
-_BOM = b"\xef\xbb\xbf"
 _PAUSE_S = 0.1
 
 
@@ -35,10 +35,14 @@ class Block(NamedTuple):
 
 
 class FileLines:
-    """The lines of a file. line_ends: the bytes that end a line. share: how much of the file was read, 0 to 1."""
+    """The lines of a file. line_ends: the bytes that end a line. share: how much of the file was read, 0 to 1.
 
-    def __init__(self, file: str, line_ends: tuple[bytes, ...] = (b"\n",)) -> None:
-        self.file, self._line_ends = file, line_ends
+    encoding: None to see it; utf-8 leaves bytes that are not UTF-8 as they are.
+    """
+
+    def __init__(self, file: str, line_ends: tuple[bytes, ...] = (b"\n",), encoding: str | None = "utf-8") -> None:
+        self.file, self._line_ends, self._encoding = file, line_ends, encoding
+        self._decoder = TextDecoder(file, encoding)
         self.size_bytes = Path(file).stat().st_size
         self.share = 0.0
 
@@ -46,11 +50,14 @@ class FileLines:
         """All lines, without a byte-order mark, in blocks of about `block_bytes`. Raises: DataError where damaged."""
         block_bytes = block_bytes or BLOCK_BYTES
         with reading(self.file) as (stream, packed):
-            reads = iter(lambda: _filled(stream, block_bytes), b"")
-            bom = _BOM
-            for data, is_last in _whole_lines(reads, self._line_ends, block_bytes):
+            first = _filled(stream, block_bytes)
+            decoder = self._decoder = TextDecoder(self.file, self._encoding, first)
+            reads = itertools.chain(filter(None, [first]), iter(lambda: _filled(stream, block_bytes), b""))
+            recoded = decoder.recoded(reads) if decoder.recodes else reads
+            bom = BOM
+            for data, is_last in _whole_lines(recoded, self._line_ends, None if decoder.recodes else block_bytes):
                 self.share = min(1.0, packed.tell() / max(1, self.size_bytes))
-                yield Block(data and data.removeprefix(bom), is_last)
+                yield Block(data and decoder.utf8(data.removeprefix(bom)), is_last)
                 bom = b""
 
     def head(self) -> Block:
@@ -58,9 +65,13 @@ class FileLines:
         with contextlib.closing(self.blocks(HEAD_BYTES)) as blocks:
             return next(blocks, Block(b"", is_last=True))
 
+    def note(self) -> str | None:
+        """One line about the encoding of what was read last; None where there is nothing to say."""
+        return self._decoder.note()
+
     def windows(self, count: int) -> Iterator[bytes]:
         """Whole lines from up to `count` places all over the file, where it is not compressed and long enough."""
-        if split_suffix(self.file)[1] is not None or self.size_bytes < count * 2 * HEAD_BYTES:
+        if self._decoder.recodes or split_suffix(self.file)[1] is not None or self.size_bytes < count * 2 * HEAD_BYTES:
             return
         with reading(self.file) as (stream, _):
             for index in range(1, count + 1):
@@ -73,6 +84,7 @@ class PipeLines:
     """The lines of a pipe, which can be read once. They come as they arrive, many at a time where they arrive fast."""
 
     file = "stdin"
+    note = staticmethod(lambda: None)
     size_bytes: int | None = None
     share = 0.0
 
@@ -89,7 +101,7 @@ class PipeLines:
             self._head += data
             if is_enough(self._head) or len(self._head) >= BLOCK_BYTES:
                 break
-        self._head = self._head.removeprefix(_BOM)
+        self._head = self._head.removeprefix(BOM)
         return self._head
 
     def blocks(self) -> Iterator[Block]:

@@ -14,21 +14,26 @@ from typing import Any
 
 from brimful.core.errors import DataError, first_line, printable
 from brimful.core.manifest import is_manifest
+from brimful.data.file_names import split_suffix
 from brimful.data.readers.formats import KINDS, NEEDS_ROWS, is_data_file
 from brimful.data.readers.hub import looks_like_hub_name
 
-_SPLIT = re.compile(r"(train|test|valid|validation|val|dev|eval)(?![a-z])")
+_SPLIT = re.compile(r"(training|train|testing|test|valid|validation|val|dev|eval)(?![a-z])")
+#: Splits to evaluate on, the best first.
+_EVALUATION = ("validation", "valid", "val", "dev", "eval", "test", "testing")
 
 
 @dataclass(frozen=True)
 class Location:
-    """A file of rows; a .txt file, which is the text of one row of the class `label`; or a data set of the hub.
+    """A file of rows; a .txt file which is the text of one row; or a data set of the hub.
 
-    path: the file, or the name on the hub. otherwise: for a name on the hub, what else the user may have meant.
+    path: the file, or the name on the hub. is_text: it is the text of one row, of the class `label` if any.
+    otherwise: for a name on the hub, what else the user may have meant.
     """
 
     path: str
     label: str | None = None
+    is_text: bool = False
     otherwise: str | None = None
 
 
@@ -85,16 +90,18 @@ def _in_folder(folder: str) -> list[Location]:
         return _in_saved(_train_split(folder))
     if "state.json" in names:
         return _in_saved(folder)
+    _check_one_split(folder, [str(path) for path in inside if path.is_dir() or is_data_file(path.name)])
     classes = [path for path in inside if path.is_dir() and any(path.glob("*.txt"))]
     if classes:
-        return [Location(str(text), path.name) for path in classes for text in sorted(path.glob("*.txt"))]
+        return [Location(str(text), path.name, True) for path in classes for text in sorted(path.glob("*.txt"))]
     files = [str(path) for path in inside if path.is_file() and is_data_file(path.name) and not is_manifest(path)]
     if not files:
         folders = [f"{folder}/{path.name}" for path in inside if path.is_dir()]
-        hint = f"it can hold {KINDS}, or one sub-folder of .txt files per class"
+        hint = f"it can hold {KINDS}, or one sub-folder of .txt files per class, or splits (train, test)"
         hint = f"give one of its folders: {_shown(folders)}" if folders else hint
         raise DataError("the folder holds no data", file=folder, hint=hint)
-    _check_one_split(folder, files)
+    if all(split_suffix(file)[0] == ".txt" for file in files):
+        return [Location(file, is_text=True) for file in files]
     return [Location(file) for file in files]
 
 
@@ -126,18 +133,52 @@ def _json_of(path: Path) -> Any:
         raise DataError("is not JSON", file=str(path), hint="save the data again") from error
 
 
+@dataclass(frozen=True)
+class Splits:
+    """Names of the data of a folder with splits; evaluation is None where there is one to train on only."""
+
+    training: str
+    evaluation: str | None
+
+
+def find_splits(spec: str) -> Splits | None:
+    """The splits in the folder `spec`, files or folders called train, validation or test; None where there are none.
+
+    To evaluate on, validation is taken before test, which is for the end.
+    """
+    folder = Path(spec).expanduser()
+    if not spec or not folder.is_dir():
+        return None
+    with refusals(spec):
+        if (folder / "dataset_dict.json").is_file():
+            state = _json_of(folder / "dataset_dict.json")
+            names = state.get("splits", []) if isinstance(state, dict) else []
+            found = _by_split(f"{spec.rstrip('/')}/{name}" for name in names)
+        else:
+            inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+            found = _by_split(str(path) for path in inside if path.is_dir() or is_data_file(path.name))
+    if "train" not in found or len(found) == 1 or any(len(paths) > 1 for paths in found.values()):
+        return None
+    evaluation = next((found[name][0] for name in _EVALUATION if name in found), None)
+    return Splits(found["train"][0], evaluation)
+
+
+def _by_split(paths: Iterable[str]) -> dict[str, list[str]]:
+    splits: dict[str, list[str]] = {}
+    for path in paths:
+        if found := _SPLIT.match(Path(path).name.lower()):
+            splits.setdefault(found.group(1), []).append(path)
+    return splits
+
+
 def _check_one_split(folder: str, files: list[str]) -> None:
     """Training and test rows side by side are not one data set."""
-    splits: dict[str, str] = {}
-    for file in files:
-        if found := _SPLIT.match(Path(file).name.lower()):
-            splits.setdefault(found.group(1), file)
-    if len(splits) > 1:
-        first = splits.get("train", files[0])
+    splits = _by_split(files)
+    if len(splits) > 1 and "train" in splits:
         raise DataError(
             f"the folder holds several splits: {', '.join(sorted(splits))}",
             file=folder,
-            hint=f"give one of them, as {_shown([first])}, or a glob",
+            hint=f"give one of them, as {_shown([splits['train'][0]])}, or a glob",
         )
 
 

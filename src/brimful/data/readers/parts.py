@@ -12,6 +12,7 @@ import pyarrow as pa
 from brimful.core.errors import DataError, first_line
 from brimful.data.readers.column_types import tidy
 from brimful.data.readers.compression import not_utf8
+from brimful.data.readers.text_encoding import decoded_text
 
 #: Most rows of a table from files that say how many rows they have.
 BATCH_ROWS = 16_384
@@ -144,27 +145,37 @@ class TablePart(Part):
 
 
 class TextFilesPart(Part):
-    """Files of text, a row each, with the class that each belongs to."""
+    """Files of text, a row each, with the class that each belongs to, or without labels with its name."""
 
-    schema = pa.schema([("text", pa.large_string()), ("label", pa.large_string())])
-
-    def __init__(self, files: Sequence[str], labels: Sequence[str]) -> None:
-        self.files, self._labels, self.num_rows = files, labels, len(files)
+    def __init__(self, files: Sequence[str], labels: Sequence[str] | None, encoding: str | None = None) -> None:
+        self.files, self.num_rows, self._encoding = files, len(files), encoding
+        self._others = {"label": labels} if labels is not None else {"file": [Path(file).name for file in files]}
+        self.schema = pa.schema([(name, pa.large_string()) for name in ("text", *self._others)])
         self.size_bytes = sum(Path(file).stat().st_size for file in self.files)
+        self._notes: dict[str, str] = {}
 
     def pieces(self, start: int) -> Iterator[Piece]:
         for row in range(start, len(self.files), _FILES_AT_A_TIME):
-            labels = self._labels[row : row + _FILES_AT_A_TIME]
             texts: list[str | None] = []
             faults: dict[int, DataError] = {}
             for file in self.files[row : row + _FILES_AT_A_TIME]:
                 try:
-                    texts.append(Path(file).read_bytes().decode("utf-8-sig"))
+                    text, note = decoded_text(Path(file).read_bytes(), file, self._encoding)
                 except UnicodeDecodeError as error:
-                    faults[len(texts)] = not_utf8(error.object)
-                    texts.append(None)
-            arrays = [pa.array(values, pa.large_string()) for values in (texts, labels)]
+                    text, note, faults[len(texts)] = None, None, not_utf8(error.object)
+                except DataError as error:
+                    text, note, faults[len(texts)] = None, None, error.at(file, 1)
+                texts.append(text)
+                if note is not None:
+                    self._notes[file] = note
+            columns = [texts, *(values[row : row + _FILES_AT_A_TIME] for values in self._others.values())]
+            arrays = [pa.array(values, pa.large_string()) for values in columns]
             yield Piece(row, pa.table(arrays, schema=self.schema), faults)
+
+    def notes(self) -> list[str]:
+        first = next(iter(self._notes.values()), None)
+        more = f" (and {len(self._notes) - 1:,} more of {len(self.files):,} files)" if len(self._notes) > 1 else ""
+        return [] if first is None else [first + more]
 
     def place(self, row: int) -> tuple[str, int]:
         return self.files[row], 1

@@ -14,8 +14,9 @@ from brimful.data.file_names import split_suffix
 from brimful.data.readers.columnar import ArrowPart, ParquetPart
 from brimful.data.readers.compression import reading
 from brimful.data.readers.delimited import DelimitedPart
-from brimful.data.readers.formats import checked_format
-from brimful.data.readers.header import Header
+from brimful.data.readers.excel import ExcelPart
+from brimful.data.readers.file_format import FileFormat
+from brimful.data.readers.formats import EXCEL, checked_format
 from brimful.data.readers.hub import load_hub
 from brimful.data.readers.json_document import has_lines, parse_document
 from brimful.data.readers.json_rows import JsonObjectsPart, JsonPipePart, json_lines_parts
@@ -24,26 +25,29 @@ from brimful.data.readers.locations import Location, locate, refusals
 from brimful.data.readers.parts import Part, TablePart, TextFilesPart
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.stream import RowStream
+from brimful.data.readers.text_encoding import BOM, TextDecoder, decoded_text
+from brimful.data.readers.text_lines import FastTextPart, TextLinesPart, is_fast_text
 
-_WITH_HEADER = (".csv", ".tsv")
+_WITH_HEADER = (".csv", ".tsv", *sorted(EXCEL))
 
 
-def read_rows(spec: str, header: Header | None = None) -> Rows:
+def read_rows(spec: str, form: FileFormat | None = None) -> Rows:
     """All rows of `spec` in memory, in the order of the files' names and of the rows within each.
 
-    spec: a CSV, TSV, JSON, JSONL, Parquet (each also .gz or .zst), Arrow or Feather file; a folder of such files; a
-    folder saved by `datasets`, of which several splits the one called train; a folder with one sub-folder of .txt files
-    per class; a glob of any of these; or `name`, `owner/name` or `owner/name:split` of a hub data set.
-    header: whether the first lines of CSV and TSV files name the columns.
+    spec: a CSV, TSV, JSON, JSONL, Parquet (each also .gz or .zst), fastText (.txt), Excel, Arrow or Feather file; a
+    folder of such files; a folder saved by `datasets`, of which several splits the one called train; a folder with one
+    sub-folder of .txt files per class; a folder of .txt files, a row each; a glob of any of these; or `name`,
+    `owner/name` or `owner/name:split` of a hub data set.
+    form: the user's word about the form of the files.
 
-    Raises: OptionError for a `header` where there are no such files; DataError for a file that is missing, damaged,
+    Raises: OptionError for a `form` that none of the files can have; DataError for a file that is missing, damaged,
     empty or of other columns, and for the first row that cannot be read, with file and row.
     """
     with refusals(spec):
-        return RowStream(spec, _parts_at(locate(spec), header or Header())).collect()
+        return RowStream(spec, _parts_at(locate(spec), form or FileFormat())).collect()
 
 
-def open_stream(spec: str, stdin: BinaryIO | None = None, header: Header | None = None) -> RowStream:
+def open_stream(spec: str, stdin: BinaryIO | None = None, form: FileFormat | None = None) -> RowStream:
     """The rows of `spec`, as `read_rows` describes it, or of `-` for JSON lines on `stdin`.
 
     A column has one type in all files: the wider number, or text, where their types differ.
@@ -51,64 +55,85 @@ def open_stream(spec: str, stdin: BinaryIO | None = None, header: Header | None 
     Raises: as `read_rows` does, but DataError for damage only where it is seen from the start, and for a row only where
     none of the first can be read.
     """
-    header = header or Header()
+    form = form or FileFormat()
     with refusals(spec):
         if spec == "-":
-            _check_header(header, ())
+            _check_form(form, ())
             stream = RowStream(spec, [JsonPipePart(stdin or sys.stdin.buffer)])
         else:
-            stream = RowStream(spec, _parts_at(locate(spec), header))
+            stream = RowStream(spec, _parts_at(locate(spec), form))
         stream.sample  # noqa: B018
     return stream
 
 
 def can_have_header(spec: str) -> bool:
-    """True where CSV or TSV files are among those of `spec`."""
+    """True where CSV, TSV or Excel files are among those of `spec`."""
     with refusals(spec):
         return any(split_suffix(location.path)[0] in _WITH_HEADER for location in locate(spec))
 
 
-def _check_header(header: Header, formats: Collection[str]) -> None:
-    """Raises: OptionError for a `header` that no file can have."""
-    if header.is_there is False and not any(each in _WITH_HEADER for each in formats):
-        given = "--no-header" if header.names is None else "--column-names"
-        hint = "leave it out: these data name their columns themselves"
-        raise OptionError(f"{given} is for CSV and TSV files, and there is none in the data", hint=hint)
+def _check_form(form: FileFormat, formats: Collection[str]) -> None:
+    """Raises: OptionError for a `form` that no file can have."""
+    given = "--no-header" if form.names is None else "--column-names"
+    wrong = (
+        (given, form.has_header is False, "CSV, TSV and Excel", _WITH_HEADER),
+        ("--delimiter", form.delimiter is not None, "CSV, TSV and .txt", (".csv", ".tsv")),
+        ("--encoding", form.encoding is not None, "text", (".csv", ".tsv", ".txt", ".json", ".jsonl")),
+        ("--sheet", form.sheet is not None, "Excel", EXCEL),
+    )
+    for flag, is_given, kinds, suffixes in wrong:
+        if is_given and not any(each in suffixes for each in formats):
+            hint = "leave it out" if flag != given else "leave it out: these data name their columns themselves"
+            raise OptionError(f"{flag} is for {kinds} files, and there is none in the data", hint=hint)
 
 
-def _parts_at(locations: Sequence[Location], header: Header) -> list[Part]:
-    files = [location.path for location in locations if location.label is None and location.otherwise is None]
-    kinds = {file: _format_of(file) for file in files}
-    _check_header(header, kinds.values())
+def _parts_at(locations: Sequence[Location], form: FileFormat) -> list[Part]:
+    files = [location.path for location in locations if not location.is_text and location.otherwise is None]
+    kinds = {file: _format_of(file, form) for file in files}
+    _check_form(form, [*kinds.values(), *(".txt" for location in locations if location.is_text)])
     json_files = [file for file in files if kinds[file] == ".jsonl"]
-    json_parts = dict(zip(json_files, json_lines_parts(json_files), strict=True))
+    json_parts = dict(zip(json_files, json_lines_parts(json_files, form.encoding), strict=True))
     parts: list[Part] = []
-    for label, group in itertools.groupby(locations, key=lambda location: location.label is not None):
-        if label:
-            texts, labels = zip(*((each.path, each.label) for each in group), strict=True)
-            parts.append(TextFilesPart(texts, labels))
+    for is_text, group in itertools.groupby(locations, key=lambda location: location.is_text):
+        if is_text:
+            texts = list(group)
+            labels = [each.label for each in texts if each.label is not None]
+            parts.append(TextFilesPart([each.path for each in texts], labels or None, form.encoding))
         else:
-            parts.extend(json_parts.get(each.path) or _part_at(each, kinds.get(each.path), header) for each in group)
+            parts.extend(json_parts.get(each.path) or _part_at(each, kinds.get(each.path), form) for each in group)
     return parts
 
 
-def _format_of(file: str) -> str:
-    """The end of its name; .jsonl for all files with an object per line."""
-    kind = checked_format(file)
+def _format_of(file: str, form: FileFormat) -> str:
+    """The end of its name; .jsonl for all files with an object per line, .csv for .txt files with columns."""
+    kind = checked_format(file, form.encoding)
     if kind == ".json":
-        head = next(FileLines(file).blocks()).data
+        head = next(FileLines(file, encoding=form.encoding or "utf-8").blocks()).data
         kind = ".jsonl" if head is not None and has_lines(head) else kind
+    if kind == ".txt" and (form.delimiter is not None or form.names is not None or form.has_header is not None):
+        kind = ".csv"
     return ".jsonl" if kind == ".ndjson" else kind
 
 
-def _part_at(location: Location, kind: str | None, header: Header) -> Part:
+def _part_at(location: Location, kind: str | None, form: FileFormat) -> Part:
     if location.otherwise is not None:
         return TablePart(location.path, load_hub(location.path, location.otherwise))
     file = location.path
     if kind == ".json":
         with reading(file) as (stream, _):
-            rows = parse_document(stream.read().removeprefix(b"\xef\xbb\xbf"), file)
+            document = stream.read()
+        rows = parse_document(_as_utf8(document, file, form.encoding), file)
         return TablePart(file, rows) if isinstance(rows, pa.Table) else JsonObjectsPart(file, rows)
+    if kind == ".txt":
+        return (FastTextPart if is_fast_text(file, form.encoding) else TextLinesPart)(file, form.encoding)
+    if kind in EXCEL:
+        return ExcelPart(file, form)
     if kind in _WITH_HEADER:
-        return DelimitedPart(file, "\t" if kind == ".tsv" else None, header)
+        return DelimitedPart(file, "\t" if kind == ".tsv" else None, form)
     return ParquetPart(file) if kind == ".parquet" else ArrowPart(file)
+
+
+def _as_utf8(document: bytes, file: str, encoding: str | None) -> bytes:
+    if not TextDecoder(file, encoding, document).recodes:
+        return document.removeprefix(BOM)
+    return decoded_text(document, file, encoding)[0].encode("utf-8", "surrogatepass")

@@ -24,9 +24,10 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.classification import FEW_ERRORS, AnswerEquivalence, Classification, Counts, RowError
 from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, Interrupted, OptionError, printable
-from brimful.core.options import ClassifyOptions, flag
+from brimful.core.option_checks import flag
+from brimful.core.options import ClassifyOptions
 from brimful.data.file_names import COMPRESSION
-from brimful.data.readers.header import Header
+from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.sources import open_stream
 from brimful.data.readers.stream import RowStream
 from brimful.data.tokens.encoder import Tokens
@@ -143,7 +144,7 @@ def _look(options: ClassifyOptions, callbacks: Callbacks) -> _Given:
     checked = check_model(options)
     callbacks.stage(f"reading {options.data}")
     stdin = sys.stdin.buffer if options.data == "-" else None
-    rows = open_stream(options.data, stdin, Header.of(options.header, options.column_names))
+    rows = open_stream(options.data, stdin, FileFormat.of(options))
     for warning in rows.warnings:
         callbacks.warning(warning)
     if options.output is not None:

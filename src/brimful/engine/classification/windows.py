@@ -17,9 +17,9 @@ import pyarrow.compute as pc
 
 from brimful.core.classification import LENGTH_ENDS, Counts
 from brimful.core.errors import OptionError, printable
-from brimful.core.options import ClassifyOptions, split_names
+from brimful.core.options import ClassifyOptions
 from brimful.core.records import TrainedInputs
-from brimful.data.labels.columns import Columns, check_exists, find_columns
+from brimful.data.labels.columns import Columns, check_exists, find_columns, joined_texts, text_parts
 from brimful.data.labels.examples import has_text
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.stream import Chunk
@@ -125,7 +125,7 @@ class Reading:
 
     def only(self, table: pa.Table) -> pa.Table:
         """The columns that are read."""
-        named = (self.columns.text, self.columns.pair, self.labels)
+        named = (*text_parts(table.column_names, self.columns.text), self.columns.pair, self.labels)
         return table.select(list(dict.fromkeys(name for name in named if name is not None)))
 
     def texts(self, table: pa.Table) -> Texts:
@@ -202,8 +202,8 @@ def _columns_as_in_training(
 def _has_text_column(sample: Rows, name: str) -> bool:
     """True if there is a column of text of this name, or several where the name is that of several."""
     kinds = {field.name: field.type for field in sample.table.schema}
-    parts = [name] if name in kinds else split_names(name)
-    return all(part in kinds and pa.types.is_large_string(kinds[part]) for part in parts)
+    parts = text_parts(list(kinds), name)
+    return all(part in kinds for part in parts) and (len(parts) > 1 or pa.types.is_large_string(kinds[name]))
 
 
 def answered(
@@ -256,7 +256,7 @@ def free_name(name: str, taken: Sequence[str]) -> str:
 
 
 def _text(table: pa.Table, name: str) -> pa.Array:
-    return _one_chunk(table[name].cast(pa.large_string()))
+    return _one_chunk(joined_texts(table, name))
 
 
 def _one_chunk(column: pa.ChunkedArray) -> pa.Array:

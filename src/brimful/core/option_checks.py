@@ -1,0 +1,109 @@
+"""Checks of options, and how flags are spelt."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+
+from brimful.core.errors import OptionError, encodes, printable
+
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False", type(None): "nothing"}
+
+
+def check_types(options: object) -> None:
+    """Check each field against its annotation, for Python calls; the command line has converted types already."""
+    hints = get_type_hints(type(options))
+    for field in dataclasses.fields(cast(Any, options)):
+        hint, value = hints[field.name], getattr(options, field.name)
+        kinds = get_args(hint) or (hint,)
+        if get_origin(hint) is Literal:
+            fits, wanted = value in kinds, f"one of {', '.join(map(str, kinds))}"
+        else:
+            accepted = (*kinds, int) if float in kinds else kinds
+            fits = isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool))
+            wanted = " or ".join(_KINDS[kind] for kind in kinds)
+            if isinstance(value, str):
+                _check_text(flag(field.name), value)
+        if not fits:
+            raise refused(options, field.name, repr(value), wanted)
+
+
+def _check_text(name: str, value: str) -> None:
+    """Check that a text is UTF-8 without NUL: it may be a file name."""
+    if not encodes(value):
+        raise OptionError(f"{name} is '{printable(value)}': it is not UTF-8", hint="use another name")
+    if "\0" in value:
+        raise OptionError(f"{name} is '{printable(value)}': it has a NUL in it", hint="remove it")
+
+
+def split_names(names: str) -> tuple[str, ...]:
+    """The names in `text, label`."""
+    return tuple(name.strip() for name in names.split(","))
+
+
+def check_header(header: bool | None, column_names: str | None) -> None:
+    """Check that --header and --column-names agree, and that names are names."""
+    if column_names is None:
+        return
+    if header:
+        raise OptionError("--header and --column-names are both given", hint="give one of them")
+    names = split_names(column_names)
+    if "" in names:
+        said = f"--column-names is '{printable(column_names)}': a name is empty"
+        raise OptionError(said, hint="name all columns, separated by commas: --column-names text,label")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise OptionError(f"--column-names has '{printable(twice)}' twice", hint="give each column a name of its own")
+
+
+#: Names of characters that are hard to type.
+DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|", "space": " "}
+
+
+def check_text_format(delimiter: str | None, encoding: str | None) -> None:
+    """Check that --delimiter is one character, and that --encoding is known."""
+    if delimiter is not None:
+        character = DELIMITERS.get(delimiter, delimiter)
+        if len(character) != 1 or not character.isascii() or character in '"\r\n' or character.isalnum():
+            said = f"--delimiter is '{printable(delimiter)}': it must be one character, and no letter or quotation mark"
+            raise OptionError(said, hint="as in --delimiter ';' or --delimiter tab")
+    if encoding is not None and not _is_text_encoding(encoding):
+        said = f"--encoding is '{printable(encoding)}': no such encoding is known"
+        raise OptionError(said, hint="as in --encoding windows-1252, latin-1, utf-16, gb18030 or shift_jis")
+
+
+def _is_text_encoding(name: str) -> bool:
+    try:
+        "a".encode(name)  # refuses codecs that are no encodings of text, such as base64
+        return codecs.getincrementaldecoder(name) is not None
+    except (LookupError, ValueError):
+        return False
+
+
+def check_positive(options: object, *names: str) -> None:
+    """Check that these fields are finite and greater than 0, where they are given."""
+    check_numbers(options, names, lambda value: 0 < value < float("inf"), "finite and greater than 0")
+
+
+def check_numbers(options: object, names: Sequence[str], fits: Callable[[float], bool], wanted: str) -> None:
+    """Check that these fields fit, where they are given. wanted: what they must be, for the message."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not fits(value):
+            raise refused(options, name, value, wanted)
+
+
+def refused(options: object, name: str, value: object, wanted: str) -> OptionError:
+    """The error about the value of a field, with its default as the hint."""
+    default = next(field.default for field in dataclasses.fields(cast(Any, options)) if field.name == name)
+    if default is None or default is dataclasses.MISSING:
+        hint = "leave it out, or see --help" if default is None else "see --help"
+    else:
+        hint = f"the default is {default}"
+    return OptionError(f"{flag(name)} is {printable(value)}: it must be {wanted}", hint=hint)
+
+
+def flag(field: str) -> str:
+    """`batch_size` as typed on the command line: `--batch-size`."""
+    return "--" + field.replace("_", "-")

@@ -1,0 +1,111 @@
+"""Excel and OpenDocument workbooks, through the extra `excel` (calamine, a reader in Rust)."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from brimful.core.errors import DataError, OptionError, first_line, listed, printable
+from brimful.data.readers.compression import COPY_AGAIN
+from brimful.data.readers.file_format import FileFormat
+from brimful.data.readers.formats import no_rows
+from brimful.data.readers.header import header_doubt
+from brimful.data.readers.parts import TablePart
+
+
+class ExcelPart(TablePart):
+    """The rows of one sheet. The first line with anything in it names the columns, unless the user says that it is a
+    row; columns and lines without any value are none."""
+
+    def __init__(self, file: str, form: FileFormat) -> None:
+        self._form = form
+        sheet, sheets, rows = _sheet(file, form.sheet)
+        self._said = []
+        if form.sheet is None and len(sheets) > 1:
+            shown = listed([printable(name, 40) for name in sheets], 5)
+            self._said = [f"{printable(file)}: sheet '{printable(sheet)}' is read, of {shown}; --sheet names another"]
+        names, rows = _named(file, rows, form)
+        columns = {name: _column([row[index] for row in rows]) for index, name in enumerate(names) if name is not None}
+        super().__init__(file, pa.table(columns))
+
+    def notes(self) -> list[str]:
+        return self._said
+
+    def warnings(self) -> list[str]:
+        if self._form.has_header is not None:
+            return []
+        texts = self._table.slice(0, 1000)
+        texts = pa.table({name: texts[name].cast(pa.large_string()) for name in texts.column_names})
+        doubt = header_doubt(texts.column_names, texts)
+        return [f"{printable(self.files[0])}: {doubt}"] if doubt else []
+
+
+def _sheet(file: str, asked: str | None) -> tuple[str, list[str], list[list[Any]]]:
+    """Name of the sheet to read, names of all, and its rows."""
+    try:
+        import python_calamine
+    except ImportError as error:
+        raise DataError(
+            "reading workbooks needs the package python-calamine", file=file, hint="pip install 'brimful[excel]'"
+        ) from error
+    try:
+        with python_calamine.load_workbook(file) as book:
+            sheets = list(book.sheet_names)
+            if asked is not None and asked not in sheets:
+                hint = f"it has {listed([printable(name, 40) for name in sheets])}"
+                raise OptionError(f"--sheet: {printable(file)} has no sheet '{printable(asked)}'", hint=hint)
+            for name in [asked] if asked is not None else sheets:
+                rows = book.get_sheet_by_name(name).to_python(skip_empty_area=True)
+                rows = [row for row in rows if any(value != "" for value in row)]
+                if rows:
+                    return name, sheets, rows
+    except (python_calamine.CalamineError, OSError) as error:
+        raise DataError(f"is no whole workbook ({first_line(error)})", file=file, hint=COPY_AGAIN) from error
+    raise no_rows(file, None)
+
+
+def _named(file: str, rows: list[list[Any]], form: FileFormat) -> tuple[list[str | None], list[list[Any]]]:
+    """Names of the columns, None for one without any value, and the rows below the header."""
+    used = [any(row[index] != "" for row in rows) for index in range(len(rows[0]))]
+    if form.has_header is False:
+        if form.names is not None and len(form.names) != sum(used):
+            said = f"--column-names has {len(form.names)} names, and the sheet {sum(used)} columns"
+            raise DataError(said, file=file, hint="name all columns, in their order")
+        given = iter(form.names or [f"column_{number}" for number in range(1, sum(used) + 1)])
+        return [next(given) if there else None for there in used], rows
+    first, rows = rows[0], rows[1:]
+    if not rows:
+        raise no_rows(file, first)
+    names = [
+        _text(value) or f"column_{number}" if there else None
+        for number, (value, there) in enumerate(zip(first, used, strict=True), 1)
+    ]
+    present = [name for name in names if name is not None]
+    twice = next((name for name in present if present.count(name) > 1), None)
+    if twice is not None:
+        hint = "rename one of them, or add --no-header if the sheet has none"
+        raise DataError("the header has a column twice", file=file, value=twice, hint=hint)
+    return names, rows
+
+
+def _column(values: Sequence[Any]) -> pa.Array:
+    """Values of one kind as they are, whole numbers as such; of several kinds, dates and durations as text."""
+    there = [value for value in values if value != ""]
+    if there and all(isinstance(value, bool) for value in there):
+        return pa.array([None if value == "" else value for value in values], pa.bool_())
+    if there and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in there):
+        if all(float(value).is_integer() and abs(value) < 1 << 53 for value in there):
+            return pa.array([None if value == "" else int(value) for value in values], pa.int64())
+        return pa.array([None if value == "" else float(value) for value in values], pa.float64())
+    return pa.array([None if value == "" else _text(value) for value in values], pa.large_string())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)
