@@ -22,7 +22,6 @@ from tiny import FAMILIES
         ("cpu", True, "flash_attention", "graphs and fused kernels are for GPUs, and this runs on cpu"),
         ("cpu", False, "grouped_attention", "graphs and fused kernels are for GPUs, and this runs on cpu"),
         ("cuda", True, "grouped_attention", "attention works on groups of rows whose shapes change with every batch"),
-        ("cuda", False, "flash_attention", "padded batches have too many shapes"),
     ],
 )
 def test_why_a_forward_pass_is_not_captured(device: str, packed: bool, function: str, said: str) -> None:
@@ -34,6 +33,38 @@ def test_why_a_forward_pass_is_not_captured(device: str, packed: bool, function:
     assert (mode.value, mode.reason) == ("eager", said)
     with pytest.raises(OptionError, match="--execution captured does not work here: " + said):
         ExecutionMode.choose(assembly_of(model, execution="captured", **settings))
+
+
+@pytest.mark.parametrize(("num_tokens", "value"), [(1000, "captured"), (10**14, "compiled")])
+@pytest.mark.parametrize("training", [False, True])
+def test_padded_rows_are_captured(num_tokens: int, value: str, training: bool) -> None:
+    padded = replace(EQUIVALENCE, packed=False)
+    assembly = assembly_of(
+        FAMILIES["bert"].model(), training=training, device="cuda", num_tokens=num_tokens, equivalence=padded
+    )
+    assembly.levers[Optimizer] = Optimizer(value="sgd")
+    mode = ExecutionMode.choose(assembly)
+    assert (mode.value, mode.fused) == (value, False)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "training", "said"),
+    [
+        (10**6, True, None),
+        (1000, True, "batches that must not be split have 1 lengths in about 17 steps"),
+        (10**6, False, "each text is a batch of its own length"),
+    ],
+)
+def test_batches_that_are_not_split_are_captured_where_lengths_repeat(
+    num_tokens: int, training: bool, said: str | None
+) -> None:
+    dependent = replace(EQUIVALENCE, packed=False, independent=False)
+    assembly = assembly_of(
+        FAMILIES["bert"].model(), training=training, device="cuda", num_tokens=num_tokens, equivalence=dependent
+    )
+    assembly.levers[Optimizer] = Optimizer(value="sgd")
+    mode = ExecutionMode.choose(assembly)
+    assert (mode.value, mode.reason) == ("eager", said) if said else mode.captured
 
 
 @pytest.mark.parametrize(("num_tokens", "value"), [(1000, "captured"), (10**12, "compiled")])

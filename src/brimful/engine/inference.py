@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 
-from brimful.data.batches.batch import PackedLayout
+from brimful.data.batches.batch import PackedLayout, PaddedLayout
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.assemble import Assembled
 from brimful.step.forward import Forward, LayoutForward, PendingLogits
-from brimful.step.graphs.captured_forward import PackedForward
+from brimful.step.graphs.captured_forward import PackedForward, PaddedForward
 from brimful.step.graphs.captured_step import CapturedStep
 from brimful.tasks.evaluation import Evaluation
 from brimful.tasks.task import Task
@@ -29,8 +29,11 @@ def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str]
     them for evaluation too would cost more than it saves. most_rows: sequences of an effective batch.
     """
     layout, step = built.layout, built.step
-    if isinstance(layout, PackedLayout) and built.precision.device.type == "cuda" and not layout.groups:
-        forward: Forward = PackedForward(
+    on_gpu = built.precision.device.type == "cuda"
+    recorder = step.pool if isinstance(step, CapturedStep) else None
+    forward: Forward
+    if isinstance(layout, PackedLayout) and on_gpu and not layout.groups:
+        forward = PackedForward(
             built.execution,
             built.precision,
             budget=layout.most_tokens,
@@ -38,8 +41,18 @@ def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str]
             padding_id=layout.padding_id,
             typical_length=layout.typical_length,
             attention=layout.attention,
-            recorder=step.pool if isinstance(step, CapturedStep) else None,
+            recorder=recorder,
             fused=False,
+            note=note,
+        )
+    elif isinstance(layout, PaddedLayout) and on_gpu and layout.split:
+        forward = PaddedForward(
+            built.execution,
+            built.precision,
+            budget=layout.most_tokens,
+            longest=layout.max_length,
+            padding_id=layout.padding_id,
+            recorder=recorder,
             note=note,
         )
     else:

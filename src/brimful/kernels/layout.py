@@ -282,6 +282,51 @@ def padded_inputs(
     )
 
 
+def pad_numbers(
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    num_rows: int,
+    length: int,
+    *,
+    padding_id: int,
+    types: np.ndarray | None = None,
+    pinned: bool = False,
+) -> Tensor:
+    """Padded rows as one int32 tensor on the host: lengths (R), ids (R x L), types (R x L) if any.
+
+    ids, types: of all sequences, end to end. Rows beyond them repeat the first.
+    Raises: ValueError if there is no sequence, if one is empty, or if they do not fit.
+    """
+    count = len(lengths)
+    if not 0 < count <= num_rows or lengths.max() > length or not lengths.all():
+        raise ValueError(f"{count} sequences do not fit {num_rows} rows of {length} tokens, or one is empty")
+    sizes = [num_rows, num_rows * length, 0 if types is None else num_rows * length]
+    memory = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=pinned)
+    lengths_R, ids_RL, types_RL = np.split(memory.numpy(), np.cumsum(sizes[:-1]))
+    lengths_R[:count], lengths_R[count:] = lengths, lengths[0]
+    real = np.arange(length) < lengths[:, None]
+    for part, values, empty in ((ids_RL, ids, padding_id), (types_RL, types, 0)):
+        if values is None:
+            continue
+        rows = part.reshape(num_rows, length)
+        rows[:count] = empty
+        rows[:count][real] = values
+        rows[count:] = rows[0]
+    return memory
+
+
+def unpad_numbers(numbers: Tensor, num_rows: int, length: int) -> PaddedInputs:
+    """The rows that `pad_numbers` wrote, made on the device that the numbers are on."""
+    lengths_R, *rows = numbers.split([num_rows, *[num_rows * length] * (len(numbers) // (num_rows * length))])
+    ids_RL, *types = (part.view(num_rows, length).long() for part in rows)
+    places_L = torch.arange(length, dtype=torch.int32, device=numbers.device)
+    return PaddedInputs(
+        ids_RL=ids_RL,
+        mask_RL=(places_L < lengths_R[:, None]).long(),
+        types_RL=types[0] if types else None,
+    )
+
+
 def with_groups(segments: Segments, ratio: float = 1.25, slack: int = 8) -> Segments:
     """The same segments, also as padded rows in groups whose lengths differ by at most `ratio` and `slack` tokens."""
     lengths_N = segments.cu_seqlens_N.diff().long()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from brimful.core.errors import OptionError
@@ -23,7 +24,8 @@ from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing
 from brimful.levers.token_budget import cuts_windows
-from brimful.models.model_stats import embeddings_of, layers_of, matmul_parameters
+from brimful.models.model_stats import embeddings_of, layer_lists, layers_of, matmul_parameters
+from brimful.models.packed.host_reads import why_not_recorded
 from brimful.models.packed.packed_forward import LayoutModel, PackedModel
 
 #: Cold seconds that compiling a layer costs where torch's compiler does it, and the share of a step's device time that
@@ -31,8 +33,13 @@ from brimful.models.packed.packed_forward import LayoutModel, PackedModel
 _COMPILE_S, _SAVED = 10.0, 0.25
 #: Cold seconds of fused kernels forward only (benchmarks/classification).
 _COMPILE_FORWARD_S = 4.0
+#: Cold seconds of layers of padded rows, by torch's compiler alone: more kinds of layers, and more passes over each.
+_COMPILE_PADDED_S = 25.0
 #: Operations per second that a step reaches, to guess how long a run will take.
 _REACHED = 250e12
+
+#: Of batches that must not be split: steps from which a graph of each shape pays, and the most shapes.
+_STEPS_A_SHAPE, _MOST_SHAPES = 50, 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,41 +66,46 @@ class ExecutionMode(Lever):
         if assembly.device.type != "cuda":
             because = f"graphs and fused kernels are for GPUs, and this runs on {assembly.device.type}"
             return Verdict(ok=False, because=because)
-        if not assembly.lever(Packing).packed:
-            return Verdict(ok=False, because="padded batches have too many shapes")
         if assembly.training:
             assembly.lever(Optimizer)
         if assembly.update is not None and not assembly.update.on_device:
             return Verdict(ok=False, because="the optimizer's host waits for the gradient of each step")
-        return assembly.fact(kernels_of).variable_length
+        if assembly.lever(Packing).packed:
+            return assembly.fact(kernels_of).variable_length
+        shapes = repeats_shapes(assembly)
+        if not shapes.ok:
+            return shapes
+        why = assembly.fact(why_not_recorded_of)
+        return Verdict(ok=why is None, because=why or "rows have few shapes")
 
     @classmethod
     def choose(cls, assembly: Assembly) -> ExecutionMode:
         """Choose the mode asked for, for `auto` the fastest that works here and pays."""
         asked, verdict = assembly.options.execution, cls.supports(assembly)
-        fused = assembly.fact(kernels_of).fused
+        fused = assembly.lever(Packing).packed and assembly.fact(kernels_of).fused
         if asked == "auto" and assembly.precision.value == "fp8" and cuts_windows(assembly):
             asked = "compiled"  # fp8 is of fused layers
         if not verdict.ok:
             if asked not in ("auto", "eager"):
                 raise OptionError(f"--execution {asked} does not work here: {verdict.because}", hint="leave it out")
             return cls(value="eager", reason="asked for" if asked == "eager" else verdict.because)
-        layers = layers_of(assembly.model)
-        if asked == "compiled" and layers is None:
+        has_layers = bool(lists_to_compile(assembly))
+        if asked == "compiled" and not has_layers:
             because = "the model has no list of layers of its own"
             raise OptionError(f"--execution compiled does not work here: {because}", hint="use captured")
         if asked != "auto":
             return cls(value=asked, reason="asked for", fused=fused)
-        if assembly.precision.value == "fp8" and layers is not None:
+        if assembly.precision.value == "fp8" and has_layers:
             return cls(value="compiled", reason="products in fp8 are those of fused layers", fused=fused)
-        return cls._that_pays(assembly, has_layers=layers is not None)
+        return cls._that_pays(assembly, has_layers=has_layers, fused=fused)
 
     @classmethod
-    def _that_pays(cls, assembly: Assembly, *, has_layers: bool) -> ExecutionMode:
+    def _that_pays(cls, assembly: Assembly, *, has_layers: bool, fused: bool) -> ExecutionMode:
         passes, compile_s = (3, _COMPILE_S) if assembly.training else (1, _COMPILE_FORWARD_S)
+        if not assembly.lever(Packing).packed:
+            compile_s = _COMPILE_PADDED_S
         flops = 2 * passes * matmul_parameters(assembly.model) * assembly.num_tokens
         saved_s = _SAVED * flops / _REACHED
-        fused = assembly.fact(kernels_of).fused
         if not has_layers or saved_s < compile_s:
             against = f"compiling would save about {saved_s:.0f} s of this run and take {compile_s:.0f} s"
             return cls(value="captured", reason=f"one launch a step; {against}", fused=fused)
@@ -110,8 +122,53 @@ class ExecutionMode(Lever):
 
     def apply(self, assembly: Assembly) -> None:
         """Compile the model's layers in place, if that was chosen. Compilation itself waits for the first step."""
-        if self.compiled and assembly.execution is not None:
-            compile_layers(assembly.execution, fused=self.fused, note=assembly.warn, forward_only=not assembly.training)
+        execution = assembly.execution
+        if not self.compiled or execution is None:
+            return
+        if isinstance(execution, PackedModel):
+            compile_layers(execution, fused=self.fused, note=assembly.warn, forward_only=not assembly.training)
+        else:
+            compile_padded_layers(execution, note=assembly.warn)
+
+
+def repeats_shapes(assembly: Assembly) -> Verdict:
+    """Return whether padded batches have the same few shapes again and again.
+
+    Where rows influence one another, or padding does, a batch is padded to its own longest sequence: then each longest
+    length is a shape, and a run must be long enough for graphs of all of them.
+    """
+    if assembly.lever(Packing).equivalence.independent:
+        return Verdict(ok=True, because="rows have few shapes")
+    if not assembly.training:
+        return Verdict(ok=False, because="each text is a batch of its own length")
+    batches = assembly.batches(assembly.budget)
+    num_shapes = len({int(lengths_N.max()) for lengths_N in batches})
+    num_steps = assembly.num_tokens / max(1.0, float(np.mean([lengths_N.sum() for lengths_N in batches])))
+    often = num_steps >= _STEPS_A_SHAPE * num_shapes and num_shapes <= _MOST_SHAPES
+    because = f"batches that must not be split have {num_shapes} lengths in about {num_steps:.0f} steps"
+    return Verdict(ok=often, because=because)
+
+
+def why_not_recorded_of(assembly: Assembly) -> str | None:
+    """Return the reason that padded passes cannot be captured, None if they can."""
+    return why_not_recorded(assembly.model, assembly.max_length, training=assembly.training)
+
+
+def lists_to_compile(assembly: Assembly) -> list[nn.ModuleList]:
+    """Return the lists of layers that would be compiled: of a packed model one, of a padded one its decoder's too."""
+    if not assembly.lever(Packing).packed:
+        return layer_lists(assembly.model)
+    layers = layers_of(assembly.model)
+    return [] if layers is None else [layers]
+
+
+def compile_padded_layers(execution: LayoutModel, *, note: Callable[[str], None]) -> None:
+    """Compile the layers of a model on padded rows in place, by torch's own compiler: one trace for all shapes."""
+    from brimful.models.fusion import inductor_backend  # Triton is missing beside torch for CPUs
+
+    for layers in layer_lists(execution.model):
+        for layer in layers:
+            layer.compile(dynamic=True, backend=partial(inductor_backend, note=note))
 
 
 def compile_layers(

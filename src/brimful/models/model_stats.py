@@ -18,6 +18,14 @@ def layers_of(model: Any) -> nn.ModuleList | None:
     return next((found for found in lists if len(found) == count), None)
 
 
+def layer_lists(model: nn.Module) -> list[nn.ModuleList]:
+    """Every list of two or more layers of one class, the outermost ones: an encoder's and a decoder's. Lists of lists
+    are looked into."""
+    if isinstance(model, nn.ModuleList) and len(model) > 1 and not isinstance(model[0], nn.ModuleList):
+        return [model] if len({type(layer) for layer in model}) == 1 else []
+    return [found for child in model.children() for found in layer_lists(child)]
+
+
 def matmul_parameters(model: nn.Module) -> int:
     """Parameters that every token is multiplied with: matrices outside embeddings.
 

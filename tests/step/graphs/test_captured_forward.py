@@ -10,8 +10,8 @@ import torch
 
 from brimful.data.tokens.encoder import Tokens, offsets_of
 from brimful.levers.precision import choose_precision
-from brimful.models.packed.packed_forward import PackedModel
-from brimful.step.graphs.captured_forward import PackedForward
+from brimful.models.packed.packed_forward import PackedModel, PaddedModel
+from brimful.step.graphs.captured_forward import PackedForward, PaddedForward
 from recorder import CpuRecorder
 from tiny import FAMILIES, pair_types, sequences
 
@@ -57,6 +57,31 @@ def alone(model: Any, tokens: Tokens) -> np.ndarray:
             given["token_type_ids"] = torch.tensor(types[None], dtype=torch.long)
         rows.append(model(**given).logits[0].numpy())
     return np.stack(rows)
+
+
+def make_padded(model: Any, recorder: CpuRecorder | None) -> PaddedForward:
+    return PaddedForward(
+        PaddedModel(model, "eager"),
+        choose_precision("fp32", CPU),
+        budget=64,
+        longest=32,
+        padding_id=model.config.pad_token_id,
+        recorder=recorder,
+        note=pytest.fail,
+    )
+
+
+@pytest.mark.parametrize(("family", "with_types"), [("bert", True), ("bert", False), ("gpt2", False)])
+def test_padded_windows_are_answered_as_each_text_alone(family: str, with_types: bool) -> None:
+    """Eagerly, recorded and replayed; with a text longer than those that shapes are for."""
+    model, recorder = FAMILIES[family].model().eval(), CpuRecorder()
+    forward = make_padded(model, recorder)
+    for turn in range(3):
+        tokens = tokens_of([*LENGTHS, 38], seed=turn, with_types=with_types)
+        found = forward.submit(tokens).result()
+        with torch.inference_mode():
+            np.testing.assert_allclose(found, alone(model, tokens), rtol=1e-4, atol=1e-5)
+    assert recorder.num_recorded > 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ Row lengths are chosen once, from the lengths that the run will really see: few,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -136,3 +136,29 @@ def choose_lengths(
     fixed = replace(shapes, lengths=chosen)
     computed = sum(rows * length for lengths_N in batches for rows, length, _ in cut(lengths_N, fixed))
     return chosen, sum(int(lengths_N.sum()) for lengths_N in batches) / computed
+
+
+#: Different row lengths between a power of two and the next, for texts that are only read.
+_LENGTHS_AN_OCTAVE = 8
+#: Fewest rows of a piece of what is left over of a window.
+_FEWEST_ROWS = 8
+
+
+def cut_padded_window(lengths_N: np.ndarray, num_tokens: int, longest: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    """A window of texts in pieces of few shapes: rows, length, and the texts of each, the longest first. Texts without
+    tokens are in none.
+
+    num_tokens: most of a piece, padding counted. longest: longest sequence there can be. Rows are as many as fit, or of
+    what is left over a half as many, a quarter, ...
+    """
+    order = np.argsort(-lengths_N, kind="stable")[: np.count_nonzero(lengths_N)]
+    start = 0
+    while start < len(order):
+        here = int(lengths_N[order[start]])
+        step = max(ROW_TILE, (1 << (here - 1).bit_length()) // (2 * _LENGTHS_AN_OCTAVE))
+        length = max(here, min(round_up(here, step), longest))
+        num_rows = max(1, num_tokens // length)
+        while num_rows // 2 >= max(len(order) - start, _FEWEST_ROWS):
+            num_rows //= 2
+        yield num_rows, length, order[start : start + num_rows]
+        start += num_rows

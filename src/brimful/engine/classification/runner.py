@@ -17,6 +17,7 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.errors import ModelError, printable
 from brimful.core.options import ClassifyOptions, ExecutionChoice
 from brimful.core.records import LabelSpace, Recipe
+from brimful.data.batches.batch import PaddedLayout
 from brimful.data.tokens.encoder import Encoder, Tokens
 from brimful.engine.assemble import LEVERS
 from brimful.engine.prepare import Longest, longest_to_read, make_encoder
@@ -31,7 +32,7 @@ from brimful.models.model_stats import Attention, attention_of, matmul_parameter
 from brimful.models.packed.packed_forward import padding_id_of
 from brimful.step.forward import Forward, LayoutForward, chunks
 from brimful.step.graphs.cache import GraphPool
-from brimful.step.graphs.captured_forward import PackedForward
+from brimful.step.graphs.captured_forward import PackedForward, PaddedForward
 from brimful.step.precision import Precision
 from brimful.tasks.answers import label_space
 
@@ -166,11 +167,21 @@ def _batches_like(lengths_N: np.ndarray, budget: int, rows: int) -> Sequence[np.
 def _forward(assembly: Assembly) -> Forward:
     execution, mode = assembly.execution, assembly.lever(ExecutionMode)
     assert execution is not None
-    if assembly.layout is not None:
-        rows = most_rows(assembly)
-        return LayoutForward(
-            execution, assembly.layout, assembly.precision, batch_tokens=assembly.budget, most_rows=rows
+    recorder = GraphPool(assembly.device) if mode.captured else None
+    layout = assembly.layout
+    if isinstance(layout, PaddedLayout) and layout.split and assembly.device.type == "cuda":
+        return PaddedForward(
+            execution,
+            assembly.precision,
+            budget=assembly.budget,
+            longest=assembly.max_length,
+            padding_id=layout.padding_id,
+            recorder=recorder,
+            note=assembly.warn,
         )
+    if layout is not None:
+        rows = most_rows(assembly)
+        return LayoutForward(execution, layout, assembly.precision, batch_tokens=assembly.budget, most_rows=rows)
     return PackedForward(
         execution,
         assembly.precision,
@@ -178,7 +189,7 @@ def _forward(assembly: Assembly) -> Forward:
         longest=assembly.usual_length,
         padding_id=padding_id_of(assembly.model.config),
         typical_length=assembly.typical_length,
-        recorder=GraphPool(assembly.device) if mode.captured else None,
+        recorder=recorder,
         fused=mode.compiled and mode.fused,
         note=assembly.warn,
     )

@@ -62,8 +62,13 @@ def layer_backend(
     note: hears of a layer that neither can do, and that runs as it is.
     """
     fused = fuse(graph_module)
-    if fused is not None:
-        return fused
+    return inductor_backend(graph_module, inputs, note=note) if fused is None else fused
+
+
+def inductor_backend(
+    graph_module: GraphModule, inputs: Sequence[Any], *, note: Callable[[str], None]
+) -> Callable[..., Any]:
+    """A backend of torch.compile: its own, or the layer as it is where that cannot do it, which `note` hears of."""
     from torch._dynamo.exc import RestartAnalysis
     from torch._inductor.compile_fx import compile_fx
 

@@ -26,7 +26,7 @@ from brimful.kernels.attention.dispatch import Attention, choose_attention, refe
 from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments
-from brimful.models.model_stats import embeddings_of, layers_of, matmul_parameters
+from brimful.models.model_stats import embeddings_of, layer_lists, layers_of, matmul_parameters
 from brimful.models.packed.layer_calls import many_compiled_forms, place_calls
 from brimful.models.packed.relative_bias import RelativeForm, has_form
 
@@ -157,16 +157,21 @@ class PaddedModel(LayoutModel):
             model.set_attn_implementation("eager")
         self._takes_types = has_token_types(model.config)
         self._settings = _without_cache(model.forward)
-        self._layers = list(layers_of(model) or ())
+        self._layers = [layer for layers in layer_lists(model) for layer in layers]
 
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
         assert isinstance(inputs, PaddedInputs)
         types = {"token_type_ids": inputs.types_RL} if self._takes_types and inputs.types_RL is not None else {}
-        if any(getattr(layer, "gradient_checkpointing", False) for layer in self._layers):
-            place_calls(self._layers, None, None)  # each is recomputed in its context
-        with (context or ForwardContext()).active():
-            outputs = self.model(input_ids=inputs.ids_RL, attention_mask=inputs.mask_RL, **types, **self._settings)
-        return ForwardOutputs(logits=outputs.logits)
+        given = {"input_ids": inputs.ids_RL, "attention_mask": inputs.mask_RL, **types, **self._settings}
+        if any(_needs_context(layer) for layer in self._layers):
+            place_calls(self._layers, None, None)
+        with (context or ForwardContext()).active(), many_compiled_forms(self._layers):
+            return ForwardOutputs(logits=self.model(**given).logits)
+
+
+def _needs_context(layer: nn.Module) -> bool:
+    """True for a layer that is compiled, or that is recomputed in its context."""
+    return layer._compiled_call_impl is not None or getattr(layer, "gradient_checkpointing", False)
 
 
 def _without_cache(forward: Callable[..., Any]) -> dict[str, Any]:

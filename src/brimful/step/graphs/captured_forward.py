@@ -1,4 +1,4 @@
-"""The forward pass over the same few shapes again and again, as graphs.
+"""The forward pass over the same few shapes again and again, as graphs: packed, or on padded rows.
 
 A window is put in order of length and cut into pieces of a few fixed shapes (`data.batches.packing.cut_window`). What a
 piece needs goes to the device as one array; positions and segments are worked out there. Training sends them ready
@@ -15,8 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from brimful.data.batches.packing import Piece, cut_window
+from brimful.data.batches.padding import cut_padded_window
 from brimful.data.tokens.encoder import Tokens, ranges
-from brimful.kernels.layout import PackedShape, pack_numbers, unpack_numbers
+from brimful.kernels.layout import PackedShape, pack_numbers, pad_numbers, unpack_numbers, unpad_numbers
 from brimful.kernels.precompile import precompiled
 from brimful.models.packed.packed_forward import LayoutModel
 from brimful.step.forward import Forward, chunks
@@ -100,3 +101,55 @@ class PackedForward(Forward):
 
     def _compute(self, numbers: Tensor, shape: PackedShape) -> Tensor:
         return self._logits_SC(unpack_numbers(numbers, shape))
+
+
+class PaddedForward(Forward):
+    """Logits of windows on padded rows, on a GPU, by a model whose rows do not influence one another.
+
+    budget: most tokens of a piece, padding counted. longest: longest sequence in tokens. recorder: None to launch one
+    kernel after another. note: as `PackedForward` has it.
+    """
+
+    def __init__(
+        self,
+        execution: LayoutModel,
+        precision: Precision,
+        *,
+        budget: int,
+        longest: int,
+        padding_id: int,
+        recorder: Recorder | None,
+        note: Callable[[str], None],
+    ) -> None:
+        super().__init__(execution, precision)
+        self._budget, self._longest, self._padding_id = max(budget, longest), longest, padding_id
+        self._graphs = GraphCache(recorder, what="forward passes", note=note)
+
+    def windows(self, lengths_N: np.ndarray) -> Iterator[np.ndarray]:
+        """As `Forward` has it."""
+        return chunks(lengths_N, _BUDGETS * self._budget, len(lengths_N))
+
+    def _passes(self, tokens: Tokens) -> Iterator[tuple[np.ndarray, Tensor]]:
+        for num_rows, length, rows in cut_padded_window(tokens.lengths, self._budget, self._longest):
+            yield rows, self._run(tokens, rows, num_rows, length)
+
+    def _run(self, tokens: Tokens, rows: np.ndarray, num_rows: int, length: int) -> Tensor:
+        device, lengths = self.precision.device, tokens.lengths[rows]
+        taken, pinned = ranges(tokens.offsets[rows], lengths), device.type == "cuda"
+        types = None if tokens.types is None else tokens.types[taken]
+        numbers = pad_numbers(
+            *(tokens.ids[taken], lengths, num_rows, length),
+            padding_id=self._padding_id,
+            types=types,
+            pinned=pinned,
+        )
+
+        def compute(given: Tensor) -> Tensor:
+            return self._logits_SC(unpad_numbers(given, num_rows, length))
+
+        key, graph = (num_rows, length, len(numbers)), None
+        if self._graphs.meet([key]):
+            graph = self._graphs.find(key, compute, numbers)
+        if graph is not None:
+            return graph.replay(numbers)[: len(rows)].clone()
+        return compute(numbers.to(device, non_blocking=True))
