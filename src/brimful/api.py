@@ -16,6 +16,7 @@ from brimful.core.classification import Classification
 from brimful.core.errors import DiskFullError, OptionError, OutputError, did_you_mean, printable
 from brimful.core.option_checks import flag
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flags_of
+from brimful.core.phases import Phases
 from brimful.core.profile import Profile
 from brimful.core.records import Run, json_text
 from brimful.data.writers.shards import LineOutput
@@ -36,7 +37,7 @@ _ALWAYS = {"train": ("model", "output"), "classify": ()}
 #: Fields of a run that `--json` shows.
 _RESULTS = (
     *("status", "metrics", "steps", "skipped_steps", "train_s", "samples_per_s", "tokens_per_s", "peak_bytes"),
-    *("compilations", "packed", "packed_reason", "recipe"),
+    *("phases_s", "compilations", "packed", "packed_reason", "recipe"),
 )
 #: Fields of ClassifyOptions that describe a file, or that a Classifier takes per call.
 _OF_A_FILE = (
@@ -60,13 +61,13 @@ def train(
     return run_training(asked, callbacks or PythonWarnings())
 
 
-def run_training(options: TrainOptions, callbacks: Callbacks) -> Run:
-    """Train with `options`, for `train` and the command line."""
+def run_training(options: TrainOptions, callbacks: Callbacks, phases: Phases | None = None) -> Run:
+    """Train with `options`, for `train` and the command line. phases: of this process, if it began before."""
     if options.report_to == "tensorboard" and not options.dry_run:
         from brimful.integrations.tensorboard import TensorBoard
 
         callbacks = Fanout(callbacks, TensorBoard(Path(options.output) / "tensorboard"))
-    run = _train(options, command=command_of("train", options), callbacks=callbacks)
+    run = _train(options, command=command_of("train", options), callbacks=callbacks, phases=phases)
     if options.dry_run:
         callbacks.stage("this was a dry run: nothing was trained, nothing was written")
     return run

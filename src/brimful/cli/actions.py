@@ -7,6 +7,7 @@ from typing import Any
 
 from brimful.api import run_classification, run_training, summary_json
 from brimful.cli.demo import run_demo
+from brimful.core.phases import Phases
 from brimful.core.records import to_json
 from brimful.engine.profiling.profile import profile
 from brimful.reports.classification_text import classification_text
@@ -14,8 +15,8 @@ from brimful.reports.profile_text import profile_text
 from brimful.reports.terminal import Terminal
 
 
-def act(command: str, options: Any, terminal: Terminal) -> str | None:
-    """Do the work of a command."""
+def act(command: str, options: Any, terminal: Terminal, phases: Phases) -> str | None:
+    """Do the work of a command. phases: of its process."""
     if command == "classify":
         answers = run_classification(options, terminal, sys.stdout)
         terminal.text(classification_text(answers))
@@ -23,5 +24,5 @@ def act(command: str, options: Any, terminal: Terminal) -> str | None:
     if command == "profile":
         measured = profile(options, terminal)
         return to_json(measured) if options.json else profile_text(measured)
-    run = run_demo(options, terminal) if command == "demo" else run_training(options, terminal)
+    run = run_demo(options, terminal) if command == "demo" else run_training(options, terminal, phases)
     return summary_json(run) if options.json else None

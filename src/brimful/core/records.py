@@ -123,7 +123,8 @@ class Run:
     metrics: of the saved model on the evaluation rows, by name; empty if there were none, None if not finite.
     steps: applied optimizer steps. skipped_steps: batches consumed without an update.
     train_s: seconds in the training loop, without loading, tokenising and evaluation.
-    compilations: of the process that finished the run.
+    compilations: of the process that finished the run. phases_s: seconds of that process by phase, from its start until
+    the model was saved (`core.phases`).
     packed: True, or False with the reason in `packed_reason`.
     """
 
@@ -145,6 +146,7 @@ class Run:
     tokens_per_s: float | None = None
     peak_bytes: PeakMemory = field(default_factory=PeakMemory)
     compilations: Compilations = field(default_factory=Compilations)
+    phases_s: Mapping[str, float] = field(default_factory=dict)
     packed: bool = False
     packed_reason: str | None = None
     schema: int = 1

@@ -12,6 +12,7 @@ import numpy as np
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.options import TrainOptions
+from brimful.core.phases import Phases
 from brimful.core.records import Recipe
 from brimful.data.batches.batch import Layout
 from brimful.data.batches.prefetch import Source
@@ -65,12 +66,17 @@ class Built(Assembled):
     source: Source
 
 
-def build(options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks) -> Built:
+def build(
+    options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks, phases: Phases | None = None
+) -> Built:
     """Load the model that is to learn, and put together how it does.
 
     Raises: ModelError for weights that do not fit the model, OptionError for what was asked for and does not work here.
     """
+    phases = phases or Phases()
+    phases.enter("model")
     model = load_model(prepared.facts, prepared.space, head=prepared.alignment.head, seed=options.seed)
+    phases.enter("setup")
     lengths, order = prepared.training.tokens.lengths, prepared.order
     looked_at = min(_LOOKED_AT, prepared.num_batches or prepared.num_steps)
     assembled = assemble(

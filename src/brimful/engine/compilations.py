@@ -16,13 +16,15 @@ class CompilationWatch:
         self._step, self._traced_before = step, _num_traced()
         self.found = Compilations()
 
-    def look(self, consumed: int) -> None:
-        """After a step was launched, the last of `consumed` batches."""
+    def look(self, consumed: int) -> bool:
+        """Look after a step was launched, the last of `consumed` batches; return whether it made any."""
+        before = self.found
         traced, captured = _num_traced() - self._traced_before, self._step.num_graphs
         if traced != self.found.traced:
             self.found = dataclasses.replace(self.found, traced=traced, last_traced=consumed)
         if captured != self.found.captured:
             self.found = dataclasses.replace(self.found, captured=captured, last_captured=consumed)
+        return self.found is not before
 
 
 def _num_traced() -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import ModelError, OptionError, printable
 from brimful.core.options import TrainOptions
+from brimful.core.phases import Phases
 from brimful.core.records import LabelSpace, TrainedInputs
 from brimful.core.units import count_text
 from brimful.data.batches.batch import Sampler
@@ -87,7 +88,7 @@ class Prepared:
         )
 
 
-def prepare(options: TrainOptions, callbacks: Callbacks) -> Prepared:
+def prepare(options: TrainOptions, callbacks: Callbacks, phases: Phases | None = None) -> Prepared:
     """Reads, checks, splits and tokenises all that a run needs, and reports what was inferred.
 
     num_batches of the result: batches to consume, None where --max-steps counts applied steps instead.
@@ -113,10 +114,11 @@ def prepare(options: TrainOptions, callbacks: Callbacks) -> Prepared:
         callbacks.warning(
             f"the warm-up is longer than the run: the learning rate never reaches {options.learning_rate:g}"
         )
-    training_part = _tokenized(training, alignment.space, encoder, options, callbacks, "training")
-    evaluation_part = None
-    if evaluation is not None:
-        evaluation_part = _tokenized(evaluation, alignment.space, encoder, options, callbacks, "evaluation")
+    with (phases or Phases()).during("tokens"):
+        training_part = _tokenized(training, alignment.space, encoder, options, callbacks, "training")
+        evaluation_part = None
+        if evaluation is not None:
+            evaluation_part = _tokenized(evaluation, alignment.space, encoder, options, callbacks, "evaluation")
     task = make_task(alignment.space, training_part.targets_N, options.class_weights, options.label_smoothing_factor)
     _check_metric(options, task, evaluation_part)
     report = _report(training_part, evaluation_part, max_length, num_empty)

@@ -1,8 +1,13 @@
-"""Peak memory of a run by three readings: what torch allocated, what it reserved, what the driver sees (NVML)."""
+"""Peak memory of a run by three readings: what torch allocated, what it reserved, what the driver sees (NVML).
+
+Beside it the free memory of the host.
+"""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -55,3 +60,21 @@ def process_bytes(device: torch.device) -> int | None:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
     except (ImportError, AttributeError, pynvml.NVMLError):
         return None
+
+
+def free_host_bytes() -> int | None:
+    """Bytes of host memory that can be had without swapping; None where the system does not say.
+
+    The least of what the system has and what the process's control group (v2) has left; cached files give way.
+    """
+    found: list[int] = []
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    with suppress(OSError, ValueError):  # "max" is no number: no limit
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text("ascii")) for name in ("memory.max", "memory.current"))
+        statistics = (line.split() for line in (group / "memory.stat").read_text("ascii").splitlines())
+        cached = next((int(count) for name, count in statistics if name == "inactive_file"), 0)
+        found.append(max(limit - used + cached, 0))
+    return min(found, default=None)

@@ -144,6 +144,8 @@ class Terminal(Callbacks):
         if peak.allocated is not None:
             used = f"{bytes_text(peak.allocated)} used, {bytes_text(peak.reserved)} reserved"
             rows.append(("peak memory", f"{used}, {bytes_text(peak.nvml)} by the driver"))
+        if run.phases_s:
+            rows.append(("time", phases_text(run.phases_s)))
         rows += [("model", printable(f"{folder}/model", 1000)), ("record", printable(f"{folder}/run.json", 1000))]
         for line in aligned([(printable(name), value) for name, value in rows]):
             self._say(line, indent=2)
@@ -193,6 +195,12 @@ class Terminal(Callbacks):
             self._task = self._bar.add_task(escape(text), total=total)
             self._bar.start()
         self._bar.update(self._task, completed=done, total=total, description=escape(text))
+
+
+def phases_text(phases_s: Mapping[str, float]) -> str:
+    """All seconds and where they went, as far as it can be seen: `12.3 s: start 4.1, steps 8.0`."""
+    shown = [f"{name} {seconds:.1f}" for name, seconds in phases_s.items() if seconds >= 0.05]
+    return f"{seconds_text(sum(phases_s.values()))}: {', '.join(shown)}"
 
 
 def _counted(done: int, total: int | None, share: float | None, pace: Pace) -> str:

@@ -73,3 +73,9 @@ class StepState:
     counters: Counters
     weights_shard: Shard = Shard()
     optimizer_shard: Shard = Shard()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors; tied weights count once per name, as a checkpoint stores them."""
+        groups = [self.weights, self.buffers, *(kept.tensors for kept in self.optimizer.values())]
+        return sum(tensor.nbytes for group in groups for tensor in group.values())

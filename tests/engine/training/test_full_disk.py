@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,10 @@ LITTLE = 24 << 10
 
 
 class Filler(Callbacks):
-    """Fills the disk up to LITTLE after one step, frees it after another, and keeps what it hears."""
+    """Fills the disk up to LITTLE after one step, frees it at the evaluation after another, and keeps what it hears.
+
+    By an evaluation, what was begun to be saved before is settled.
+    """
 
     def __init__(self, folder: Path, full_after: int, free_after: int | None = None) -> None:
         self._file, self._full_after, self._free_after = folder / "hog", full_after, free_after
@@ -45,7 +48,9 @@ class Filler(Callbacks):
             free = atomic_files.free_bytes(self._file.parent)
             assert free is not None
             self._file.write_bytes(bytes(free - LITTLE))
-        if progress.step == self._free_after:
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self._free_after:
             self.free()
 
     def free(self) -> None:
@@ -112,7 +117,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     model: Path, rows: Path, alone: Path, disk: Callable[[str], Path]
 ) -> None:
     output = disk("80m") / "run"
-    filler = Filler(output.parent, full_after=5, free_after=8)
+    filler = Filler(output.parent, full_after=5, free_after=9)
     brimful.train(rows, model=model, output=output, callbacks=filler, **OPTIONS)
     [warning] = filler.warnings
     assert warning.startswith("no checkpoint after step 6: cannot write ")

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 import secrets
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -22,7 +23,6 @@ from brimful.core.callbacks import Callbacks, Progress
 from brimful.core.errors import (
     CheckpointError,
     DataError,
-    DiskFullError,
     Interrupted,
     NonFiniteError,
     OutputError,
@@ -30,6 +30,7 @@ from brimful.core.errors import (
     printable,
 )
 from brimful.core.options import TrainOptions
+from brimful.core.phases import Phases
 from brimful.core.records import Run
 from brimful.data.batches.batch import Batch
 from brimful.data.batches.prefetch import Feed
@@ -44,10 +45,9 @@ from brimful.engine.training.checkpoint import (
     checkpoint_path,
     load_checkpoint,
     newest_whole,
-    rotate,
-    save_checkpoint,
     saved_steps,
 )
+from brimful.engine.training.checkpoint_writer import CheckpointWriter
 from brimful.engine.training.events import EventLog
 from brimful.engine.training.run_folder import RunFolder, check_free, check_same, check_space, differences_of_machine
 from brimful.hardware.memory import MemoryWatch
@@ -88,25 +88,26 @@ class _State:
     events_position: int = 0
 
 
-def train(options: TrainOptions, *, command: str, callbacks: Callbacks) -> Run:
+def train(options: TrainOptions, *, command: str, callbacks: Callbacks, phases: Phases | None = None) -> Run:
     """Runs what `options` ask for and returns its record. With `dry_run`, returns what would run.
 
-    command: how the run was asked for, for the record.
+    command: how the run was asked for, for the record. phases: of this process, if it began before.
     Raises: InputError for what cannot be done; NonFiniteError, DiskFullError, CheckpointError; Interrupted after a
     signal, when all is saved.
     """
-    path = Path(options.output)
+    path, phases = Path(options.output), phases or Phases()
+    phases.enter("data")
     check_free(path, resume=options.resume)
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
-    prepared = prepare(options, callbacks)
+    prepared = prepare(options, callbacks, phases)
     if not _is_finished(RunFolder(path).read() if options.resume else None, path):
         num_parameters = prepared.facts.num_parameters
         # Besides those kept, the one being written, and the best one where it is looked for.
         num_checkpoints = options.save_total_limit + 1 + (options.metric_for_best_model is not None)
         check_space(path, num_parameters, asked_optimizer(options).state_bytes * num_parameters, num_checkpoints)
     if options.dry_run:
-        built = build(options, prepared, precision, callbacks)
+        built = build(options, prepared, precision, callbacks, phases)
         callbacks.recipe(built.recipe)
         return _record(options, prepared, built, command, run="", status="planned")
     with RunFolder(path) as folder, deterministic(options.deterministic):
@@ -118,7 +119,7 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks) -> Run:
                 callbacks.note("this run had finished; nothing was changed")
                 return dataclasses.replace(before, options=dataclasses.asdict(options))  # it may have been moved
         callbacks.stage("loading the model")
-        built = build(options, prepared, precision, callbacks)
+        built = build(options, prepared, precision, callbacks, phases)
         callbacks.recipe(built.recipe)
         run_id = before.run if before is not None else secrets.token_hex(6)
         run = _record(options, prepared, built, command, run=run_id, status="running")
@@ -126,7 +127,7 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks) -> Run:
             callbacks.warning(f"rounding may differ from here on: {'; '.join(moved)}")
         folder.write(run)
         with EventLog(folder.events, report=callbacks.warning) as events:
-            return _Loop(options, prepared, built, folder, events, callbacks, run).run()
+            return _Loop(options, prepared, built, folder, events, callbacks, run, phases).run()
 
 
 def _is_finished(run: Run | None, path: Path) -> bool:
@@ -160,12 +161,18 @@ class _Loop:
         events: EventLog,
         callbacks: Callbacks,
         run: Run,
+        phases: Phases,
     ) -> None:
         self._options, self._prepared, self._built, self._folder = options, prepared, built, folder
         self._events, self._callbacks, self._record = events, callbacks, run
         self._forward = evaluation_forward(built, most_rows=options.batch_size, note=callbacks.warning)
         self._state = _State()
+        self._phases = phases
+        self._writer = CheckpointWriter(folder.checkpoints, run.run, keep=options.save_total_limit)
         self._saved_step: int | None = None
+        #: What to go back to should the checkpoint that is being written fail: the step saved before, and the best one.
+        self._unsettled = False
+        self._unless_saved: tuple[int | None, tuple[Any, ...] | None] = (None, None)
         self._passed_over: set[int] = set()  # steps whose checkpoints were found damaged
         self._signals = StopSignals()
         self._flying: deque[Pending] = deque()
@@ -176,7 +183,7 @@ class _Loop:
 
     def run(self) -> Run:
         """Trains to the end and saves the model. Raises what `train` raises."""
-        with self._signals, closing(self._built.source) as source:
+        with self._signals, closing(self._built.source) as source, self._settling():
             self._take_up()
             self._events.write("resumed" if self._state.consumed else "started", step=self._state.applied)
             self._clock = Clock(self._state.train_s)
@@ -193,6 +200,15 @@ class _Loop:
             self._state.train_s = self._clock.seconds
             with self._clock.paused():
                 return self._finish()
+
+    @contextmanager
+    def _settling(self) -> Iterator[None]:
+        """Whatever ends the block, what was begun to be saved is there after it, or said to be lost."""
+        try:
+            with closing(self._writer):
+                yield
+        finally:
+            self._settle()
 
     def _take_up(self) -> None:
         """Continues from the newest whole checkpoint, if there is one; cuts the event log back to it."""
@@ -224,12 +240,18 @@ class _Loop:
             )
 
     def _train(self, feed: Feed) -> None:
+        self._phases.enter("capture")  # until the first step is launched
         for batch in feed:
+            began = time.perf_counter()
             self._flying.append(self._built.step.run(batch))
-            self._compilations.look(batch.number + 1)
+            if self._compilations.look(batch.number + 1):
+                self._phases.move(time.perf_counter() - began, "capture")
+            self._phases.enter("steps")
             if len(self._flying) > _IN_FLIGHT:
                 self._land(self._flying.popleft())
             self._stop_if_told()
+            if self._unsettled and self._writer.ended:
+                self._settle()
             if self._may_be_due(batch):
                 self._land_all()
                 self._do_what_is_due()
@@ -319,26 +341,26 @@ class _Loop:
             return epoch_ends if every is None else state.applied > 0 and state.applied % every == 0
 
         state.train_s = self._clock.seconds
+        is_new = due(options.eval_steps) and state.metrics_step != state.applied
         with self._clock.paused():
+            if is_new:
+                self._settle()
             best = (state.best_value, state.best_step, state.best_metrics)
-            has_rows, is_new = self._prepared.evaluation is not None, state.metrics_step != state.applied
-            improved = due(options.eval_steps) and has_rows and is_new and self._evaluate()
+            improved = is_new and self._prepared.evaluation is not None and self._evaluate()
             if (due(options.save_steps) or improved) and self._saved_step != state.applied:
-                saved = self._save()
-                if improved and not saved:  # what is not there cannot be kept: the one before stays the best
-                    state.best_value, state.best_step, state.best_metrics = best
+                self._save(best if improved else None)
 
     def _evaluate(self) -> bool:
         """Evaluates, and says whether the metric that picks the model improved."""
         evaluation, task, state = self._prepared.evaluation, self._prepared.task, self._state
         assert evaluation is not None
-        with evaluating(self._built.model):
+        with self._phases.during("evaluation"), evaluating(self._built.model):
             found = evaluate_rows(
                 self._forward, evaluation.tokens, evaluation.targets_N, task, progress=self._stop_if_told
             )
+            state.metrics = found.result()
         for note in found.accumulator.notes:
             self._callbacks.note(note)
-        state.metrics = found.result()
         state.metrics_step = state.applied
         self._events.write("evaluated", step=state.applied, metrics=state.metrics)
         self._callbacks.evaluated(state.applied, state.metrics)
@@ -362,37 +384,44 @@ class _Loop:
             self._callbacks.note(f"{name} has not improved for {patience} evaluations: training ends")
         return better
 
-    def _save(self, *, must: bool = False) -> bool:
-        """Saves a checkpoint. A full disk costs this checkpoint, not the run, unless it `must` be there."""
+    def _save(self, best: tuple[Any, ...] | None = None) -> None:
+        """Begin to save a checkpoint. best: what was best before, where this one is better."""
+        self._settle()
         state = self._state
-        self._events.write("saving", step=state.applied)
-        state.events_position = self._events.position()
-        try:
-            save_checkpoint(
-                self._folder.checkpoints,
+        with self._phases.during("saving"):
+            self._events.write("saving", step=state.applied)
+            state.events_position = self._events.position()
+            self._unless_saved, self._saved_step = (self._saved_step, best), state.applied
+            self._writer.begin(
                 state.applied,
-                run=self._record.run,
                 state=self._built.step.state(),
                 loop=dataclasses.asdict(state),
+                protect={state.best_step} if state.best_step is not None else set(),
+                passed_over=self._passed_over - {state.applied},
             )
-        except DiskFullError as error:
-            if must:
-                raise
-            self._events.write("checkpoint_failed", step=state.applied, why=str(error))
-            self._callbacks.warning(f"no checkpoint after step {state.applied}: {error}; training goes on")
-            return False
-        self._saved_step = state.applied
-        self._passed_over.discard(state.applied)
-        protect = {state.best_step} if state.best_step is not None else set()
-        rotate(
-            self._folder.checkpoints,
-            self._options.save_total_limit,
-            protect,
-            run=self._record.run,
-            newest=state.applied,
-            passed_over=self._passed_over,
-        )
-        return True
+            self._unsettled = True
+
+    def _settle(self, *, must: bool = False) -> None:
+        """Wait for the checkpoint that is being written. A full disk costs it, not the run, unless it `must` be there.
+
+        What is not there cannot be kept: the best one is then the one before.
+        """
+        if not self._unsettled:
+            return
+        self._unsettled, state = False, self._state
+        with self._phases.during("saving"):
+            saved = self._writer.settle()
+        if saved is None or saved.failure is None:
+            self._passed_over.discard(-1 if saved is None else saved.step)
+            return
+        self._saved_step, best = self._unless_saved
+        if best is not None:
+            state.best_value, state.best_step, state.best_metrics = best
+        self._events.write("checkpoint_failed", step=saved.step, why=str(saved.failure))
+        if must:
+            raise saved.failure
+        said = f"no checkpoint after step {saved.step}: {saved.failure}"
+        self._callbacks.warning(f"{said}; training goes on")
 
     def _ended(self) -> bool:
         state, most_steps, most_batches = self._state, self._options.max_steps, self._prepared.num_batches
@@ -407,8 +436,10 @@ class _Loop:
             return
         self._land_all()
         self._state.train_s = self._clock.seconds
+        self._settle()
         if self._saved_step != self._state.applied:
-            self._save(must=True)
+            self._save()
+            self._settle(must=True)
         self._events.write("stopped", step=self._state.applied, signal=number)
         raise Interrupted(
             f"stopped by a signal after step {self._state.applied}; all is saved",
@@ -421,10 +452,12 @@ class _Loop:
         state = self._state
         peak = self._memory.peak()
         if self._prepared.evaluation is not None and state.metrics_step != state.applied:
+            self._settle()
             self._evaluate()
         if self._saved_step != state.applied:
-            self._save(must=True)
-        metrics = self._take_best()
+            self._save()
+        with self._phases.during("export"):
+            metrics = self._take_best()
         run = dataclasses.replace(
             self._record,
             status="finished",
@@ -440,9 +473,12 @@ class _Loop:
         self._built.step.release()
         self._built.model.eval()
         prepared, card = self._prepared, model_card(run, self._prepared.inputs)
-        folder = self._folder.model
-        save_model(self._built.model, prepared.tokenizer, prepared.space, folder, card, prepared.inputs)
-        self._events.write("finished", step=state.applied, metrics=metrics)
+        with self._phases.during("export"):  # beside the last checkpoint
+            folder = self._folder.model
+            save_model(self._built.model, prepared.tokenizer, prepared.space, folder, card, prepared.inputs)
+        self._settle(must=True)
+        run = dataclasses.replace(run, phases_s=self._phases.seconds)
+        self._events.write("finished", step=state.applied, metrics=metrics, phases_s=run.phases_s)
         self._folder.write(run)
         self._callbacks.finished(run, str(self._folder.path))
         return run
@@ -452,6 +488,7 @@ class _Loop:
         state = self._state
         if state.best_step is None or state.best_step == state.applied:
             return state.metrics
+        self._settle(must=True)  # with the last weights: after the best ones it could not be tried again
         try:
             best = load_checkpoint(checkpoint_path(self._folder.checkpoints, state.best_step))
         except CheckpointError as error:
