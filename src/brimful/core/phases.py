@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+
 class Phases:
     """Seconds by phase. The phase entered last is running.
 

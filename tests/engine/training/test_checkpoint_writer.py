@@ -11,7 +11,6 @@ from brimful.engine.training import checkpoint_writer
 from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint, saved_steps
 from brimful.engine.training.checkpoint_writer import CheckpointWriter
 from brimful.step.state import StepState
-
 from engine.training.test_checkpoint import RUN, content, same
 
 
@@ -49,9 +48,7 @@ def test_what_was_begun_is_there_when_it_is_closed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("free_bytes", [1 << 40, 0], ids=["copied", "too large to copy"])
-def test_a_failure_is_said_when_it_is_settled(
-    free_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_is_said_when_it_is_settled(free_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_writer, "free_host_bytes", lambda: free_bytes)
     writer = CheckpointWriter(tmp_path, RUN, keep=2)
     begin(writer, 3)
