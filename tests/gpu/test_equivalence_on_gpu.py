@@ -1,5 +1,5 @@
 """The equivalence check on a GPU: every listed family is admitted in every precision, with the kernel that would be
-chosen."""
+chosen, and no wrong kernel is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from brimful.models.packed import packed_forward
 from brimful.models.packed.equivalence import check_equivalence
+from wrong_attention import WRONG
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +46,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 2, "sliding_window": 16},
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 32},
-    "gemma2": {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": 16},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": 16, "attn_logit_softcapping": 50.0},
     "gemma3_text": {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": 16, "num_hidden_layers": 7},
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4},
 }
@@ -61,3 +63,28 @@ def test_admitted(family: str, precision: str) -> None:
     )
     print(f"{family:12} {precision}: {equivalence}")
     assert equivalence.packed, equivalence.reason
+
+
+@pytest.mark.parametrize("typical_length", [30, 700], ids=["our attention", "torch's"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, precision: str, typical_length: int
+) -> None:
+    """As initialised: scores are all alike, and half precision loses more than what is wrong."""
+    change, family = WRONG[name]
+    choose = packed_forward.choose_attention
+    monkeypatch.setattr(packed_forward, "choose_attention", lambda *given: change(choose(*given)))
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**_SMALL, **_FAMILIES[family]})
+    model = AutoModelForSequenceClassification.from_config(config)
+    found = check_equivalence(
+        model,
+        max_length=128,
+        device=torch.device("cuda"),
+        precision=precision,
+        typical_length=typical_length,
+        cache=False,
+    )
+    print(f"{name:36} {precision}: {found.reason}")
+    assert not found.packed

@@ -84,7 +84,7 @@ def kernels_of(assembly: Assembly) -> AttentionKernels:
 def equivalence_of(assembly: Assembly) -> Equivalence:
     """Return what the check finds for the model on its device, in its precision, with its attention kernels."""
     kernels = assembly.fact(kernels_of)
-    return check_equivalence(
+    found = check_equivalence(
         assembly.model,
         max_length=assembly.max_length,
         device=assembly.device,
@@ -93,6 +93,7 @@ def equivalence_of(assembly: Assembly) -> Equivalence:
         attention=kernels.fastest,
         cache=assembly.cache,
     )
+    return found.for_training() if assembly.training else found
 
 
 def choose_kernels(

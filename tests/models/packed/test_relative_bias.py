@@ -136,14 +136,16 @@ def test_a_bias_that_is_forgotten_or_wrong_far_away_is_found(
     """Distances of 60 tokens and more, read wrongly, matter to texts of 200 tokens and not to those of 40."""
     plain_attend = packed_forward._attend
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, segments: Segments, pattern: Any, plain: bool) -> Tensor:
+    def wrong(
+        q: Tensor, k: Tensor, v: Tensor, segments: Segments, pattern: Any, plain: bool, watch: Any = None
+    ) -> Tensor:
         relative = None
         if lost == "far":
             bucket_W = pattern.relative.bucket_W
             reach = len(bucket_W) // 2
             far_W = torch.arange(-reach, reach).abs() >= 60
             relative = dataclasses.replace(pattern.relative, bucket_W=bucket_W.masked_fill(far_W, 0))
-        return plain_attend(q, k, v, segments, dataclasses.replace(pattern, relative=relative), plain)
+        return plain_attend(q, k, v, segments, dataclasses.replace(pattern, relative=relative), plain, watch)
 
     model = FAMILIES[name].model(initializer_range=0.3, max_position_embeddings=300, position_buckets=128)
     monkeypatch.setattr(packed_forward, "_attend", wrong)

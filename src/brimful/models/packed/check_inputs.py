@@ -35,7 +35,7 @@ def one_layer_of_each_kind(model: Any) -> Any:
         return copy.deepcopy(model)
     everything = layers._modules
     types = getattr(model.config, "layer_types", None) or [None] * len(layers)
-    kinds = [(types[index], str(layer), _settings(layer)) for index, layer in enumerate(layers)]
+    kinds = [(types[index], str(layer), module_settings(layer)) for index, layer in enumerate(layers)]
     kept = min(2 + max(kinds.index(kind) for kind in set(kinds)), len(layers))
     layers._modules = {name: everything[name] for name in list(everything)[:kept]}
     try:
@@ -49,7 +49,7 @@ def one_layer_of_each_kind(model: Any) -> Any:
     return small
 
 
-def _settings(layer: nn.Module) -> str:
+def module_settings(layer: nn.Module) -> str:
     """Settings of a layer's modules: windows, scales, switches."""
     return str(
         [

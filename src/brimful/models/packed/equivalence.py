@@ -1,15 +1,17 @@
 """The equivalence check at load: a model runs packed because its packed forward equals the plain Hugging Face one.
 
-On a copy with one layer of each kind, one more above them, and the model's own weights, in eval mode. The reference is
-eager attention in fp32 on the CPU:
+On a copy with one layer of each kind, one more above them, and the model's own weights, in eval mode, then in train
+mode with dropout off. The reference is eager attention in fp32 on the CPU:
 
-    1  plain, alone = plain, in company            otherwise batches are never split
+    1  plain, alone = plain, in company            otherwise batches are never split; in train mode too
     2  packed with reference attention = plain     forward in fp32; finds the pooling, the first position, and
                                                    if the last layer can run on pooled tokens alone
     3  the same, each sequence alone in its row
-    4  gradient of all parameters together         norm of the difference over the norm
-    5  the chosen kernel = the reference           in the run's precision, forward and gradient
-    6  in fp8: fused layers, all products in fp8   lose no more than Linear layers with rounded operands
+    4  gradient of all parameters together         norm of the difference over the norm, in train mode
+    5  each kernel = the reference                 call by call, in fp32 and in the run's precision
+                                                   (`attention_check`)
+    6  the model on these kernels                  in the run's precision: differences of rows, and gradient
+    7  in fp8: fused layers, all products in fp8   lose no more than Linear layers with rounded operands
 
 One sequence is longer than any attention window and than the largest distance of a relative bias.
 """
@@ -26,19 +28,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from brimful.core.cache import cache_path, read_cached, write_cached
+from brimful.core.cache import read_cached, write_cached
 from brimful.core.errors import printable
 from brimful.core.tolerances import TOLERANCES
 from brimful.hardware.process_settings import matmul_precision
 from brimful.kernels import float8
-from brimful.kernels.attention.dispatch import length_class
 from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layout import Inputs, map_tensors
 from brimful.models.model_stats import layers_of, linear_parameters
+from brimful.models.packed import equivalence_cache
+from brimful.models.packed.attention_check import Calls
 from brimful.models.packed.check_inputs import (
     Kernel,
     make_sequences,
@@ -55,16 +57,16 @@ from brimful.models.packed.packed_forward import (
     what_follows_attention,
 )
 from brimful.models.packed.relative_bias import has_form
-
-#: Raised when packed execution or this check changes: results of older code are not read.
-_REVISION = 14
+from brimful.models.packed.training_check import draws_numbers, mixes_rows, without_dropout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Equivalence:
     """Result of the check on one model.
 
-    packed: it may run packed, in `form`. independent: rows of a batch do not influence one another.
+    packed: it may run packed, in `form`. independent: rows of a batch do not influence one another, in eval mode.
+    mixes_in_training: in train mode they do. draws_in_training: it draws random numbers besides dropout, such as
+    LayerDrop's, which differ from one part of a batch to the next, and which a captured graph would freeze.
     *_error: measured relative differences, None where the check did not get that far; kernel_error and float8_error are
     in units of the tolerance. half_weights: Linear weights may be stored in half precision.
     float8_error: of fused layers in fp8; None if fp8 was not asked for or our kernels do not cover the layers.
@@ -74,6 +76,8 @@ class Equivalence:
     packed: bool
     independent: bool
     reason: str
+    mixes_in_training: bool = False
+    draws_in_training: bool = False
     pooling: Pooling | None = None
     first_position: int | None = None
     short: bool = False
@@ -92,6 +96,16 @@ class Equivalence:
             return None
         return PackedForm(pooling=self.pooling, first_position=self.first_position, short=self.short)
 
+    def for_training(self) -> Equivalence:
+        """The same for a model that learns: padded where train mode is not what was checked in eval mode."""
+        if self.mixes_in_training:
+            why = "in train mode the result of a row depends on the other rows of its batch (as in BatchNorm)"
+            return replace(self, packed=False, independent=False, reason=why)
+        if self.draws_in_training:
+            why = "in train mode it draws random numbers of its own (as LayerDrop does), once for a whole batch"
+            return replace(self, packed=False, reason=why)
+        return self
+
 
 def check_equivalence(
     model: Any,
@@ -106,11 +120,11 @@ def check_equivalence(
     """Check if `model` may run packed on `device` in `precision` with sequences of up to `max_length` tokens.
 
     typical_length: mean length of the sequences, which chooses the kernel. attention: the kernel's name, if chosen.
-    The model is not changed. Results are cached in the user's cache folder by architecture, versions, device and
-    precision, unless `cache=False`.
+    The model is not changed. Results are cached in the user's cache folder by architecture, weights, versions, device
+    and precision, unless `cache=False`.
     """
     kernel = (typical_length, attention)
-    path = _cache_path(model, max_length, device, precision, kernel) if cache else None
+    path = equivalence_cache.path_of(model, max_length, device, precision, kernel) if cache else None
     if path is not None and (known := _read(path)) is not None:
         return known
     was = model.config._attn_implementation
@@ -130,46 +144,82 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
     small = one_layer_of_each_kind(model).to("cpu", torch.float32).eval().requires_grad_(True)
     wake(small)
     sequences = make_sequences(small.config, max_length)
-    with matmul_precision("highest"):
+    with matmul_precision("highest"), without_dropout(small):
         padded = PaddedModel(small, "eager")
         try:
-            plain = padded(padded_rows(sequences, small.config)).logits
-            alone = torch.cat([padded(padded_rows([sequence], small.config)).logits for sequence in sequences])
+            plain = padded(padded_rows(sequences, small.config)).logits.detach()
+            alone = torch.cat([padded(padded_rows([sequence], small.config)).logits for sequence in sequences]).detach()
         except (ValueError, RuntimeError, IndexError) as refusal:
             why = f"{small.config.model_type} does not take short sequences: {str(refusal).splitlines()[0][:100]}"
             return Equivalence(packed=False, independent=False, reason=why)
-        if not relative_error(plain.detach(), alone.detach()) <= TOLERANCES["fp32"].logits:
+        if not relative_error(plain, alone) <= TOLERANCES["fp32"].logits:
             why = "the result of a row depends on the other rows of its batch, or on its padding"
             return Equivalence(packed=False, independent=False, reason=why)
-        plain_gradient = _gradient(small, plain)
-        form, error, why = _find_form(small, sequences, alone.detach(), max_length)
+        mixes, draws = _training_only(padded, sequences)
+        small.train(not (mixes or draws))
+        plain = padded(padded_rows(sequences, small.config)).logits
+        plain_gradient = _gradients(small, plain)
+        small.eval()
+        form, error, why = _find_form(small, sequences, alone, max_length)
+        found = Equivalence(
+            packed=False, independent=True, mixes_in_training=mixes, draws_in_training=draws, reason=why,
+            forward_error=error,
+        )  # fmt: skip
         if form is None:
-            return Equivalence(packed=False, independent=True, reason=why, forward_error=error)
+            return found
         row = packed_row(sequences, small.config, max_length, kernel)
-        gradient = _gradient(small, PackedModel(small, form, plain=True)(row).logits[: len(sequences)])
-        gradient_error = relative_error(gradient, plain_gradient)
-    if not gradient_error <= TOLERANCES["fp32"].gradient:
-        why = f"its packed gradient differs from the plain one by {gradient_error:.1e}"
-        return Equivalence(
-            packed=False, independent=True, reason=why, forward_error=error, gradient_error=gradient_error
+        small.train(not (mixes or draws))
+        gradient = _gradients(small, PackedModel(small, form, plain=True)(row).logits[: len(sequences)])
+        gradient_error = _of_all(gradient, plain_gradient)
+        found = replace(found, gradient_error=gradient_error)
+        if not gradient_error <= TOLERANCES["fp32"].gradient:
+            return replace(found, reason=f"its packed gradient differs from the plain one by {gradient_error:.1e}")
+        around = "bf16" if precision == "fp8" else precision  # what is not a product of a layer
+        num_tokens = sum(len(sequence) for sequence in sequences)
+        case = _Case(
+            form=form, row=row, num_tokens=num_tokens, plain=plain.detach(), gradient=plain_gradient, precision=around
         )
-    around = "bf16" if precision == "fp8" else precision  # what is not a product of a layer
-    case = _Case(form=form, row=row, plain=plain.detach(), gradient=plain_gradient, precision=around)
-    kernel_error = case.kernel_error(small.to(device))
+        return _on_device(small.to(device), case, found, precision)
+
+
+def _training_only(padded: PaddedModel, sequences: Sequence[np.ndarray]) -> tuple[bool, bool]:
+    """Return whether rows influence one another in train mode, and whether the model draws random numbers there."""
+    small = padded.model
+    whole, *twice = (padded_rows(rows, small.config) for rows in (sequences, *([one, one] for one in sequences)))
+
+    def run(inputs: Inputs) -> Tensor:
+        return padded(inputs).logits
+
+    buffers = [(buffer, buffer.clone()) for buffer in small.buffers()]
+    small.train()
+    try:
+        draws = draws_numbers(partial(run, whole))
+        mixes = not draws and mixes_rows(run, whole, twice, TOLERANCES["fp32"].logits)
+    finally:
+        small.eval()
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    return mixes, draws
+
+
+def _on_device(small: Any, case: _Case, found: Equivalence, precision: str) -> Equivalence:
+    """Return what was found, completed by what the chosen kernels do on their device."""
+    attention_error, worst = case.attention_error(small)
+    kernel_error = _worse(attention_error, case.kernel_error(small))
     passed = kernel_error <= 1.0
+    reason = f"equal to the plain forward within {found.forward_error:.1e}, gradient within {found.gradient_error:.1e}"
+    if not passed:
+        where = f" ({worst})" if not attention_error <= 1.0 else ""
+        reason = f"the attention kernel in {precision} is {kernel_error:.1f} times over its tolerance{where}"
     half_weights = passed and _takes_half_weights(small, case)
     float8_error, shapes = _float8_error(small, case) if passed and precision == "fp8" else (None, {})
-    return Equivalence(
+    return replace(
+        found,
         packed=passed,
-        independent=True,
-        reason=f"equal to the plain forward within {error:.1e}, gradient within {gradient_error:.1e}"
-        if passed
-        else f"the attention kernel in {precision} is {kernel_error:.1f} times over its tolerance",
-        pooling=form.pooling,
-        first_position=form.first_position,
-        short=form.short,
-        forward_error=error,
-        gradient_error=gradient_error,
+        reason=reason,
+        pooling=case.form.pooling,
+        first_position=case.form.first_position,
+        short=case.form.short,
         kernel_error=kernel_error,
         half_weights=half_weights,
         float8_error=float8_error,
@@ -233,16 +283,25 @@ def _shortened(small: Any, form: PackedForm, error_of: Callable[[PackedForm], fl
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """A packed row, the plain logits and gradient that a run on it is compared with, and the precision of the run."""
+    """A packed row of so many tokens, the plain logits and gradients that a run on it is compared with, and the
+    precision of the run."""
 
     form: PackedForm
     row: Inputs
+    num_tokens: int
     plain: Tensor
-    gradient: Tensor
+    gradient: list[Tensor]
     precision: str
 
+    def attention_error(self, small: Any) -> tuple[float, str]:
+        """Error of the chosen kernels call by call, in units of the tolerance, and where the worst is."""
+        calls = Calls()
+        with torch.no_grad():
+            self._logits(small, PackedModel(small, self.form, watch=calls))
+        return calls.error(self.num_tokens, self.precision)
+
     def kernel_error(self, small: Any) -> float:
-        """Error of the chosen kernel, in units of the tolerance.
+        """Error of the model on the chosen kernel, in units of the tolerance.
 
         The tolerance is at least three times what the reference attention loses in that precision: rounding in other
         layers is not the kernel's fault.
@@ -251,16 +310,21 @@ class _Case:
         return _in_tolerances(found, lost, self.precision)
 
     def errors(self, small: Any, *, reference: bool, plan: float8.Plan | None = None) -> tuple[float, float]:
-        """Relative differences of logits and gradient from fp32, with the reference attention or the chosen kernel."""
-        device = next(small.parameters()).device
-        dtype = _HALF.get(self.precision)
+        """Relative differences of logits and gradient from fp32, with the reference attention or the chosen kernel.
+
+        Of logits, what all rows share is left out: the head's bias says nothing of attention.
+        """
+        logits = self._logits(small, PackedModel(small, self.form, plain=reference), plan)
+        found, expected = (each - each.mean(0) for each in (logits.detach().cpu(), self.plain))
+        return relative_error(found, expected), _of_all(_gradients(small, logits), self.gradient)
+
+    def _logits(self, small: Any, packed: PackedModel, plan: float8.Plan | None = None) -> Tensor:
+        device, dtype = next(small.parameters()).device, _HALF.get(self.precision)
         context = ForwardContext(half_residuals=dtype is not None, float8=plan)
         autocast = torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
-        with matmul_precision("highest"), autocast:
-            packed = PackedModel(small, self.form, plain=reference)
-            logits = packed(map_tensors(self.row, lambda t: t.to(device)), context).logits[: len(self.plain)].float()
-        forward = relative_error(logits.detach().cpu(), self.plain)
-        return forward, relative_error(_gradient(small, logits).cpu(), self.gradient)
+        with matmul_precision("high" if self.precision == "tf32" else "highest"), autocast:
+            logits = packed(map_tensors(self.row, lambda t: t.to(device)), context).logits
+        return logits[: len(self.plain)].float()
 
 
 def _in_tolerances(found: tuple[float, float], lost: tuple[float, float], precision: str) -> float:
@@ -336,28 +400,17 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
 
 
-def _gradient(model: nn.Module, logits: Tensor) -> Tensor:
-    """Gradient of all parameters together, (P,), for a fixed random direction in the logits."""
+def _gradients(model: nn.Module, logits: Tensor) -> list[Tensor]:
+    """Gradient of each parameter, on the CPU, for a fixed random direction in the logits."""
     direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits)
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = torch.autograd.grad((logits * direction).sum(), parameters, allow_unused=True, materialize_grads=True)
-    return torch.cat([g.flatten().to(torch.promote_types(g.dtype, torch.float32)) for g in found])
+    return [g.to("cpu", torch.promote_types(g.dtype, torch.float32)) for g in found]
 
 
-def _cache_path(model: Any, max_length: int, device: torch.device, precision: str, kernel: Kernel) -> Path | None:
-    """Cache file of this model's check, None for a user without a home. Remote code has its hash in the module."""
-    config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_ARCHITECTURE}
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    versions = [torch.__version__, transformers.__version__, _REVISION]
-    kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    chosen_by = None
-    if device.type == "cuda":
-        typical_length, attention = kernel
-        chosen_by = [None if typical_length is None else length_class(typical_length), attention]
-    return cache_path("equivalence", [kind, config, max_length, name, precision, chosen_by, versions])
-
-
-_NOT_ARCHITECTURE = frozenset({"_name_or_path", "id2label", "label2id", "transformers_version", "dtype", "torch_dtype"})
+def _of_all(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """`relative_error` of all parameters together."""
+    return relative_error(*(torch.cat([g.flatten() for g in each]) for each in (found, expected)))
 
 
 def _read(path: Path) -> Equivalence | None:

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
@@ -27,6 +28,7 @@ from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments
 from brimful.models.model_stats import embeddings_of, layer_lists, layers_of, matmul_parameters
+from brimful.models.packed.attention_check import Watch
 from brimful.models.packed.layer_calls import many_compiled_forms, place_calls
 from brimful.models.packed.relative_bias import RelativeForm, has_form
 
@@ -51,6 +53,7 @@ def _packed_attention(
     *,
     segments: Segments | None = None,
     plain: bool = False,
+    watch: Any = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -71,10 +74,12 @@ def _packed_attention(
         softcap=softcap,
         dropout=dropout,
     )
-    return _attend(query[0], key[0], value[0], segments, pattern, plain).transpose(0, 1)[None], None
+    return _attend(query[0], key[0], value[0], segments, pattern, plain, watch).transpose(0, 1)[None], None
 
 
-def _attend(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern, plain: bool) -> Tensor:
+def _attend(
+    q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pattern: Pattern, plain: bool, watch: Any = None
+) -> Tensor:
     """Attention in the dtype of products, by the kernel chosen for it or by the reference if `plain`."""
     device = q_HTD.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else v_KTD.dtype
@@ -83,7 +88,10 @@ def _attend(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Segments, pat
         if plain
         else choose_attention(device, dtype, pattern, q_HTD.shape[-1], segments.typical_length, segments.attention)
     )
-    return attend(q_HTD.to(dtype), k_KTD.to(dtype), v_KTD.to(dtype), segments, pattern)
+    given = (q_HTD.to(dtype), k_KTD.to(dtype), v_KTD.to(dtype))
+    if watch is not None:
+        watch(attend, given, segments, pattern)
+    return attend(*given, segments, pattern)
 
 
 AttentionInterface.register(PACKED, _packed_attention)
@@ -214,16 +222,18 @@ class ShortLayer(Protocol):
 class PackedModel(LayoutModel):
     """The unmodified base model on one packed row, and the model's own head on one pooled state a sequence.
 
-    plain: run with the reference attention instead of the kernel chosen for the device and dtype.
+    plain: run with the reference attention instead of the kernel chosen for the device and dtype. watch: hears each
+    call of attention, with the kernel chosen for it.
     last: the backend that layers were compiled by, if that may leave out in the last one what the head does not read.
     The model is then this execution's alone: another one would take what is left for all.
     """
 
     packed = True
 
-    def __init__(self, model: Any, form: PackedForm, *, plain: bool = False) -> None:
-        self.model, self.form, self.plain = model, form, plain
-        self._relative = RelativeForm(model, _attend) if has_form(model.config) else None
+    def __init__(self, model: Any, form: PackedForm, *, plain: bool = False, watch: Watch | None = None) -> None:
+        self.model, self.form, self.plain, self._watch = model, form, plain, watch
+        attend = _attend if watch is None else partial(_attend, watch=watch)
+        self._relative = RelativeForm(model, attend) if has_form(model.config) else None
         if self._relative is None:
             model.set_attn_implementation(PACKED)
         self._base: Any = model.base_model
@@ -289,7 +299,8 @@ class PackedModel(LayoutModel):
     def _told(self, inputs: PackedInputs) -> Iterator[dict[str, Any]]:
         """Arguments that give attention the sequence ends, or an encoder that has them."""
         if self._relative is None:
-            yield {"segments": inputs.segments, "plain": self.plain}
+            watched = {} if self._watch is None else {"watch": self._watch}
+            yield {"segments": inputs.segments, "plain": self.plain, **watched}
             return
         with self._relative.told(inputs.segments, plain=self.plain):
             # A mask without padding: else the model makes one, or looks for padding with a host that waits.

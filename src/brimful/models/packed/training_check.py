@@ -1,0 +1,103 @@
+"""Training without its dropout: what a model does in train mode that it does not do in eval mode.
+
+Batch normalisation lets rows influence one another; LayerDrop tosses a coin on the host, which a captured graph would
+freeze. Both are found by what the model computes, not by the names of its modules.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from brimful.kernels.layout import Inputs
+
+
+@contextmanager
+def without_dropout(model: Any, *, but: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """Within, every dropout of a model in train mode keeps all: modules, and probabilities under names of their own.
+
+    but: modules left as they are, with all that is in them. LayerDrop and noise stay: they are no dropout of numbers.
+    """
+    left = {id(module) for each in but for module in each.modules()}
+    owners = [module for module in model.modules() if id(module) not in left]
+    settings = {id(config): config for config in (getattr(owner, "config", None) for owner in owners) if config}
+    changed = [
+        (owner, name, value)
+        for owner in (*owners, *(settings.values() if not but else ()))
+        for name, value in vars(owner).items()
+        if isinstance(value, float) and value > 0 and _is_dropout(owner, name)
+    ]
+    for owner, name, _ in changed:
+        object.__setattr__(owner, name, 0.0)
+    try:
+        yield
+    finally:
+        for owner, name, value in changed:
+            object.__setattr__(owner, name, value)
+
+
+def _is_dropout(owner: object, name: str) -> bool:
+    if isinstance(owner, _DropoutNd):
+        return name == "p"
+    if isinstance(owner, nn.Module) and "Dropout" in type(owner).__name__:  # of a family's own making
+        return name in ("p", "drop_prob")
+    return "dropout" in name or name.endswith(("pdrop", "drop_prob"))
+
+
+class _Fixed(TorchDispatchMode):
+    """Within, all random numbers are the least, or the largest, that there are. drawn: whether there were any."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._value, self.drawn = value, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(found, Tensor):
+            self.drawn = True
+            found.fill_(self._value)
+        return found
+
+
+@contextmanager
+def _given_back() -> Iterator[None]:
+    """Within, random numbers may be drawn from Python's, numpy's and torch's own streams."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def draws_numbers(run: Callable[[], Tensor]) -> bool:
+    """True if what a model without dropout computes depends on random numbers that it draws itself."""
+    with torch.no_grad(), _given_back():
+        before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+        with _Fixed(0.0) as least:
+            one = run()
+        with _Fixed(1.0 - 2**-24) as largest:
+            other = run()
+        elsewhere = before != (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
+    return elsewhere or ((least.drawn or largest.drawn) and not torch.equal(one, other))
+
+
+def mixes_rows(run: Callable[[Inputs], Tensor], whole: Inputs, twice: Sequence[Inputs], tolerance: float) -> bool:
+    """True if the result of a row depends on the other rows of its batch.
+
+    whole: all rows. twice: of each row, a batch of it and once more of it: one row alone is refused by some.
+    """
+    with torch.no_grad(), _given_back():
+        together = run(whole)
+        apart = torch.cat([run(one)[:1] for one in twice])
+    error = (together - apart).norm() / together.norm().clamp_min(1e-30)
+    return not float(error) <= tolerance
