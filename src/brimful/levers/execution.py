@@ -72,6 +72,8 @@ class ExecutionMode(Lever):
             return Verdict(ok=False, because="the optimizer's host waits for the gradient of each step")
         if assembly.lever(Packing).packed:
             return assembly.fact(kernels_of).variable_length
+        if assembly.training and assembly.lever(Packing).equivalence.draws_in_training:
+            return Verdict(ok=False, because="a graph would freeze the random numbers that the model draws on the host")
         shapes = repeats_shapes(assembly)
         if not shapes.ok:
             return shapes

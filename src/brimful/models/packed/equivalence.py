@@ -152,10 +152,10 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
         except (ValueError, RuntimeError, IndexError) as refusal:
             why = f"{small.config.model_type} does not take short sequences: {str(refusal).splitlines()[0][:100]}"
             return Equivalence(packed=False, independent=False, reason=why)
+        mixes, draws = _training_only(padded, sequences)
         if not relative_error(plain, alone) <= TOLERANCES["fp32"].logits:
             why = "the result of a row depends on the other rows of its batch, or on its padding"
-            return Equivalence(packed=False, independent=False, reason=why)
-        mixes, draws = _training_only(padded, sequences)
+            return Equivalence(packed=False, independent=False, draws_in_training=draws, reason=why)
         small.train(not (mixes or draws))
         plain = padded(padded_rows(sequences, small.config)).logits
         plain_gradient = _gradients(small, plain)
