@@ -71,5 +71,5 @@ class PythonWarnings(Callbacks):
         warnings.warn(text, stacklevel=2)
 
     def data(self, report: Mapping[str, Any]) -> None:
-        if cut := report.get("truncated_rows"):
+        if (cut := report.get("truncated_rows")) and not report.get("max_length_given"):
             self.warning(f"{cut:,} training rows are longer than {report['max_length']:,} tokens, and cut (max_length)")

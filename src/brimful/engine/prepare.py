@@ -24,7 +24,7 @@ from brimful.core.units import count_text
 from brimful.data.batches.batch import Sampler
 from brimful.data.labels.columns import Columns, describe_columns, find_columns
 from brimful.data.labels.examples import Examples, describe, make_examples, split_examples
-from brimful.data.labels.label_space import detect_labels
+from brimful.data.labels.label_space import detect_labels, label_doubt
 from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import can_have_header, read_rows
@@ -121,7 +121,7 @@ def prepare(options: TrainOptions, callbacks: Callbacks, phases: Phases | None =
             evaluation_part = _tokenized(evaluation, alignment.space, encoder, options, callbacks, "evaluation")
     task = make_task(alignment.space, training_part.targets_N, options.class_weights, options.label_smoothing_factor)
     _check_metric(options, task, evaluation_part)
-    report = _report(training_part, evaluation_part, max_length, num_empty)
+    report = _report(training_part, evaluation_part, max_length, num_empty, given=options.max_length is not None)
     files = {"model's config.json": facts.folder / "config.json"}
     if options.transform is not None:
         with suppress(TypeError):  # not written in Python
@@ -212,6 +212,8 @@ def _examples(options: TrainOptions, callbacks: Callbacks) -> tuple[LabelSpace, 
     columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=options.label_column)
     report_columns(columns, callbacks)
     space = detect_labels(rows, columns, options.task)
+    if (doubt := label_doubt(rows, columns, options.task, space)) is not None:
+        callbacks.warning(doubt)
     shown = ", ".join(space.names[:8]) + (", ..." if len(space.names) > 8 else "")
     noun = "output" if space.task == "regression" else "label"
     callbacks.note(f"task: {space.task}, {len(space.names)} {noun}{'s' if len(space.names) > 1 else ''}: {shown}")
@@ -275,7 +277,7 @@ def _in_order(examples: Examples, space: LabelSpace) -> np.ndarray:
     if space.task == "single_label":
         classes: np.ndarray = place[targets]
         return classes
-    moved = np.zeros((len(examples), space.num_outputs), dtype=np.float32)
+    moved = np.zeros((len(examples), space.num_outputs), dtype=np.uint8)
     for column, output in enumerate(place):  # --label-map may give two labels one output
         moved[:, output] = np.maximum(moved[:, output], targets[:, column])
     return moved
@@ -310,14 +312,18 @@ def _steps_text(options: TrainOptions, order: Sampler, num_steps: int, num_warmu
     )
 
 
-def _report(training: Part, evaluation: Part | None, max_length: int, num_empty: int) -> dict[str, Any]:
-    """Summary of the data. `prepare` adds the SHA-256 of files that decide what is learned and can change."""
+def _report(training: Part, evaluation: Part | None, max_length: int, num_empty: int, *, given: bool) -> dict[str, Any]:
+    """Summary of the data. given: whether the user chose max_length.
+
+    `prepare` adds the SHA-256 of files that decide what is learned and can change.
+    """
     lengths = training.tokens.lengths
     quantiles = {f"p{p}": int(np.percentile(lengths, p)) for p in (0, 5, 25, 50, 75, 95, 100)}
     read = [part.examples.rows for part in (training, evaluation) if part is not None]
     return {
         **describe(training.examples, evaluation.examples if evaluation else None, num_empty),
         "max_length": max_length,
+        "max_length_given": given,
         "token_lengths": {"mean": round(float(lengths.mean()), 1), **quantiles},
         "truncated_share": training.tokens.num_truncated / len(lengths),
         "truncated_rows": training.tokens.num_truncated,

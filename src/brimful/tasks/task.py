@@ -5,7 +5,7 @@ whole effective batch: whatever the split into micro-batches, the gradients add 
 
     task           row's addend to the sum               denominator              targets
     single_label   cross entropy x weight of its class   sum of those weights     (S,)   int64
-    multi_label    sum over outputs of cross entropies   rows x outputs           (S, C) float32
+    multi_label    sum over outputs of cross entropies   rows x outputs           (S, C) float32; all rows: uint8
     regression     sum over outputs of squared errors    rows x outputs           (S, C) float32
 
 Legend: S rows (slots of a micro-batch), N all rows, C outputs.

@@ -18,7 +18,7 @@ from brimful.core.errors import DataError
 from brimful.core.options import TaskChoice
 from brimful.core.records import LabelSpace
 from brimful.data.labels.columns import Columns
-from brimful.data.labels.label_space import detect_labels, encode_labels
+from brimful.data.labels.label_space import detect_labels, encode_labels, label_doubt
 from brimful.data.readers.column_types import tidy
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import read_rows
@@ -176,6 +176,40 @@ def test_neither_a_class_nor_a_number() -> None:
     assert detected(*many).num_outputs == 1200
 
 
+def test_as_many_classes_as_rows_where_the_task_is_given() -> None:
+    error = detection_refused(*[f"text {i}" for i in range(1500)], *["again"] * 100)
+    assert "--task single_label takes each as a class" in str(error.hint)
+    assert detected(*[f"text {i}" for i in range(1500)], task="single_label").num_outputs == 1500
+
+
+@pytest.mark.parametrize(
+    ("values", "task", "said"),
+    [
+        ([i % 60 for i in range(600)], "single_label", "60 whole numbers, 0 to 59: taken as classes"),
+        ([1 + i % 77 for i in range(600)], "single_label", "77 whole numbers, 1 to 77: taken as classes"),
+        ([18 + i % 60 for i in range(600)], "regression", "60 whole numbers, 18 to 77: taken as amounts"),
+        ([2 * (i % 60) for i in range(600)], "regression", "60 whole numbers, 0 to 118: taken as amounts"),
+        (list(range(80)), "regression", "80 whole numbers, 0 to 79: taken as amounts"),
+        ([str(i % 60) for i in range(600)], "single_label", "taken as classes"),
+        ([i % 50 for i in range(600)], "single_label", None),
+        ([i / 2 for i in range(600)], "regression", None),
+        ([1, 5, 3, 4, 2, 1], "single_label", None),
+    ],
+)
+def test_many_whole_numbers_are_a_guess_that_is_said(values: list[Any], task: str, said: str | None) -> None:
+    found, (rows, columns) = detected(*values), labelled(*values)
+    assert found.task == task
+    doubt = label_doubt(rows, columns, "auto", found)
+    assert (doubt is None) == (said is None)
+    if said is not None and doubt is not None:
+        assert said in doubt
+        assert f"--task {'regression' if task == 'single_label' else 'single_label'} takes them as" in doubt
+    for asked in ("single_label", "regression"):
+        settled = detected(*values, task=asked)
+        assert settled.task == asked
+        assert label_doubt(rows, columns, asked, settled) is None
+
+
 def test_types_that_no_label_has() -> None:
     for values in ([{"a": 1}], [[[1]]]):
         assert "cannot be a label" in str(detection_refused(*values))
@@ -202,7 +236,7 @@ def test_multi_label(values: list[Any], names: list[str], targets: list[list[int
     seen = detected(*values)
     assert (seen.task, list(seen.names)) == ("multi_label", names)
     assert encoded(*values) == targets
-    assert encode_labels(*labelled(*values), seen).dtype == np.float32
+    assert encode_labels(*labelled(*values), seen).dtype == np.uint8
 
 
 def test_multi_label_when_asked_for() -> None:

@@ -191,3 +191,17 @@ def test_a_machine_without_triton(tmp_path: Path) -> None:
     code = f"import sys; sys.modules['triton'] = None; import {modules}; print('whole')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "whole\n", done.stderr
+
+
+def test_many_labels(plain_model: Path, tmp_path: Path) -> None:
+    """Nearly as many classes as rows, where the task is given; and 60 numbered classes, with a warning."""
+    rows = [{"text": text, "label": f"L{i}"} for i, text in enumerate(texts(1100))]
+    data = write_rows(tmp_path / "many.jsonl", [*rows, *rows[:100]])
+    run = brimful.train(data, model=plain_model, output=tmp_path / "a", max_steps=1, max_length=32, task="single_label")
+    assert run.labels.num_outputs == 1100
+    assert run.metrics["accuracy"] is not None
+    numbered = [{"text": text, "label": i % 60} for i, text in enumerate(texts(240))]
+    data = write_rows(tmp_path / "numbered.jsonl", numbered)
+    with pytest.warns(UserWarning, match=r"60 whole numbers, 0 to 59: taken as classes.*--task regression"):
+        run = brimful.train(data, model=plain_model, output=tmp_path / "b", max_steps=1, max_length=32)
+    assert (run.labels.task, run.labels.num_outputs) == ("single_label", 60)

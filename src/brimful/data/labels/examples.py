@@ -184,7 +184,7 @@ def _quotas(counts: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.int64
     return quotas
 
 
-def _give_back_lone_labels(held_out: npt.NDArray[np.bool_], targets: npt.NDArray[np.float32]) -> None:
+def _give_back_lone_labels(held_out: npt.NDArray[np.bool_], targets: npt.NDArray[np.uint8]) -> None:
     """Moves an example back to training for each label that only the evaluation has, in place."""
     for label in range(targets.shape[1]):
         having = np.flatnonzero(targets[:, label])

@@ -65,14 +65,14 @@ class LabelColumn:
         lengths = pc.list_value_length(self.values).fill_null(0).to_numpy()
         return np.repeat(np.arange(len(lengths)), lengths)
 
-    def bits(self, num_outputs: int | None = None) -> npt.NDArray[np.float32] | None:
+    def bits(self, num_outputs: int | None = None) -> npt.NDArray[np.uint8] | None:
         """(N, C) of lists that each hold a 0 or 1 for each of C >= 2 labels (num_outputs, if known); else None."""
         lengths, kind = pc.unique(pc.list_value_length(self.values)), self.values.type.value_type
         size = lengths[0].as_py() if len(lengths) == 1 else None
         if size is None or size < 2 or num_outputs not in (None, size) or not _is_numeric(kind):
             return None
         bits = _as_floats(pc.list_flatten(self.values))
-        return bits.astype(np.float32).reshape(-1, size) if np.isin(bits, (0, 1)).all() else None
+        return bits.astype(np.uint8).reshape(-1, size) if np.isin(bits, (0, 1)).all() else None
 
     def numbers(self, *, gaps: bool = False) -> npt.NDArray[np.float32]:
         """(N,) the values as numbers. gaps: whether a row may have none, which is NaN then.

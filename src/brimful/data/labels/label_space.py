@@ -21,13 +21,16 @@ from brimful.data.readers.rows import Rows
 
 _MOST_NUMBERED_CLASSES = 50
 _MOST_CLASSES = 1000
+#: Rows of each class, on average, for more than 50 whole numbers to be taken as classes.
+_FEWEST_PER_CLASS = 2
 
 
 def detect_labels(rows: Rows, columns: Columns, task: TaskChoice = "auto") -> LabelSpace:
     """Infer task and labels from the label columns of the training rows.
 
-    auto: several columns of 0 and 1, lists, and texts such as `a|b` are multi_label. Several other numeric columns, or
-    one with numbers that are not whole or with more than 50 distinct ones, are regression. The rest is single_label.
+    auto: several columns of 0 and 1, lists, and texts such as `a|b` are multi_label. Several other numeric columns are
+    regression, and so is one with numbers that are not whole, or with more than 50 distinct ones, unless these are 0 or
+    1 to the highest without a gap. The rest is single_label. `label_doubt` says where that may be wrong.
     Names are sorted, by number where all are whole numbers.
 
     Raises: DataError for a single class, and for values that are neither classes nor numbers.
@@ -45,19 +48,35 @@ def detect_labels(rows: Rows, columns: Columns, task: TaskChoice = "auto") -> La
         raise column.error("has no values")
     if task in ("auto", "multi_label") and (names := _names_in_sets(column, asked=task == "multi_label")):
         return _classes(column, "multi_label", names)
-    if task == "regression" or (task == "auto" and _are_amounts(column.distinct)):
+    if task == "regression" or (task == "auto" and _are_amounts(column.distinct, rows.num_rows)):
         column.numbers(gaps=True)
         return LabelSpace(task="regression", names=(column.name,))
-    if len(column.distinct) > max(_MOST_CLASSES, rows.num_rows / 2):
+    if task == "auto" and len(column.distinct) > max(_MOST_CLASSES, rows.num_rows / 2):
         count = f"{len(column.distinct):,} distinct values in {rows.num_rows:,} rows"
-        raise column.error(f"looks like neither a class nor a number: {count}", value=column.distinct[0].as_py())
+        what, first = f"looks like neither a class nor a number: {count}", column.distinct[0].as_py()
+        raise column.error(what, f"{IS_IT_RIGHT} --task single_label takes each as a class", first)
     return _classes(column, "single_label", column.distinct.to_pylist())
+
+
+def label_doubt(rows: Rows, columns: Columns, task: TaskChoice, space: LabelSpace) -> str | None:
+    """A likely mistake of `detect_labels`, with the flag that settles it: many whole numbers are classes or amounts."""
+    if task != "auto" or len(columns.labels) != 1 or space.task == "multi_label":
+        return None
+    distinct = LabelColumn(rows=rows, name=columns.labels[0]).distinct
+    numbers = parse_numbers(distinct)
+    if numbers is None or len(numbers) <= _MOST_NUMBERED_CLASSES or (numbers != np.round(numbers)).any():
+        return None
+    found = f"column '{printable(columns.labels[0])}' holds {len(numbers):,} whole numbers,"
+    found += f" {numbers.min():.0f} to {numbers.max():.0f}: taken as"
+    if space.task == "regression":
+        return f"{found} amounts (regression); --task single_label takes them as classes"
+    return f"{found} classes (single_label), since none is missing between; --task regression takes them as amounts"
 
 
 def encode_labels(
     rows: Rows, columns: Columns, space: LabelSpace, row_numbers: npt.NDArray[np.int64] | None = None
 ) -> npt.NDArray[Any]:
-    """The target of each row: single_label int64 (N,); multi_label float32 (N, C); regression float32 (N,) or (N, K).
+    """The target of each row: single_label int64 (N,); multi_label uint8 (N, C); regression float32 (N,) or (N, K).
 
     row_numbers: (N,) the rows to encode; None for all.
     Raises: DataError with file and row for a label that is missing, not finite, or not in `space`.
@@ -120,7 +139,7 @@ def _names_in_lists(column: LabelColumn) -> list[str]:
     if bits is not None:
         return _numbered(bits.shape[1])
     names: list[str] = pc.unique(column.elements).drop_null().to_pylist()
-    if pa.types.is_floating(column.values.type.value_type) and _are_amounts(pa.array(names, pa.large_string())):
+    if pa.types.is_floating(column.values.type.value_type) and _are_amounts(pa.array(names, pa.large_string()), 0):
         raise column.error("holds lists of amounts", "for several numbers per row, give each its own column")
     return names
 
@@ -140,19 +159,26 @@ def _numbered(count: int) -> list[str]:
     return [str(index) for index in range(count)]
 
 
-def _are_amounts(distinct: pa.Array) -> bool:
+def _are_amounts(distinct: pa.Array, num_rows: int) -> bool:
     numbers = parse_numbers(distinct)
     if numbers is None:
         return False
-    return len(numbers) > _MOST_NUMBERED_CLASSES or bool((numbers != np.round(numbers)).any())
+    if (numbers != np.round(numbers)).any():
+        return True
+    count = len(numbers)
+    if count <= _MOST_NUMBERED_CLASSES:
+        return False
+    lowest, highest = numbers.min(), numbers.max()
+    are_indices = lowest in (0, 1) and highest - lowest == count - 1 and num_rows >= _FEWEST_PER_CLASS * count
+    return not are_indices
 
 
 # Targets
 
 
-def _encode_flags(columns: Sequence[LabelColumn]) -> npt.NDArray[np.float32]:
+def _encode_flags(columns: Sequence[LabelColumn]) -> npt.NDArray[np.uint8]:
     """(N, C) of C columns of 0 and 1."""
-    flags = []
+    flags = list[npt.NDArray[np.uint8]]()
     for column in columns:
         numbers = column.numbers()
         wrong = ~np.isin(numbers, (0, 1))
@@ -160,30 +186,30 @@ def _encode_flags(columns: Sequence[LabelColumn]) -> npt.NDArray[np.float32]:
             first = int(wrong.argmax())
             said, shown = "says whether the row has this label, by 0 or 1", column.values[first].as_py()
             raise column.error_at(first, said, shown, "write 1 for yes, 0 for no")
-        flags.append(numbers)
+        flags.append(numbers.astype(np.uint8))
     return np.stack(flags, axis=1)
 
 
-def _encode_lists(column: LabelColumn, space: LabelSpace) -> npt.NDArray[np.float32]:
+def _encode_lists(column: LabelColumn, space: LabelSpace) -> npt.NDArray[np.uint8]:
     """(N, C) with 1 where the list of a row has the label."""
     column.check_present()
     if _is_numbered(space) and (bits := column.bits(space.num_outputs)) is not None:
         return bits
-    targets = np.zeros((len(column.values), space.num_outputs), np.float32)
+    targets = np.zeros((len(column.values), space.num_outputs), np.uint8)
     targets[column.owners, _outputs(column, column.elements, space, column.owners)] = 1
     return targets
 
 
-def _encode_sets(column: LabelColumn, space: LabelSpace) -> npt.NDArray[np.float32]:
+def _encode_sets(column: LabelColumn, space: LabelSpace) -> npt.NDArray[np.uint8]:
     """(N, C) with 1 where the text of a row stands for the label. An empty text stands for none."""
     if column.values.null_count:
         column.check_present()
     sets = known_sets(column.distinct.to_pylist(), space.values)
     by_bits = _is_numbered(space) and num_bits(sets) == space.num_outputs
-    targets_of_sets = np.zeros((len(sets) + 1, space.num_outputs), np.float32)
+    targets_of_sets = np.zeros((len(sets) + 1, space.num_outputs), np.uint8)
     for place, (value, labels) in enumerate(sets.items()):
         if by_bits:
-            targets_of_sets[place] = [float(bit) for bit in labels]
+            targets_of_sets[place] = [int(bit) for bit in labels]
             continue
         for label in labels:
             if label not in space.values:
