@@ -34,9 +34,9 @@ def test_training_tells_of_a_lost_row_and_the_flag_gives_it_back(
     said = brimful(*train_words(bare, files.base, tmp_path / "lost", "--max-steps", 1))
     assert said.code == 0
     (note,) = json.loads((tmp_path / "lost" / "run.json").read_text())["data"]["notes"]
-    assert "looks like a row of data" in note
+    assert "looks like a row" in note
     assert "warning: " in said.err
-    assert "the header looks like a row of data ('bad' is also a value of its column)" in " ".join(said.err.split())
+    assert "the first line looks like a row ('bad' is also a value of its column)" in " ".join(said.err.split())
 
     said = brimful(*train_words(bare, files.base, tmp_path / "run", "--no-header", "--eval-split", 0))
     assert (said.code, "looks like a row" in said.err) == (0, False)
@@ -65,9 +65,9 @@ def test_names_are_those_of_the_results(bare: Path, brimful: Brimful, files: Fil
 def test_classification_tells_and_records_a_doubt(bare: Path, brimful: Brimful, files: Files, tmp_path: Path) -> None:
     out = tmp_path / "out.csv"
     said = brimful("classify", files.classifier, bare, "-o", out, "--verify", 0)
-    assert "looks like a row of data" in said.err
+    assert "looks like a row" in said.err
     record = json.loads((tmp_path / "out.csv.manifest.json").read_text())["record"]
-    assert any("looks like a row of data" in note for note in record["notes"])
+    assert any("looks like a row" in note for note in record["notes"])
     assert record["counts"]["num_rows"] == 23
     said = brimful("classify", files.classifier, bare, "-o", tmp_path / "sure.csv", "--verify", 0, "--header")
     assert "looks like a row" not in said.err

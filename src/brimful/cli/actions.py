@@ -19,7 +19,7 @@ def act(command: str, options: Any, terminal: Terminal, phases: Phases) -> str |
     """Do the work of a command. phases: of its process."""
     if command == "classify":
         answers = run_classification(options, terminal, sys.stdout)
-        terminal.text(classification_text(answers))
+        terminal.text(classification_text(answers, terminal.told))
         return to_json(answers) if options.json and options.output is not None else None
     if command == "profile":
         measured = profile(options, terminal)

@@ -19,6 +19,7 @@ from brimful.core.option_checks import (
 )
 
 TaskChoice = Literal["auto", "single_label", "multi_label", "regression"]
+MissingLabels = Literal["error", "drop", "none"]
 PrecisionChoice = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 ExecutionChoice = Literal["auto", "eager", "captured", "compiled"]
@@ -66,7 +67,7 @@ class TrainOptions:
     """Sheet of Excel files. Default: the first that has rows."""
     task: TaskChoice = "auto"
     """Kind of task. auto: inferred from the label column, and printed."""
-    missing_labels: Literal["error", "drop", "none"] = "error"
+    missing_labels: MissingLabels = "error"
     """Rows without a label. error: name the first, and stop; drop: leave them out, and count them; none: in
     multi_label, rows that no label is true of."""
     limit: int | None = None

@@ -23,9 +23,11 @@ from brimful.core.records import LabelSpace, TrainedInputs
 from brimful.core.units import count_text
 from brimful.data.batches.batch import Sampler
 from brimful.data.labels.columns import Columns, describe_columns, find_columns
-from brimful.data.labels.examples import Examples, describe, make_examples, split_examples
+from brimful.data.labels.doubts import data_doubts, label_doubts
+from brimful.data.labels.examples import Examples, describe, draw, make_examples, split_examples
 from brimful.data.labels.label_space import detect_labels, label_doubt
 from brimful.data.readers.file_format import FileFormat
+from brimful.data.readers.locations import find_splits
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import can_have_header, read_rows
 from brimful.data.tokens.augment import load_transform
@@ -206,8 +208,12 @@ def _check_length(asked: int | None, facts: ModelFacts, model: str) -> None:
 
 def _examples(options: TrainOptions, callbacks: Callbacks) -> tuple[LabelSpace, Examples, Examples | None, str, int]:
     """Label space, training and evaluation examples, fingerprint of both, and rows dropped as empty."""
-    form = FileFormat.of(options)
-    rows = read_rows(options.data, form)
+    form, data, eval_data = FileFormat.of(options), options.data, options.eval_data
+    if eval_data is None and (splits := find_splits(data)) is not None:
+        data, eval_data = splits.training, splits.evaluation if options.eval_split else None
+        held_out = f", {eval_data} to evaluate on" if eval_data else ""
+        callbacks.note(f"splits: {data} to train on{held_out} (by their names; --eval-data names another)")
+    rows = read_rows(data, form)
     _tell_reading(rows, callbacks)
     columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=options.label_column)
     report_columns(columns, callbacks)
@@ -217,18 +223,23 @@ def _examples(options: TrainOptions, callbacks: Callbacks) -> tuple[LabelSpace, 
     shown = ", ".join(space.names[:8]) + (", ..." if len(space.names) > 8 else "")
     noun = "output" if space.task == "regression" else "label"
     callbacks.note(f"task: {space.task}, {len(space.names)} {noun}{'s' if len(space.names) > 1 else ''}: {shown}")
-    training, num_empty = make_examples(rows, columns, space)
+    for doubt in label_doubts(rows, columns, space):
+        callbacks.warning(doubt)
+    training, num_empty = make_examples(rows, columns, space, options.missing_labels)
+    training = draw(training, options.limit, options.seed)
     fingerprint = rows.fingerprint
     evaluation: Examples | None = None
-    if options.eval_data is not None:
-        eval_rows = read_rows(options.eval_data, form if can_have_header(options.eval_data) else None)
+    if eval_data is not None:
+        eval_rows = read_rows(eval_data, form if can_have_header(eval_data) else None)
         _tell_reading(eval_rows, callbacks)
         same = find_columns(eval_rows, text=columns.text, pair=columns.pair, label=",".join(columns.labels))
-        evaluation, num_eval_empty = make_examples(eval_rows, same, space)
+        evaluation, num_eval_empty = make_examples(eval_rows, same, space, options.missing_labels)
         num_empty += num_eval_empty
         fingerprint = f"{fingerprint}+{eval_rows.fingerprint}"
     elif options.eval_split > 0:
         training, evaluation = split_examples(training, options.eval_split, options.seed)
+    for doubt in data_doubts(training, evaluation, space.names):
+        callbacks.warning(doubt)
     return space, training, evaluation, fingerprint, num_empty
 
 

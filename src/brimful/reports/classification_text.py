@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 from rich.cells import cell_len
@@ -31,9 +31,9 @@ STAGES: dict[StageName, str] = {
 }
 
 
-def classification_text(record: Classification) -> str:
-    """The whole report, without a line break at its end."""
-    warnings = [f"warning: {printable(said, 1000)}" for said in concerns(record)]
+def classification_text(record: Classification, told: Collection[str] = ()) -> str:
+    """The whole report, without a line break at its end. told: warnings and notes that were shown before."""
+    warnings = [f"warning: {printable(said, 1000)}" for said in concerns(record) if said not in told]
     parts = (_pass(record), warnings, _stages(record), _texts(record), _labels(record), _equivalence(record))
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 

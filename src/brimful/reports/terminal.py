@@ -45,6 +45,8 @@ class Terminal(Callbacks):
         self._task: Any = None
         self._said_at = time.monotonic()
         self._pace = Pace()
+        #: Notes and warnings so far.
+        self.told: set[str] = set()
 
     def stage(self, text: str) -> None:
         self.close()
@@ -53,9 +55,11 @@ class Terminal(Callbacks):
         self._console.print(f"[dim]{_safe(text)}[/dim]")
 
     def note(self, text: str) -> None:
+        self.told.add(text)
         self._say(text, indent=2)
 
     def warning(self, text: str) -> None:
+        self.told.add(text)
         self._say(f"warning: {printable(text, 1000)}", style="yellow")
 
     def data(self, report: Mapping[str, Any]) -> None:
@@ -84,6 +88,7 @@ class Terminal(Callbacks):
             self._say(f"{cut}, and cut there (--max-length)", indent=2, style="yellow")
         for name, one, several in (
             ("empty_rows", "row without text was left out", "rows without text were left out"),
+            ("unlabelled_rows", "row without a label was left out", "rows without a label were left out"),
             ("duplicate_texts", "training row repeats another's text", "training rows repeat another's text"),
             ("eval_texts_in_train", "evaluation row is also trained on", "evaluation rows are also trained on"),
         ):

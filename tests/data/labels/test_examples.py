@@ -189,9 +189,19 @@ def test_no_share_holds_nothing_out() -> None:
 def test_too_few_rows_to_split(labels: list[str]) -> None:
     with pytest.raises(DataError) as caught:
         split_examples(numbered(labels), 0.5, 42)
-    said = f"rows.csv: {len(labels)} rows are too few to hold out 0.5 of them: each class keeps one to train on"
+    said = f"rows.csv: {len(labels)} rows are too few to hold out 0.5 of them: every class has one row"
     assert str(caught.value) == said
-    assert caught.value.hint == "give more rows, other rows by --eval-data, or --eval-split 0"
+    hint = "is --label-column the right one? otherwise give other rows by --eval-data, or --eval-split 0"
+    assert caught.value.hint == hint
+
+
+def test_equal_texts_stay_together() -> None:
+    """No text is trained on and evaluated on, whatever its labels are."""
+    texts = [f"text {i % 30}" for i in range(100)]
+    examples = examples_of(text=texts, label=["a", "b", "c", "a"] * 25)
+    train, held_out = split_examples(examples, 0.2, 42)
+    assert not {texts[row] for row in rows_in(train)} & {texts[row] for row in rows_in(held_out)}
+    assert (len(train) + len(held_out), 15 < len(held_out) < 25) == (100, True)
 
 
 def test_a_small_share_of_few_rows_is_one_row() -> None:
@@ -209,6 +219,7 @@ def test_description_of_classes() -> None:
         "rows": 5,
         "eval_rows": 3,
         "empty_rows": 7,
+        "unlabelled_rows": 0,
         "labels": {"x": 3, "y": 2},
         "eval_labels": {"x": 1, "y": 2},
         "duplicate_texts": 2,

@@ -121,7 +121,7 @@ def test_missing_label(values: list[Any]) -> None:
     assert (seen.task, seen.num_outputs) == ("single_label", 2)
     error = encoding_refused(seen, *values)
     assert str(error) == "rows.csv, row 3: column 'label' has no label"
-    assert (error.row, error.hint) == (3, "give the row a label or remove it")
+    assert (error.row, error.hint) == (3, "give it one; --missing-labels drop leaves such rows out")
 
 
 def test_nan_is_a_missing_label() -> None:

@@ -19,7 +19,7 @@ from tiny_files import review
 
 NO_HEADER = FileFormat(False)
 REVIEWS = [(review(bool(n % 2), n), ("bad", "good")[n % 2]) for n in range(24)]
-SETTLED = "--no-header reads it as a row, --column-names NAME,NAME,... also names the columns, --header says that it"
+SETTLED = "--no-header or --column-names reads it as one, --header as names"
 
 
 def put(path: Path, lines: list[str]) -> str:
@@ -60,7 +60,7 @@ def test_a_row_in_place_of_the_header_is_told(tmp_path: Path, lines: list[str], 
         return
     (warning,) = read_rows(file).warnings
     assert reason in warning
-    assert warning.startswith(f"{file}: the header looks like a row of data ('")
+    assert warning.startswith(f"{file}: the first line looks like a row ('")
     assert SETTLED in warning
     assert open_stream(file).warnings == (warning,)
     assert read_rows(file, FileFormat(True)).warnings == read_rows(file, NO_HEADER).warnings == ()
@@ -171,7 +171,7 @@ def test_files_that_all_begin_with_a_row(tmp_path: Path) -> None:
     put(tmp_path / "2.csv", rows_of(REVIEWS[12:]))
     with pytest.raises(DataError, match="has not the columns of") as caught:
         read_rows(str(tmp_path))
-    assert (caught.value.hint or "").startswith(f"{first}: the header looks like a row of data")
+    assert (caught.value.hint or "").startswith(f"{first}: the first line looks like a row")
     assert read_rows(str(tmp_path), NO_HEADER).num_rows == 24
 
 

@@ -1,6 +1,7 @@
 """Rows -> examples: what is trained and evaluated on, its split, and what it looks like.
 
-Rows without text are left out and counted. Nothing else is: duplicates and leakage are told, not removed.
+Rows without text are left out and counted, and where asked for, those without a label. Nothing else is: duplicates and
+leakage are told, not removed.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from brimful.core.errors import DataError
+from brimful.core.options import MissingLabels
 from brimful.core.records import LabelSpace
 from brimful.data.labels.columns import Columns, joined_texts
-from brimful.data.labels.label_space import encode_labels
+from brimful.data.labels.label_space import encode_labels, has_labels
 from brimful.data.readers.rows import Rows
 
 _BINS = 10
@@ -31,7 +33,7 @@ class Examples:
 
     texts, pairs: (N,) large_string; pairs is None without a second column.
     targets: as `encode_labels` gives them; None without a label space.
-    row_numbers: (N,) int64, the row of `rows` that each is.
+    row_numbers: (N,) int64, the row of `rows` that each is. num_unlabelled: rows left out for want of a label.
     """
 
     rows: Rows
@@ -41,6 +43,7 @@ class Examples:
     pairs: pa.ChunkedArray | None
     targets: npt.NDArray[Any] | None
     row_numbers: npt.NDArray[np.int64]
+    num_unlabelled: int = 0
 
     def __len__(self) -> int:
         return len(self.row_numbers)
@@ -61,10 +64,13 @@ class Examples:
         return self.rows.place(int(self.row_numbers[index]))
 
 
-def make_examples(rows: Rows, columns: Columns, space: LabelSpace | None) -> tuple[Examples, int]:
+def make_examples(
+    rows: Rows, columns: Columns, space: LabelSpace | None, missing_labels: MissingLabels = "error"
+) -> tuple[Examples, int]:
     """The rows that have a text (and, of pairs, both), and the number of those left out.
 
-    space: what the labels mean; None to leave them alone.
+    space: what the labels mean; None to leave them alone. missing_labels: whether rows without one are an error, are
+    left out, or in multi_label have none.
     Raises: DataError where no row is left, and what `encode_labels` raises.
     """
     texts = joined_texts(rows.table, columns.text)
@@ -78,13 +84,28 @@ def make_examples(rows: Rows, columns: Columns, space: LabelSpace | None) -> tup
             hint="is --text-column the right one?",
         )
     numbers = np.arange(len(texts), dtype=np.int64)
+    num_unlabelled = 0
+    if missing_labels == "drop" and space is not None:
+        labelled = pa.array(has_labels(rows, columns))
+        num_unlabelled = len(texts) - num_empty - (pc.sum(pc.and_(present, labelled)).as_py() or 0)
+        present = pc.and_(present, labelled)
+        if num_unlabelled + num_empty == len(texts):
+            raise DataError("no row has a text and a label", file=rows.name, hint="is --label-column the right one?")
     examples = Examples(
-        rows=rows, columns=columns, space=space, texts=texts, pairs=pairs, targets=None, row_numbers=numbers
+        num_unlabelled=num_unlabelled,
+        rows=rows,
+        columns=columns,
+        space=space,
+        texts=texts,
+        pairs=pairs,
+        targets=None,
+        row_numbers=numbers,
     )
-    if num_empty:
+    if num_empty or num_unlabelled:
         examples = examples.filter(present.to_numpy())
     if space is not None:
-        targets = encode_labels(rows, columns, space, examples.row_numbers if num_empty else None)
+        chosen = examples.row_numbers if num_empty or num_unlabelled else None
+        targets = encode_labels(rows, columns, space, chosen, missing_is_none=missing_labels == "none")
         examples = replace(examples, targets=targets)
     return examples, num_empty
 
@@ -93,41 +114,61 @@ def split_examples(examples: Examples, share: float, seed: int) -> tuple[Example
     """Training and evaluation examples: `share` of each class to evaluate on, chosen by `seed`, each part in order.
 
     Stratified by class, by combination of labels, or by tenth of a single regression target. Each class, and each label
-    of multi_label, keeps an example to train on.
+    of multi_label, keeps an example to train on. Equal texts stay together, where that leaves any to evaluate on: then
+    nothing is evaluated on that is trained on.
 
     Raises: DataError where that leaves nothing to evaluate on.
     """
     if share == 0:
         return examples, examples.filter(np.zeros(len(examples), np.bool_))
-    strata = _strata(examples)
-    held_out = _chosen_by_stratum(strata, share, np.random.default_rng(seed))
+    strata, (firsts, group_N) = _strata(examples), _groups(examples)
+    held_out = _chosen_by_stratum(strata[firsts], share, np.random.default_rng(seed))[group_N]
+    if not held_out.any():
+        group_N = np.arange(len(examples))
+        held_out = _chosen_by_stratum(strata, share, np.random.default_rng(seed))
     targets = examples.targets
     if targets is not None and examples.space is not None and examples.space.task == "multi_label":
-        _give_back_lone_labels(held_out, targets)
+        _give_back_lone_labels(held_out, targets, group_N)
     if not held_out.any():
+        alone = len(np.unique(strata)) == len(strata)
+        why = "every class has one row" if alone else "each class keeps one to train on"
         raise DataError(
-            f"{len(examples):,} rows are too few to hold out {share:g} of them: each class keeps one to train on",
+            f"{len(examples):,} rows are too few to hold out {share:g} of them: {why}",
             file=examples.rows.name,
-            hint="give more rows, other rows by --eval-data, or --eval-split 0",
+            hint="is --label-column the right one? otherwise give other rows by --eval-data, or --eval-split 0"
+            if alone
+            else "give more rows, other rows by --eval-data, or --eval-split 0",
         )
     return examples.filter(~held_out), examples.filter(held_out)
+
+
+def draw(examples: Examples, count: int | None, seed: int) -> Examples:
+    """`count` of the examples, drawn by `seed`, in order; all where there are no more."""
+    if count is None or count >= len(examples):
+        return examples
+    chosen_N = np.zeros(len(examples), np.bool_)
+    chosen_N[np.random.default_rng(seed).permutation(len(examples))[:count]] = True
+    return examples.filter(chosen_N)
 
 
 def describe(train: Examples, evaluation: Examples | None, empty_rows: int = 0) -> dict[str, Any]:
     """Summary of the examples, for JSON.
 
     rows, eval_rows: examples; eval_rows is None without an evaluation. empty_rows: rows left out for want of text.
+    unlabelled_rows: for want of a label.
     labels, eval_labels: examples by label; for regression target and eval_target, with min, mean and max by output.
     duplicate_texts: training examples whose text (with its pair) stood in an earlier one.
     eval_texts_in_train: evaluation examples whose text (with its pair) is trained on: too good a score.
     characters: quantiles of the length of training texts, with the pair's.
     """
-    keys = _keys(train)
-    eval_keys = None if evaluation is None else _keys(evaluation)
+    keys = text_keys(train)
+    eval_keys = None if evaluation is None else text_keys(evaluation)
+    other = evaluation if evaluation is not None and evaluation.rows is not train.rows else None
     report: dict[str, Any] = {
         "rows": len(train),
         "eval_rows": None if evaluation is None else len(evaluation),
         "empty_rows": empty_rows,
+        "unlabelled_rows": train.num_unlabelled + (other.num_unlabelled if other else 0),
         **_balance(train, ""),
         **({} if evaluation is None else _balance(evaluation, "eval_")),
         "duplicate_texts": len(train) - pc.count_distinct(keys).as_py(),
@@ -184,12 +225,23 @@ def _quotas(counts: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.int64
     return quotas
 
 
-def _give_back_lone_labels(held_out: npt.NDArray[np.bool_], targets: npt.NDArray[np.uint8]) -> None:
-    """Moves an example back to training for each label that only the evaluation has, in place."""
+def _groups(examples: Examples) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Of each distinct text the first example, in order, and (N,) the number of each example's text among them."""
+    if not len(examples):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    texts = text_keys(examples).combine_chunks()
+    group_N = pc.dictionary_encode(texts).indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    return np.unique(group_N, return_index=True)[1], group_N
+
+
+def _give_back_lone_labels(
+    held_out: npt.NDArray[np.bool_], targets: npt.NDArray[np.uint8], group_N: npt.NDArray[np.int64]
+) -> None:
+    """Moves a text back to training for each label that only the evaluation has, in place."""
     for label in range(targets.shape[1]):
         having = np.flatnonzero(targets[:, label])
         if len(having) and held_out[having].all():
-            held_out[having[0]] = False
+            held_out[group_N == group_N[having[0]]] = False
 
 
 # Describing
@@ -225,7 +277,7 @@ def _characters(examples: Examples) -> dict[str, int] | None:
     return dict(zip(_LENGTH_QUANTILES, quantiles.astype(int).tolist(), strict=True))
 
 
-def _keys(examples: Examples) -> pa.ChunkedArray:
+def text_keys(examples: Examples) -> pa.ChunkedArray:
     """Keys by which two examples are the same to a model: the text, with the pair."""
     if examples.pairs is None:
         return examples.texts

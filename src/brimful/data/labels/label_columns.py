@@ -18,6 +18,11 @@ import pyarrow.compute as pc
 from brimful.core.errors import DataError, printable
 from brimful.data.readers.rows import Rows
 
+#: Hints for a label that is missing, and for one in a column of lists.
+_LEAVE_OUT = (
+    "give it one; --missing-labels drop leaves such rows out",
+    "write [] for no label; --missing-labels none takes it for that, drop leaves such rows out",
+)
 IS_IT_RIGHT = "is --label-column the right one?"
 
 
@@ -95,6 +100,11 @@ class LabelColumn:
             raise self.error_at(first, "holds no finite number", self.values[first].as_py(), hint)
         return numbers
 
+    def present_N(self) -> npt.NDArray[np.bool_]:
+        """(N,) the rows with a label, or with a list of labels, which may be empty."""
+        values = self.values if self.holds_lists else self.texts
+        return np.asarray(values.is_valid().to_numpy(), np.bool_)
+
     def check_present(self) -> None:
         """Raises DataError for the first row without a label."""
         if not self.holds_lists:
@@ -106,7 +116,7 @@ class LabelColumn:
                 raise self.error_at(owner, "has a list with an empty label", hint="give it a label or remove the row")
         first = pc.index(absent, True).as_py()
         if first >= 0:
-            raise self.error_at(first, "has no label", hint="give the row a label or remove it")
+            raise self.error_at(first, "has no label", hint=_LEAVE_OUT[self.holds_lists])
 
     def error(self, what: str, hint: str = IS_IT_RIGHT, value: object = None) -> DataError:
         """The error about the whole column."""

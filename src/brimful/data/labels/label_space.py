@@ -74,11 +74,16 @@ def label_doubt(rows: Rows, columns: Columns, task: TaskChoice, space: LabelSpac
 
 
 def encode_labels(
-    rows: Rows, columns: Columns, space: LabelSpace, row_numbers: npt.NDArray[np.int64] | None = None
+    rows: Rows,
+    columns: Columns,
+    space: LabelSpace,
+    row_numbers: npt.NDArray[np.int64] | None = None,
+    *,
+    missing_is_none: bool = False,
 ) -> npt.NDArray[Any]:
     """The target of each row: single_label int64 (N,); multi_label uint8 (N, C); regression float32 (N,) or (N, K).
 
-    row_numbers: (N,) the rows to encode; None for all.
+    row_numbers: (N,) the rows to encode; None for all. missing_is_none: in multi_label, a row without labels has none.
     Raises: DataError with file and row for a label that is missing, not finite, or not in `space`.
     """
     named = [LabelColumn(rows=rows, name=name, row_numbers=row_numbers) for name in columns.labels]
@@ -96,11 +101,17 @@ def encode_labels(
         )
     (column,) = named
     if space.task == "multi_label":
-        return _encode_lists(column, space) if column.holds_lists else _encode_sets(column, space)
+        return (_encode_lists if column.holds_lists else _encode_sets)(column, space, missing_is_none)
     if column.holds_lists:
         raise column.error("holds lists, and the task is single_label")
     column.check_present()
     return _outputs(column, column.texts, space)
+
+
+def has_labels(rows: Rows, columns: Columns) -> npt.NDArray[np.bool_]:
+    """(N,) the rows that have a label, in all of several columns."""
+    there = [LabelColumn(rows=rows, name=name).present_N() for name in columns.labels]
+    return np.asarray(np.logical_and.reduce(there), np.bool_)
 
 
 # What the labels are
@@ -190,9 +201,10 @@ def _encode_flags(columns: Sequence[LabelColumn]) -> npt.NDArray[np.uint8]:
     return np.stack(flags, axis=1)
 
 
-def _encode_lists(column: LabelColumn, space: LabelSpace) -> npt.NDArray[np.uint8]:
+def _encode_lists(column: LabelColumn, space: LabelSpace, missing_is_none: bool) -> npt.NDArray[np.uint8]:
     """(N, C) with 1 where the list of a row has the label."""
-    column.check_present()
+    if not missing_is_none:
+        column.check_present()
     if _is_numbered(space) and (bits := column.bits(space.num_outputs)) is not None:
         return bits
     targets = np.zeros((len(column.values), space.num_outputs), np.uint8)
@@ -200,9 +212,9 @@ def _encode_lists(column: LabelColumn, space: LabelSpace) -> npt.NDArray[np.uint
     return targets
 
 
-def _encode_sets(column: LabelColumn, space: LabelSpace) -> npt.NDArray[np.uint8]:
+def _encode_sets(column: LabelColumn, space: LabelSpace, missing_is_none: bool) -> npt.NDArray[np.uint8]:
     """(N, C) with 1 where the text of a row stands for the label. An empty text stands for none."""
-    if column.values.null_count:
+    if column.values.null_count and not missing_is_none:
         column.check_present()
     sets = known_sets(column.distinct.to_pylist(), space.values)
     by_bits = _is_numbered(space) and num_bits(sets) == space.num_outputs

@@ -28,6 +28,7 @@ _RECORDS = 50
 _ROWS = 1000
 #: Words of a value that is a text, and rows per distinct value of a column of classes, at least.
 _WORDS, _ROWS_PER_CLASS = 4, 20
+_AS_TEXTS = "is a text, as are the values below it"
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -74,43 +75,46 @@ def read_header(file: str, head: bytes | None, delimiter: str | None, form: File
 
 
 def header_doubt(names: Sequence[str], rows: pa.Table) -> str | None:
-    """One line about a header that looks like one of the rows below it, and the flags that settle it; None elsewhere.
+    """One line about a header that looks like a row, and the flags that settle it; None for any other.
 
-    One column that must have been named by its header (a number's is no number, a class's is none of the classes, a
-    usual name) is enough to believe it.
+    One column that must have been named by its header (a number's is no number, or a usual name) is enough to believe
+    it. So is a class's that is none of the classes, unless another column's is a text as the values below it: then it
+    may be a class that occurs once.
     """
     named = [name.strip() for name in names if name.strip()]
     if any(named == [str(n) for n in range(first, first + len(named))] for first in (0, 1)):
         return None  # pandas numbers the columns that have no names
     records = [record for record in rows.slice(0, _ROWS).to_pylist() if record != dict(zip(names, names, strict=True))]
-    reasons = []
+    reasons, has_class_name, has_text = [], False, False
     for name in sorted(names, key=len):  # a class or a number convinces more than a text
         values = [value.strip() for record in records if (value := record[name]) and value.strip()]
-        is_name, reason = _judged(name.strip(), values)
+        is_name, is_class, reason = _judged(name.strip(), values)
         if is_name:
             return None
+        has_class_name, has_text = has_class_name or is_class, has_text or (reason or "").endswith(_AS_TEXTS)
         reasons += [reason] if reason else []
-    if not reasons:
+    if not reasons or (has_class_name and not has_text):
         return None
     return (
-        f"the header looks like a row of data ({reasons[0]}) and is read as names: --no-header reads it as a row, "
-        "--column-names NAME,NAME,... also names the columns, --header says that it names them"
+        f"the first line looks like a row ({reasons[0]}), and is read as names: "
+        "--no-header or --column-names reads it as one, --header as names"
     )
 
 
-def _judged(name: str, values: Sequence[str]) -> tuple[bool, str | None]:
-    """True if `name` can only name a column of these values; else also a reason, if any, to take it for one of them."""
+def _judged(name: str, values: Sequence[str]) -> tuple[bool, bool, str | None]:
+    """True if `name` can only name a column of these values; else True if they are classes and it is none of them, and
+    a reason, if any, to take it for one of them."""
     if not values:
-        return False, None
+        return False, False, None
     shown = f"'{printable(name, 40)}'"
     if all(map(_NUMBER.fullmatch, values)):
-        return _NUMBER.fullmatch(name) is None, f"{shown} is a number, as are all values below it"
+        return _NUMBER.fullmatch(name) is None, False, f"{shown} is a number, as are all values below it"
     if name in values:
-        return False, f"{shown} is also a value of its column"
+        return False, False, f"{shown} is also a value of its column"
     is_class = len(set(values)) * _ROWS_PER_CLASS <= len(values)
     num_words, mean_words = len(name.split()), sum(len(value.split()) for value in values) / len(values)
-    is_text = num_words >= max(_WORDS, mean_words / 4)
-    return key_of(name) in KNOWN or is_class, f"{shown} is a text, as are the values below it" if is_text else None
+    is_text = not is_class and num_words >= max(_WORDS, mean_words / 4)
+    return key_of(name) in KNOWN, is_class, f"{shown} {_AS_TEXTS}" if is_text else None
 
 
 def _given_names(file: str, first: Sequence[str], delimiter: str, names: tuple[str, ...] | None) -> tuple[str, ...]:

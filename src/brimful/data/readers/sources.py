@@ -47,8 +47,10 @@ def read_rows(spec: str, form: FileFormat | None = None) -> Rows:
         return RowStream(spec, _parts_at(locate(spec), form or FileFormat())).collect()
 
 
-def open_stream(spec: str, stdin: BinaryIO | None = None, form: FileFormat | None = None) -> RowStream:
-    """The rows of `spec`, as `read_rows` describes it, or of `-` for JSON lines on `stdin`.
+def open_stream(
+    spec: str, stdin: BinaryIO | None = None, form: FileFormat | None = None, limit: int | None = None
+) -> RowStream:
+    """The first `limit` rows of `spec`, as `read_rows` describes it, or of `-` for JSON lines on `stdin`.
 
     A column has one type in all files: the wider number, or text, where their types differ.
 
@@ -59,9 +61,9 @@ def open_stream(spec: str, stdin: BinaryIO | None = None, form: FileFormat | Non
     with refusals(spec):
         if spec == "-":
             _check_form(form, ())
-            stream = RowStream(spec, [JsonPipePart(stdin or sys.stdin.buffer)])
+            stream = RowStream(spec, [JsonPipePart(stdin or sys.stdin.buffer)], limit)
         else:
-            stream = RowStream(spec, _parts_at(locate(spec), form))
+            stream = RowStream(spec, _parts_at(locate(spec), form), limit)
         stream.sample  # noqa: B018
     return stream
 

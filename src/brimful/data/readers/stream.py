@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -55,15 +55,18 @@ class RowStream:
     name: what the user asked for. files: in the order of their rows. schema: the columns of all chunks.
     num_rows: where the files say it without being read (Parquet, Arrow), else None.
     fingerprint: sha256 of the files' names, sizes and times of change; of a pipe or a name on the hub, of the name.
+    limit: rows of all chunks together at most.
     """
 
-    def __init__(self, name: str, parts: Sequence[Part]) -> None:
-        self.name = name
+    def __init__(self, name: str, parts: Sequence[Part], limit: int | None = None) -> None:
+        self.name, self._limit = name, limit
         self._parts = parts
         self.files = tuple(file for part in parts for file in part.files)
         self.schema = _common_schema(parts)
         counts = [part.num_rows for part in parts if part.num_rows is not None]
         self.num_rows = sum(counts) if len(counts) == len(parts) else None
+        if limit is not None and self.num_rows is not None:
+            self.num_rows = min(limit, self.num_rows)
         self.fingerprint = _fingerprint(self.files)
         self._starts = [0]  # of the parts that were reached
         self._next_row = 0
@@ -117,7 +120,9 @@ class RowStream:
         """The sample and the rows behind it, table by table in the types of `schema`, read for as long as they are
         asked for; of a pipe the sample alone, and of a file that is damaged what comes before.
         """
-        yield self.sample.table
+        yield self.sample.table.slice(0, self._limit)
+        if self._limit is not None and self._limit <= self.sample.num_rows:
+            return
         with suppress(DataError), refusals(self.name):  # `chunks` says so when it is there
             files = (part for part in self._parts if part.size_bytes is not None)
             pieces = (piece for part in files for piece in part.pieces(0) if piece.table.num_rows)
@@ -129,6 +134,16 @@ class RowStream:
 
         Raises: DataError for a file that is damaged or gone, when it is reached, after the rows before.
         """
+        for chunk in self._all_chunks(start):
+            left = None if self._limit is None else self._limit - chunk.first_row
+            if left is None or chunk.table.num_rows < left:
+                yield chunk
+                continue
+            if left > 0:
+                yield replace(chunk, table=chunk.table.slice(0, left), errors=chunk.errors.slice(0, left))
+            return
+
+    def _all_chunks(self, start: int) -> Iterator[Chunk]:
         self._starts, self._next_row = [], 0
         self._marks = deque([(0, 0.0)])
         with refusals(self.name):
@@ -175,6 +190,8 @@ class RowStream:
     def progress(self, num_rows: int) -> float | None:
         """Share of the input's bytes that the first rows are, about, 0 to 1; None for a pipe. They were read since the
         rows were last begun, and from call to call they become more; another thread may be reading."""
+        if self._limit is not None and self.num_rows is None:
+            return min(1.0, num_rows / self._limit)
         if self._bytes_before is None:
             return None
         while len(self._marks) > 1 and self._marks[1][0] <= num_rows:

@@ -134,6 +134,7 @@ class _Given:
     reading: Reading
     sample: Texts
     row_bytes: float
+    limit: int | None
 
 
 def _look(options: ClassifyOptions, callbacks: Callbacks) -> _Given:
@@ -144,9 +145,11 @@ def _look(options: ClassifyOptions, callbacks: Callbacks) -> _Given:
     checked = check_model(options)
     callbacks.stage(f"reading {options.data}")
     stdin = sys.stdin.buffer if options.data == "-" else None
-    rows = open_stream(options.data, stdin, FileFormat.of(options))
+    rows = open_stream(options.data, stdin, FileFormat.of(options), options.limit)
     for warning in rows.warnings:
         callbacks.warning(warning)
+    for note in rows.notes:
+        callbacks.note(note)
     if options.output is not None:
         check_output(Path(options.output), options.data, map(Path, rows.files))
     reading = Reading.of(rows.sample, options, checked.facts.inputs)
@@ -154,7 +157,15 @@ def _look(options: ClassifyOptions, callbacks: Callbacks) -> _Given:
     if reading.doubt is not None:
         callbacks.warning(reading.doubt)
     sample, row_bytes = _first_texts(rows, reading, max(_SAMPLE_TEXTS, options.verify))
-    return _Given(precision=precision, checked=checked, rows=rows, reading=reading, sample=sample, row_bytes=row_bytes)
+    return _Given(
+        precision=precision,
+        checked=checked,
+        rows=rows,
+        reading=reading,
+        sample=sample,
+        row_bytes=row_bytes,
+        limit=options.limit,
+    )
 
 
 def _first_texts(rows: RowStream, reading: Reading, wanted: int) -> tuple[Texts, float]:
@@ -202,7 +213,8 @@ def _expected_rows(given: _Given) -> float:
         return rows.num_rows
     sizes = {Path(file): Path(file).stat().st_size for file in rows.files if Path(file).is_file()}
     size_bytes = sum(size * (_PACKED if file.suffix in COMPRESSION else 1) for file, size in sizes.items())
-    return size_bytes / given.row_bytes
+    expected = size_bytes / given.row_bytes
+    return expected if given.limit is None else min(given.limit, expected or given.limit)
 
 
 def _check_num_gpus(options: ClassifyOptions, precision: Precision) -> None:

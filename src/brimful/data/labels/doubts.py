@@ -1,0 +1,113 @@
+"""Likely mistakes in labels, a line each: one label in several spellings, lists taken for classes, labels that nothing
+is trained or evaluated on, equal texts with different labels."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from brimful.core.errors import listed, printable
+from brimful.core.records import LabelSpace
+from brimful.data.labels.columns import Columns
+from brimful.data.labels.examples import Examples, text_keys
+from brimful.data.labels.label_columns import LabelColumn
+from brimful.data.labels.label_sets import detect_sets
+from brimful.data.readers.rows import Rows
+
+#: Groups and labels that a line names.
+_FEW = 3
+#: Share of distinct values that are cut by commas, from which on they look like lists.
+_LISTS = 0.2
+
+
+def label_doubts(rows: Rows, columns: Columns, space: LabelSpace) -> list[str]:
+    """Likely mistakes in the names of labels."""
+    found = []
+    if variants := _variants(tuple(space.values)):
+        shown = "; ".join(" and ".join(f"'{printable(name, 40)}'" for name in group) for group in variants[:_FEW])
+        more = f" (and {len(variants) - _FEW} more)" if len(variants) > _FEW else ""
+        found.append(f"labels that differ in case or spaces only are labels of their own: {shown}{more}")
+    column = LabelColumn(rows=rows, name=columns.labels[0])
+    if (
+        space.task == "single_label"
+        and pa.types.is_large_string(column.values.type)
+        and (count := _num_in_lists(column))
+    ):
+        now = len(space.values)
+        found.append(f"the {now:,} labels look like lists: --task multi_label cuts them at commas, and gives {count:,}")
+    return found
+
+
+def data_doubts(training: Examples, evaluation: Examples | None, names: Sequence[str]) -> list[str]:
+    """Labels without rows to train or to evaluate on, and equal texts with different labels. names: of all labels."""
+    found, space = [], training.space
+    if space is None or space.task == "regression":
+        return []
+    trained = _num_rows(training)
+    if absent := [name for name, count in zip(names, trained, strict=True) if not count]:
+        shown = listed([f"'{printable(name, 40)}'" for name in absent], _FEW)
+        found.append(f"no training row has the label {shown}: it cannot be learned")
+    if evaluation is not None and len(evaluation):
+        pairs = zip(names, trained, _num_rows(evaluation), strict=True)
+        if unseen := [(name, count) for name, count, held_out in pairs if count and not held_out]:
+            shown = listed([f"'{printable(name, 40)}' ({count:,} to train on)" for name, count in unseen], _FEW)
+            found.append(f"no evaluation row has the label {shown}: metrics say nothing of it")
+    if conflict := _conflicts(training):
+        found.append(conflict)
+    return found
+
+
+def _variants(names: Sequence[str]) -> list[list[str]]:
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        groups["".join(name.split()).casefold()].append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _num_in_lists(column: LabelColumn) -> int:
+    """Labels that the values give when they are cut, 0 where they do not look like lists."""
+    values = column.distinct.to_pylist()
+    if not any("," in value for value in values):
+        return 0
+    sets = detect_sets(values, asked=True) or {}
+    uses = Counter(label for labels in sets.values() for label in labels)
+    num_cut = sum(len(labels) > 1 for labels in sets.values())
+    is_list = num_cut >= max(2, _LISTS * len(values)) and len(uses) < len(values) and max(uses.values()) > 1
+    return len(uses) if is_list and all(len(label.split()) <= _FEW for label in uses) else 0
+
+
+def _num_rows(examples: Examples) -> list[int]:
+    targets, space = examples.targets, examples.space
+    assert targets is not None
+    assert space is not None
+    if space.task == "multi_label":
+        counts = np.count_nonzero(targets, axis=0)
+    else:
+        counts = np.bincount(targets, minlength=space.num_outputs)
+    return [int(count) for count in counts]
+
+
+def _conflicts(examples: Examples) -> str | None:
+    """Equal texts of one label each that have different ones, with the first two rows."""
+    targets, space = examples.targets, examples.space
+    if targets is None or space is None or space.task != "single_label":
+        return None
+    texts = text_keys(examples).combine_chunks()
+    groups = pc.dictionary_encode(texts).indices.to_numpy(zero_copy_only=False)
+    order = np.lexsort((targets, groups))
+    differs = (np.diff(groups[order]) == 0) & (np.diff(targets[order]) != 0)
+    if not differs.any():
+        return None
+    in_conflict = np.isin(groups, groups[order[:-1][differs]])
+    num_texts, first_at = len(np.unique(groups[in_conflict])), int(np.argmax(in_conflict))
+    other_at = int(np.argmax((groups == groups[first_at]) & (targets != targets[first_at])))
+    (_, first), (_, second) = examples.place(first_at), examples.place(other_at)
+    noun = "text has" if num_texts == 1 else "texts have"
+    return (
+        f"{num_texts:,} {noun} different labels in different rows ({int(in_conflict.sum()):,} training rows);"
+        f" the first: rows {first:,} and {second:,}"
+    )
