@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from brimful.api import Classifier, classify, profile, train
+    from brimful.api import Classifier, classify, evaluate, profile, train
     from brimful.core.classification import Classification
     from brimful.core.errors import (
         BrimfulError,
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         OptionError,
         OutputError,
     )
+    from brimful.core.evaluate_options import EvaluateOptions
+    from brimful.core.evaluation import Evaluation
     from brimful.core.options import ClassifyOptions, TrainOptions
     from brimful.core.profile import Profile
     from brimful.core.records import Run
@@ -48,6 +50,8 @@ _PUBLIC = {
     "DataError": _ERRORS,
     "DeviceError": _ERRORS,
     "DiskFullError": _ERRORS,
+    "EvaluateOptions": "brimful.core.evaluate_options",
+    "Evaluation": "brimful.core.evaluation",
     "Feed": "brimful.integrations.custom_loop",
     "InputError": _ERRORS,
     "Interrupted": _ERRORS,
@@ -60,6 +64,7 @@ _PUBLIC = {
     "Step": "brimful.integrations.custom_loop",
     "TrainOptions": "brimful.core.options",
     "classify": "brimful.api",
+    "evaluate": "brimful.api",
     "profile": "brimful.api",
     "train": "brimful.api",
 }
@@ -74,6 +79,8 @@ __all__ = [
     "DataError",
     "DeviceError",
     "DiskFullError",
+    "EvaluateOptions",
+    "Evaluation",
     "Feed",
     "InputError",
     "Interrupted",
@@ -86,6 +93,7 @@ __all__ = [
     "Step",
     "TrainOptions",
     "classify",
+    "evaluate",
     "profile",
     "train",
 ]

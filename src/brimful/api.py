@@ -14,6 +14,8 @@ from brimful.core import atomic_files
 from brimful.core.callbacks import Callbacks, PythonWarnings
 from brimful.core.classification import Classification
 from brimful.core.errors import DiskFullError, OptionError, OutputError, did_you_mean, printable
+from brimful.core.evaluate_options import EvaluateOptions
+from brimful.core.evaluation import Evaluation
 from brimful.core.option_checks import flag
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flags_of
 from brimful.core.phases import Phases
@@ -22,18 +24,21 @@ from brimful.core.records import Run, json_text
 from brimful.data.writers.shards import LineOutput
 from brimful.engine.classification.classifier import ModelClassifier
 from brimful.engine.classification.classify import classify_file
+from brimful.engine.evaluation.answers import evaluate_answers
+from brimful.engine.evaluation.evaluate import check_one_input, evaluate_model
 from brimful.engine.profiling.profile import profile as _profile
 from brimful.engine.training.train import train as _train
 from brimful.integrations.fanout import Fanout
 from brimful.reports.charts import check_charts
 from brimful.reports.classification_page import classification_page
 from brimful.reports.classification_text import concerns
+from brimful.reports.evaluation_page import evaluation_page
 
 T = TypeVar("T")
 
 #: Fields that a command takes as positional arguments, and those that its line shows even at their default.
-_POSITIONALS = {"train": ("data",), "classify": ("model", "data")}
-_ALWAYS = {"train": ("model", "output"), "classify": ()}
+_POSITIONALS = {"train": ("data",), "classify": ("model", "data"), "evaluate": ("model", "data")}
+_ALWAYS = {"train": ("model", "output"), "classify": (), "evaluate": ()}
 #: Fields of a run that `--json` shows.
 _RESULTS = (
     *("status", "metrics", "steps", "skipped_steps", "train_s", "samples_per_s", "tokens_per_s", "peak_bytes"),
@@ -104,6 +109,36 @@ def classify(
     record = run_classification(asked, callbacks or Callbacks())
     for text in [] if callbacks is not None else concerns(record):
         warnings.warn(text, stacklevel=2)
+    return record
+
+
+def evaluate(
+    model: str | Path, data: str | Path | None = None, *, callbacks: Callbacks | None = None, **options: Any
+) -> Evaluation:
+    """Score a classifier on labelled rows; without `data`, the answers in a file that `classify` wrote.
+
+    callbacks: as for `train`. options: other fields of EvaluateOptions, e.g. `output="answers.parquet"` for each row's
+    answer, `label_column="topic"`; `column_names` may be a list.
+    Raises: BrimfulError; OptionError for an unknown option.
+    """
+    asked = _options("evaluate", EvaluateOptions, options, without=("model", "data"), model=model, data=data)
+    return run_evaluation(asked, callbacks or PythonWarnings())
+
+
+def run_evaluation(options: EvaluateOptions, callbacks: Callbacks) -> Evaluation:
+    """Evaluate with `options`, for `evaluate` and the command line."""
+    if options.report is not None:
+        check_charts()
+        _check_report(Path(options.report))
+    command = command_of("evaluate", options)
+    if options.data is None:
+        check_one_input(options)
+        record = evaluate_answers(options, command=command, callbacks=callbacks)
+    else:
+        record = evaluate_model(options, command=command, callbacks=callbacks)
+    if options.report is not None:
+        atomic_files.write_bytes(Path(options.report), evaluation_page(record).encode())
+        callbacks.note(f"report: {options.report}")
     return record
 
 
@@ -203,7 +238,7 @@ def command_of(command: str, options: Any) -> str:
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if field.name in _POSITIONALS[command]:
-            given.append(value)
+            given += [] if value is None else [value]
             continue
         if value == field.default and field.default is not dataclasses.MISSING and field.name not in _ALWAYS[command]:
             continue

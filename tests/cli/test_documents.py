@@ -14,6 +14,7 @@ import pytest
 import brimful as package
 from brimful.cli.flags import help_texts, parse_options
 from brimful.core.errors import OptionError
+from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.option_checks import flag
 from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flags_of
 from commands import Brimful
@@ -25,6 +26,7 @@ LINKED = [*DOCUMENTS, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob
 COMMANDS: dict[str, tuple[type[Any], Any]] = {
     "train": (TrainOptions, partial(parse_options, "train")),
     "classify": (ClassifyOptions, partial(parse_options, "classify")),
+    "evaluate": (EvaluateOptions, partial(parse_options, "evaluate")),
     "profile": (ProfileOptions, partial(parse_options, "profile")),
     "demo": (DemoOptions, partial(parse_options, "demo")),
 }
@@ -43,7 +45,8 @@ def test_every_flag_has_help(command: str, brimful: Brimful, capsys: pytest.Capt
     for field in flags_of(options):
         assert texts[field.name].endswith("."), field.name
         assert texts[field.name] in shown, field.name
-        assert flag(field.name) in shown or field.default is dataclasses.MISSING
+        positional = command == "evaluate" and field.name == "data"
+        assert flag(field.name) in shown or field.default is dataclasses.MISSING or positional
     assert "--config" in shown
 
 

@@ -83,7 +83,7 @@ def test_the_module_is_the_command(brimful: Brimful) -> None:
         assert (process.returncode, process.stdout, process.stderr) == (said.code, said.out, said.err)
 
 
-@pytest.mark.parametrize(("word", "hint"), [("trian", "did you mean train?"), ("fly", "train, classify, profile")])
+@pytest.mark.parametrize(("word", "hint"), [("trian", "did you mean train?"), ("fly", "train, classify, evaluate")])
 def test_a_command_that_there_is_not(word: str, hint: str, brimful: Brimful) -> None:
     said = brimful(word)
     assert said.code == 2

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from brimful.api import run_classification, run_training, summary_json
+from brimful.api import run_classification, run_evaluation, run_training, summary_json
 from brimful.cli.demo import run_demo
 from brimful.core.phases import Phases
 from brimful.core.records import to_json
 from brimful.engine.profiling.profile import profile
 from brimful.reports.classification_text import classification_text
+from brimful.reports.evaluation_text import evaluation_text
 from brimful.reports.profile_text import profile_text
 from brimful.reports.terminal import Terminal
 
@@ -21,6 +22,9 @@ def act(command: str, options: Any, terminal: Terminal, phases: Phases) -> str |
         answers = run_classification(options, terminal, sys.stdout)
         terminal.text(classification_text(answers, terminal.told))
         return to_json(answers) if options.json and options.output is not None else None
+    if command == "evaluate":
+        evaluation = run_evaluation(options, terminal)
+        return to_json(evaluation) if options.json else evaluation_text(evaluation)
     if command == "profile":
         measured = profile(options, terminal)
         return to_json(measured) if options.json else profile_text(measured)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from brimful.core.errors import BrimfulError, did_you_mean, printable
 
-_COMMANDS = ("train", "classify", "profile", "demo")
+_COMMANDS = ("train", "classify", "evaluate", "profile", "demo")
 
 _HELP = """usage: brimful COMMAND ...
 
@@ -30,6 +30,7 @@ brim, without changing what they learn.
 commands:
   train DATA --model MODEL --output DIR   fine-tune a classifier on your texts
   classify MODEL INPUT                    label a file of texts with it
+  evaluate MODEL DATA                     see how good it is, on labelled texts
   profile DATA --model MODEL              see where the time of a step goes
   demo                                    watch both at work, in a few minutes
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from brimful.cli.config_file import read_configuration
 from brimful.core.errors import OptionError, did_you_mean, printable
+from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.option_checks import flag
 from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flags_of
 
@@ -65,6 +66,20 @@ COMMANDS = (
             "output": "rows in, rows out",
             "labels": "what is asked, what is answered",
             "resume": "the run",
+            "precision": "how it runs",
+        },
+        short={"output": "-o"},
+    ),
+    Command(
+        name="evaluate",
+        options=EvaluateOptions,
+        summary="Show how good a classifier is on labelled rows, or how good answers are that it gave before.",
+        example="brimful evaluate run/model labelled.csv",
+        positionals={"model": "MODEL", "data": "DATA"},
+        groups={
+            "output": "rows and labels",
+            "label_map": "what is scored",
+            "report": "the result",
             "precision": "how it runs",
         },
         short={"output": "-o"},

@@ -10,6 +10,8 @@ from brimful.core.records import LabelSpace, Machine, Recipe
 
 #: Metrics that are better when lower; of all others more is better.
 LOWER_IS_BETTER = frozenset({"loss", "log_loss", "brier", "ece", "mse", "rmse", "mae"})
+#: Names of baselines: always the same answer; a linear model of the words.
+CONSTANT, LINEAR = "constant", "tfidf_linear"
 #: The metric of each task by which models are compared in words.
 MAIN_METRIC = {"single_label": "accuracy", "multi_label": "f1_micro", "regression": "r2"}
 

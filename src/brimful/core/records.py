@@ -200,6 +200,8 @@ def _build(kind: Any, value: Any) -> Any:
     if origin is tuple:
         kinds = [arguments[0]] * len(value) if arguments[-1:] == (Ellipsis,) else arguments
         return tuple(_build(k, item) for k, item in zip(kinds, value, strict=True))
+    if origin is Mapping and dataclasses.is_dataclass(arguments[1]):
+        return {name: _build(arguments[1], item) for name, item in value.items()}
     if origin is not None and type(None) in arguments:
         return _build(next(a for a in arguments if a is not type(None)), value)
     return value

@@ -97,6 +97,36 @@ def histogram(key: str, counts: Sequence[int], *, edges: Mapping[int, str], axis
         return _inlined(figure, key, alt)
 
 
+def agreement(
+    key: str,
+    points: Sequence[tuple[float, float, int]],
+    *,
+    ends: tuple[float, float],
+    axes_names: tuple[str, str],
+    alt: str,
+) -> Markup:
+    """Draw pairs that should be equal as dots, larger where more is behind them, and the line on which they are.
+
+    points: x, y and count of each. ends: of both axes. axes_names: of x and y. key, alt: as of `bar_chart`.
+    """
+    most = max((count for *_, count in points), default=1)
+    with _matplotlib(key) as figure:
+        axes = _axes(figure, height=220, left=48, right=12, top=8, bottom=42)
+        axes.set(xlim=ends, ylim=ends)
+        axes.grid(color=_COLOURS["line"], linewidth=1)
+        axes.set_axisbelow(True)
+        axes.plot(ends, ends, color=_COLOURS["muted"], linewidth=1, dashes=(4, 3))
+        xs, ys, counts = zip(*points, strict=True) if points else ((), (), ())
+        sizes = [16 + 144 * count / most for count in counts]
+        axes.scatter(xs, ys, s=sizes, color=_COLOURS["strong"], linewidths=0, clip_on=False, zorder=3)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(nbins=5)
+        axes.set_xlabel(axes_names[0], color=_COLOURS["muted"], labelpad=6)
+        axes.set_ylabel(axes_names[1], color=_COLOURS["muted"], labelpad=6)
+        axes.tick_params(labelcolor=_COLOURS["muted"])
+        return _inlined(figure, key, alt)
+
+
 @contextlib.contextmanager
 def _matplotlib(key: str) -> Iterator[Any]:
     """An empty figure of matplotlib at its own defaults, whatever the user's are: equal charts are equal bytes."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from brimful.core.evaluation import Baseline
+from brimful.core.evaluation import CONSTANT, LINEAR, Baseline
 from brimful.core.records import LabelSpace
 from brimful.tasks.scoring.choose import make_scorer
 from brimful.tasks.scoring.labels import MultiLabelScorer, SingleLabelScorer
@@ -36,8 +36,6 @@ _FEWEST_PASSES, _MOST_PASSES, _ROWS_SEEN = 20, 200, 200_000
 _MANY_ROWS = 1_000
 #: Logit of a label that no training row has.
 _NEVER = -30.0
-
-CONSTANT, LINEAR = "constant", "tfidf_linear"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +119,9 @@ def linear_baseline(space: LabelSpace, training: Labelled, evaluation: Labelled,
 
 
 def _known(values: dict[str, float]) -> dict[str, float | None]:
-    return {name: value if np.isfinite(value) else None for name, value in values.items() if not name.endswith("_of")}
+    return {
+        name: value + 0.0 if np.isfinite(value) else None for name, value in values.items() if not name.endswith("_of")
+    }
 
 
 def _sample(num_rows: int, num_outputs: int, draw: np.random.Generator) -> npt.NDArray[np.int64]:

@@ -1,0 +1,154 @@
+"""Findings about the answers of a model: none better than a constant, a label never given, numbers far off.
+
+Each is one sentence with its figures and, where there is one, the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from brimful.core.errors import listed, printable
+from brimful.core.evaluation import CONSTANT, LINEAR, MAIN_METRIC, Baseline, Evaluation, LabelScore
+from brimful.core.units import number_text, share_text
+
+#: Names of labels in one sentence.
+_FEW = 5
+#: Expected calibration error from which confidences are called off, on at least so many rows.
+_MISCALIBRATED, _ENOUGH_ROWS = 0.1, 200
+#: Rows below which intervals are wide whatever the model.
+_FEW_ROWS = 50
+_MORE = "try a higher --learning-rate or more epochs"
+
+
+def findings_of_answers(evaluation: Evaluation) -> list[str]:
+    """The gravest first."""
+    kinds = {"single_label": _of_one_label, "multi_label": _of_several_labels, "regression": _of_numbers}
+    found = list(kinds[evaluation.labels.task](evaluation))
+    if (linear := _worse_than_linear(evaluation)) is not None:
+        found.append(linear)
+    return [*found, *_of_confidence(evaluation), *_of_rows(evaluation)]
+
+
+def _value(evaluation: Evaluation, name: str) -> float | None:
+    metric = evaluation.metrics.get(name)
+    return None if metric is None else metric.value
+
+
+def _baseline(evaluation: Evaluation, name: str) -> Baseline | None:
+    return next((each for each in evaluation.baselines if each.name == name), None)
+
+
+def _of_one_label(evaluation: Evaluation) -> Iterator[str]:
+    accuracy, constant = _value(evaluation, "accuracy"), _baseline(evaluation, CONSTANT)
+    given = [label for label in evaluation.by_label if label.given]
+    true = [label for label in evaluation.by_label if label.support]
+    plain = None if constant is None else constant.metrics.get("accuracy")
+    if accuracy is None:
+        return
+    if len(given) == 1 and len(evaluation.by_label) > 1:
+        yield f"every row is given {_quoted(given[0].name)} (accuracy {number_text(accuracy)}): nothing is told apart"
+    elif plain is not None and constant is not None and accuracy <= plain and len(true) > 1:
+        correlation = evaluation.metrics.get("matthews_correlation")
+        better = f"no better than always answering {_quoted(constant.answer)}"
+        figures = f"accuracy {number_text(accuracy)} against {number_text(plain)}"
+        if correlation is not None and correlation.low is not None and correlation.low > 0:
+            yield (
+                f"in accuracy {better} ({figures}), though labels are told apart somewhat (Matthews' correlation"
+                f" {number_text(correlation.value)}): labels are unequally frequent, so look at balanced accuracy"
+            )
+        else:
+            yield f"{better}: {figures}"
+    if len(true) == 1:
+        yield f"every evaluated row has the label {_quoted(true[0].name)}: nothing is known about the others"
+    elif absent := [label for label in evaluation.by_label if not label.support]:
+        yield f"no evaluated row has the label {_names(absent)}: nothing is known about rows that do"
+    if len(given) > 1 and (missed := [label for label in true if not label.given]):
+        rows = sum(label.support for label in missed)
+        yield f"never given: {_names(missed)}, which {rows:,} row{'s have' if rows > 1 else ' has'}"
+
+
+def _of_several_labels(evaluation: Evaluation) -> Iterator[str]:
+    accuracy, share = _value(evaluation, "label_accuracy"), _none_given_share(evaluation)
+    if accuracy is None:
+        return
+    if not any(label.given for label in evaluation.by_label):
+        threshold = evaluation.options.get("threshold") or 0.5
+        yield (
+            f"no label reached {threshold:g} in any row: answering nothing scores a label accuracy of"
+            f" {number_text(share)} too"
+        )
+        return
+    if share is not None and accuracy <= share:
+        yield f"no better than answering nothing: label accuracy {number_text(accuracy)} against {number_text(share)}"
+    if missed := [label for label in evaluation.by_label if label.support and not label.given]:
+        yield f"never given: {_names(missed)}"
+    if absent := [label for label in evaluation.by_label if not label.support]:
+        yield f"no evaluated row has the label {_names(absent)}: nothing is known about rows that do"
+
+
+def _none_given_share(evaluation: Evaluation) -> float | None:
+    """Label accuracy of answering nothing."""
+    total = evaluation.num_rows * len(evaluation.by_label)
+    return 1 - sum(label.support for label in evaluation.by_label) / total if total else None
+
+
+def _of_numbers(evaluation: Evaluation) -> Iterator[str]:
+    r2 = evaluation.metrics.get("r2")
+    if r2 is None or r2.value is None or r2.value > 0.02:
+        return
+    bins, constant = evaluation.reliability, _baseline(evaluation, CONSTANT)
+    counted = sum(part.count for part in bins)
+    if not counted:
+        return
+    target, output = (
+        sum(part.count * value for part, value in zip(bins, values, strict=True)) / counted
+        for values in ([p.observed for p in bins], [p.predicted for p in bins])
+    )
+    rmse = _value(evaluation, "rmse") or 0.0
+    mean = "" if constant is None else f" ({constant.answer})"
+    if abs(target - output) > 0.5 * rmse and abs(target) > 10:
+        yield (
+            f"worse than always answering the mean: targets average {target:.4g}, outputs {output:.4g}. Outputs of a"
+            " new head start near 0: rescale the targets to a mean of 0 and a spread of 1, and the outputs back"
+        )
+    else:
+        yield f"no better than always answering the mean{mean}: r2 {number_text(r2.value)}"
+
+
+def _worse_than_linear(evaluation: Evaluation) -> str | None:
+    """State that the linear model is better by more than chance explains, or that the intervals do not part them."""
+    linear, name = _baseline(evaluation, LINEAR), MAIN_METRIC[evaluation.labels.task]
+    metric = evaluation.metrics.get(name)
+    other = None if linear is None else linear.metrics.get(name)
+    if metric is None or metric.value is None or other is None or other <= metric.value:
+        return None
+    figures = f"{name} {number_text(other)} against {number_text(metric.value)}"
+    if metric.high is not None and other > metric.high:
+        return f"TF-IDF with a linear model is better: {figures}; {_MORE}"
+    return f"no better than TF-IDF with a linear model: {figures}, within the interval; {_MORE}, or use more rows"
+
+
+def _of_confidence(evaluation: Evaluation) -> Iterator[str]:
+    error = _value(evaluation, "ece")
+    if error is None or error < _MISCALIBRATED or evaluation.num_rows < _ENOUGH_ROWS:
+        return
+    bins = [part for part in evaluation.reliability if part.count]
+    counted = sum(part.count for part in bins)
+    sure = sum(part.count * part.predicted for part in bins) / counted
+    right = sum(part.count * part.observed for part in bins) / counted
+    what = "answers are right" if evaluation.labels.task == "single_label" else "labels are true"
+    direction = "too high" if sure > right else "too low"
+    yield f"confidences are {direction}: {share_text(sure)} on average, while {share_text(right)} of {what}"
+
+
+def _of_rows(evaluation: Evaluation) -> Iterator[str]:
+    if 0 < evaluation.num_rows < _FEW_ROWS:
+        yield f"only {evaluation.num_rows:,} rows were evaluated: the intervals show how little that says"
+
+
+def _quoted(name: str | None) -> str:
+    return repr(printable(name or "", 60))
+
+
+def _names(labels: list[LabelScore]) -> str:
+    return listed([_quoted(label.name) for label in labels], _FEW)

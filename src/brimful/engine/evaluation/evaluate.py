@@ -1,0 +1,246 @@
+"""Evaluate a model on labelled rows: one pass of the rows through the stages of a classification.
+
+rows ─► texts and targets ─► request: tokens ─► runner: logits ─► scorer, file of answers
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from brimful.core.callbacks import Callbacks
+from brimful.core.cores import num_cores
+from brimful.core.errors import DataError, Interrupted, OptionError, printable
+from brimful.core.evaluate_options import EvaluateOptions
+from brimful.core.evaluation import Baseline, Evaluation
+from brimful.core.options import ClassifyOptions
+from brimful.data.labels.columns import Columns, check_exists, find_columns
+from brimful.data.readers.file_format import FileFormat
+from brimful.data.readers.rows import Rows
+from brimful.data.readers.sources import read_rows
+from brimful.data.tokens.token_stream import TokenStream, choose_workers
+from brimful.data.writers.output_path import check_output
+from brimful.engine.classification.request import Asked, TextRequest, Texts
+from brimful.engine.classification.runner import Checked, Runner, check_model
+from brimful.engine.classification.stages import Busy, Stages, run_stages
+from brimful.engine.classification.verify import verified_runner
+from brimful.engine.classification.windows import Reading, WindowSize
+from brimful.engine.evaluation.truth import Truth, read_truth
+from brimful.engine.prepare import report_columns
+from brimful.engine.scoring import PredictionFile, evaluation_of, prediction_form, truth_column
+from brimful.engine.signals import StopSignals
+from brimful.hardware.probe import choose_device, probe
+from brimful.levers.precision import choose_forward_precision
+from brimful.tasks.answers import answer_form
+from brimful.tasks.scoring.baselines import constant_baseline
+from brimful.tasks.scoring.choose import make_scorer
+
+#: First texts, by whose lengths kernels are chosen.
+_SAMPLE = 2048
+#: Options that `classify` has too.
+_SHARED = (
+    *("text_column", "pair_column", "header", "column_names", "delimiter", "encoding", "sheet", "max_length"),
+    *("threshold", "precision", "device", "verify", "packing", "token_budget", "execution", "num_workers"),
+    *("trust_remote_code", "allow_pickle"),
+)
+
+
+def evaluate_model(options: EvaluateOptions, *, command: str, callbacks: Callbacks) -> Evaluation:
+    """Runs the model on the labelled rows of `options.data`.
+
+    Raises: InputError for what cannot be done as asked, before weights are read; Interrupted after a signal.
+    """
+    assert options.data is not None
+    began = time.perf_counter()
+    asked = ClassifyOptions(
+        model=options.model, data=options.data, **{name: getattr(options, name) for name in _SHARED}
+    )
+    precision = choose_forward_precision(options.precision, choose_device(options.device))
+    checked = check_model(asked)
+    form = answer_form(checked.facts.config, threshold=options.threshold)
+    given = _read(options, asked, checked, callbacks)
+    with ExitStack() as stack:
+        num_workers = options.num_workers
+        if num_workers is None:
+            num_workers = choose_workers(given.texts.num_bytes, precision.device.type, num_cores() or 1)
+        tokens = stack.enter_context(TokenStream(checked.encoder, num_workers=num_workers, warn=callbacks.warning))
+        request = TextRequest(form, tokens)
+        sample = given.texts.slice(0, max(_SAMPLE, options.verify))
+        first = request.submit(sample, Busy())()
+        callbacks.stage("loading the model")
+        runner, _, fallback = verified_runner(
+            *(checked, asked, precision, request, sample),
+            asked=first,
+            num_tokens=int(float(first.num_tokens_N.mean()) * len(given.texts)),
+            callbacks=callbacks,
+        )
+        callbacks.recipe(runner.recipe)
+        run = _Pass(options, given, request, runner, callbacks)
+        stack.callback(run.discard)
+        callbacks.stage("evaluating")
+        with StopSignals() as stop:
+            run.through(stop)
+        scored = run.scorer.result()
+        run.finish()
+    notes = [*given.notes, *([fallback] if fallback else []), *run.notes()]
+    return evaluation_of(
+        scored,
+        model=options.model,
+        data=options.data,
+        command=command,
+        labels=given.truth.space,
+        left_out=given.truth.left_out,
+        baselines=(_constant(given.truth),),
+        notes=tuple(notes),
+        predictions=options.output,
+        options={k: v for k, v in vars(options).items() if k not in ("model", "data")},
+        recipe=runner.recipe,
+        machine=probe(),
+        wall_s=time.perf_counter() - began,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """Rows that are evaluated. texts: of the rows of `truth`, in their order."""
+
+    rows: Rows
+    texts: Texts
+    truth: Truth
+    notes: tuple[str, ...]
+
+
+def _read(options: EvaluateOptions, asked: ClassifyOptions, checked: Checked, callbacks: Callbacks) -> _Given:
+    assert options.data is not None
+    if options.output is not None:
+        prediction_form(Path(options.output))
+        check_output(Path(options.output), options.data)
+    callbacks.stage(f"reading {options.data}")
+    rows = read_rows(options.data, FileFormat.of(options))
+    if options.output is not None:
+        check_output(Path(options.output), options.data, map(Path, rows.files))
+    for warning in rows.warnings:
+        callbacks.warning(warning)
+    reading = Reading.of(rows, asked, checked.facts.inputs)
+    inputs = checked.facts.inputs
+    trained = () if inputs is None else inputs.label_columns
+    labels, reason = label_columns(rows, options.label_column, trained, reading.columns)
+    reasons = {**reading.columns.reasons, "label": reason}
+    columns = Columns(text=reading.columns.text, pair=reading.columns.pair, labels=labels, reasons=reasons)
+    report_columns(columns, callbacks)
+    if reading.doubt is not None:
+        callbacks.warning(reading.doubt)
+    texts = reading.texts(rows.table)
+    truth = read_truth(rows, labels, checked.space, options, texts.asked_N())
+    for note in truth.notes:
+        callbacks.note(note)
+    for doubt in truth.doubts:
+        callbacks.warning(doubt)
+    for reason, count in truth.left_out.items():
+        callbacks.warning(f"{count:,} row{'s are' if count > 1 else ' is'} left out: {reason}")
+    said = filter(None, (reading.doubt, *rows.warnings, *truth.doubts, *rows.notes, *truth.notes))
+    return _Given(rows=rows, texts=texts.take(truth.rows), truth=truth, notes=tuple(said))
+
+
+def label_columns(
+    rows: Rows, asked: str | None, trained: tuple[str, ...], read: Columns
+) -> tuple[tuple[str, ...], str]:
+    """The columns with the true labels and the reason: those that are named, else those of training, else by name."""
+    names = rows.table.column_names
+    if asked is None and trained and all(name in names for name in trained):
+        return trained, "as in training"
+    try:
+        found = find_columns(rows, text=read.text, pair=read.pair, label=asked)
+    except DataError as error:
+        if asked is not None or "label" not in str(error):
+            raise
+        raise DataError(
+            f"no column with the true labels was found ({printable(error.message, 200)})",
+            file=rows.name,
+            hint=f"name it by --label-column; columns: {', '.join(printable(name, 40) for name in names[:20])}",
+        ) from error
+    for name in found.labels:
+        check_exists(rows, name, "--label-column")
+    return found.labels, found.reasons["label"] if asked is None else "given"
+
+
+class _Pass:
+    """All windows through all stages, into the scorer and the file of answers."""
+
+    def __init__(
+        self, options: EvaluateOptions, given: _Given, request: TextRequest, runner: Runner, callbacks: Callbacks
+    ) -> None:
+        self._options, self._given, self._request = options, given, request
+        self._runner, self._callbacks = runner, callbacks
+        truth = given.truth
+        named = {"seed": options.seed, "resamples": options.resamples, "threshold": options.threshold}
+        self.scorer = make_scorer(truth.space, truth.targets_N, **named)  # type: ignore[arg-type]
+        self._file = None if options.output is None else PredictionFile(Path(options.output), given.rows)
+        self._done = self._num_truncated = 0
+
+    def through(self, stop: StopSignals) -> None:
+        """Every window. Raises: Interrupted when told to stop."""
+        stages, request = Stages(), self._request
+        run_stages(
+            WindowSize.on(self._runner.precision.device.type, sequences_per_row=1).cut(self._given.texts),
+            tokenise=lambda part: request.submit(part, stages.tokenise),
+            compute=lambda asked: self._runner.submit(asked.sequences),
+            write=self._write,
+            stages=stages,
+            stop=lambda: stop.received is not None,
+        )
+        if stop.received is not None and self._done < len(self._given.texts):
+            raise Interrupted(
+                f"stopped after {self._done:,} of {len(self._given.texts):,} rows",
+                signal_number=stop.received,
+                hint="start it again",
+            )
+
+    def _write(self, part: Texts, asked: Asked, logits_SC: npt.NDArray[np.float32]) -> None:
+        truth, places_S = self._given.truth, np.arange(self._done, self._done + len(part))
+        shown_SC = logits_SC if truth.outputs is None else logits_SC[:, truth.outputs]
+        self.scorer.add(places_S, shown_SC)
+        if self._file is not None:
+            answers = self._request.form.columns(logits_SC)
+            self._file.write(truth.rows[places_S], truth_column(truth.space, truth.targets_N[places_S]), answers)
+        self._done += len(part)
+        self._num_truncated += int(asked.truncated_N.sum())
+        self._callbacks.count(self._done, len(self._given.texts))
+
+    def notes(self) -> list[str]:
+        """Rows that were cut."""
+        if not self._num_truncated:
+            return []
+        said = "row was" if self._num_truncated == 1 else "rows were"
+        return [f"{self._num_truncated:,} {said} longer than the longest sequence, and cut (--max-length)"]
+
+    def finish(self) -> None:
+        """Give the file of answers its name."""
+        if self._file is not None:
+            self._file.finish()
+            self._callbacks.note(f"written: {self._options.output}")
+
+    def discard(self) -> None:
+        """Remove an unfinished file of answers."""
+        if self._file is not None:
+            self._file.discard()
+
+
+def _constant(truth: Truth) -> Baseline:
+    """The most frequent label of these very rows: the training rows are not known here."""
+    return constant_baseline(truth.space, truth.targets_N, truth.targets_N)
+
+
+def check_one_input(options: EvaluateOptions) -> None:
+    """Check that MODEL alone is a file of answers. Raises: OptionError for a model."""
+    path = Path(options.model).expanduser()
+    if (path / "config.json").is_file() or not path.exists():
+        raise OptionError(
+            f"{printable(options.model)} is evaluated on rows, and none are given",
+            hint=f"brimful evaluate {printable(options.model)} labelled.csv; alone, a file that brimful classify wrote",
+        )

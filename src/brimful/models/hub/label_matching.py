@@ -1,0 +1,107 @@
+"""Match the labels of evaluated rows with the outputs of a model, which stay as they are."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from brimful.core.errors import OptionError, listed, printable
+from brimful.models.hub.label_alignment import read_label_map
+
+_PLACEHOLDER = re.compile(r"label_(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matched:
+    """Output of each label of the data; labels that no output has; how they were matched, if not as they stand.
+
+    guessed: True if the match can be wrong.
+    """
+
+    outputs: Mapping[str, int]
+    unknown: tuple[str, ...]
+    note: str | None = None
+    guessed: bool = False
+
+
+def match_labels(labels: Sequence[str], names: Sequence[str], label_map: str | None) -> Matched:
+    """Match labels with the names of outputs.
+
+    By `label_map` where it names a label, else by the first of these ways that leaves the fewest unknown: as they
+    stand; without regard to case; numbers and LABEL_0, LABEL_1, ... as numbers of outputs; in sorted order, where the
+    outputs are only called LABEL_0, LABEL_1, ... and are as many.
+    Raises: OptionError for a label_map with a label that the model does not have.
+    """
+    mapped = {} if label_map is None else _mapped(label_map, labels, names)
+    rest = [label for label in labels if label not in mapped]
+    found, note, guessed = _best(rest, names)
+    return Matched(
+        outputs=found | mapped,
+        unknown=tuple(label for label in rest if label not in found),
+        note=note,
+        guessed=guessed,
+    )
+
+
+def unknown_hint(unknown: Sequence[str], names: Sequence[str]) -> str:
+    """Name the model's labels, and the options that settle unknown ones."""
+    near = {label: difflib.get_close_matches(label, names, n=1) for label in unknown[:3]}
+    pairs = ",".join(printable(f"{label}={(close or ['...'])[0]}", 60) for label, close in near.items())
+    shown = listed([repr(printable(name, 40)) for name in names], 8)
+    return f"the model's are {shown}; --label-map {pairs} maps them, --unknown-labels drop leaves their rows out"
+
+
+def _best(labels: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], str | None, bool]:
+    ways: list[tuple[dict[str, int], str | None, bool]] = [
+        (_by(str, labels, names), None, False),
+        (_by(_folded, labels, names), "labels are compared without regard to case", False),
+    ]
+    if numbers := _numbers(labels, len(names)):
+        shown = ", ".join(f"{label} is {names[output]!r}" for label, output in list(numbers.items())[:4])
+        more = ", ..." if len(numbers) > 4 else ""
+        said = f"labels are taken as the numbers of the model's outputs: {printable(shown + more)}"
+        ways.append((numbers, said, True))
+    if all(_PLACEHOLDER.fullmatch(name) for name in names) and len(labels) == len(names):
+        in_order = sorted(labels, key=lambda label: (0, int(label), "") if label.isdecimal() else (1, 0, label))
+        shown = ", ".join(f"{printable(label)} is {name}" for label, name in zip(in_order[:4], names, strict=False))
+        said = f"the model's outputs have no names, and take the labels in sorted order: {shown}"
+        ways.append(({label: i for i, label in enumerate(in_order)}, said, True))
+    found, note, guessed = max(ways, key=lambda way: len(way[0]))  # of equals the first
+    return found, note if found else None, guessed
+
+
+def _by(key: Callable[[str], str], labels: Sequence[str], names: Sequence[str]) -> dict[str, int]:
+    outputs = {key(name): output for output, name in reversed(list(enumerate(names)))}
+    return {label: outputs[key(label)] for label in labels if key(label) in outputs}
+
+
+def _folded(label: str) -> str:
+    return " ".join(label.casefold().replace("_", " ").replace("-", " ").split())
+
+
+def _numbers(labels: Sequence[str], num_outputs: int) -> dict[str, int]:
+    """Labels that are all numbers of outputs, or all LABEL_ with such a number."""
+    found = {}
+    for label in labels:
+        match = _PLACEHOLDER.fullmatch(label.strip())
+        text = match[1] if match else label.strip()
+        if not text.isdecimal() or int(text) >= num_outputs:
+            return {}
+        found[label] = int(text)
+    return found
+
+
+def _mapped(label_map: str, labels: Sequence[str], names: Sequence[str]) -> dict[str, int]:
+    pairs = read_label_map(label_map)
+    for label, name in pairs.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            raise OptionError(
+                f"--label-map maps {printable(label)!r} to {printable(name)!r}, which is no label of the model",
+                hint=f"did you mean {printable(near[0])!r}?"
+                if near
+                else f"the model has {listed([repr(printable(name, 40)) for name in names], 8)}",
+            )
+    return {label: names.index(pairs[label]) for label in labels if label in pairs}

@@ -1,0 +1,139 @@
+"""An evaluation as a page: findings first, then metrics beside the baselines, labels, mistakes and calibration.
+
+This module makes the figures and charts; the words between them are in `templates/evaluation.html.j2`.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from brimful.core.errors import printable
+from brimful.core.evaluation import MAIN_METRIC, Evaluation, Metric
+from brimful.core.option_checks import flag
+from brimful.core.units import number_text, part_text, share_text
+from brimful.reports.charts import Bar, agreement, bar_chart
+from brimful.reports.classification_page import Chart
+from brimful.reports.evaluation_text import (
+    METRICS,
+    baseline_title,
+    headline,
+    interval_text,
+    label_rows,
+    metric_rows,
+    most_confused,
+)
+from brimful.reports.page import render
+
+#: Labels with a bar of their own, labels of a whole confusion matrix, and pairs and labels that are listed.
+_MOST_BARS, _MOST_IN_MATRIX, _MOST_PAIRS, _MOST_ROWS = 30, 12, 30, 1000
+#: Metrics shown large, of each task.
+_TILES = {
+    "single_label": ("accuracy", "f1_macro", "auc_macro"),
+    "multi_label": ("f1_micro", "f1_macro", "auc_macro"),
+    "regression": ("r2", "rmse", "spearman"),
+}
+
+
+def evaluation_page(record: Evaluation) -> str:
+    """One HTML document that needs no network; the same record gives the same bytes.
+
+    Raises: InputError if matplotlib is not installed.
+    """
+    heading, rows = label_rows(record)
+    levers = () if record.recipe is None else record.recipe.levers
+    resampled, intervals = record.intervals.resamples, record.intervals
+    columns = ("Metric", "Value", f"{share_text(intervals.level).replace('.0', '')} interval")
+    return render(
+        "evaluation.html.j2",
+        record,
+        source=printable(PurePath(record.data).name or record.data, 48),
+        headline=headline(record),
+        warnings=[f"{said[:1].upper()}{said[1:]}." for said in record.findings],
+        left_out=[f"{count:,} row{'s' if count > 1 else ''} {reason}" for reason, count in record.left_out.items()],
+        tiles=_tiles(record),
+        metric_columns=(*columns, *map(baseline_title, record.baselines)),
+        metric_rows=[(row[0][:1].upper() + row[0][1:], *row[1:]) for row in metric_rows(record)],
+        method=f"{intervals.method}; {resampled:,} resamples, seed {intervals.seed}" if resampled else None,
+        baseline_notes=[f"{baseline_title(b)}: {b.note}" for b in record.baselines if b.note is not None],
+        label_columns=tuple(name[:1].upper() + name[1:] for name in heading),
+        label_rows=rows[:_MOST_ROWS],
+        bars=_bars(record),
+        matrix=_matrix(record),
+        pairs=[(pair.truth, pair.label, f"{pair.count:,}") for pair in most_confused(record, _MOST_PAIRS)],
+        reliability=_reliability(record),
+        levers=[(each.name, f"{each.value} · {each.arithmetic}", each.reason) for each in levers],
+        options=[(flag(name), str(value)) for name, value in record.options.items() if value is not None],
+    )
+
+
+def _tiles(record: Evaluation) -> list[tuple[str, str | None, str | None]]:
+    names = [name for name in _TILES[record.labels.task] if name in record.metrics]
+    tiles: list[tuple[str, str | None, str | None]] = [("Rows", f"{record.num_rows:,}", None)]
+    for name in names:
+        metric, title = record.metrics[name], METRICS[name]
+        if metric.value is not None:
+            tiles.append((title[:1].upper() + title[1:], number_text(metric.value), interval_text(metric) or None))
+    main = MAIN_METRIC[record.labels.task]
+    for baseline in record.baselines:
+        if (value := baseline.metrics.get(main)) is not None:
+            title = baseline_title(baseline)
+            tiles.append((title[:1].upper() + title[1:], number_text(value), f"{METRICS[main]} of this baseline"))
+    return tiles
+
+
+def _bars(record: Evaluation) -> Chart | None:
+    """F1 of each label."""
+    ordered = sorted(record.by_label, key=lambda each: -each.support)
+    known = [(each, each.metrics["f1"].value) for each in ordered if "f1" in each.metrics]
+    bars = [
+        Bar(each.name, value, _short(each.metrics["f1"]), strong=True) for each, value in known if value is not None
+    ][:_MOST_BARS]
+    if not bars:
+        return None
+    alt = "Bar chart: F1 of each label. " + "; ".join(f"{bar.name} {bar.said}" for bar in bars[:10])
+    more = f" The {_MOST_BARS} most frequent labels." if len(known) > _MOST_BARS else ""
+    return Chart(
+        drawing=bar_chart("labels", bars, alt=alt, whole=1.0), caption=f"F1 of each label, with its interval.{more}"
+    )
+
+
+def _short(metric: Metric) -> str:
+    interval = interval_text(metric, 2)
+    return f"{metric.value:.2f}" + (f" ({interval})" if interval else "")
+
+
+def _matrix(record: Evaluation) -> tuple[tuple[str, ...], list[tuple[str, ...]]] | None:
+    """Heading and rows of the confusion matrix, None where there are too many labels."""
+    names = [each.name for each in record.by_label]
+    if not record.confusion or len(names) > _MOST_IN_MATRIX:
+        return None
+    counts = {(each.truth, each.label): each.count for each in record.confusion}
+    rows = [(truth, *(f"{counts.get((truth, label), 0) or '·'}" for label in names)) for truth in names]
+    return ("True \N{RIGHTWARDS ARROW} given", *names), rows
+
+
+def _reliability(record: Evaluation) -> Chart | None:
+    bins = [each for each in record.reliability if each.count]
+    if not bins:
+        return None
+    regression, points = record.labels.task == "regression", [(b.predicted, b.observed, b.count) for b in bins]
+    ends = (0.0, 1.0)
+    if regression:
+        numbers = [number for x, y, _ in points for number in (x, y)]
+        margin = 0.05 * (max(numbers) - min(numbers)) or 1.0
+        ends = (min(numbers) - margin, max(numbers) + margin)
+        names, caption = ("mean prediction", "mean target"), "Rows in tenths by what is predicted, and their targets."
+    else:
+        what = "right" if record.labels.task == "single_label" else "true"
+        names = ("confidence", f"share that is {what}")
+        caption = f"Answers by their confidence, and the share of them that is {what}; larger dots are more answers."
+        if (error := record.metrics.get("ece")) is not None and error.value is not None:
+            caption += f" On average they are {share_text(error.value)} apart (the calibration error)."
+    total = sum(b.count for b in bins)
+    return Chart(
+        drawing=agreement("reliability", points, ends=ends, axes_names=names, alt=f"Dots beside a diagonal. {caption}"),
+        caption=f"{caption} On the dashed line both are equal.",
+        title="Calibration",
+        columns=(f"{names[0][:1].upper()}{names[0][1:]}", f"{names[1][:1].upper()}{names[1][1:]}", "Count"),
+        rows=[(number_text(each.predicted), number_text(each.observed), part_text(each.count, total)) for each in bins],
+    )

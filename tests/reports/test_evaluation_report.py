@@ -1,0 +1,80 @@
+"""An evaluation as text and as a page: every figure is there, and hostile names cannot break either."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from typing import Any
+
+import numpy as np
+import pytest
+
+from brimful.core.evaluation import Evaluation
+from brimful.core.records import LabelSpace, from_json, to_json
+from brimful.engine.scoring import evaluation_of
+from brimful.reports.evaluation_page import evaluation_page
+from brimful.reports.evaluation_text import evaluation_text
+from brimful.tasks.scoring.baselines import constant_baseline
+from brimful.tasks.scoring.choose import make_scorer
+
+HOSTILE = "<script>\x1b[31m"
+
+
+def record(task: Any, names: tuple[str, ...] = ("bad", HOSTILE, "good"), num_rows: int = 90) -> Evaluation:
+    draw = np.random.default_rng(0)
+    logits = draw.normal(size=(num_rows, len(names))).astype(np.float32)
+    targets: Any = draw.integers(0, len(names), num_rows)
+    if task == "multi_label":
+        targets = np.eye(len(names), dtype=np.float32)[targets]
+    elif task == "regression":
+        targets = logits + draw.normal(size=logits.shape).astype(np.float32)
+    space = LabelSpace(task=task, names=names)
+    scorer = make_scorer(space, targets, seed=0, resamples=50)
+    scorer.add(np.arange(num_rows), logits)
+    return evaluation_of(
+        scorer.result(),
+        model="run/model",
+        data="rows.csv",
+        command="brimful evaluate run/model rows.csv",
+        labels=space,
+        baselines=(constant_baseline(space, targets, targets),),
+        left_out={"without a label": 3},
+        options={"seed": 0},
+    )
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+
+
+@pytest.mark.parametrize("task", ["single_label", "multi_label", "regression"])
+def test_text_and_page_show_the_record(task: str) -> None:
+    names = ("stars",) if task == "regression" else ("bad", HOSTILE, "good")
+    made = record(task, names)
+    assert from_json(Evaluation, to_json(made)) == made
+    text, page = evaluation_text(made), evaluation_page(made)
+    for metric in made.metrics.values():
+        assert metric.value is None or f"{metric.value:.4f}" in text
+        assert metric.value is None or f"{metric.value:.4f}" in page
+    assert "90 rows" in text
+    assert "3 rows without a label" in page
+    assert "\x1b" not in text + page
+    tags = Tags()
+    tags.feed(page)
+    assert tags.tags.count("script") == 1  # the record
+    assert {"http-equiv", "svg"} & set(page.replace("=", " ").replace("<", " ").split())
+    assert evaluation_page(made) == page
+
+
+def test_many_labels_list_mistakes_instead_of_a_matrix() -> None:
+    many = tuple(f"label {i}" for i in range(40))
+    page = evaluation_page(record("single_label", many))
+    assert "The most frequent mistakes" in page
+    assert "Confusion matrix" not in page
+    assert "Confusion matrix" in evaluation_page(record("single_label"))
+    text = evaluation_text(record("single_label", many))
+    assert "and 20 more labels" in text
