@@ -23,7 +23,13 @@ MissingLabels = Literal["error", "drop", "none"]
 PrecisionChoice = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 ExecutionChoice = Literal["auto", "eager", "captured", "compiled"]
-OptimizerChoice = Literal["adamw_torch_fused", "adamw_torch", "sgd"]
+OptimizerChoice = Literal[
+    "adamw_torch_fused", "adamw_torch", "sgd", "adafactor", "adagrad", "rmsprop", "adamw_torch_8bit",
+    "adamw_torch_4bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "lion_32bit",
+    "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit",
+    "paged_ademamix_8bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "schedule_free_adamw",
+    "schedule_free_radam", "schedule_free_sgd"
+]  # fmt: skip
 ScheduleChoice = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
@@ -94,7 +100,9 @@ class TrainOptions:
     lr_scheduler_type: ScheduleChoice = "linear"
     """Learning-rate schedule after warm-up."""
     optim: OptimizerChoice = "adamw_torch_fused"
-    """Optimizer."""
+    """Optimizer, by transformers' names. All but AdamW and SGD change what is learned, or how states are rounded."""
+    optim_args: str | None = None
+    """The optimizer's own settings, as transformers takes them: `momentum=0.9` for sgd."""
     weight_decay: float = 0.0
     """Decoupled weight decay; never on biases and norms."""
     adam_beta1: float = 0.9

@@ -44,7 +44,16 @@ Rows = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 #: Fields of TrainOptions that a step depends on.
 OPTIONS = (
     *("task", "max_length", "batch_size", "learning_rate", "warmup_steps", "warmup_ratio", "lr_scheduler_type"),
-    *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "label_smoothing_factor"),
+    *(
+        "optim",
+        "optim_args",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "label_smoothing_factor",
+    ),
     *("seed", "precision", "device", "packing", "token_budget", "execution"),
     "gradient_checkpointing",
 )
@@ -156,7 +165,7 @@ class Step:
             types=None if types is None else np.concatenate(types).astype(np.uint8),
             truncated=np.zeros(len(ids), dtype=np.bool_),
         )
-        with evaluating(self._built.model):
+        with evaluating(self._built.model), self._built.step.update.reading():
             return predict_logits(self._forward, tokens)
 
     def state(self) -> StepState:

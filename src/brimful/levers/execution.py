@@ -68,8 +68,6 @@ class ExecutionMode(Lever):
             return Verdict(ok=False, because=because)
         if assembly.training:
             assembly.lever(Optimizer)
-        if assembly.update is not None and not assembly.update.on_device:
-            return Verdict(ok=False, because="the optimizer's host waits for the gradient of each step")
         if assembly.lever(Packing).packed:
             return assembly.fact(kernels_of).variable_length
         if assembly.training and assembly.lever(Packing).equivalence.draws_in_training:

@@ -1,7 +1,8 @@
 """Optimizers by transformers' `optim` names. AdamW on a GPU is updated by kernels of our own
-(`step/updates/fused_adamw.py`), all else by torch's fused ones; the arithmetic is the same.
+(`step/updates/fused_adamw.py`), elsewhere by torch's fused ones; the arithmetic is the same.
 
-`adamw_torch` and `adamw_torch_fused` run the same kernels.
+`adamw_torch` and `adamw_torch_fused` run the same kernels. Those of `optimizer_names` run as Trainer makes them, but
+that the device's numbers say when a step is skipped: the host waits for these in every step.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import get_parameter_names
 
+from brimful.core import records
 from brimful.core.options import OptimizerChoice, TrainOptions
+from brimful.core.records import Arithmetic
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.optimizer_names import OPTIMIZERS, WITH_32_BITS, NamedOptimizer, check_installed, make_optimizers
 from brimful.levers.packing import Packing
 from brimful.step.precision import Precision
 from brimful.step.updates.fused_adamw import FusedAdamW, can_fuse
 from brimful.step.updates.torch_update import TorchUpdate
 from brimful.step.updates.update import Update
 
+_ADAMW = "Loshchilov and Hutter 2019, arXiv 1711.05101; torch.optim"
+_IN_FP32 = NamedOptimizer(state_bytes=8, source=_ADAMW)
 #: Names of parameters that do not decay: those of transformers' `Trainer.get_decay_parameter_names` (5.17 to 5.23).
 _NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
@@ -36,21 +42,32 @@ class Optimizer(Lever):
     """
 
     name = "optimizer"
-    source = "Loshchilov and Hutter 2019, arXiv 1711.05101; torch.optim"
+    source = _ADAMW
     value: OptimizerChoice
     reason: str = "asked for"
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
+    optim_args: str | None = None
     fused: bool = False
     copies: bool = True
+
+    @property
+    def named(self) -> NamedOptimizer | None:
+        """Facts about one that is neither AdamW in fp32 nor SGD."""
+        return OPTIMIZERS.get(self.value)
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Effect on results."""
+        return "exact" if self.named is None else self.named.arithmetic
 
     @classmethod
     def supports(cls, assembly: Assembly) -> Verdict:
         """Return whether our fused kernels update it here; torch's do everywhere."""
         asked = asked_optimizer(assembly.options)  # type: ignore[arg-type]
-        if not asked.value.startswith("adamw"):
+        if asked.value not in ("adamw_torch", "adamw_torch_fused"):
             return Verdict(ok=False, because="ours are of AdamW")
         if not min(asked.beta1, asked.beta2) > 0:
             return Verdict(ok=False, because="ours need decays above 0")
@@ -64,17 +81,27 @@ class Optimizer(Lever):
         assembly.lever(Packing)  # puts the model on its device
         asked, verdict = asked_optimizer(assembly.options), cls.supports(assembly)  # type: ignore[arg-type]
         kernels = "our fused kernels" if verdict.ok else f"torch's fused kernels ({verdict.because})"
+        reason = f"asked for; {kernels}, fp32 weights and states"
+        if asked.named is not None:
+            reason = "asked for; as transformers' Trainer makes it, fp32 weights"
+            reason += ", embeddings with states in 32 bits" if asked.value in WITH_32_BITS else ""
         return replace(
             asked,
             fused=verdict.ok,
             copies=assembly.precision.half is not None and assembly.fact(equivalence_of).half_weights,
-            reason=f"asked for; {kernels}, fp32 weights and states",
+            reason=reason,
         )
+
+    def line(self) -> records.Lever:
+        """Its line in the recipe, with the source of the optimizer that was chosen."""
+        return replace(super().line(), source=self.source if self.named is None else self.named.source)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of states of a trained parameter: two fp32 for AdamW, none for plain SGD."""
-        return 0 if self.value == "sgd" else 8
+        if self.named is not None:
+            return self.named.state_bytes
+        return 0 if self.value == "sgd" and not self.optim_args else 4 if self.value == "sgd" else 8
 
     def cost(self, work: StepWork) -> Cost:
         """Gradients, states and copies of weights, and seconds of reading and writing them.
@@ -82,20 +109,22 @@ class Optimizer(Lever):
         With copies, gradients of these weights are in half precision too, and autocast casts nothing.
         """
         copies = 2 * work.linear_parameters if self.fused and self.copies else 0
+        in_32_bits = max(0, work.num_trained - work.linear_parameters) if self.value in WITH_32_BITS else 0
+        wide = OPTIMIZERS.get(WITH_32_BITS.get(self.value, ""), _IN_FP32).state_bytes
         return Cost(
-            resident_bytes=self.state_bytes * work.num_trained + copies,
+            resident_bytes=self.state_bytes * (work.num_trained - in_32_bits) + wide * in_32_bits + copies,
             step_bytes=4 * work.num_trained - 2 * copies,
             step_s=(self.moved_bytes(work.num_trained) - 3 * copies) / work.bytes_per_s,
         )
 
     def moved_bytes(self, num_parameters: int, num_idle: int = 0) -> int:
-        """Bytes that one update must read and write at least, all fp32: AdamW reads weight, gradient and two states and
-        writes all but the gradient, plain SGD has no states; the gradient is read once more for its norm.
+        """Bytes that one update must read and write at least: weight and states, read and written, and the fp32
+        gradient, read twice, once for its norm.
 
         num_idle: of the parameters, how many never had a gradient, and are left alone once that was read.
         """
-        each = 3 + 1 if self.value == "sgd" else 7 + 1
-        return 4 * (each * (num_parameters - num_idle) + 2 * num_idle)
+        each = 2 * 4 + 2 * 4 + 2 * self.state_bytes
+        return each * (num_parameters - num_idle) + 2 * 4 * num_idle
 
     def apply(self, assembly: Assembly) -> None:
         """Make the update of the model's trained parameters."""
@@ -123,7 +152,9 @@ class Optimizer(Lever):
             )
         groups = parameter_groups(model, decayed, self.weight_decay)
 
-        def make(learning_rate: Tensor) -> torch.optim.Optimizer:
+        def make(learning_rate: Tensor) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
+            if self.named is not None or self.optim_args:
+                return make_optimizers(self.value, groups, embedding_weights(model), self._hyperparameters(schedule))
             if self.value == "sgd":
                 return torch.optim.SGD(groups, lr=learning_rate, fused=True)
             return torch.optim.AdamW(
@@ -135,18 +166,40 @@ class Optimizer(Lever):
                 capturable=learning_rate.is_cuda,
             )
 
-        return TorchUpdate(model, make, schedule, max_grad_norm=max_grad_norm, scaled=precision.scaled)
+        own_states = self.named is not None and self.named.package in ("torchao", "bitsandbytes")
+        return TorchUpdate(
+            model, make, schedule, max_grad_norm=max_grad_norm, scaled=precision.scaled, own_states=own_states
+        )
+
+    def _hyperparameters(self, schedule: Tensor) -> dict[str, Any]:
+        """By their names in transformers' TrainingArguments."""
+        return {
+            "learning_rate": float(schedule.max()),
+            "adam_beta1": self.beta1,
+            "adam_beta2": self.beta2,
+            "adam_epsilon": self.epsilon,
+            "optim_args": self.optim_args,
+            "weight_decay": self.weight_decay,
+            "warmup_steps": 0,  # of an optimizer's own: the schedule has one
+        }
 
 
 def asked_optimizer(options: TrainOptions) -> Optimizer:
-    """The optimizer and its hyperparameters as they were asked for."""
+    """The optimizer and its hyperparameters as they were asked for. Raises: OptionError if its package is missing."""
+    check_installed(options.optim)
     return Optimizer(
         value=options.optim,
         weight_decay=options.weight_decay,
         beta1=options.adam_beta1,
         beta2=options.adam_beta2,
         epsilon=options.adam_epsilon,
+        optim_args=options.optim_args,
     )
+
+
+def embedding_weights(model: nn.Module) -> list[Tensor]:
+    """Tables of embeddings."""
+    return [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
 
 
 def decayed_names(model: nn.Module) -> set[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +33,9 @@ class ParameterState:
     @classmethod
     def of(cls, state: Mapping[str, Any], parameter: Tensor) -> ParameterState:
         """State of a parameter in torch's optimizers, as one dictionary."""
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        tensors = dict(_plain(state))
         on_host = (key for key, value in tensors.items() if value.device.type == "cpu" != parameter.device.type)
-        values = {key: value for key, value in state.items() if key not in tensors}
+        values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
         return cls(tensors=tensors, values=values, on_host=tuple(on_host))
 
     def restored(self, parameter: Tensor) -> dict[str, Any]:
@@ -44,6 +45,24 @@ class ParameterState:
             for key, value in self.tensors.items()
         }
         return tensors | dict(self.values)
+
+    def fill(self, state: dict[str, Any]) -> None:
+        """Put it in the place of what an optimizer's own step has made."""
+        places = dict(_plain(state))
+        for key, value in self.tensors.items():
+            places[key].copy_(value)
+        state.update(self.values)
+
+
+def _plain(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a dictionary by name, and by `name/part` those that a tensor of a class of its own is made of."""
+    for name, value in tensors.items():
+        if is_traceable_wrapper_subclass(value):
+            parts, _ = value.__tensor_flatten__()
+            for part, tensor in _plain({part: getattr(value, part) for part in parts}):
+                yield f"{name}/{part}", tensor
+        elif isinstance(value, Tensor):
+            yield name, value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +83,15 @@ class Counters:
 class StepState:
     """Weights (fp32 masters) and buffers by their names in the model, optimizer states by parameter, counters.
 
-    *_shard: the part of each of its tensors that is held here.
+    groups: what the optimizer keeps of its groups of parameters, as JSON has it. *_shard: the part of each of its
+    tensors that is held here.
     """
 
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     optimizer: Mapping[str, ParameterState]
     counters: Counters
+    groups: tuple[Mapping[str, Any], ...] = ()
     weights_shard: Shard = Shard()
     optimizer_shard: Shard = Shard()
 

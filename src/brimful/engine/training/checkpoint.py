@@ -100,6 +100,7 @@ def save_checkpoint(folder: Path, step: int, *, run: str, state: StepState, loop
             name: {"tensors": list(kept.tensors), "values": kept.values, "on_host": kept.on_host}
             for name, kept in parameters
         },
+        "groups": [dict(group) for group in state.groups],
         "weights_shard": asdict(state.weights_shard),
         "optimizer_shard": asdict(state.optimizer_shard),
     }
@@ -344,6 +345,7 @@ def _put_together(tensors: Mapping[str, Mapping[str, torch.Tensor]], values: Map
         buffers=tensors["buffers"],
         optimizer=optimizer,
         counters=Counters(**counters | {"used": tuple(counters["used"])}),
+        groups=tuple(values.get("groups", ())),
         weights_shard=Shard(**values["weights_shard"]),
         optimizer_shard=Shard(**values["optimizer_shard"]),
     )

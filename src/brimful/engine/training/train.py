@@ -53,6 +53,7 @@ from brimful.engine.training.run_folder import RunFolder, check_free, check_same
 from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, probe
 from brimful.levers.optimizer import asked_optimizer
+from brimful.levers.optimizer_names import check_installed
 from brimful.levers.precision import choose_precision
 from brimful.models.hub.save import save_model
 from brimful.reports.card import model_card
@@ -98,6 +99,7 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks, phases: 
     path, phases = Path(options.output), phases or Phases()
     phases.enter("data")
     check_free(path, resume=options.resume)
+    check_installed(options.optim)
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
     prepared = prepare(options, callbacks, phases)
@@ -354,7 +356,8 @@ class _Loop:
         """Evaluates, and says whether the metric that picks the model improved."""
         evaluation, task, state = self._prepared.evaluation, self._prepared.task, self._state
         assert evaluation is not None
-        with self._phases.during("evaluation"), evaluating(self._built.model):
+        reading = self._built.step.update.reading()
+        with self._phases.during("evaluation"), evaluating(self._built.model), reading:
             found = evaluate_rows(
                 self._forward, evaluation.tokens, evaluation.targets_N, task, progress=self._stop_if_told
             )

@@ -1,7 +1,8 @@
 """The step as CUDA graphs: what the host launches once, the device replays.
 
 One graph per shape runs a whole step where the batch is a single micro-batch. Otherwise one graph per shape runs
-`accumulate`, and one for all runs `update`; the number of micro-batches enters no graph.
+`accumulate`, and one for all runs `update`; the number of micro-batches enters no graph. An update that the host
+decides on runs eagerly after them.
 
 Kernels of fused layers are compiled together before the first step, whose gradient is computed once for nothing.
 
@@ -57,7 +58,8 @@ class CapturedStep(Step):
         if not self._graphs.meet(micro.shape for micro in batch.micro_batches):
             with self.pool.measured(max(micro.inputs.num_tokens for micro in batch.micro_batches)):
                 return super().run(batch)
-        captured = self._whole(batch) if len(batch.micro_batches) == 1 else self._pieces(batch)
+        whole = len(batch.micro_batches) == 1 and self.update.on_device
+        captured = self._whole(batch) if whole else self._pieces(batch)
         return captured or super().run(batch)
 
     def load_state(self, state: StepState) -> None:
@@ -90,8 +92,9 @@ class CapturedStep(Step):
                 self._graphs.find(("accumulate", micro.shape), partial(self._accumulate, micro), memory)
                 for micro, memory in micros
             ]
-            update = self._graphs.find(("update",), lambda _: self.apply_update(gathered=True))
-        if update is None or None in graphs:
+            on_device = self.update.on_device
+            update = self._graphs.find(("update",), lambda _: self.apply_update(gathered=True)) if on_device else None
+        if (update is None and on_device) or None in graphs:
             return None
         rows = []
         for index, graph in enumerate(graphs):
@@ -99,7 +102,8 @@ class CapturedStep(Step):
             with self.settings(batch, index):
                 rows.append(graph.replay(batch.memories[index]).clone())
         self.reduce()
-        return Pending(batch, update.replay(), rows, self.precision.scaled)
+        readings = self.apply_update(gathered=True) if update is None else update.replay()
+        return Pending(batch, readings, rows, self.precision.scaled)
 
     def _accumulate(self, micro: MicroBatch, static: Tensor) -> Tensor:
         rows_S = self.backward(micro.over(static))

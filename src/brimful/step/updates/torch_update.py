@@ -1,8 +1,10 @@
-"""The update by any torch optimizer, on any device."""
+"""The update by any torch optimizers, on any device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +14,24 @@ from brimful.step.updates.update import Update
 
 
 class TorchUpdate(Update):
-    """`Update` by an optimizer that `make` makes, given the () learning rate that it may read at each step.
+    """`Update` by optimizers that `make` makes, given the () learning rate that they may read at each step.
 
     torch's fused optimizers take the loss scale, clipping and whether to skip from the device. For others gradients are
     scaled here, the host waits to see whether they are finite, and the learning rate is a number.
+    own_states: whether only an optimizer's own step can make its states, of classes or memory of its own.
     """
 
     def __init__(
-        self, model: nn.Module, make: Callable[[Tensor], torch.optim.Optimizer], schedule: Tensor, *,
-        max_grad_norm: float, scaled: bool,
+        self, model: nn.Module, make: Callable[[Tensor], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]],
+        schedule: Tensor, *, max_grad_norm: float, scaled: bool, own_states: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(model, schedule, max_grad_norm=max_grad_norm, scaled=scaled)
         self._learning_rate = torch.zeros((), device=self.device)
-        self._optimizer = make(self._learning_rate)
-        self.on_device = getattr(self._optimizer, "_step_supports_amp_scaling", False)
+        made = make(self._learning_rate)
+        self._optimizers: list[Any] = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
+        self._own_states = own_states
+        self.on_device = all(getattr(each, "_step_supports_amp_scaling", False) for each in self._optimizers)
+        self._set_mode("train")
 
     def apply(self, *, gathered: bool) -> Tensor:
         """As `Update` has it; gradients of several micro-batches were added up by their backward passes."""
@@ -36,11 +42,13 @@ class TorchUpdate(Update):
         place = self.applied.clamp(max=len(self.schedule) - 1)
         self._learning_rate.copy_(self.schedule.index_select(0, place.view(1))[0])
         if self.on_device:
-            self._optimizer.grad_scale = (self.scale / clip).float()  # type: ignore[attr-defined]
-            self._optimizer.found_inf = skipped  # type: ignore[attr-defined]
-            self._optimizer.step()
+            for optimizer in self._optimizers:
+                optimizer.grad_scale = (self.scale / clip).float()
+                optimizer.found_inf = skipped
+                optimizer.step()
         elif not skipped.item():
-            self._step_on_host(gradients, clip / self.scale)
+            torch._foreach_mul_(gradients, float(clip / self.scale))
+            self._step_on_host(float(self._learning_rate))
         readings = torch.stack([t.double() for t in (self.loss, norm, self._learning_rate, self.scale, skipped)])
         self.applied += (1 - skipped).long()
         self.loss.zero_()
@@ -48,23 +56,76 @@ class TorchUpdate(Update):
         torch._foreach_zero_(gradients)
         return readings
 
-    def _step_on_host(self, gradients: list[Tensor], factor: Tensor) -> None:
-        torch._foreach_mul_(gradients, float(factor))
-        for group in self._optimizer.param_groups:
-            if group["lr"] is not self._learning_rate:
-                group["lr"] = float(self._learning_rate)
-        self._optimizer.step()
+    def _step_on_host(self, learning_rate: float) -> None:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                if not isinstance(group["lr"], Tensor):
+                    group["lr"] = learning_rate
+                elif group["lr"] is not self._learning_rate:
+                    group["lr"].fill_(learning_rate)
+            optimizer.step()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """As `Update` has it: optimizers without a schedule judge by an average of their weights."""
+        self._set_mode("eval")
+        try:
+            yield
+        finally:
+            self._set_mode("train")
+
+    def release(self) -> None:
+        """As `Update` has it."""
+        self._set_mode("eval")
+
+    def _set_mode(self, mode: str) -> None:
+        for optimizer in self._optimizers:
+            if hasattr(optimizer, mode):
+                getattr(optimizer, mode)()
 
     def _used_names(self) -> tuple[str, ...]:
         return tuple(name for name, parameter in self.named.items() if parameter.grad is not None)
 
+    def _kept(self, parameter: Tensor) -> dict[str, Any]:
+        """The state of a parameter, empty if it has none yet."""
+        return next((each.state[parameter] for each in self._optimizers if each.state.get(parameter)), {})
+
     def _optimizer_state(self) -> dict[str, ParameterState]:
-        kept = self._optimizer.state
-        return {name: ParameterState.of(kept[p], p) for name, p in self.named.items() if kept.get(p)}
+        kept = {name: (self._kept(p), p) for name, p in self.named.items()}
+        return {name: ParameterState.of(state, p) for name, (state, p) in kept.items() if state}
 
     def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
-        self._optimizer.state.clear()
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
         for name, parameter in self.named.items():
-            parameter.grad = torch.zeros_like(parameter) if name in used else None
-            if name in state:
-                self._optimizer.state[parameter] = state[name].restored(parameter)
+            with_gradient = name in state if self._own_states else name in used
+            parameter.grad = torch.zeros_like(parameter) if with_gradient else None
+        if self._own_states and state:
+            self._step_on_host(0.0)  # of no gradient, by no rate: weights are as they were
+        for name, parameter in self.named.items():
+            if name in state and self._own_states:
+                state[name].fill(self._kept(parameter))
+            elif name in state:
+                self._holder(parameter).state[parameter] = state[name].restored(parameter)
+            if name in used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _holder(self, parameter: Tensor) -> Any:
+        """The optimizer of a parameter."""
+        return next(
+            each for each in self._optimizers if any(p is parameter for g in each.param_groups for p in g["params"])
+        )
+
+    def _all_groups(self) -> list[dict[str, Any]]:
+        return [group for each in self._optimizers for group in each.param_groups]
+
+    def _groups(self) -> tuple[Mapping[str, Any], ...]:
+        left_out = {"params", "lr"}
+        return tuple(
+            {key: value for key, value in group.items() if key not in left_out and not isinstance(value, Tensor)}
+            for group in self._all_groups()
+        )
+
+    def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        for group, saved in zip(self._all_groups(), groups, strict=False):
+            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})

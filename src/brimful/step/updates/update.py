@@ -5,7 +5,7 @@ Everything that is decided by lives on the device: the host launches an update w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -90,6 +90,7 @@ class Update:
             weights={name: tensor.detach() for name, tensor in weights.items()},
             buffers=dict(self.model.named_buffers()),
             optimizer=self._optimizer_state(),
+            groups=self._groups(),
             counters=Counters(
                 applied=int(self.applied), scale=float(self.scale), growth=int(self.growth), used=self._used_names()
             ),
@@ -107,6 +108,11 @@ class Update:
             for name in ("applied", "scale", "growth"):
                 getattr(self, name).fill_(getattr(state.counters, name))
         self._load_optimizer_state(state.optimizer, set(state.counters.used))
+        self._load_groups(state.groups)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """The context in which weights are what the model is to be judged by: evaluated, and saved at the end."""
+        return nullcontext()
 
     def _masters(self) -> dict[str, Tensor]:
         """fp32 weights that are not the model's own parameters, by name."""
@@ -121,3 +127,10 @@ class Update:
 
     def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
         raise NotImplementedError
+
+    def _groups(self) -> tuple[Mapping[str, Any], ...]:
+        """What the optimizer keeps of groups of parameters."""
+        return ()
+
+    def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take up what `_groups` gave."""

@@ -1,0 +1,126 @@
+"""Optimizers by transformers' `optim` names, each as transformers' Trainer makes it.
+
+AdamW in fp32 and SGD without momentum are what other runs are held to. All others change what is learned, or how it is
+rounded, and so are taken only where they are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from brimful.core.errors import OptionError, printable
+from brimful.core.records import Arithmetic
+
+#: Names whose states are in 8 or 4 bits, but for those of embeddings, and the same with states in 32 bits.
+WITH_32_BITS = {
+    "adamw_8bit": "adamw_torch",
+    "adamw_bnb_8bit": "adamw_torch",
+    "adamw_torch_8bit": "adamw_torch",
+    "adamw_torch_4bit": "adamw_torch",
+    "paged_adamw_8bit": "paged_adamw_32bit",
+    "lion_8bit": "lion_32bit",
+    "paged_lion_8bit": "paged_lion_32bit",
+    "ademamix_8bit": "ademamix",
+    "paged_ademamix_8bit": "paged_ademamix_32bit",
+    "rmsprop_bnb_8bit": "rmsprop_bnb_32bit",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedOptimizer:
+    """Facts about an optimizer of transformers' list.
+
+    state_bytes: of a trained parameter, without scales of blocks and Adafactor's sums of rows and columns.
+    package: that it comes from, besides torch and transformers.
+    """
+
+    state_bytes: int
+    source: str
+    package: str | None = None
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Effect on results."""
+        return "training"
+
+
+_8BIT, _4BIT = "Dettmers et al. 2022, arXiv 2110.02861", "Li et al. 2023, arXiv 2309.01507; torchao"
+_LION, _ADEMAMIX = "Chen et al. 2023, arXiv 2302.06675", "Pagliardini et al. 2024, arXiv 2409.03137"
+_PAGED = "Dettmers et al. 2023, arXiv 2305.14314"
+_FREE = "Defazio et al. 2024, arXiv 2405.15682"
+
+OPTIMIZERS: Mapping[str, NamedOptimizer] = {
+    "adafactor": NamedOptimizer(state_bytes=0, source="Shazeer and Stern 2018, arXiv 1804.04235"),
+    "adagrad": NamedOptimizer(state_bytes=4, source="Duchi et al. 2011; torch.optim"),
+    "rmsprop": NamedOptimizer(state_bytes=4, source="Tieleman and Hinton 2012; torch.optim"),
+    "adamw_torch_8bit": NamedOptimizer(state_bytes=2, source=f"{_8BIT}; torchao", package="torchao"),
+    "adamw_torch_4bit": NamedOptimizer(state_bytes=1, source=_4BIT, package="torchao"),
+    "adamw_8bit": NamedOptimizer(state_bytes=2, source=_8BIT, package="bitsandbytes"),
+    "adamw_bnb_8bit": NamedOptimizer(state_bytes=2, source=_8BIT, package="bitsandbytes"),
+    "paged_adamw_32bit": NamedOptimizer(state_bytes=8, source=_PAGED, package="bitsandbytes"),
+    "paged_adamw_8bit": NamedOptimizer(state_bytes=2, source=_PAGED, package="bitsandbytes"),
+    "lion_32bit": NamedOptimizer(state_bytes=4, source=_LION, package="bitsandbytes"),
+    "lion_8bit": NamedOptimizer(state_bytes=1, source=_LION, package="bitsandbytes"),
+    "paged_lion_32bit": NamedOptimizer(state_bytes=4, source=f"{_LION}; {_PAGED}", package="bitsandbytes"),
+    "paged_lion_8bit": NamedOptimizer(state_bytes=1, source=f"{_LION}; {_PAGED}", package="bitsandbytes"),
+    "ademamix": NamedOptimizer(state_bytes=12, source=_ADEMAMIX, package="bitsandbytes"),
+    "ademamix_8bit": NamedOptimizer(state_bytes=3, source=_ADEMAMIX, package="bitsandbytes"),
+    "paged_ademamix_32bit": NamedOptimizer(state_bytes=12, source=f"{_ADEMAMIX}; {_PAGED}", package="bitsandbytes"),
+    "paged_ademamix_8bit": NamedOptimizer(state_bytes=3, source=f"{_ADEMAMIX}; {_PAGED}", package="bitsandbytes"),
+    "rmsprop_bnb": NamedOptimizer(state_bytes=1, source="Tieleman and Hinton 2012", package="bitsandbytes"),
+    "rmsprop_bnb_8bit": NamedOptimizer(state_bytes=1, source="Tieleman and Hinton 2012", package="bitsandbytes"),
+    "rmsprop_bnb_32bit": NamedOptimizer(state_bytes=4, source="Tieleman and Hinton 2012", package="bitsandbytes"),
+    "schedule_free_adamw": NamedOptimizer(state_bytes=8, source=_FREE, package="schedulefree"),
+    "schedule_free_radam": NamedOptimizer(state_bytes=8, source=_FREE, package="schedulefree"),
+    "schedule_free_sgd": NamedOptimizer(state_bytes=4, source=_FREE, package="schedulefree"),
+}
+
+
+def check_installed(name: str) -> None:
+    """Check that the package of an optimizer is there. Raises: OptionError."""
+    named = OPTIMIZERS.get(name)
+    if named is not None and named.package is not None and importlib.util.find_spec(named.package) is None:
+        raise OptionError(f"--optim {name} needs the package {named.package}", hint="pip install 'brimful[optimizers]'")
+
+
+def make_optimizers(
+    name: str, groups: Sequence[dict[str, Any]], embeddings: Sequence[Tensor], hyperparameters: Mapping[str, Any]
+) -> list[torch.optim.Optimizer]:
+    """Make the optimizer called `name` of groups of parameters, and one with states in 32 bits of embeddings where its
+    own are in fewer.
+
+    hyperparameters: `learning_rate`, `adam_beta1`, `adam_beta2`, `adam_epsilon`, `weight_decay`, `warmup_steps` and
+    `optim_args` as in transformers' TrainingArguments.
+    """
+    kinds = {id(p) for p in embeddings} if name in WITH_32_BITS else set()
+    parts = [(name, False), (WITH_32_BITS.get(name, name), True)]
+    found = []
+    for part, of_embeddings in parts:
+        chosen = [g | {"params": [p for p in g["params"] if (id(p) in kinds) == of_embeddings]} for g in groups]
+        chosen = [group for group in chosen if group["params"]]
+        if chosen:
+            found.append(_make(part, chosen, hyperparameters))
+    return found
+
+
+def _make(name: str, groups: list[dict[str, Any]], hyperparameters: Mapping[str, Any]) -> torch.optim.Optimizer:
+    from transformers import Trainer
+    from transformers.training_args import OptimizerNames
+
+    arguments = SimpleNamespace(optim=OptimizerNames(name), optim_target_modules=None, **hyperparameters)
+    try:
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(cast(Any, arguments))
+        made: torch.optim.Optimizer = kind(groups, **settings)
+    except (ValueError, TypeError, KeyError, ImportError) as error:
+        asked = hyperparameters.get("optim_args")
+        given = f" with --optim-args {printable(asked)}" if asked else ""
+        hint = "look at --optim-args: name=value, separated by commas" if asked else "see --help"
+        raise OptionError(f"--optim {name}{given} does not work: {printable(error, 200)}", hint=hint) from error
+    return made

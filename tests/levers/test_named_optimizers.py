@@ -1,0 +1,157 @@
+"""Optimizers by transformers' names: the steps of a plain loop with Trainer's own, resumed bit for bit, and refused."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer
+
+import brimful
+from brimful.core.errors import OptionError
+from brimful.core.options import OptimizerChoice
+from brimful.levers import optimizer_names
+from brimful.levers.optimizer import Optimizer
+from brimful.levers.optimizer_names import OPTIMIZERS, WITH_32_BITS, make_optimizers
+from brimful.step.precision import Precision
+from brimful.step.step import Step, make_schedule
+from runs import save_tiny_model, single_label_rows, write_rows
+from step.test_step import CPU, ROWS, STEPS, TASK, execution_of, plain_run, same, snapshot, weights
+from tiny import FAMILIES
+from tolerances import RUN_LOSS_FP32, RUN_WEIGHTS_FP32, difference
+
+#: Of each package those whose code differs; torchao's are compiled, which takes a GPU to be quick.
+TRIED = ["adafactor", "rmsprop", "lion_32bit", "adamw_8bit", "schedule_free_adamw"]
+RATE = 2e-3
+
+
+def installed(name: str) -> Any:
+    package = OPTIMIZERS[name].package
+    missing = package is not None and importlib.util.find_spec(package) is None
+    return pytest.param(name, marks=pytest.mark.skipif(missing, reason=f"without {package}"))
+
+
+def make_step(name: str, model: Any, optim_args: str | None = None) -> Step:
+    precision = Precision(value="fp32", device=CPU, reason="a test")
+    lever = Optimizer(value=name, optim_args=optim_args)  # type: ignore[arg-type]
+    update = lever.update(model, make_schedule("linear", RATE, STEPS, 3), precision, max_grad_norm=0.05)
+    return Step(execution_of(model), TASK, update, precision, seed=0)
+
+
+def by_trainer(name: str, model: nn.Module, optim_args: str | None = None) -> torch.optim.Optimizer:
+    arguments: Any = SimpleNamespace(
+        optim=name, optim_args=optim_args, learning_rate=RATE, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8
+    )
+    kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    made: torch.optim.Optimizer = kind(model.parameters(), **settings)
+    if hasattr(made, "train"):
+        made.train()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "optim_args"), [("adafactor", None), ("rmsprop", "alpha=0.9"), ("sgd", "momentum=0.9"), ("adagrad", None)]
+)
+def test_ten_steps_are_those_of_trainers_optimizer(name: str, optim_args: str | None) -> None:
+    model = FAMILIES["bert"].model(initializer_range=0.02)
+    plain = copy.deepcopy(model)
+    expected = plain_run(plain, by_trainer(name, plain, optim_args), 0.05)
+    step = make_step(name, model, optim_args)
+    outcomes = [step.run(ROWS.batch(number)).read() for number in range(STEPS)]
+    assert [o.loss for o in outcomes] == pytest.approx(expected, rel=RUN_LOSS_FP32)
+    assert difference(learned(model), learned(plain)) < RUN_WEIGHTS_FP32
+
+
+def learned(model: nn.Module) -> torch.Tensor:
+    """All weights but biases of keys, whose gradients are zero but for rounding, which Adafactor scales up to one."""
+    return torch.cat([p.detach().flatten() for name, p in model.named_parameters() if not name.endswith("key.bias")])
+
+
+@pytest.mark.parametrize("name", [installed(name) for name in TRIED])
+def test_a_continued_run_is_bit_equal(name: str) -> None:
+    """Averages of weights, numbers by group and states of 8 bits among it, and evaluation in between."""
+    wide = {"hidden_size": 64, "intermediate_size": 128}  # small tensors keep 32 bits
+    through = make_step(name, FAMILIES["bert"].model(**wide))
+    whole = [through.run(ROWS.batch(number)).read() for number in range(STEPS)]
+    stopped = make_step(name, FAMILIES["bert"].model(**wide))
+    for number in range(4):
+        stopped.run(ROWS.batch(number))
+    saved = snapshot(stopped)
+    resumed = make_step(name, FAMILIES["bert"].model(3, **wide))
+    resumed.load_state(saved)
+    found = []
+    for number in range(4, STEPS):
+        with resumed.update.reading():
+            pass
+        found.append(resumed.run(ROWS.batch(number)).read())
+    if name == "schedule_free_adamw":  # averages are taken and undone, which rounds
+        assert [each.loss for each in found] == pytest.approx([each.loss for each in whole[4:]], rel=RUN_LOSS_FP32)
+    else:
+        assert found == whole[4:]
+        assert same(snapshot(resumed), snapshot(through))
+
+
+def test_embeddings_keep_32_bits() -> None:
+    pytest.importorskip("bitsandbytes")
+    model = FAMILIES["bert"].model(hidden_size=64, intermediate_size=128)
+    step = make_step("adamw_8bit", model)
+    step.run(ROWS.batch(0))
+    state = step.state().optimizer
+    assert {t.dtype for t in state["bert.embeddings.word_embeddings.weight"].tensors.values()} == {torch.float32}
+    kept = state["bert.encoder.layer.0.intermediate.dense.weight"].tensors
+    assert kept["state1"].dtype == kept["state2"].dtype == torch.uint8
+
+
+def test_what_is_judged_without_a_schedule_is_an_average() -> None:
+    pytest.importorskip("schedulefree")
+    model = FAMILIES["bert"].model()
+    step = make_step("schedule_free_adamw", model)
+    for number in range(3):
+        step.run(ROWS.batch(number))
+    trained = weights(model)
+    with step.update.reading():
+        judged = weights(model)
+        assert difference(judged, trained) > 0
+    assert difference(weights(model), trained) < RUN_WEIGHTS_FP32
+    step.release()
+    assert difference(weights(model), judged) < RUN_WEIGHTS_FP32
+
+
+def test_every_name_is_trainers_and_has_its_facts() -> None:
+    from transformers.training_args import OptimizerNames
+
+    names = set(get_args(OptimizerChoice))
+    assert names <= {each.value for each in OptimizerNames}
+    assert names == {*OPTIMIZERS, "adamw_torch", "adamw_torch_fused", "sgd"}
+    assert set(WITH_32_BITS) | set(WITH_32_BITS.values()) <= names
+
+
+def test_a_run_by_the_command_line_and_its_record(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", single_label_rows(48))
+    model = save_tiny_model(tmp_path / "base")
+    run = brimful.train(
+        data, model=model, output=tmp_path / "run", max_steps=3, batch_size=8, optim="adafactor", device="cpu",
+        eval_split=0.2,
+    )  # fmt: skip
+    (line,) = [each for each in run.recipe.levers if each.name == "optimizer"]
+    assert (line.value, line.arithmetic) == ("adafactor", "training")
+    assert "1804.04235" in line.source
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_names.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(OptionError, match="needs the package bitsandbytes"):
+        brimful.train("x.csv", model="x", output="y", optim="adamw_8bit", device="cpu")
+
+
+def test_settings_that_it_does_not_take_are_refused() -> None:
+    groups = [{"params": list(FAMILIES["bert"].model().parameters())}]
+    asked = {"weight_decay": 0.0, "learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+    with pytest.raises(OptionError, match="--optim rmsprop with --optim-args alpha=much does not work"):
+        make_optimizers("rmsprop", groups, [], asked | {"optim_args": "alpha=much"})
