@@ -85,6 +85,7 @@ def make_step(
     family: str = "bert",
     short: bool = False,
     our_update: bool = True,
+    optim: Any = "adamw_torch_fused",
     note: Callable[[str], object] = pytest.fail,
 ) -> Step:
     torch.manual_seed(0)
@@ -108,7 +109,7 @@ def make_step(
         options |= {"most_tokens": 8192, "fused": compiled and fused, "note": note}
     space = LabelSpace(task="single_label", names=("a", "b", "c"), values={"a": 0, "b": 1, "c": 2})
     chosen = choose_precision(precision, GPU)  # type: ignore[arg-type]
-    update = Optimizer(value="adamw_torch_fused", fused=our_update).update(
+    update = Optimizer(value=optim, fused=our_update).update(
         model, make_schedule("linear", 1e-3, STEPS, 4), chosen, max_grad_norm=1.0
     )
     return kind(execution, SingleLabel(space), update, chosen, **options)
@@ -151,6 +152,19 @@ def test_layers_are_compiled_once(typical_length: int) -> None:
     batches.layout = dataclasses.replace(batches.layout, typical_length=typical_length)  # type: ignore[type-var]
     losses(make_step(CapturedStep, dropout=0.1, compiled=True, fused=typical_length == 30), batches)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # a layer, and the embeddings
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "fused"])
+def test_an_update_that_the_host_decides_on_follows_captured_gradients(compiled: bool) -> None:
+    def make(kind: type[Step], compiled: bool) -> Step:
+        step = make_step(kind, dropout=0.0, compiled=compiled, our_update=False, optim="adafactor", precision="fp32")
+        assert not step.update.on_device
+        return step
+
+    expected = losses(make(Step, False), source(256))
+    step: Any = make(CapturedStep, compiled)
+    assert losses(step, source(256))[:20] == pytest.approx(expected[:20], rel=2e-3)
+    assert step.num_graphs >= 1
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "fused"])

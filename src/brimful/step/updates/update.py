@@ -129,7 +129,7 @@ class Update:
         raise NotImplementedError
 
     def _groups(self) -> tuple[Mapping[str, Any], ...]:
-        """What the optimizer keeps of groups of parameters."""
+        """Values that the optimizer keeps of groups of parameters."""
         return ()
 
     def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
