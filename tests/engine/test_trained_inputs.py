@@ -130,7 +130,7 @@ def test_columns_of_training_are_those_of_use(trained: tuple[Path, list[tuple[st
     both = write_csv(tmp_path / "both.csv", ("id", "text", "title"), [(1, "the film", rows[0][0])])
     heard = Heard()
     brimful.classify(run / "model", both, tmp_path / "out.jsonl", callbacks=heard, verify=0)
-    assert "text: column 'title' (as in training)" in "\n".join(heard.notes)
+    assert "text: column 'title' (as in training" in "\n".join(heard.notes)
     assert json.loads((tmp_path / "out.jsonl").read_text())["num_tokens"] > 800
     other = write_csv(tmp_path / "other.csv", ("text",), [("the film",)])
     brimful.classify(run / "model", other, tmp_path / "other.jsonl", callbacks=heard, verify=0)
