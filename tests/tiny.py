@@ -39,7 +39,8 @@ class Family:
     """A family, its tiny configuration, and how it is expected to run packed.
 
     partly_fp32: it computes rotary angles or norms in fp32 whatever the dtype of the model is.
-    short: the end of its last layer can be given pooled tokens alone.
+    short: the end of its last layer can be given pooled tokens alone. skips_padding: positions leave out padding tokens
+    that a text holds.
     """
 
     config: str
@@ -48,11 +49,17 @@ class Family:
     first_position: int = 0
     partly_fp32: bool = False
     short: bool = False
+    skips_padding: bool = False
 
     @property
     def form(self) -> PackedForm:
         """The form that it runs packed in."""
-        return PackedForm(pooling=self.pooling, first_position=self.first_position, short=self.short)
+        return PackedForm(
+            pooling=self.pooling,
+            first_position=self.first_position,
+            short=self.short,
+            skips_padding=self.skips_padding,
+        )
 
     def model(self, num_labels: int = 3, *, seed: int = 0, dropout: float = 0.0, **settings: Any) -> Any:
         """A fresh model in fp32, with every dropout at `dropout`."""
@@ -67,8 +74,10 @@ class Family:
 
 FAMILIES = {
     "bert": Family(config="BertConfig", settings=_ENCODER, short=True),
-    "roberta": Family(config="RobertaConfig", settings=_ROBERTA, first_position=2, short=True),
-    "xlm-roberta": Family(config="XLMRobertaConfig", settings=_ROBERTA, first_position=2, short=True),
+    "roberta": Family(config="RobertaConfig", settings=_ROBERTA, first_position=2, skips_padding=True, short=True),
+    "xlm-roberta": Family(
+        config="XLMRobertaConfig", settings=_ROBERTA, first_position=2, skips_padding=True, short=True
+    ),
     "distilbert": Family(
         config="DistilBertConfig",
         settings={
@@ -100,7 +109,9 @@ FAMILIES = {
         settings=_DEBERTA | {"position_biased_input": True, "conv_kernel_size": 3, "conv_act": "gelu"},
         short=True,
     ),
-    "mpnet": Family(config="MPNetConfig", settings=_ENCODER | {"pad_token_id": 1}, first_position=2),
+    "mpnet": Family(
+        config="MPNetConfig", settings=_ENCODER | {"pad_token_id": 1}, first_position=2, skips_padding=True
+    ),
     "llama": Family(config="LlamaConfig", settings=_ROPE, pooling="last", partly_fp32=True),
     "mistral": Family(
         config="MistralConfig", settings=_ROPE | {"sliding_window": 16}, pooling="last", partly_fp32=True

@@ -38,6 +38,24 @@ def check_here(model: Any, *, max_length: int = LONGEST, precision: str = "fp32"
 # --- equality -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_texts_that_hold_the_padding_token(name: str) -> None:
+    """Positions by the model's own rule: RoBERTa and MPNet leave such tokens out, in the middle and at the end."""
+    plain = FAMILIES[name].model(initializer_range=0.3).eval()
+    model, padding_id = copy.deepcopy(plain), plain.config.pad_token_id or 0
+    plain.set_attn_implementation("eager")
+    ids = sequences([12, 9, 20, 5])
+    for sequence, places in zip(ids, ([4], [2, 3, 8], [0, 19], []), strict=True):
+        sequence[places] = padding_id
+    shape = PackedShape(num_tokens=64, num_slots=5, max_length=LONGEST)
+    row = packed_inputs(ids, shape, padding_id=padding_id, types=pair_types(ids), groups=True)
+    with torch.no_grad():
+        types = pair_types(ids) if packed_forward.has_token_types(plain.config) else None
+        expected = plain(**padded(ids, types, padding_id))
+        found = PackedModel(model, FAMILIES[name].form)(row).logits[: len(ids)]
+    assert difference(found, expected.logits) < MODEL_FP32
+
+
 @pytest.mark.parametrize("spread", [0.02, 0.3], ids=["as initialised", "as trained"])
 @pytest.mark.parametrize(
     ("name", "short"),

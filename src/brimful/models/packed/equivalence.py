@@ -6,7 +6,7 @@ mode with dropout off. The reference is eager attention in fp32 on the CPU:
     1  plain, alone = plain, in company            otherwise batches are never split; in train mode too
     2  packed with reference attention = plain     forward in fp32; finds the pooling, the first position, and
                                                    if the last layer can run on pooled tokens alone
-    3  the same, each sequence alone in its row
+    3  the same, each sequence alone in its row; and sequences that hold the padding token (`padding_tokens`)
     4  gradient of all parameters together         norm of the difference over the norm, in train mode
     5  each kernel = the reference                 call by call, in fp32 and in the run's precision
                                                    (`attention_check`)
@@ -56,6 +56,7 @@ from brimful.models.packed.packed_forward import (
     Pooling,
     what_follows_attention,
 )
+from brimful.models.packed.padding_tokens import with_padding_rule
 from brimful.models.packed.relative_bias import has_form
 from brimful.models.packed.training_check import draws_numbers, mixes_rows, without_dropout
 
@@ -81,6 +82,7 @@ class Equivalence:
     pooling: Pooling | None = None
     first_position: int | None = None
     short: bool = False
+    skips_padding: bool = False
     forward_error: float | None = None
     gradient_error: float | None = None
     kernel_error: float | None = None
@@ -94,7 +96,12 @@ class Equivalence:
         """Pooling and positions of the packed forward, None if the model does not run packed."""
         if self.pooling is None or self.first_position is None:
             return None
-        return PackedForm(pooling=self.pooling, first_position=self.first_position, short=self.short)
+        return PackedForm(
+            pooling=self.pooling,
+            first_position=self.first_position,
+            short=self.short,
+            skips_padding=self.skips_padding,
+        )
 
     def for_training(self) -> Equivalence:
         """The same for a model that learns: padded where train mode is not what was checked in eval mode."""
@@ -220,6 +227,7 @@ def _on_device(small: Any, case: _Case, found: Equivalence, precision: str) -> E
         pooling=case.form.pooling,
         first_position=case.form.first_position,
         short=case.form.short,
+        skips_padding=case.form.skips_padding,
         kernel_error=kernel_error,
         half_weights=half_weights,
         float8_error=float8_error,
@@ -248,7 +256,10 @@ def _find_form(
             continue
         best = min(best, error)
         if error <= TOLERANCES["fp32"].logits:
-            return _shortened(small, form, error_of), error, ""
+            ruled = with_padding_rule(small, form, max_length, _equal)
+            if ruled is None:
+                return None, error, "a text that holds the padding token is read otherwise by the plain forward"
+            return _shortened(small, ruled, error_of), error, ""
     if best < float("inf"):
         failure = f"its packed logits differ from the plain ones by {best:.1e}"
     return None, best if best < float("inf") else None, failure
@@ -398,6 +409,10 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of `expected`; NaN if anything is not finite."""
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def _equal(found: Tensor, expected: Tensor) -> bool:
+    return relative_error(found, expected) <= TOLERANCES["fp32"].logits
 
 
 def _gradients(model: nn.Module, logits: Tensor) -> list[Tensor]:

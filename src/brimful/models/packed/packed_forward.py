@@ -192,11 +192,14 @@ class PackedForm:
     """Form of the packed forward: the pooling that the head reads, and the first position.
 
     short: whether what follows attention in the last layer is given the tokens that the head reads, and no others.
+    skips_padding: whether positions number the tokens that are not padding: a padding token that a text holds has the
+    position before the first.
     """
 
     pooling: Pooling
     first_position: int
     short: bool = False
+    skips_padding: bool = False
 
 
 class LeftOut(NamedTuple):
@@ -288,12 +291,21 @@ class PackedModel(LayoutModel):
         with self._told(inputs) as told:
             states: Tensor = self._base(
                 input_ids=inputs.ids_T[None],
-                position_ids=inputs.positions_T[None] + self.form.first_position,
+                position_ids=self._positions_T(inputs)[None],
                 **told,
                 **types,
                 **self._settings,
             )[0]
         return states[0]
+
+    def _positions_T(self, inputs: PackedInputs) -> Tensor:
+        """Positions as the model numbers them."""
+        if not self.form.skips_padding:
+            return inputs.positions_T + self.form.first_position
+        real_T = inputs.ids_T != padding_id_of(self.model.config)
+        before_T = real_T.cumsum(0) - real_T.long()  # tokens that are not padding, before each in the row
+        places_T = before_T - before_T[inputs.segments.cu_seqlens_N[inputs.segments.segment_T].long()]
+        return torch.where(real_T, places_T + self.form.first_position, self.form.first_position - 1)
 
     @contextmanager
     def _told(self, inputs: PackedInputs) -> Iterator[dict[str, Any]]:
