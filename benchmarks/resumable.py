@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from provenance import commit_here, host_here
+
 _POLL_S = 0.05
 
 
@@ -29,6 +31,7 @@ class Nvml:
     def __init__(self, *, wanted: bool = True) -> None:
         self._handle: Any = None
         self.driver: str | None = None
+        self.uuid: str | None = None
         self.gpu = "CPU"
         if not wanted:
             return
@@ -41,6 +44,7 @@ class Nvml:
             self._handle = by(int(first) if first.isdigit() else first)
             self.driver = str(pynvml.nvmlSystemGetDriverVersion())
             self.gpu = str(pynvml.nvmlDeviceGetName(self._handle))
+            self.uuid = str(pynvml.nvmlDeviceGetUUID(self._handle))
 
     def used_bytes(self) -> int | None:
         """All that is used on the GPU."""
@@ -61,6 +65,7 @@ class Session:
         self.arguments, self._script = arguments, script
         self.call = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
         self.nvml = Nvml(wanted=gpu)
+        self.host, self.commit = host_here(self.nvml.uuid), commit_here()
         self._environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         if not gpu:
             self._environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -75,9 +80,13 @@ class Session:
                 self.log.write_text(whole, "utf-8")
         self.deadline = None if arguments.budget_s is None else time.monotonic() + arguments.budget_s
 
-    def known(self, kind: str, **wanted: Any) -> list[dict[str, Any]]:
-        """Records of this kind, GPU and mode with these values, oldest first. With --again only this call's."""
+    def known(self, kind: str, *, here: bool = False, **wanted: Any) -> list[dict[str, Any]]:
+        """Records of this kind, GPU and mode with these values, oldest first. With --again only this call's.
+
+        here: of this very machine alone.
+        """
         arguments = self.arguments
+        wanted |= {"host": self.host} if here else {}
         wanted |= {"kind": kind, "gpu": self.nvml.gpu, "smoke": arguments.smoke}
         if arguments.again:
             wanted["call"] = self.call
@@ -95,7 +104,8 @@ class Session:
 
     def add(self, **record: Any) -> dict[str, Any]:
         """Appends to the raw log."""
-        record = {"call": self.call, "gpu": self.nvml.gpu, "smoke": self.arguments.smoke, **record}
+        facts = {"gpu": self.nvml.gpu, "host": self.host, "commit": self.commit, "smoke": self.arguments.smoke}
+        record = {"call": self.call, **facts, **record}
         self.records.append(record)
         with self.log.open("a", encoding="utf-8") as log:
             log.write(json.dumps(record) + "\n")
