@@ -68,7 +68,8 @@ def save_model(folder: Path, size: str, tokenizer: Any, make: Callable[[Any], An
 
 
 def packaged_rows(corpus: str) -> list[dict[str, str]]:
-    """`text` and `label` of the tweets or of BBC News."""
+    """`text` and `label` of the tweets or of BBC News, no text twice."""
     from brimful.data.readers.packaged import bbc_news, tweets
 
-    return {"tweets": tweets, "bbc": bbc_news}[corpus]()
+    rows = {"tweets": tweets, "bbc": bbc_news}[corpus]()
+    return list({row["text"]: row for row in reversed(rows)}.values())[::-1]

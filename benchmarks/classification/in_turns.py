@@ -21,6 +21,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 
 from floor import read_pool
+from settings import BASE
 from sides import Answered, BrimfulSide, CrossEncoderSide, PipelineSide, Run
 from works import Sample, Work, make_inputs
 
@@ -34,7 +35,7 @@ def side_of(name: str, work: Work, inputs: Path) -> Run:
     kind, _, detail = whole.partition(":")
     if other := {"pipeline": PipelineSide, "crossencoder": CrossEncoderSide}.get(kind):
         dtype, _, batch = detail.partition(":")
-        settings = {"dtype": dtype, "batch_size": int(batch or 8), "sorted": True}
+        settings = BASE | {"dtype": dtype, "batch_size": int(batch or 8), "sorted": True}
         return other(work, inputs, "cpu", smoke=False).prepare(settings)
     settings = {"precision": kind, "returns": "objects"} | ({"token_budget": int(detail)} if detail else {})
     run = BrimfulSide(work, inputs, "cpu", smoke=False).prepare(settings)

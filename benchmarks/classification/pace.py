@@ -1,15 +1,20 @@
-"""Length of measurements: every setting in a short run, then the fastest, or each that has a row, in repeats."""
+"""Length of measurements: settings in short runs, round by round, then the fastest two, or each that has a row, in
+repeats."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from floor import read_pool
+from settings import fastest, next_trials
 from sides import SIDES, Answered, Run, Settings
 from works import Pool, Work
 
@@ -18,6 +23,8 @@ _GROWTH = 8
 #: brimful chooses how to run by the size of its first call, so that begins with so much of the most.
 _FIRST_SHARE = 16
 _LONGEST_ERROR = 300
+#: Seconds that one repeat takes at least, where texts must be given twice for it.
+_SHORTEST_S = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,27 +66,33 @@ def pace_of(work: Work, device: str, repeat_s: float, *, smoke: bool) -> Pace:
 
 
 def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
-    """Measure each setting of the plan: `texts_per_s` of the sweep, or `repeats`; `error` if it failed."""
+    """Measure each setting of the plan in `repeats`; `error` if it failed.
+
+    With a sweep, its trials come first: what begins, then its `texts_per_s` or `error`. known: trials of before.
+    """
     work, pace = Work.parse(plan["work"]), Pace(**plan["pace"])
     side = SIDES[plan["side"]](work, inputs, plan["device"], smoke=plan["smoke"])
     pool = read_pool(inputs, work)
     chosen: list[Settings] = plan["settings"]
-    rate: float | None = None
+    rates: dict[str, float] = {}
     if plan["sweep"]:
-        tried = []
-        for each in chosen:
-            found = _tried(lambda each=each: {"texts_per_s": _rate(side.prepare(each), pool, pace, each)})
-            tried.append((found.get("texts_per_s", 0.0), each))
-            yield {"settings": each, **found}
-        rate, fastest = max(tried, key=lambda pair: pair[0])
-        if not rate:
-            return
-        chosen = [fastest]
+        tried = list(plan["known"])
+        about = {"flash": find_spec("flash_attn") is not None, "fixed": not work.candidates, "smoke": plan["smoke"]}
+        while wanted := next_trials(tried, plan["side"], plan["device"], **about):
+            for each in wanted:
+                yield {"begins": each}
+                found = _tried(lambda each=each: {"texts_per_s": _rate(side.prepare(each), pool, pace, each)})
+                tried.append({"settings": each, **found})
+                yield {"trial": True, **tried[-1]}
+        chosen = fastest(tried)
+        rates = {json.dumps(each["settings"]): each["texts_per_s"] for each in tried if "texts_per_s" in each}
     whole = work.files and plan["side"] == "brimful"
     for place, each in enumerate(chosen):
         if whole and not place:  # what is compiled is kept for all that come
             _tried(lambda each=each: {"seconds": side.prepare(each)(pool.sample(pace.file_texts)).seconds})
-        found = _tried(lambda each=each: _repeated(side.prepare(each), pool, pace, each, rate=rate, whole=whole))
+        rate = rates.get(json.dumps(each))
+        measured = partial(_repeated, pool=pool, pace=pace, settings=each, rate=rate, whole=whole)
+        found = _tried(lambda each=each, measured=measured: measured(side.prepare(each)))
         yield {"settings": each, **found}
 
 
@@ -113,8 +126,10 @@ def _repeated(
     if not whole:
         swept = rate or _rate(run, pool, pace, settings)
         number = min(pace.most, max(pace.first, math.ceil(swept * pace.repeat_s)))
+        # No text twice, unless all of them are done too soon to be timed.
+        number = min(number, max(pool.distinct, math.ceil(swept * _SHORTEST_S)))
     sample = pool.sample(number)
-    if rate is None and not whole:
+    if not whole:
         run(sample)
     found: list[Answered] = []
     spent_s = 0.0
@@ -127,6 +142,7 @@ def _repeated(
     return {
         "repeats": [{"seconds": each.seconds} for each in found],
         "texts": number,
+        "distinct": min(number, pool.distinct),
         "tokens": sample.tokens,
         "operations": sample.operations,
         "needed_operations": sample.needed_operations,

@@ -85,6 +85,8 @@ def _result(name: str, record: Record, each: Record, limits: Record) -> Record:
         "tokens_per_s": _median(each) * each["tokens"] / each["texts"],
         "settings": each["settings"],
         "gpu": record["gpu"],
+        "host": record.get("host"),
+        "commit": record.get("commit"),
         "cpu": limits["cpu"],
         "num_cores": limits["num_cores"],
         "versions": record["versions"],
@@ -93,6 +95,7 @@ def _result(name: str, record: Record, each: Record, limits: Record) -> Record:
         "share_of_floor": _median(each) / floor_texts_per_s,
         "repeats": len(by_repeat),
         "texts": each["texts"],
+        "repeated_share": 1 - each.get("distinct", each["texts"]) / each["texts"],
         "start_s": statistics.median(start_s) if start_s else None,
         "peak_allocated_bytes": each["peak_allocated_bytes"],
         "nvml_bytes": record["nvml_bytes"],
@@ -138,8 +141,8 @@ def table(found: list[Record]) -> str:
     """The rows as Markdown, and what must be said of them."""
     lines = [
         "| work | side | texts/s, median (range) | real tokens/s | to the pipeline (range) | to CrossEncoder | MFU"
-        " | share of floor | longest stage | same labels |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        " | share of floor | longest stage | same labels | repeated texts |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     notes = []
     for each in found:
@@ -151,7 +154,7 @@ def table(found: list[Record]) -> str:
             f"| {each['work']} | {each['side']} | {each['texts_per_s']:,.0f} ({low:,.0f} to {high:,.0f})"
             f" | {each['tokens_per_s']:,.0f} | {ratio} | {other} | {100 * each['mfu']:.1f} %"
             f" | {100 * each['share_of_floor']:.1f} % of {each['floor_texts_per_s']:,.0f} | {each.get('limit') or ''}"
-            f" | {same} |"
+            f" | {same} | {100 * each['repeated_share']:.0f} % |"
         )
         notes += _notes(each)
     calls = dict.fromkeys((each["call"], each["gpu"]) for each in found)
@@ -178,13 +181,14 @@ def _notes(each: Record) -> list[str]:
 
 
 def _machine(of_call: list[Record]) -> str:
-    limits, versions = of_call[0]["limits"], of_call[0]["versions"]
+    limits, versions, host = of_call[0]["limits"], of_call[0]["versions"], of_call[0]["host"] or {}
     works = ", ".join(dict.fromkeys(each["work"] for each in of_call))
     shown = ("torch", "transformers", "tokenizers", "sentence-transformers", "triton", "cuda", "driver", "brimful")
     said = ", ".join(f"{name} {versions[name]}" for name in shown if versions.get(name))
     rate = f"{limits['matmul_flops_per_s'] / 1e12:,.2f} TFLOP/s"
     return (
-        f"{works}: {of_call[0]['gpu']}, {limits['num_cores']} cores of {limits['cpu']}: product of"
+        f"{works}: {of_call[0]['gpu']}, {limits['num_cores']} cores of {limits['cpu']} (host"
+        f" {host.get('id')}), commit {of_call[0]['commit']}: product of"
         f" {limits['matmul_shape'][0]}³ in {limits['matmul_dtype']} at {rate}, of call {of_call[0]['call']}; {said}."
     )
 

@@ -21,15 +21,10 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import report
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
+from settings import first_trials
 from works import CPU_TABLE, TABLE, Work, make_inputs
 
 _SIDES = ("pipeline", "crossencoder", "brimful")
-#: On a GPU some rates still rise at the last ones; on a CPU larger ones gain nothing.
-_BATCHES: dict[str, dict[str, tuple[int, ...]]] = {
-    "pipeline": {"cuda": (1, 32, 128, 256, 512, 1024, 2048), "cpu": (1, 8, 32, 128)},
-    "crossencoder": {"cuda": (32, 64, 128, 256, 512, 1024, 2048, 4096), "cpu": (8, 32, 128)},
-}
-_DTYPES = {"cuda": ("fp16",), "cpu": ("fp32", "bf16")}
 _PRECISIONS = {"cuda": ["bf16", "fp16"], "cpu": ["auto", "fp32"]}
 #: Seconds that a measurement is expected to take, before the raw log knows better.
 _EXPECTED_S = {
@@ -51,17 +46,7 @@ def settings_of(session: Session, work: Work, side: str) -> list[dict[str, Any]]
     device, smoke = arguments.device, arguments.smoke
     if side == "brimful":
         return _own_settings(session, work)
-    batches, dtypes = _BATCHES[side][device], _DTYPES[device]
-    if smoke:
-        batches, dtypes = batches[1:2], dtypes[:1]
-    if side == "crossencoder":
-        return [{"batch_size": batch, "dtype": dtype} for dtype in dtypes for batch in batches]
-    return [
-        {"batch_size": batch, "sorted": by_length, "dtype": dtype}
-        for dtype in dtypes
-        for batch in batches
-        for by_length in ((False,) if batch == 1 else (False, True))
-    ]
+    return first_trials(side, device, smoke=smoke)  # its sweep goes on from there
 
 
 def _own_settings(session: Session, work: Work) -> list[dict[str, Any]]:
@@ -119,9 +104,11 @@ def row(session: Session, work: Work) -> bool:
         return False
     well = True
     for side in sides:
+        say(f"{work.name}: {side}")
         plan = plan_of(session, work, side)
-        say(f"{work.name}: {side}, {', '.join(json.dumps(each) for each in plan['settings'])}")
-        result = session.child(plan | {"repeat_s": session.arguments.repeat_s}, session.arguments.timeout_s)
+        result = _measured(session, work, plan)
+        if result is None:
+            return False  # cut by the budget, which says nothing of the setting
         if result["ok"] and not any("repeats" in each for each in result["found"]):
             errors = [each["error"] for each in result["found"] if "error" in each]
             result |= {"ok": False, "error": errors[-1] if errors else "nothing was measured"}
@@ -130,14 +117,44 @@ def row(session: Session, work: Work) -> bool:
         for each in result["found"]:
             if "error" in each:
                 say(f"{work.name}, {side}, {json.dumps(each['settings'])}: {each['error']}")
-        versions = result["found"][0].get("versions", {}) if result["found"] else {}
-        found = [{key: value for key, value in each.items() if key != "versions"} for each in result.pop("found")]
-        session.add(
-            kind="row", work=work.name, side=side, sides=sides, asked=plan["settings"], found=found,
-            versions=versions | {"driver": session.nvml.driver}, **result,
-        )  # fmt: skip
+        session.add(kind="row", work=work.name, side=side, sides=sides, asked=plan["settings"], **result)
         well = well and result["ok"]
     return well
+
+
+def _measured(session: Session, work: Work, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """One side of a row, its trials into the raw log as they are made; None if the budget cut it.
+
+    A trial that takes longer than a process may, or that ends it, has failed, and the rest goes on without it.
+    """
+    wanted = {"work": work.name, "side": plan["side"], "device": plan["device"]}
+    while True:
+        known = [_trial(r) for r in session.known("trial", here=True, **wanted)]
+        told = {"repeat_s": session.arguments.repeat_s, "known": known}
+        result = session.child(plan | told, session.arguments.timeout_s)
+        versions: dict[str, Any] = {}
+        found, begun = [], None
+        for each in result.pop("found"):
+            versions = each.pop("versions", versions)
+            if "begins" in each:
+                begun = each["begins"]
+            elif each.pop("trial", False):
+                begun = None
+                session.add(kind="trial", **wanted, **each)
+            else:
+                found.append(each)
+        if not result["ok"] and not session.fits(0):
+            return None
+        if not result["ok"] and begun is not None:
+            say(f"{work.name}, {plan['side']}, {json.dumps(begun)}: {result['error']}")
+            session.add(kind="trial", **wanted, settings=begun, error=result["error"])
+            continue
+        tried = [_trial(r) for r in session.known("trial", here=True, **wanted)]
+        return result | {"found": [*tried, *found], "versions": versions | {"driver": session.nvml.driver}}
+
+
+def _trial(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: record[key] for key in ("settings", "texts_per_s", "error") if key in record}
 
 
 def one(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from shapes import max_length
-from works import TEMPLATE, Sample, Work, model_folder
+from works import TEMPLATE, Sample, Work, lengths_file, model_folder
 
 import brimful
 from brimful.core.callbacks import Callbacks
@@ -46,6 +46,24 @@ class Answered:
 Run = Callable[[Sample], Answered]
 
 
+#: Settings that a model is made with; the others are of a call.
+_OF_A_MODEL = ("dtype", "compile", "padding", "attention")
+
+
+def padded_length(inputs: Path, work: Work) -> int:
+    """Return the length that holds every sequence of the corpus, a multiple of 8 where the model has room for it."""
+    longest = int(np.load(lengths_file(inputs, work)).max())
+    return min(-(-longest // 8) * 8, max(longest, 512))
+
+
+def compile_as_asked(model: Any, settings: Settings) -> None:
+    """Compile a model in place: for each shape apart where it is padded to one length, else for symbolic ones."""
+    torch.compiler.reset()
+    if settings["compile"] is not None:
+        dynamic = None if settings["padding"] == "batch" else False
+        model.compile(mode=settings["compile"], dynamic=dynamic)
+
+
 class Side(Protocol):
     """One way to classify."""
 
@@ -59,28 +77,33 @@ class PipelineSide:
 
     def __init__(self, work: Work, inputs: Path, device: str, *, smoke: bool) -> None:
         self._work, self._folder, self._device = work, str(model_folder(inputs, work)), device
-        self._longest = max_length(smoke)
-        self._pipes: dict[str, Any] = {}
+        self._longest, self._padded = max_length(smoke), padded_length(inputs, work)
+        self._pipe: Any = None
+        self._made_with: Settings = {}
 
     def prepare(self, settings: Settings) -> Run:
         """See `Side`."""
         answer = self._file_to_file if self._work.files else self._in_memory
-        pipe = self._pipe(settings["dtype"])
+        pipe = self._made(settings)
         return lambda sample: answer(pipe, settings, sample)
 
-    def _pipe(self, dtype: str) -> Any:
+    def _made(self, settings: Settings) -> Any:
         from transformers import pipeline
 
-        if dtype not in self._pipes:
-            self._pipes[dtype] = pipeline(
+        made_with = {key: settings[key] for key in _OF_A_MODEL}
+        if self._pipe is None or made_with != self._made_with:
+            self._pipe = None
+            self._pipe = pipeline(
                 "zero-shot-classification" if self._work.candidates else "text-classification",
                 model=self._folder,
                 tokenizer=self._folder,
-                dtype=_DTYPES[dtype],
+                dtype=_DTYPES[settings["dtype"]],
                 device=self._device,
-                model_kwargs={"attn_implementation": "sdpa"},
+                model_kwargs={"attn_implementation": settings["attention"]},
             )
-        return self._pipes[dtype]
+            compile_as_asked(self._pipe.model, settings)
+            self._made_with = made_with
+        return self._pipe
 
     def _in_memory(self, pipe: Any, settings: Settings, sample: Sample) -> Answered:
         began = time.perf_counter()
@@ -95,12 +118,15 @@ class PipelineSide:
         more = {"candidate_labels": list(self._work.candidates), "hypothesis_template": TEMPLATE}
         if not self._work.candidates:
             more = {"truncation": True, "max_length": self._longest}
+            if settings["padding"] == "corpus":
+                more |= {"padding": "max_length", "max_length": self._padded}
+        more |= {"batch_size": settings["batch_size"], "num_workers": settings["workers"]}
         if not settings["sorted"]:
-            return list(pipe(asked, batch_size=settings["batch_size"], **more))
+            return list(pipe(asked, **more))
         lengths = [len(text) for text in texts] if pairs is None else [len(d["text"] + d["text_pair"]) for d in asked]
         order = sorted(range(len(asked)), key=lengths.__getitem__, reverse=True)
         answers: list[Any] = [None] * len(asked)
-        found = pipe([asked[i] for i in order], batch_size=settings["batch_size"], **more)
+        found = pipe([asked[i] for i in order], **more)
         for i, answer in zip(order, found, strict=True):
             answers[i] = answer
         return answers
@@ -124,35 +150,43 @@ class CrossEncoderSide:
 
     def __init__(self, work: Work, inputs: Path, device: str, *, smoke: bool) -> None:
         self._work, self._folder, self._device = work, str(model_folder(inputs, work)), device
-        self._longest = max_length(smoke)
-        self._models: dict[str, Any] = {}
+        self._longest, self._padded = max_length(smoke), padded_length(inputs, work)
+        self._model: Any = None
+        self._made_with: Settings = {}
 
     def prepare(self, settings: Settings) -> Run:
         """See `Side`."""
         from sentence_transformers import CrossEncoder
 
-        dtype = settings["dtype"]
-        if dtype not in self._models:
-            model_kwargs = {"dtype": _DTYPES[dtype], "attn_implementation": "sdpa"}
-            self._models[dtype] = CrossEncoder(
+        made_with = {key: settings[key] for key in _OF_A_MODEL}
+        if self._model is None or made_with != self._made_with:
+            self._model = None
+            model_kwargs = {"dtype": _DTYPES[settings["dtype"]], "attn_implementation": settings["attention"]}
+            self._model = CrossEncoder(
                 self._folder, device=self._device, max_length=self._longest, model_kwargs=model_kwargs
             )
-        model = self._models[dtype]
-        return lambda sample: self._predict(model, settings["batch_size"], sample)
+            compile_as_asked(self._model.model, settings)
+            self._made_with = made_with
+        model = self._model
+        return lambda sample: self._predict(model, settings, sample)
 
-    def _predict(self, model: Any, batch_size: int, sample: Sample) -> Answered:
+    def _predict(self, model: Any, settings: Settings, sample: Sample) -> Answered:
+        more: dict[str, Any] = {"batch_size": settings["batch_size"], "show_progress_bar": False}
+        if settings["padding"] == "corpus":
+            text = {"padding": "max_length", "max_length": self._padded, "truncation": True}
+            more["processing_kwargs"] = {"text": text}
         began = time.perf_counter()
         candidates = self._work.candidates
         names = [model.config.id2label[i] for i in range(model.config.num_labels)]
         if candidates:
             asked = [(text, TEMPLATE.format(label)) for text in sample.texts for label in candidates]
-            logits = model.predict(asked, batch_size=batch_size, show_progress_bar=False)
+            logits = model.predict(asked, **more)
             entailed_NL = logits[:, names.index("entailment")].reshape(-1, len(candidates)).astype(np.float32)
             powers_NL = np.exp(entailed_NL - entailed_NL.max(1, keepdims=True))
             scores_NC, names = powers_NL / powers_NL.sum(1, keepdims=True), list(candidates)
         else:
             asked = list(zip(sample.texts, sample.pairs or [""] * len(sample.texts), strict=True))
-            scores_NC = model.predict(asked, batch_size=batch_size, show_progress_bar=False, apply_softmax=True)
+            scores_NC = model.predict(asked, **more, apply_softmax=True)
         best = scores_NC.argmax(1)
         seconds = time.perf_counter() - began
         return Answered(seconds=seconds, labels=[names[i] for i in best], scores=scores_NC.max(1).tolist())

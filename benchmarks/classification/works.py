@@ -101,7 +101,7 @@ class Pool:
     ) -> None:  # fmt: skip
         self._texts, self._pairs = texts, pairs
         self._tokens_N, self._operations_N, self._needed_N = tokens_N, operations_N, needed_N
-        self.mean_tokens = float(tokens_N.mean())
+        self.mean_tokens, self.distinct = float(tokens_N.mean()), len(texts)
         self.sample = cache(self._sample)
 
     def _sample(self, number: int) -> Sample:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from settings import BASE, KEPT, changed, samples_per_s
 from works import KNOWN_HF, TABLE, Work
 
 Record = dict[str, Any]
@@ -32,7 +33,7 @@ def results(records: list[Record]) -> list[Record]:
         whole = [sides for sides in by_call.values() if set(work.sides) <= set(sides)]
         if not whole:
             continue
-        fastest = {side: max(whole[-1][side], key=_samples_per_s) for side in work.sides}
+        fastest = {side: max(whole[-1][side], key=samples_per_s) for side in work.sides}
         for side, best in fastest.items():
             others = [r for r in whole[-1][side] if r is not best]
             result = _result(best, limits[best["call"], best["gpu"]], others)
@@ -44,10 +45,6 @@ def results(records: list[Record]) -> list[Record]:
 
 def _place(name: str) -> tuple[int, str]:
     return (TABLE.index(name) if name in TABLE else len(TABLE), name)
-
-
-def _samples_per_s(record: Record) -> float:
-    return statistics.median(rates(record))
 
 
 def _result(record: Record, limits: Record, others: list[Record]) -> Record:
@@ -70,6 +67,8 @@ def _result(record: Record, limits: Record, others: list[Record]) -> Record:
         "nvml_bytes": record["nvml_bytes"],
         "settings": record["settings"] | ({"recipe": record["recipe"]} if "recipe" in record else {}),
         "gpu": record["gpu"],
+        "host": record.get("host"),
+        "commit": record.get("commit"),
         "versions": record["versions"],
         "floor_samples_per_s": floor_samples_per_s,
         "share_of_floor": statistics.median(by_round) / floor_samples_per_s,
@@ -81,7 +80,7 @@ def _result(record: Record, limits: Record, others: list[Record]) -> Record:
         "graphs_at_marks": record.get("graphs_at_marks"),
         "packed": record.get("packed"),
         "limits": limits | {"floors": {work.name: floor}},
-        "also_measured": [{"settings": r["settings"], "samples_per_s": _samples_per_s(r)} for r in others],
+        "also_measured": [{"settings": r["settings"], "samples_per_s": samples_per_s(r)} for r in others],
         "known_samples_per_s": KNOWN_HF.get(record["work"]) if record["side"] == "hf" else None,
         "call": record["call"],
     }
@@ -93,19 +92,6 @@ def _ratio(ours: Record, theirs: Record) -> Record:
         "ratio": statistics.median(fast) / statistics.median(slow),
         "ratio_range": [min(fast) / max(slow), max(fast) / min(slow)],
     }
-
-
-def winners(tried: list[Record], faster: float) -> Record:
-    """Of each setting the value that was fastest beside the first record, if by this ratio; else the first one's."""
-    first, *others = tried
-    if "rounds" not in first:
-        return {}
-    best: dict[str, tuple[float, Any]] = {}
-    for each in others:
-        for key, value in each["tried"].items():
-            if "rounds" in each and _samples_per_s(each) > best.get(key, (faster * _samples_per_s(first), None))[0]:
-                best[key] = (_samples_per_s(each), value)
-    return {key: value for key, (_, value) in best.items()}
 
 
 def table(found: list[Record]) -> str:
@@ -153,12 +139,13 @@ def _notes(each: Record) -> list[str]:
 
 
 def _machine(of_call: list[Record]) -> str:
-    limits, versions = of_call[0]["limits"], of_call[0]["versions"]
+    limits, versions, host = of_call[0]["limits"], of_call[0]["versions"], of_call[0]["host"] or {}
     works = ", ".join(dict.fromkeys(each["work"] for each in of_call))
     shown = ("torch", "transformers", "accelerate", "triton", "cuda", "driver", "brimful")
     said = ", ".join(f"{name} {versions[name]}" for name in shown if versions.get(name))
     return (
-        f"{works}: {of_call[0]['gpu']}: product of {limits['matmul_shape'][0]}³ in bf16 at"
+        f"{works}: {of_call[0]['gpu']}, {host.get('cores')} cores of {host.get('cpu')} (host {host.get('id')}),"
+        f" commit {of_call[0]['commit']}: product of {limits['matmul_shape'][0]}³ in bf16 at"
         f" {limits['matmul_flops_per_s'] / 1e12:,.1f} TFLOP/s, device copy at"
         f" {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s (read and write), of call {of_call[0]['call']}; {said}."
     )
@@ -168,25 +155,25 @@ def _gib(number: int | None) -> str:
     return "unknown" if number is None else f"{number / 2**30:.1f}"
 
 
-def sweep_table(sweeps: dict[str, list[Record]], base: Record, faster: float) -> str:
-    """Trainer's settings on the rows they were looked for on, as Markdown."""
-    text = ", ".join(f"{key} {value}" for key, value in base.items())
+def sweep_table(trials: list[Record]) -> str:
+    """Everything that was tried of Trainer, by row and machine, as Markdown."""
+    text = ", ".join(f"{key} {value}" for key, value in BASE.items())
     lines = [
-        f"HF Trainer begins with {text}; one setting is changed at a time, and the fastest are taken together.",
+        f"Short trials on the row's own host, fastest first; the {KEPT} fastest are measured at length. Unless it says"
+        f" otherwise: {text}.",
         "",
-        "| work | changed | samples/s, median (range) | to the first | taken |",
-        "|---|---|---|---|---|",
+        "| work | host | commit | settings | samples/s | to the fastest |",
+        "|---|---|---|---|---|---|",
     ]
-    for name, tried in sweeps.items():
-        chosen = winners(tried, faster)
-        for each in tried:
-            changed = ", ".join(f"{key} {value}" for key, value in each["tried"].items()) or "nothing"
-            if "rounds" not in each:
-                lines.append(f"| {name} | {changed} | failed: {' '.join(each['error'].split())[-160:]} | | |")
-                continue
-            by_round = rates(each)
-            ratio = f"{_samples_per_s(each) / _samples_per_s(tried[0]):.2f}" if "rounds" in tried[0] else ""
-            taken = "yes" if each["tried"] and each["tried"].items() <= chosen.items() else ""
-            speed = f"{statistics.median(by_round):,.0f} ({min(by_round):,.0f} to {max(by_round):,.0f})"
-            lines.append(f"| {name} | {changed} | {speed} | {ratio} | {taken} |")
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for each in trials:
+        groups.setdefault((each["work"], each["host"]["id"]), []).append(each)
+    for (work, host), tried in groups.items():
+        by_speed = sorted(tried, key=samples_per_s, reverse=True)
+        for each in by_speed:
+            speed = samples_per_s(each)
+            shown = f"{speed:,.0f}" if speed else f"failed: {' '.join(each['error'].split())[-160:]}"
+            ratio = f"{speed / samples_per_s(by_speed[0]):.2f}" if speed else ""
+            said = changed(each["settings"])
+            lines.append(f"| {work} | {host} | {each['commit']} | {said} | {shown} | {ratio} |")
     return "\n".join(lines)

@@ -11,43 +11,28 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
 import report
+import settings as trainer_settings
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
 from works import TABLE, Work, make_inputs
 
-#: Trainer's settings that the sweep begins with, and those it tries instead, one at a time.
-HF_BASE: dict[str, Any] = {
-    "batch_size": 32,
-    "padding": "longest",
-    "pad_to_multiple_of": None,
-    "sampling": "random",
-    "workers": 4,
-    "optim": "adamw_torch_fused",
-    "nan_filter": True,
-    "torch_compile": False,
-}
-HF_TRIED: list[dict[str, Any]] = [
-    {"pad_to_multiple_of": 8},
-    {"sampling": "group_by_length"},
-    {"workers": 0},
-    {"workers": 8},
-    {"optim": "adamw_torch"},
-    {"nan_filter": False},
-]
-HF_COMPILED = {"torch_compile": True}
-#: A setting counts as faster from this ratio on: less is noise.
-_FASTER = 1.01
-_COMPILE_TIMEOUT_S = 150
-#: Steps that a compiled Trainer is given to meet shapes that it compiles anew for.
-_COMPILED_WARM_UP = 120
+#: Seconds of a trial's round, and its steps of warm-up: a compiled Trainer meets more shapes.
+_TRIAL_S, _WARM_UP, _COMPILED_WARM_UP = 3.0, 20, 60
+#: The same of long measurements.
+_COMPILED_LONG_WARM_UP = 120
+#: Seconds that a trial is expected to take by mode of compilation, and the most that it may.
+_EXPECTED_TRIAL_S = {None: 10.0, "default": 45.0, "reduce-overhead": 60.0, "max-autotune": 100.0}
+_MOST_TRIAL_S = {None: 60.0, "default": 120.0, "reduce-overhead": 150.0, "max-autotune": 200.0}
 #: Seconds that a measurement is expected to take, before the raw log knows better.
-_EXPECTED_S = {"limits": 45.0, "sweep": 60.0, "compile": float(_COMPILE_TIMEOUT_S), "hf": 120.0, "brimful": 30.0}
+_EXPECTED_S = {"limits": 45.0, "hf": 60.0, "brimful": 30.0}
 _EXPECTED_MORE_S = {"large": 15.0, "modernbert": 15.0}
+Settings = dict[str, Any]
 
 
 def expected_s(session: Session, kind: str, work: Work, side: str | None = None) -> float:
@@ -57,60 +42,74 @@ def expected_s(session: Session, kind: str, work: Work, side: str | None = None)
     return session.last_wall_s(kind, work=work.name, **wanted) or guess
 
 
-def hf_settings(session: Session, work: Work) -> dict[str, Any] | None:
-    """The fastest settings found on the row's sweep; None if it was not swept yet."""
-    base = HF_BASE | {"padding": "max_length" if work.corpus == "tweets512" else "longest"}
-    if session.arguments.no_sweep:
-        return _here(session, base)
-    if not all(_sweeps(session, kind, work.sweep) for kind in _sweep_kinds(session)):
-        return None
-    return _here(session, base | report.winners(swept(session, work.sweep), _FASTER))
+def base_of(session: Session, work: Work) -> Settings:
+    """Trainer's settings that the sweep of a row begins with."""
+    padding = "max_length" if work.corpus == "tweets512" else "longest"
+    base = trainer_settings.BASE | {"padding": padding, "batch_size": work.batches[0]}
+    return base | {"workers": 0} if session.arguments.smoke else base
 
 
-def _here(session: Session, settings: dict[str, Any]) -> dict[str, Any]:
-    """In a smoke test no workers are started."""
-    return settings | {"workers": 0} if session.arguments.smoke else settings
+def trials(session: Session, work: Work) -> list[dict[str, Any]]:
+    """What was tried of Trainer on this row by this machine."""
+    return session.known("trial", here=True, work=work.for_trainer)
 
 
-def _sweep_kinds(session: Session) -> tuple[str, ...]:
-    return ("sweep",) if session.arguments.smoke else ("sweep", "compile")
-
-
-def _sweeps(session: Session, kind: str, name: str) -> list[dict[str, Any]]:
-    """Sweeps of one row that can be believed: compiling may fail, what all is compared with may not."""
-    return [r for r in session.known(kind, work=name) if kind == "compile" or "rounds" in r["tried"][0]]
-
-
-def swept(session: Session, name: str) -> list[dict[str, Any]]:
-    """The newest sweep of one row: `tried` (what differs from the first one, which is {}), rounds or `error`."""
-    found = [_sweeps(session, kind, name) for kind in _sweep_kinds(session)]
-    return [each for records in found if records for each in records[-1]["tried"]]
+def next_trials(session: Session, work: Work) -> list[Settings]:
+    """What the sweep of a row tries next. A smoke test tries a few, in one process."""
+    tried, base = trials(session, work), base_of(session, work)
+    if session.arguments.no_sweep or (session.arguments.smoke and tried):
+        return []
+    flash = find_spec("flash_attn") is not None
+    wanted = trainer_settings.next_trials(tried, base, flash=flash, batches=work.batches)
+    if session.arguments.smoke:
+        return [each for each in wanted if each["compile"] is None][:3]
+    spent_s = sum(r["wall_s"] for r in tried)
+    return wanted if spent_s < session.arguments.sweep_s else []
 
 
 def sweep(session: Session, work: Work) -> bool:
-    """Measures Trainer's settings on one row where that was not done; False if there is no time for it."""
-    tried = [each for each in HF_TRIED if not (session.arguments.smoke and "workers" in each)]
-    for kind, changes in (("sweep", [{}, *tried]), ("compile", [HF_COMPILED])):
-        if kind not in _sweep_kinds(session) or _sweeps(session, kind, work.name):
-            continue
-        if not session.fits(expected_s(session, kind, work)):
+    """Try Trainer's settings on one row, round by round; False if the time was not enough."""
+    if find_spec("flash_attn") is None and not trials(session, work):
+        say(f"{work.name}: FlashAttention-2 is not installed, and not tried")
+    while wanted := next_trials(session, work):
+        fitting, total_s = [], 0.0
+        for each in wanted:
+            total_s += _EXPECTED_TRIAL_S[each["compile"]] + _EXPECTED_MORE_S.get(work.size, 0.0)
+            if session.fits(total_s):
+                fitting.append(each)
+        if not fitting:
             return False
-        say(f"{work.name}: HF Trainer with {', '.join(json.dumps(each) for each in changes)}")
-        settings = [_here(session, HF_BASE | change) for change in changes]
-        # The first setting is measured twice, and the second time counts: what comes first in a process comes cold.
-        order = settings[:1] + settings
-        plan = steps_of(session, work, "hf") | {"work": work.name, "side": "hf", "settings": order}
-        timeout_s = _COMPILE_TIMEOUT_S if kind == "compile" else session.arguments.timeout_s
-        result = session.child(plan | {"rounds": 3 if not session.arguments.smoke else 1}, timeout_s)
+        _try(session, work, fitting)
+        if not session.fits(0):
+            return False
+    return True
+
+
+def _try(session: Session, work: Work, wanted: list[Settings]) -> None:
+    """Trials of one process into the raw log. One that ends the process is recorded as failed."""
+    while wanted:
+        say(f"{work.name}: Trainer with {'; '.join(trainer_settings.changed(each) for each in wanted)}")
+        # Those of one kind share a process: its compiler's settings and its time limit are theirs.
+        kind = wanted[0]["compile"]
+        alike = [each for each in wanted if each["compile"] == kind]
+        wanted = [each for each in wanted if each["compile"] != kind]
+        warm_up = 2 if session.arguments.smoke else _COMPILED_WARM_UP if kind else _WARM_UP
+        plan = {"work": work.name, "side": "hf", "settings": alike, "smoke": session.arguments.smoke}
+        plan |= {"warm_up": warm_up, "steps": 10, "rounds": 1}
+        plan |= {"trial_s": 0.1 if session.arguments.smoke else _TRIAL_S}
+        result = session.child(plan, len(alike) * _MOST_TRIAL_S[kind])
+        found = result["found"]
+        for each in found:
+            seconds = sum(r["seconds"] for r in each.get("rounds", ())) + each.get("warm_up_s", 0.0)
+            session.add(kind="trial", work=work.for_trainer, wall_s=round(seconds, 1), ok="rounds" in each, **each)
         if not result["ok"] and not session.fits(0):
-            return False  # cut by the budget, which says nothing of the setting
-        rows = {json.dumps(row["settings"]): row for row in result.pop("found")}
-        error = {"error": result["error"] or "no result"}
-        found = [rows.get(json.dumps(s), error) | {"tried": c} for c, s in zip(changes, settings, strict=True)]
-        session.add(kind=kind, work=work.name, tried=found, **result)
-        if not result["ok"]:
-            say(f"{work.name}, {kind}: failed: {result['error']}")
-    return all(_sweeps(session, kind, work.name) for kind in _sweep_kinds(session))
+            return  # cut by the budget, which says nothing of the setting
+        if len(found) < len(alike):
+            failed, *others = alike[len(found) :]
+            spent_s = result["wall_s"]
+            error = {"settings": failed, "error": result["error"] or "no result"}
+            session.add(kind="trial", work=work.for_trainer, wall_s=spent_s, ok=False, **error)
+            wanted = others + wanted
 
 
 def steps_of(session: Session, work: Work, side: str) -> dict[str, Any]:
@@ -122,59 +121,63 @@ def steps_of(session: Session, work: Work, side: str) -> dict[str, Any]:
     return {"warm_up": warm_up, "steps": steps, "rounds": 5, "smoke": False}
 
 
-def settings_of(session: Session, work: Work, side: str) -> list[dict[str, Any]] | None:
-    """Settings of a side of a row, one process each; None if a sweep must find them first."""
+def settings_of(session: Session, work: Work, side: str) -> list[Settings]:
+    """Settings of a side of a row that are measured at length, one process each."""
     if side == "brimful":
         arguments = session.arguments
         precision = "fp8" if work.fp8 else "auto" if arguments.smoke else "bf16"
         execution = "auto" if arguments.smoke else arguments.execution
         return [{"batch_size": batch, "precision": precision, "execution": execution} for batch in work.batches]
-    found = hf_settings(session, work)
-    return None if found is None else [found | {"batch_size": batch} for batch in work.batches]
+    if session.arguments.no_sweep:
+        return [base_of(session, work)]
+    return trainer_settings.fastest(trials(session, work))
 
 
 def complete(session: Session, work: Work) -> bool:
-    """True if one call has measured all settings of the row."""
-    wanted = [(side, settings_of(session, work, side)) for side in work.sides]
-    if any(settings is None for _, settings in wanted):
-        return False
-    keys = [(side, each) for side, settings in wanted for each in settings or ()]
-    calls = {r["call"] for r in session.known("row", work=work.name, ok=True)}
-    return any(
-        all(session.known("row", work=work.name, call=call, side=side, asked=each, ok=True) for side, each in keys)
-        for call in calls
-    )
+    """True if one call has measured all settings of the row that it asked for."""
+
+    def keys(settings: list[Settings]) -> set[str]:
+        return {json.dumps(each, sort_keys=True) for each in settings}
+
+    for call in {r["call"] for r in session.known("row", work=work.name, ok=True)}:
+        rows = session.known("row", work=work.name, call=call)
+        well = {r["side"] for r in rows if r["ok"]}
+        asked = {side: keys([s for r in rows if r["side"] == side for s in r["all_asked"]]) for side in work.sides}
+        done = {side: keys([r["settings"] for r in rows if r["side"] == side]) for side in work.sides}
+        if well >= set(work.sides) and all(asked[side] and asked[side] <= done[side] for side in work.sides):
+            return True
+    return False
 
 
 def row(session: Session, work: Work) -> bool:
     """Measures both sides of one row; False if there is no time for it."""
-    asked = [(side, each) for side in work.sides for each in settings_of(session, work, side) or ()]
-    if not session.fits(sum(expected_s(session, "row", work, side) for side, _ in asked)):
+    asked = {side: settings_of(session, work, side) for side in work.sides}
+    if not asked["hf"]:
+        say(f"{work.name}: Trainer worked with no setting")
         return False
-    for side, settings in asked:
-        say(f"{work.name}: {side} {json.dumps(settings)}")
-        result = measure(session, work, side, settings, settings)
-        if not result["ok"] and not session.fits(0):
-            return False  # cut by the budget, which says nothing of the setting
-        # What won on one row may fail on another; what was only slow to compile is not measured as if it had failed.
-        if side == "hf" and settings["torch_compile"] and not result["ok"] and not result["timed_out"]:
-            say(f"{work.name}: again without torch_compile")
-            measure(session, work, side, settings, settings | {"torch_compile": False})
+    if not session.fits(sum(expected_s(session, "row", work, side) * len(each) for side, each in asked.items())):
+        return False
+    for side, of_side in asked.items():
+        for settings in of_side:
+            say(f"{work.name}: {side} {json.dumps(settings)}")
+            result = measure(session, work, side, settings, of_side)
+            if not result["ok"] and not session.fits(0):
+                return False  # cut by the budget, which says nothing of the setting
     return True
 
 
-def measure(session: Session, work: Work, side: str, asked: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """One side of a row into the raw log. asked: the settings that it stands for, if others had to be taken."""
+def measure(session: Session, work: Work, side: str, settings: Settings, all_asked: list[Settings]) -> dict[str, Any]:
+    """One setting of a side of a row into the raw log. all_asked: those of this side that the row is made of."""
     plan = steps_of(session, work, side) | {"work": work.name, "side": side, "settings": [settings]}
-    if settings.get("torch_compile") and not session.arguments.smoke:
-        plan["warm_up"] = _COMPILED_WARM_UP
+    if settings.get("compile") and not session.arguments.smoke:
+        plan["warm_up"] = _COMPILED_LONG_WARM_UP
     result = session.child(plan, session.arguments.timeout_s)
     found = result.pop("found")
     record = {"settings": settings, "warm_up": plan["warm_up"]} | (found[0] if found else {})
     record["versions"] = record.get("versions", {}) | {"driver": session.nvml.driver}
     if not result["ok"]:
         say(f"{work.name}, {side}: failed: {result['error']}")
-    return session.add(kind="row", work=work.name, side=side, asked=asked, **record, **result)
+    return session.add(kind="row", work=work.name, side=side, all_asked=all_asked, **record, **result)
 
 
 def one(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[dict[str, Any]]:
@@ -205,9 +208,7 @@ def write_report(session: Session) -> str:
     """results.json, table.md and sweep.md from the raw log; the text of the tables."""
     mine = [r for r in session.records if r["smoke"] == session.arguments.smoke]
     results = report.results(mine)
-    swept_names = dict.fromkeys(r["work"] for r in session.known("sweep"))
-    sweeps = {name: tried for name in swept_names if (tried := swept(session, name)) and not tried[0]["tried"]}
-    texts = [report.table(results), report.sweep_table(sweeps, HF_BASE, _FASTER)]
+    texts = [report.table(results), report.sweep_table([r for r in mine if r["kind"] == "trial"])]
     files = {"results.json": json.dumps(results, indent=1), "table.md": texts[0], "sweep.md": texts[1]}
     write_texts(session.arguments.output, files)
     return "\n\n".join(reversed(texts))
@@ -216,15 +217,14 @@ def write_report(session: Session) -> str:
 def dry_run(session: Session, works: list[Work]) -> None:
     total = expected_s(session, "limits", Work.parse("bbc/base")) if works else 0.0
     print(f"{total:5.0f} s  limits of the machine, and files for both sides")
-    for name in dict.fromkeys(work.sweep for work in works):
-        for kind in _sweep_kinds(session):
-            if not session.arguments.no_sweep and not _sweeps(session, kind, name):
-                seconds = expected_s(session, kind, Work.parse(name))
-                total += seconds
-                print(f"{seconds:5.0f} s  {name}: HF Trainer's settings ({kind})")
     for work in works:
+        if next_trials(session, work):
+            seconds = max(0.0, session.arguments.sweep_s - sum(r["wall_s"] for r in trials(session, work)))
+            total += seconds
+            print(f"{seconds:5.0f} s  {work.name}: Trainer's settings, at most")
         for side in work.sides:
-            seconds = len(work.batches) * expected_s(session, "row", work, side)
+            number = len(settings_of(session, work, side)) or trainer_settings.KEPT
+            seconds = number * expected_s(session, "row", work, side)
             total += seconds
             print(f"{seconds:5.0f} s  {work.name}: {side}")
     print(f"{total:5.0f} s  in all")
@@ -234,6 +234,7 @@ def main() -> None:
     parser = parser_of("Fine-tuning by Hugging Face Trainer and by brimful.", TABLE, timeout_s=300.0)
     parser.add_argument("--execution", default="compiled", help="how brimful launches steps: its own option")
     parser.add_argument("--no-sweep", action="store_true", help="Trainer's settings as the sweep begins with them")
+    parser.add_argument("--sweep-s", type=float, default=300.0, help="most seconds of a row's trials; default: 300")
     arguments = parser.parse_args()
     arguments.inputs = arguments.inputs or default_inputs("training", smoke=arguments.smoke)
     if arguments.one:
@@ -258,8 +259,7 @@ def run(session: Session, works: list[Work]) -> list[str]:
     """Measures the works as long as there is time; the names of those left."""
     if not works:
         return []
-    needed = [*works, *(Work.parse(work.sweep) for work in works)]
-    names = list(dict.fromkeys(work.name for work in needed))
+    names = [work.name for work in works]
     say("files for both sides, and the limits of the machine")
     plan = {"work": names, "side": "limits", "smoke": session.arguments.smoke}
     result = session.child(plan, session.arguments.timeout_s)
@@ -269,9 +269,7 @@ def run(session: Session, works: list[Work]) -> list[str]:
         sys.exit(f"the limits of this machine could not be measured: {result['error']}")
     left = []
     for work in works:
-        known = session.arguments.no_sweep or sweep(session, Work.parse(work.sweep))
-        # A row may be complete now: a new sweep can find again the settings that an earlier call has measured it with.
-        if not complete(session, work) and not (known and row(session, work) and complete(session, work)):
+        if not (sweep(session, work) and row(session, work) and complete(session, work)):
             left.append(work.name)
         write_report(session)
     return left

@@ -1,7 +1,11 @@
-"""Hugging Face Trainer as a user's own code has it: tokenised rows in a list, a padding collator, TrainingArguments."""
+"""Hugging Face Trainer as a user's own code has it: tokenised rows in a list, a padding collator, TrainingArguments.
+
+Where each length of a batch is compiled apart (`settings.MODES`), torch's compiler may keep as many as there are.
+"""
 
 from __future__ import annotations
 
+import bisect
 import gc
 import tempfile
 import time
@@ -12,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from chip import operations
+from settings import BUCKETS
 from shapes import max_length
 from transformers import (
     AutoModelForSequenceClassification,
@@ -26,7 +31,10 @@ from works import Work, data_file, model_folder, read_rows
 
 
 def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
-    """One row a setting of the plan: what each round took. A setting that fails has `error` instead."""
+    """One row a setting of the plan: what each round took. A setting that fails has `error` instead.
+
+    With `trial_s` in the plan, one round of about so many seconds.
+    """
     work = Work.parse(plan["work"])
     tokenizer = AutoTokenizer.from_pretrained(model_folder(inputs, work))
     rows = read_rows(data_file(inputs, work))
@@ -40,11 +48,12 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
         try:
             found = _train(work, settings, plan, inputs, data, tokenizer, len(names))
         except Exception as failure:
-            if len(plan["settings"]) == 1:
+            if len(plan["settings"]) == 1 and "trial_s" not in plan:
                 raise
             found = {"error": f"{type(failure).__name__}: {failure}"[:300]}
         yield {"settings": settings, **found}
         gc.collect()
+        torch.compiler.reset()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -60,6 +69,33 @@ class _Clock(TrainerCallback):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.marks.append(time.perf_counter())
+
+
+class _Trial(TrainerCallback):
+    """Ends the training when a round has taken so many seconds, and at least ten steps."""
+
+    def __init__(self, warm_up: int, seconds: float) -> None:
+        self.warm_up, self.seconds, self.marks, self.steps = warm_up, seconds, list[float](), 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps = state.global_step - self.warm_up
+        now = time.perf_counter()
+        due = self.steps >= 10 and now - self.marks[0] >= self.seconds if self.marks else self.steps == 0
+        if due:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.marks.append(time.perf_counter())
+            control.should_training_stop = len(self.marks) == 2
+
+
+class _Buckets(DataCollatorWithPadding):
+    """Pads a batch to the next of a few lengths."""
+
+    def __call__(self, features: list[dict[str, Any]]) -> Any:
+        longest = max(len(each["input_ids"]) for each in features)
+        self.padding = "max_length"
+        self.max_length = BUCKETS[min(bisect.bisect_left(BUCKETS, longest), len(BUCKETS) - 1)]
+        return super().__call__(features)
 
 
 class _Counting(Trainer):
@@ -86,18 +122,24 @@ def _train(
     warm_up, steps, rounds = _steps(settings, plan, len(data))
     set_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(
-        model_folder(inputs, work), num_labels=num_labels, dtype=torch.float32
+        model_folder(inputs, work),
+        num_labels=num_labels,
+        dtype=torch.float32,
+        attn_implementation=settings["attention"],
     )
+    mode = settings["compile"]
+    _fix_shapes(wanted=mode is not None and settings["padding"] in ("buckets", "max_length"))
     fast = {"bf16": True, "tf32": True} if cuda else {"use_cpu": True}
     if workers:
         fast |= {"dataloader_persistent_workers": True}
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
-        max_steps=warm_up + rounds * steps,
+        max_steps=10**6 if "trial_s" in plan else warm_up + rounds * steps,
         per_device_train_batch_size=batch_size,
         learning_rate=1e-5,
         optim=settings["optim"],
-        torch_compile=settings["torch_compile"],
+        torch_compile=mode is not None,
+        torch_compile_mode=mode,
         train_sampling_strategy=settings["sampling"],
         logging_nan_inf_filter=settings["nan_filter"],
         dataloader_num_workers=workers,
@@ -109,13 +151,14 @@ def _train(
         seed=0,
         **fast,
     )
-    collator = DataCollatorWithPadding(
+    padding = settings["padding"]
+    collator = (_Buckets if padding == "buckets" else DataCollatorWithPadding)(
         tokenizer,
-        padding=settings["padding"],
+        padding="max_length" if padding == "max_length" else "longest",
         max_length=max_length(plan["smoke"]),
-        pad_to_multiple_of=settings["pad_to_multiple_of"],
+        pad_to_multiple_of=8 if padding == "multiple of 8" else None,
     )
-    clock = _Clock(warm_up, steps)
+    clock = _Trial(warm_up, plan["trial_s"]) if "trial_s" in plan else _Clock(warm_up, steps)
     trainer = _Counting(
         model=model,
         args=arguments,
@@ -128,6 +171,8 @@ def _train(
     began = time.perf_counter()
     trainer.train()
     lengths = [each.cpu().numpy() for each in trainer.lengths]
+    if isinstance(clock, _Trial):
+        steps, rounds = clock.steps, 1
     found = []
     for number in range(rounds):
         first = warm_up + number * steps
@@ -148,6 +193,12 @@ def _train(
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
         "steps_per_round": steps,
     }
+
+
+def _fix_shapes(*, wanted: bool) -> None:
+    """Have torch compile each shape apart, as many as there are, or symbolic shapes where a second one comes."""
+    torch._dynamo.config.automatic_dynamic_shapes = not wanted
+    torch._dynamo.config.recompile_limit = 64 if wanted else 8
 
 
 def _steps(settings: dict[str, Any], plan: dict[str, Any], num_rows: int) -> tuple[int, int, int]:

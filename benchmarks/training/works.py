@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,9 @@ class Work:
         return "tweets" if self.corpus == "tweets512" else self.corpus
 
     @property
-    def sweep(self) -> str:
-        """The row on which HF Trainer's settings for this one are looked for: of short texts, or of long ones."""
-        return "tweets/base" if self.texts == "tweets" else "bbc/base"
+    def for_trainer(self) -> str:
+        """The name of the row as Trainer sees it, which has no fp8."""
+        return replace(self, fp8=False).name
 
     @property
     def sides(self) -> tuple[str, ...]:

@@ -19,13 +19,16 @@ from tiny import FAMILIES
 
 Load = Callable[..., dict[str, ModuleType]]
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "classification" / "run.py"
-FIELDS = {"work", "side", "texts_per_s", "tokens_per_s", "settings", "gpu", "cpu", "versions", "share_of_floor"}
+FIELDS = {
+    *("work", "side", "texts_per_s", "tokens_per_s", "settings", "gpu", "host", "commit", "cpu", "versions"),
+    *("share_of_floor", "repeated_share"),
+}
 
 
 @pytest.fixture
 def parts(load: Load) -> dict[str, ModuleType]:
     """The modules beside the script, by name."""
-    return load("classification", "works", "floor", "sides", "pace", "report")
+    return load("classification", "works", "floor", "settings", "sides", "pace", "report")
 
 
 def script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -75,7 +78,7 @@ def test_sides_give_the_same_answers_to_every_kind_of_question(parts: dict[str, 
         works.make_inputs(tmp_path, work, None, smoke=True)
         sample = parts["floor"].read_pool(tmp_path, work).sample(12)
         asked: dict[str, dict[str, Any]] = {
-            "pipeline": {"batch_size": 4, "sorted": True, "dtype": "fp32"},
+            "pipeline": parts["settings"].BASE | {"batch_size": 4, "sorted": True, "dtype": "fp32"},
             "brimful": {"precision": "fp32", "execution": "auto", "returns": "objects"},
         }
         found = {
@@ -85,6 +88,47 @@ def test_sides_give_the_same_answers_to_every_kind_of_question(parts: dict[str, 
         assert found["brimful"].labels == found["pipeline"].labels
         assert found["brimful"].scores == pytest.approx(found["pipeline"].scores, abs=1e-5)
         assert len(set(found["pipeline"].labels)) > 1 or work.candidates
+
+
+def test_a_sweep_goes_from_batches_to_changes_to_all_together(parts: dict[str, ModuleType]) -> None:
+    settings = parts["settings"]
+    factors = {"compile": {"reduce-overhead": 2.0, "default": 1.5}, "workers": {4: 1.2, 8: 1.3, 12: 1.1}}
+
+    def tried(asked: dict[str, Any]) -> dict[str, Any]:
+        if asked["compile"] == "max-autotune":
+            return {"settings": asked, "error": "RuntimeError: no"}
+        rate = 1000.0 - abs(asked["batch_size"] - 512)
+        for key, of_key in factors.items():
+            rate *= of_key.get(asked[key], 1.0)
+        return {"settings": asked, "texts_per_s": rate}
+
+    done: list[dict[str, Any]] = []
+    rounds = []
+    about = {"flash": True, "fixed": True, "smoke": False}
+    while wanted := settings.next_trials(done, "pipeline", "cuda", **about):
+        assert not [each for each in wanted if each in [record["settings"] for record in done]]
+        rounds.append(len(wanted))
+        done += [tried(each) for each in wanted]
+    assert rounds == [13, 7, 3]
+    best, second = settings.fastest(done)
+    assert (best["batch_size"], best["workers"], best["compile"], best["padding"]) == (
+        512,
+        8,
+        "reduce-overhead",
+        "corpus",
+    )
+    assert second["compile"] == "reduce-overhead"
+
+
+def test_a_sweep_of_what_never_works_ends(parts: dict[str, ModuleType]) -> None:
+    settings = parts["settings"]
+    about = {"flash": True, "fixed": False, "smoke": False}
+    wanted = settings.next_trials([], "crossencoder", "cuda", **about)
+    assert (
+        settings.next_trials([{"settings": each, "error": "no"} for each in wanted], "crossencoder", "cuda", **about)
+        == []
+    )
+    assert settings.fastest([]) == []
 
 
 def test_files_are_measured_from_parquet_to_parquet(parts: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -170,6 +214,8 @@ def test_the_fastest_of_a_side_counts_and_sides_are_of_one_call(parts: dict[str,
     records += [record("2", "pipeline", pipeline), record("2", "brimful", ours, ok=False)]
     records += [record("3", "brimful", ours)]
 
+    for each in records:
+        each |= {"host": {"id": "h"}, "commit": "c"}
     theirs, best, logits = parts["report"].results(records)
     assert {each["call"] for each in (theirs, best, logits)} == {"1"}
     assert (theirs["texts_per_s"], theirs["tokens_per_s"]) == (50.0, 1000.0)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,8 @@ FIELDS = {
     "nvml_bytes",
     "settings",
     "gpu",
+    "host",
+    "commit",
     "versions",
 }
 
@@ -36,7 +39,7 @@ FIELDS = {
 @pytest.fixture
 def parts(load: Load) -> dict[str, ModuleType]:
     """The modules beside the script, by name."""
-    return load("training", "chip", "report", "works")
+    return load("training", "chip", "report", "settings", "works")
 
 
 def script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -112,19 +115,50 @@ def test_windowed_layers_count_the_pairs_in_their_window(parts: dict[str, Module
         assert one + (length - 1) * head - ones == 12 * 16 * (pairs - length * len(kinds))
 
 
-def test_the_sweep_takes_what_is_faster_by_more_than_noise(parts: dict[str, ModuleType]) -> None:
-    def tried(samples: int, **change: object) -> dict[str, object]:
-        return {"tried": change, "rounds": [{"samples": samples, "seconds": 1.0}]}
+def test_a_sweep_goes_from_forms_to_changes_to_all_together(parts: dict[str, ModuleType]) -> None:
+    settings = parts["settings"]
+    speeds = {
+        "compile": {"default": 1.5, "reduce-overhead": 2.0},
+        "workers": {0: 1.2, 8: 0.9},
+        "nan_filter": {True: 1.1},
+    }
 
-    found = [
-        tried(1000),
-        tried(1200, workers=0),
-        tried(1300, workers=8),
-        tried(1005, optim="adamw_torch"),
-        tried(900, sampling="group_by_length"),
-        {"tried": {"torch_compile": True}, "error": "not done after 150 s"},
-    ]
-    assert parts["report"].winners(found, 1.01) == {"workers": 8}
-    table = parts["report"].sweep_table({"tweets/base": found}, {"workers": 4}, 1.01)
-    assert "| tweets/base | workers 8 | 1,300 (1,300 to 1,300) | 1.30 | yes |" in table
-    assert "failed: not done after 150 s" in table
+    def tried(asked: dict[str, Any]) -> dict[str, Any]:
+        if asked["compile"] == "max-autotune":
+            return {"settings": asked, "error": "not done after 200 s"}
+        rate = 1000.0
+        for key, factors in speeds.items():
+            rate *= factors.get(asked[key], 1.0)
+        return {"settings": asked, "rounds": [{"samples": rate, "seconds": 1.0}]}
+
+    done: list[dict[str, Any]] = []
+    rounds = []
+    while wanted := settings.next_trials(done, settings.BASE, flash=False, batches=(32,)):
+        assert not [each for each in wanted if each in [record["settings"] for record in done]]
+        rounds.append(len(wanted))
+        done += [tried(each) for each in wanted]
+    assert rounds == [len(settings.FORMS), 2 * len(settings.CHANGES), 2]
+    best, second = settings.fastest(done)
+    assert settings.changed(best | {"sampling": "random"}) == (
+        "padding buckets, workers 0, nan_filter True, compile reduce-overhead"
+    )
+    assert second["compile"] == "reduce-overhead"
+    trials = [each | {"work": "tweets/base", "host": {"id": "h"}, "commit": "c"} for each in done]
+    table = parts["report"].sweep_table(trials)
+    assert "| 2,640 | 1.00 |" in table
+    assert "failed: not done after 200 s" in table
+    # One that was not tried, for want of time, is tried next.
+    assert settings.next_trials(done[1:], settings.BASE, flash=False, batches=(32,)) == [done[0]["settings"]]
+
+
+def test_what_a_rows_shape_leaves_out_is_not_tried(parts: dict[str, ModuleType]) -> None:
+    settings = parts["settings"]
+    padded = settings.BASE | {"padding": "max_length"}
+    forms = settings.next_trials([], padded, flash=True, batches=(32,))
+    assert {each["padding"] for each in forms} == {"max_length"}
+    assert [each["compile"] for each in forms] == ["default", "reduce-overhead", None, "max-autotune", None, "default"]
+    tried = [{"settings": each, "rounds": [{"samples": 1.0, "seconds": 1.0}]} for each in forms]
+    assert {each["batch_size"] for each in settings.next_trials(tried, padded, flash=True, batches=(32, 128))} == {
+        32,
+        128,
+    }
