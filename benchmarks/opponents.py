@@ -102,9 +102,9 @@ def table(pairs: list[tuple[Seen, Seen]], gpu: str) -> str:
     lines = [
         "# The fastest opponent seen",
         "",
-        f"By `python benchmarks/opponents.py --write`, from all committed logs of {gpu}s. Medians of samples/s:",
-        "(texts/s where it classifies), ours the newest figure of the row, theirs the fastest of any call, host and setting.",
-        "Ratio: of the medians; in brackets our slowest round to their fastest, and our fastest to their median.",
+        f"By `python benchmarks/opponents.py --write`, from all logs of {gpu}s. Medians of samples/s, of texts/s",
+        "where it classifies: ours the newest of the row, theirs the fastest of any call, host and setting. Ratio: of",
+        "the medians; in brackets our slowest round to their fastest, and our fastest to their median.",
         "",
         "| row | brimful | the fastest opponent | ratio (range) | brimful's log | their log |",
         "|---|---|---|---|---|---|",
