@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import brimful
+from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
+from brimful.engine.training.checkpoint_writer import CheckpointWriter
 from brimful.hardware.memory import MemoryWatch
+from brimful.step.state import Counters, StepState
 from gpu.word_models import save_word_model
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +45,47 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def train(inputs: tuple[Path, Path], output: Path, **options: Any) -> brimful.Run:
     asked = {"num_train_epochs": 6, "learning_rate": 1e-3, "device": "cuda", "max_length": 128} | options
     return brimful.train(inputs[0], model=inputs[1], output=output, **asked)
+
+
+@pytest.mark.parametrize("execution", ["captured", "compiled"])
+def test_a_whole_command_says_where_its_time_went(
+    inputs: tuple[Path, Path], tmp_path: Path, execution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cold, with the GPU started beside the imports, and warm; the process ends by itself."""
+    for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    weights = []
+    for output in (tmp_path / "cold", tmp_path / "warm"):
+        words = ["train", str(inputs[0]), "--model", str(inputs[1]), "--output", str(output), "--device", "cuda"]
+        words += ["--num-train-epochs", "2", "--execution", execution, "--max-length", "128"]
+        done = subprocess.run([sys.executable, "-m", "brimful", *words], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        run = json.loads((output / "run.json").read_text("utf-8"))
+        print(output.name, execution, run["phases_s"])
+        names = {"start", "data", "tokens", "model", "setup", "capture", "steps", "evaluation", "saving", "export"}
+        assert run["phases_s"].keys() == names
+        assert run["train_s"] == pytest.approx(run["phases_s"]["capture"] + run["phases_s"]["steps"], abs=0.5)
+        weights.append(run["steps"])
+    assert weights[0] == weights[1]
+
+
+def test_a_checkpoint_holds_what_was_there_when_it_was_begun(tmp_path: Path) -> None:
+    """A large state of the device, written over as soon as it may be."""
+    counters = Counters(applied=1, scale=1.0, growth=0, used=())
+    writer = CheckpointWriter(tmp_path, "run", keep=2)
+    for step in (1, 2):
+        weights = {f"w{i}": torch.randn(1 << 22, device="cuda") for i in range(16)}
+        expected = {name: tensor.cpu() for name, tensor in weights.items()}
+        state = StepState(weights=weights, buffers={}, optimizer={}, counters=counters)
+        writer.begin(step, state=state, loop={}, protect=(), passed_over=())
+        for tensor in weights.values():
+            tensor.zero_()
+        saved = writer.settle()
+        assert saved is not None
+        assert saved.failure is None
+        found = load_checkpoint(checkpoint_path(tmp_path, step)).state.weights
+        assert all(found[name].equal(expected[name]) for name in expected)
+    writer.close()
 
 
 def weights_hash(folder: Path) -> str:

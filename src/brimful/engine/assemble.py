@@ -129,7 +129,7 @@ def assemble(
             seed=assembly.seed,
             seeded_dropout=seeds_dropout(assembly),
             most_tokens=layout.most_tokens,
-            fused=mode.compiled and mode.fused,
+            precompile=mode.fused,
             note=assembly.warn,
         )
         if mode.captured

@@ -4,7 +4,8 @@ One graph per shape runs a whole step where the batch is a single micro-batch. O
 `accumulate`, and one for all runs `update`; the number of micro-batches enters no graph. An update that the host
 decides on runs eagerly after them.
 
-Kernels of fused layers are compiled together before the first step, whose gradient is computed once for nothing.
+Our kernels are compiled together before the first step, or read from where an earlier process left them: its gradient
+is computed once for nothing.
 
 Dropout: torch fills a graph's seed at each replay from the generator state that it was captured with, so masks are
 drawn by (seed, batch, micro-batch) as in the eager step.
@@ -28,16 +29,16 @@ from brimful.step.updates.fused_adamw import MOST_GRAPHS
 class CapturedStep(Step):
     """`Step` with the same results, launched as graphs, for batches that were sent to its device.
 
-    most_tokens: of a micro-batch, padding counted. fused: whether layers are compiled, around our attention. note:
+    most_tokens: of a micro-batch, padding counted. precompile: whether attention is ours, and compiles. note:
     called once with the reason if capture turns out to be impossible; the step then goes on eagerly.
     pool: the memory of its graphs, for others that run between steps.
     """
 
     def __init__(
-        self, *arguments: Any, most_tokens: int, fused: bool, note: Callable[[str], None], **options: Any
+        self, *arguments: Any, most_tokens: int, precompile: bool, note: Callable[[str], None], **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
-        self._kernels_wait = fused
+        self._kernels_wait = precompile
         self.pool = GraphPool(self.device, most_tokens)
         # An update has tables of gradients' addresses for so many graphs, and a shape may have two.
         # It keeps nothing of the step itself: graphs are freed with their step, not when Python looks for cycles.
