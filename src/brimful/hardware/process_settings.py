@@ -6,6 +6,7 @@ needs them otherwise borrows them; blocks of other threads that borrow wait for 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
@@ -71,3 +72,18 @@ class RandomStream:
         finally:
             self._own.graphsafe_set_state(self._default.graphsafe_get_state())  # a capture that failed left another
             self._default.graphsafe_set_state(before)
+
+
+@contextmanager
+def deterministic(asked: bool) -> Iterator[None]:
+    """Only kernels that give equal bits from equal inputs; on the CPU all used here do, and nothing changes."""
+    if not asked or not torch.cuda.is_available():
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)

@@ -24,9 +24,9 @@ from brimful.data.batches.batch import MicroBatch
 from brimful.engine.assemble import Built, build
 from brimful.engine.prepare import prepare
 from brimful.engine.profiling.timing import Round, run_steps, time_steps, warm_up
-from brimful.engine.training.train import deterministic
 from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, device_name, probe
+from brimful.hardware.process_settings import deterministic
 from brimful.hardware.specs import datasheet_flops_per_s
 from brimful.kernels.layout import PackedInputs
 from brimful.levers.optimizer import asked_optimizer

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import secrets
 import time
 from collections import deque
@@ -16,8 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from brimful.core.callbacks import Callbacks, Progress
 from brimful.core.errors import (
@@ -49,9 +46,11 @@ from brimful.engine.training.checkpoint import (
 )
 from brimful.engine.training.checkpoint_writer import CheckpointWriter
 from brimful.engine.training.events import EventLog
+from brimful.engine.training.loop_state import LoopState
 from brimful.engine.training.run_folder import RunFolder, check_free, check_same, check_space, differences_of_machine
 from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, probe
+from brimful.hardware.process_settings import deterministic
 from brimful.levers.optimizer import asked_optimizer
 from brimful.levers.optimizer_names import check_installed
 from brimful.levers.precision import choose_precision
@@ -64,29 +63,6 @@ from brimful.tasks.task import LOWER_IS_BETTER
 _IN_FLIGHT = 2
 #: Steps in a row without a finite loss and gradient after which training stops.
 _MOST_NON_FINITE = 5
-
-
-@dataclasses.dataclass
-class _State:
-    """State of the training loop: JSON in every checkpoint."""
-
-    consumed: int = 0
-    applied: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    samples: int = 0
-    tokens: int = 0
-    train_s: float = 0.0
-    window_loss: float = 0.0
-    window_batches: int = 0
-    best_value: float | None = None
-    best_step: int | None = None
-    best_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    without_improvement: int = 0
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    metrics_step: int | None = None
-    ended_early: bool = False
-    events_position: int = 0
 
 
 def train(options: TrainOptions, *, command: str, callbacks: Callbacks, phases: Phases | None = None) -> Run:
@@ -136,21 +112,6 @@ def _is_finished(run: Run | None, path: Path) -> bool:
     return run is not None and run.status == "finished" and RunFolder(path).model.exists()
 
 
-@contextmanager
-def deterministic(asked: bool) -> Iterator[None]:
-    """Only kernels that give equal bits from equal inputs; on the CPU all used here do, and nothing changes."""
-    if not asked or not torch.cuda.is_available():
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.get_deterministic_debug_mode()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)
-
-
 class _Loop:
     """One run from its first step, or the one after its newest checkpoint, to its saved model."""
 
@@ -168,7 +129,7 @@ class _Loop:
         self._options, self._prepared, self._built, self._folder = options, prepared, built, folder
         self._events, self._callbacks, self._record = events, callbacks, run
         self._forward = evaluation_forward(built, most_rows=options.batch_size, note=callbacks.warning)
-        self._state = _State()
+        self._state = LoopState()
         self._phases = phases
         self._writer = CheckpointWriter(folder.checkpoints, run.run, keep=options.save_total_limit)
         self._saved_step: int | None = None
@@ -221,7 +182,7 @@ class _Loop:
         self._passed_over = {step for step in saved_steps(self._folder.checkpoints) if step > whole_step}
         if checkpoint is not None:
             self._require_same_weights(checkpoint)
-            self._state = _State(**checkpoint.loop)
+            self._state = LoopState(**checkpoint.loop)
             self._built.step.load_state(checkpoint.state)
             self._saved_step = checkpoint.step
             self._callbacks.note(f"going on after step {checkpoint.step}")

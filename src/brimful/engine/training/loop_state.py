@@ -1,0 +1,28 @@
+"""Progress of a training loop, as checkpoints keep it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class LoopState:
+    """State of the training loop: JSON in every checkpoint."""
+
+    consumed: int = 0
+    applied: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    samples: int = 0
+    tokens: int = 0
+    train_s: float = 0.0
+    window_loss: float = 0.0
+    window_batches: int = 0
+    best_value: float | None = None
+    best_step: int | None = None
+    best_metrics: dict[str, float] = field(default_factory=dict)
+    without_improvement: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    metrics_step: int | None = None
+    ended_early: bool = False
+    events_position: int = 0
