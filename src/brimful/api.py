@@ -20,13 +20,14 @@ from brimful.core.option_checks import flag
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flags_of
 from brimful.core.phases import Phases
 from brimful.core.profile import Profile
-from brimful.core.records import Run, json_text
+from brimful.core.records import Run, from_json, json_text
 from brimful.data.writers.shards import LineOutput
 from brimful.engine.classification.classifier import ModelClassifier
 from brimful.engine.classification.classify import classify_file
 from brimful.engine.evaluation.answers import evaluate_answers
 from brimful.engine.evaluation.evaluate import check_one_input, evaluate_model
 from brimful.engine.profiling.profile import profile as _profile
+from brimful.engine.training.final_evaluation import RECORD
 from brimful.engine.training.train import train as _train
 from brimful.integrations.fanout import Fanout
 from brimful.reports.charts import check_charts
@@ -42,7 +43,7 @@ _ALWAYS = {"train": ("model", "output"), "classify": (), "evaluate": ()}
 #: Fields of a run that `--json` shows.
 _RESULTS = (
     *("status", "metrics", "steps", "skipped_steps", "train_s", "samples_per_s", "tokens_per_s", "peak_bytes"),
-    *("phases_s", "compilations", "packed", "packed_reason", "recipe"),
+    *("phases_s", "baselines", "findings", "compilations", "packed", "packed_reason", "recipe"),
 )
 #: Fields of ClassifyOptions that describe a file, or that a Classifier takes per call.
 _OF_A_FILE = (
@@ -72,10 +73,26 @@ def run_training(options: TrainOptions, callbacks: Callbacks, phases: Phases | N
         from brimful.integrations.tensorboard import TensorBoard
 
         callbacks = Fanout(callbacks, TensorBoard(Path(options.output) / "tensorboard"))
+    if options.report is not None and not options.dry_run:
+        check_charts()
+        _check_report(Path(options.report))
     run = _train(options, command=command_of("train", options), callbacks=callbacks, phases=phases)
     if options.dry_run:
         callbacks.stage("this was a dry run: nothing was trained, nothing was written")
+    elif options.report is not None:
+        _report_training(Path(options.output), Path(options.report), callbacks)
     return run
+
+
+def _report_training(folder: Path, report: Path, callbacks: Callbacks) -> None:
+    """Write the page of the run's evaluation."""
+    record = folder / RECORD
+    if not record.is_file():
+        callbacks.warning(f"there is no report: {record} is not there, as no rows were evaluated")
+        return
+    page = evaluation_page(from_json(Evaluation, record.read_text("utf-8")))
+    atomic_files.write_bytes(report, page.encode())
+    callbacks.note(f"report: {report}")
 
 
 def profile(data: str | Path, *, model: str | Path, callbacks: Callbacks | None = None, **options: Any) -> Profile:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from brimful.core.evaluation import Evaluation
 from brimful.core.records import Recipe, Run
 
 
@@ -59,6 +60,9 @@ class Callbacks:
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation ended."""
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """The saved model was evaluated, before the run is finished."""
 
     def finished(self, run: Run, folder: str) -> None:
         """The run ended and its model is saved."""

@@ -132,6 +132,10 @@ class TrainOptions:
     """Metric that picks the saved model and ends training early, e.g. f1_macro or loss. Default: the last model."""
     early_stopping_patience: int | None = None
     """Stop after this many evaluations without improvement of --metric-for-best-model."""
+    baselines: bool = True
+    """At the end, fit a linear model of the words in a second or two and show its metrics beside the model's."""
+    report: str | None = None
+    """File for an HTML report of the final evaluation, one page that needs no network."""
 
     precision: PrecisionChoice = "auto"
     """Precision of matrix products; weights, gradients, optimizer, norms and loss stay fp32.
@@ -331,7 +335,7 @@ class ProfileOptions(TrainOptions):
 #: Fields of TrainOptions that a single step does not depend on.
 NOT_OF_A_STEP = frozenset(
     {"output", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "metric_for_best_model"}
-    | {"early_stopping_patience", "resume", "dry_run", "report_to"}
+    | {"early_stopping_patience", "resume", "dry_run", "report_to", "baselines", "report"}
 )
 
 
@@ -361,7 +365,7 @@ class DemoOptions:
 #: content, not by name.
 NOT_PART_OF_THE_RUN = frozenset(
     {"data", "eval_data", "header", "column_names", "delimiter", "encoding", "sheet", "output", "resume", "dry_run"}
-    | {"json", "report_to", "num_workers", "save_total_limit"}
+    | {"json", "report_to", "num_workers", "save_total_limit", "baselines", "report"}
 )
 
 

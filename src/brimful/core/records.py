@@ -121,6 +121,8 @@ class Run:
 
     status: `planned` by --dry-run; `running` until the model is saved, then `finished`.
     metrics: of the saved model on the evaluation rows, by name; empty if there were none, None if not finite.
+    baselines: metrics of simple models on the same rows, by name. findings: what stands out, in words; both are in
+    evaluation.json too.
     steps: applied optimizer steps. skipped_steps: batches consumed without an update.
     train_s: seconds in the training loop, without loading, tokenising and evaluation.
     compilations: of the process that finished the run. phases_s: seconds of that process by phase, from its start until
@@ -139,6 +141,8 @@ class Run:
     data_fingerprint: str
     data: Mapping[str, Any]
     metrics: Mapping[str, float | None] = field(default_factory=dict)
+    baselines: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    findings: tuple[str, ...] = ()
     steps: int = 0
     skipped_steps: int = 0
     train_s: float | None = None

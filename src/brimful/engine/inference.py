@@ -105,15 +105,18 @@ def predict_logits(forward: Forward, tokens: Tokens) -> np.ndarray:
 
 
 def evaluate_rows(
-    forward: Forward, tokens: Tokens, targets_N: np.ndarray, task: Task, *, progress: Callable[[], None]
-) -> Evaluation:
+    forward: Forward, tokens: Tokens, targets_N: np.ndarray, task: Task, *, progress: Callable[[], None],
+    also: Callable[[np.ndarray, np.ndarray], None] | None = None,
+) -> Evaluation:  # fmt: skip
     """Loss and metrics of all rows, each of which has tokens, a window at a time: no logits are kept.
 
-    progress: called after each window.
+    progress: called after each window. also: given the numbers of its rows and their logits.
     """
     evaluation = Evaluation(task)
     for rows, logits_MC in predict(forward, tokens):
         evaluation.add(logits_MC, targets_N[rows])
+        if also is not None:
+            also(rows, logits_MC)
         progress()
     return evaluation
 

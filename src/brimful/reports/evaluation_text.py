@@ -52,9 +52,8 @@ def evaluation_text(record: Evaluation) -> str:
 
 
 def short_text(record: Evaluation) -> str:
-    """The part that ends a training: warnings, metrics beside the baselines, and the labels."""
-    warnings = [f"warning: {printable(said, 1000)}" for said in record.findings]
-    parts = (_metrics(record), by_label_lines(record), _confused(record), warnings)
+    """The part that ends a training: metrics beside the baselines, and the labels. Findings are for the caller."""
+    parts = (_metrics(record), by_label_lines(record), _confused(record))
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 

@@ -22,10 +22,12 @@ from rich.table import Column
 from brimful.core.callbacks import Callbacks
 from brimful.core.callbacks import Progress as TrainingProgress
 from brimful.core.errors import printable
+from brimful.core.evaluation import Evaluation
 from brimful.core.records import Recipe, Run
 from brimful.core.units import bytes_text, count_text, number_text, seconds_text, share_text
 from brimful.reports.arithmetic import arithmetic_legend
 from brimful.reports.eta import Pace
+from brimful.reports.evaluation_text import short_text
 from brimful.reports.text_columns import aligned
 
 #: Seconds between plain progress lines where there is no terminal to draw a bar on.
@@ -41,6 +43,7 @@ class Terminal(Callbacks):
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+        self._evaluation: Evaluation | None = None
         self._bar: Progress | None = None
         self._task: Any = None
         self._said_at = time.monotonic()
@@ -133,6 +136,9 @@ class Terminal(Callbacks):
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self._say(f"evaluation after step {step:,}: {shown}")
 
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+
     def finished(self, run: Run, folder: str) -> None:
         self.close()
         done = f"{count_text(run.steps)} steps in {seconds_text(run.train_s)}"
@@ -144,7 +150,7 @@ class Terminal(Callbacks):
                 indent=2,
                 style="yellow",
             )
-        rows = [(name, number_text(value)) for name, value in run.metrics.items()]
+        rows = [(name, number_text(value)) for name, value in run.metrics.items() if self._evaluation is None]
         peak = run.peak_bytes
         if peak.allocated is not None:
             used = f"{bytes_text(peak.allocated)} used, {bytes_text(peak.reserved)} reserved"
@@ -154,6 +160,14 @@ class Terminal(Callbacks):
         rows += [("model", printable(f"{folder}/model", 1000)), ("record", printable(f"{folder}/run.json", 1000))]
         for line in aligned([(printable(name), value) for name, value in rows]):
             self._say(line, indent=2)
+        if self._evaluation is not None:
+            self._console.print()
+            for line in short_text(self._evaluation).splitlines():
+                self._say(line)
+            if self._evaluation.findings:
+                self._console.print()
+            for finding in self._evaluation.findings:
+                self.warning(finding)
         self._console.print()
         self._console.print(f"Use it:  brimful classify {_safe(shlex.quote(f'{folder}/model'), 1000)} FILE")
 

@@ -34,7 +34,7 @@ from brimful.data.batches.prefetch import Feed
 from brimful.engine.assemble import Built, build
 from brimful.engine.clock import Clock
 from brimful.engine.compilations import CompilationWatch
-from brimful.engine.inference import evaluate_rows, evaluating, evaluation_forward
+from brimful.engine.inference import evaluate_rows, evaluating, evaluation_forward, predict
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.signals import StopSignals
 from brimful.engine.training.checkpoint import (
@@ -46,6 +46,7 @@ from brimful.engine.training.checkpoint import (
 )
 from brimful.engine.training.checkpoint_writer import CheckpointWriter
 from brimful.engine.training.events import EventLog
+from brimful.engine.training.final_evaluation import RowScores, final_evaluation, learning_findings
 from brimful.engine.training.loop_state import LoopState
 from brimful.engine.training.run_folder import RunFolder, check_free, check_same, check_space, differences_of_machine
 from brimful.hardware.memory import MemoryWatch
@@ -133,6 +134,8 @@ class _Loop:
         self._phases = phases
         self._writer = CheckpointWriter(folder.checkpoints, run.run, keep=options.save_total_limit)
         self._saved_step: int | None = None
+        self._scores: dict[int, RowScores] = {}  # by step, of the last evaluation and of the best one
+        self._took_best = False
         #: What to go back to should the checkpoint that is being written fail: the step saved before, and the best one.
         self._unsettled = False
         self._unless_saved: tuple[int | None, tuple[Any, ...] | None] = (None, None)
@@ -317,18 +320,49 @@ class _Loop:
         """Evaluates, and says whether the metric that picks the model improved."""
         evaluation, task, state = self._prepared.evaluation, self._prepared.task, self._state
         assert evaluation is not None
-        reading = self._built.step.update.reading()
+        scores, reading = RowScores(self._prepared, self._options.seed), self._built.step.update.reading()
         with self._phases.during("evaluation"), evaluating(self._built.model), reading:
             found = evaluate_rows(
-                self._forward, evaluation.tokens, evaluation.targets_N, task, progress=self._stop_if_told
-            )
+                self._forward, evaluation.tokens, evaluation.targets_N, task, progress=self._stop_if_told,
+                also=scores.add,
+            )  # fmt: skip
             state.metrics = found.result()
         for note in found.accumulator.notes:
             self._callbacks.note(note)
         state.metrics_step = state.applied
         self._events.write("evaluated", step=state.applied, metrics=state.metrics)
         self._callbacks.evaluated(state.applied, state.metrics)
-        return self._is_best()
+        improved = self._is_best()
+        self._scores = {step: each for step, each in self._scores.items() if step == state.best_step}
+        self._scores[state.applied] = scores
+        return improved
+
+    def _scores_of_saved(self, step: int) -> RowScores:
+        """Scores by the weights that are in place, those after `step`: of the pass that was made, or of another one."""
+        evaluation = self._prepared.evaluation
+        assert evaluation is not None
+        if step not in self._scores:
+            scores = RowScores(self._prepared, self._options.seed)
+            with evaluating(self._built.model), self._built.step.update.reading():
+                for rows, logits_MC in predict(self._forward, evaluation.tokens):
+                    scores.add(rows, logits_MC)
+            self._scores[step] = scores
+        return self._scores[step]
+
+    def _final_evaluation(self, run: Run) -> Run:
+        """Evaluate the weights in place, tell of it, and add what stands out to the record."""
+        state, options, path = self._state, self._options, self._folder.path
+        if self._prepared.evaluation is None:
+            for finding in (findings := learning_findings(options, path)):
+                self._callbacks.warning(finding)
+            return dataclasses.replace(run, findings=tuple(findings))
+        with self._phases.during("evaluation"):
+            step = state.best_step if self._took_best and state.best_step is not None else state.applied
+            scores = self._scores_of_saved(step)
+            found = final_evaluation(scores, self._prepared, options, run, path, self._callbacks)
+        self._callbacks.evaluation(found)
+        baselines = {each.name: each.metrics for each in found.baselines}
+        return dataclasses.replace(run, baselines=baselines, findings=found.findings)
 
     def _is_best(self) -> bool:
         name, state = self._options.metric_for_best_model, self._state
@@ -434,6 +468,7 @@ class _Loop:
             peak_bytes=peak,
             compilations=self._compilations.found,
         )
+        run = self._final_evaluation(run)
         self._built.step.release()
         self._built.model.eval()
         prepared, card = self._prepared, model_card(run, self._prepared.inputs)
@@ -460,6 +495,7 @@ class _Loop:
             self._callbacks.warning(f"the best model is lost, the last one is kept: {error}")
             return state.metrics
         self._built.step.load_state(best.state)
+        self._took_best = True
         self._callbacks.note(f"the model after step {best.step} was best, and is kept")
         return state.best_metrics
 

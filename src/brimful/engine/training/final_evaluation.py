@@ -1,0 +1,141 @@
+"""The evaluation that ends a training: of the saved weights, beside baselines, with what stands out about the run.
+
+The scores are taken from the pass of the evaluation rows that the run makes anyway. Only where no evaluation of the
+saved weights was made by this process, such as after a resume, one more pass is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from brimful.core import atomic_files
+from brimful.core.callbacks import Callbacks
+from brimful.core.errors import DiskFullError, OutputError
+from brimful.core.evaluation import Baseline, Evaluation
+from brimful.core.options import TrainOptions
+from brimful.core.records import Run, to_json
+from brimful.diagnosis.learning import Losses, findings_of_learning
+from brimful.engine.prepare import Part, Prepared
+from brimful.engine.scoring import PredictionFile, evaluation_of, truth_column
+from brimful.tasks.answers import AnswerForm
+from brimful.tasks.scoring.baselines import Labelled, constant_baseline, linear_baseline
+from brimful.tasks.scoring.choose import make_scorer
+
+RECORD, PREDICTIONS = "evaluation.json", "predictions.parquet"
+
+
+class RowScores:
+    """Scores and answers of the evaluation rows by the weights of one step, window by window in any order."""
+
+    def __init__(self, prepared: Prepared, seed: int) -> None:
+        assert prepared.evaluation is not None
+        self._scorer = make_scorer(prepared.space, prepared.evaluation.targets_N, seed=seed)
+        self._form = AnswerForm(space=prepared.space)
+        self._rows: list[npt.NDArray[np.int64]] = []
+        self._answers: list[dict[str, pa.Array]] = []
+
+    def add(self, rows_M: npt.NDArray[np.int64], logits_MC: npt.NDArray[np.float32]) -> None:
+        """Take a window."""
+        self._scorer.add(rows_M, logits_MC)
+        self._rows.append(rows_M)
+        self._answers.append(self._form.columns(logits_MC))
+
+    def record(self, **fields: Any) -> Evaluation:
+        """The record. fields: as of `evaluation_of`."""
+        return evaluation_of(self._scorer.result(), **fields)
+
+    def write(self, path: Path, part: Part) -> None:
+        """Write each row's answer, in the order of the rows."""
+        rows = np.concatenate(self._rows)
+        order = np.argsort(rows, kind="stable")
+        tables = [pa.table(answers) for answers in self._answers]
+        answers = pa.concat_tables(tables).take(pa.array(order))
+        file = PredictionFile(path, part.examples.rows)
+        truth = truth_column(self._form.space, part.targets_N[rows[order]])
+        try:
+            file.write(part.examples.row_numbers[rows[order]], truth, {n: answers[n] for n in answers.column_names})
+            file.finish()
+        finally:
+            file.discard()
+
+
+def final_evaluation(
+    scores: RowScores, prepared: Prepared, options: TrainOptions, run: Run, folder: Path, callbacks: Callbacks
+) -> Evaluation:
+    """Make the record of the run's evaluation, write it into the run's folder with each row's answer, and return it.
+
+    A folder that cannot be written costs these two files, not the run.
+    """
+    evaluation = prepared.evaluation
+    assert evaluation is not None
+    training, evaluated = _losses(folder / "events.jsonl")
+    picks_best = options.metric_for_best_model is not None
+    record = scores.record(
+        model=str(folder / "model"),
+        data=options.eval_data or f"{options.eval_split:g} of {options.data}",
+        command=run.command,
+        labels=prepared.space,
+        baselines=_baselines(prepared, evaluation, options, callbacks),
+        findings=findings_of_learning(training, evaluated, picks_best=picks_best),
+        predictions=str(folder / PREDICTIONS),
+        options={"seed": options.seed},
+        recipe=run.recipe,
+        machine=run.machine,
+    )
+    try:
+        scores.write(folder / PREDICTIONS, evaluation)
+        atomic_files.write_bytes(folder / RECORD, to_json(record).encode())
+    except (OutputError, DiskFullError) as error:
+        callbacks.warning(f"the evaluation is not saved: {error}")
+    return record
+
+
+def learning_findings(options: TrainOptions, folder: Path) -> list[str]:
+    """Findings about a training without rows to evaluate on."""
+    training, evaluated = _losses(folder / "events.jsonl")
+    return findings_of_learning(training, evaluated, picks_best=options.metric_for_best_model is not None)
+
+
+def _losses(events: Path) -> tuple[Losses, Losses]:
+    """Logged losses of training and of evaluations. Those that are not finite are left out."""
+    training, evaluated = list[tuple[int, float]](), list[tuple[int, float]]()
+    for line in events.read_text("utf-8").splitlines():
+        event = json.loads(line)
+        if event["kind"] == "step":
+            training.append((event["step"], float(event["loss"])))
+        elif event["kind"] == "evaluated":
+            evaluated.append((event["step"], float(event["metrics"]["loss"])))
+    finite = [[each for each in losses if np.isfinite(each[1])] for losses in (training, evaluated)]
+    return finite[0], finite[1]
+
+
+def _baselines(
+    prepared: Prepared, evaluation: Part, options: TrainOptions, callbacks: Callbacks
+) -> tuple[Baseline, ...]:
+    if not options.baselines:
+        return ()
+    callbacks.stage("fitting a linear model of the words, for comparison (--no-baselines leaves it out)")
+    training = prepared.training
+    constant = constant_baseline(prepared.space, training.targets_N, evaluation.targets_N)
+    linear = linear_baseline(prepared.space, _labelled(training), _labelled(evaluation), seed=options.seed)
+    return (constant,) if linear is None else (constant, linear)
+
+
+def _labelled(part: Part) -> Labelled:
+    """Texts of a part, each with its pair behind it, made for the rows that are asked for."""
+
+    def texts(rows: npt.NDArray[np.int64]) -> Sequence[str]:
+        chosen = pa.array(rows)
+        first = part.examples.texts.take(chosen).to_pylist()
+        if part.examples.pairs is None:
+            return list(first)
+        return [f"{a} {b}" for a, b in zip(first, part.examples.pairs.take(chosen).to_pylist(), strict=True)]
+
+    return Labelled(texts=texts, targets_N=part.targets_N)

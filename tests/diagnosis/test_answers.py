@@ -1,0 +1,86 @@
+"""Findings about answers: each on scores that show it, and none on a model that is good."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from brimful.core.evaluation import Evaluation
+from brimful.core.records import LabelSpace
+from brimful.engine.scoring import evaluation_of
+from brimful.tasks.scoring.baselines import constant_baseline
+from brimful.tasks.scoring.choose import make_scorer
+
+NAMES = ("bad", "fair", "good")
+
+
+def record(task: Any, logits: Any, targets: Any, names: tuple[str, ...] = NAMES) -> Evaluation:
+    space = LabelSpace(task=task, names=names)
+    scorer = make_scorer(space, targets, seed=0, resamples=200)
+    scorer.add(np.arange(len(logits)), np.asarray(logits, np.float32))
+    return evaluation_of(
+        scorer.result(),
+        model="m",
+        data="d",
+        command="c",
+        labels=space,
+        baselines=(constant_baseline(space, targets, targets),),
+    )
+
+
+DRAW = np.random.default_rng(0)
+CLASSES = DRAW.integers(0, 3, 300)
+GOOD = 6 * np.eye(3)[CLASSES] + DRAW.normal(size=(300, 3))
+
+
+def test_a_good_model_has_no_findings() -> None:
+    assert record("single_label", GOOD, CLASSES).findings == ()
+
+
+def test_one_label_only() -> None:
+    found = record("single_label", np.tile([3.0, 0, 0], (300, 1)), CLASSES).findings
+    assert found[0].startswith("every row is given 'bad'")
+
+
+def test_no_better_than_the_most_frequent_label() -> None:
+    skewed = np.where(np.arange(300) < 240, 0, CLASSES)
+    found = record("single_label", DRAW.normal(size=(300, 3)), skewed).findings
+    assert found[0].startswith("no better than always answering 'bad': accuracy ")
+
+
+def test_labels_that_are_told_apart_though_accuracy_is_no_higher() -> None:
+    rare = (np.arange(600) < 30).astype(np.int64)
+    answers = rare | ((np.arange(600) >= 30) & (np.arange(600) < 70)).astype(np.int64)
+    found = record("single_label", 3 * np.eye(2)[answers], rare, ("no", "yes")).findings
+    assert "though labels are told apart" in found[0]
+    assert "balanced accuracy" in found[0]
+
+
+def test_labels_that_are_missing() -> None:
+    never = GOOD.copy()
+    never[:, 2] = -9
+    assert any("never given: 'good'" in said for said in record("single_label", never, CLASSES).findings)
+    absent = record("single_label", GOOD[CLASSES < 2], CLASSES[CLASSES < 2])
+    assert any("no evaluated row has the label 'good'" in said for said in absent.findings)
+
+
+def test_no_label_above_the_threshold() -> None:
+    targets = (DRAW.random((300, 3)) < 0.1).astype(np.float32)
+    found = record("multi_label", np.full((300, 3), -2.0), targets).findings
+    share = f"{1 - targets.mean():.4f}"
+    assert found[0] == f"no label reached 0.5 in any row: answering nothing scores a label accuracy of {share} too"
+
+
+def test_numbers_far_from_their_targets() -> None:
+    targets = DRAW.normal(193, 50, (300, 1)).astype(np.float32)
+    found = record("regression", DRAW.normal(size=(300, 1)), targets, ("length",)).findings
+    assert "targets average 19" in found[0]
+    assert "rescale the targets" in found[0]
+    flat = record("regression", np.full((300, 1), targets.mean()) + DRAW.normal(size=(300, 1)), targets, ("length",))
+    assert flat.findings[0].startswith("no better than always answering the mean (19")
+
+
+def test_confidences_that_are_off() -> None:
+    unsure = record("single_label", GOOD / 20, CLASSES).findings
+    assert unsure[0].startswith("confidences are too low")

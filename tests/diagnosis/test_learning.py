@@ -1,0 +1,42 @@
+"""Findings about a training from its losses alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from brimful.diagnosis.learning import findings_of_learning
+
+
+def curve(values: list[float]) -> list[tuple[int, float]]:
+    return [(10 * (i + 1), value) for i, value in enumerate(values)]
+
+
+FALLING = [5.0 - 0.08 * i for i in range(30)]
+LEVEL = [5 * 0.7**i + 0.2 for i in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluation", "said"),
+    [
+        (FALLING, [], "the loss was still falling"),
+        (FALLING, [4.9, 3.9, 3.0], "the loss was still falling"),
+        (FALLING, [3.0, 2.99, 2.99], None),  # on other rows it stopped
+        (LEVEL, [0.5, 0.3, 0.29], None),
+        (LEVEL, [0.5, 0.4, 0.7], "overfitted: the evaluation loss was 0.4 after step 20 and 0.7 after step 30"),
+        (FALLING[:4], [], None),  # too few to say
+        ([], [], None),
+    ],
+)
+def test_findings_of_losses(training: list[float], evaluation: list[float], said: str | None) -> None:
+    found = findings_of_learning(curve(training), curve(evaluation), picks_best=False)
+    assert (found == []) if said is None else (len(found) == 1 and said in found[0])
+
+
+def test_a_run_that_keeps_its_best_model_is_not_overfitted() -> None:
+    assert findings_of_learning(curve(LEVEL), curve([0.5, 0.4, 0.7]), picks_best=True) == []
+
+
+def test_noise_is_not_a_fall() -> None:
+    noisy = (0.69 + np.random.default_rng(0).normal(0, 0.02, 60)).tolist()
+    assert findings_of_learning(curve(noisy), [], picks_best=False) == []

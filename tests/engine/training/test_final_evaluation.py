@@ -1,0 +1,135 @@
+"""The evaluation that ends a training: of the saved weights, from the passes that the run made anyway."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import brimful as package
+from brimful.core.callbacks import Callbacks
+from brimful.core.evaluation import Evaluation
+from brimful.core.records import Run, from_json
+from brimful.engine.training import train as training
+from runs import single_label_rows, write_rows
+
+
+class Passes:
+    """Counts passes over the evaluation rows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        for name in ("evaluate_rows", "predict"):
+            monkeypatch.setattr(training, name, self._counted(getattr(training, name)))
+
+    def _counted(self, function: Any) -> Any:
+        def counted(*given: Any, **named: Any) -> Any:
+            self.count += 1
+            return function(*given, **named)
+
+        return counted
+
+
+def train(model: Path, folder: Path, **options: Any) -> Run:
+    data, held_out = folder / "rows.jsonl", folder / "held-out.jsonl"
+    if not data.exists():
+        write_rows(data, single_label_rows(60))
+        write_rows(held_out, single_label_rows(40, seed=1))
+    given = {"batch_size": 8, "num_train_epochs": 2, "learning_rate": 1e-3, "eval_data": held_out, **options}
+    return package.train(data, model=model, output=folder / "run", callbacks=Callbacks(), **given)
+
+
+def evaluation(folder: Path) -> Evaluation:
+    return from_json(Evaluation, (folder / "run" / "evaluation.json").read_text("utf-8"))
+
+
+def evaluated_again(folder: Path) -> Evaluation:
+    """The saved model by `evaluate`, which is fp32 here as training is."""
+    exact: dict[str, Any] = {"precision": "fp32", "verify": 0, "num_workers": 0}
+    return package.evaluate(folder / "run" / "model", folder / "held-out.jsonl", callbacks=Callbacks(), **exact)
+
+
+def values(record: Evaluation) -> dict[str, float | None]:
+    return {name: metric.value for name, metric in record.metrics.items()}
+
+
+def test_it_is_that_of_the_saved_model_without_another_pass(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = Passes(monkeypatch)
+    run = train(model, tmp_path)
+    assert passes.count == 2  # one an epoch
+    record = evaluation(tmp_path)
+    assert {name: run.metrics[name] for name in ("accuracy", "f1_macro")} == pytest.approx(
+        {name: values(record)[name] for name in ("accuracy", "f1_macro")}
+    )
+    again = package.evaluate(
+        tmp_path / "run" / "model",
+        tmp_path / "held-out.jsonl",
+        verify=0,
+        num_workers=0,
+        precision="fp32",
+        callbacks=Callbacks(),
+    )
+    assert values(again) == pytest.approx(values(record), rel=1e-4)
+    assert [each.name for each in record.baselines] == ["constant", "tfidf_linear"]
+    assert run.baselines == {each.name: each.metrics for each in record.baselines}
+    assert run.findings == record.findings
+    rows = [json.loads(line) for line in (tmp_path / "held-out.jsonl").read_text("utf-8").splitlines()]
+    answers = pq.read_table(tmp_path / "run" / "predictions.parquet").to_pylist()
+    assert [(row["row"], row["truth"]) for row in answers] == [(i + 1, row["label"]) for i, row in enumerate(rows)]
+    right = sum(row["truth"] == row["label"] for row in answers) / len(answers)
+    assert right == pytest.approx(run.metrics["accuracy"])
+
+
+def test_of_the_best_model_where_it_is_not_the_last(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = Passes(monkeypatch)
+    calls = iter([0.1, 0.9, 0.9])  # the first evaluation stays the best
+    original = training._Loop._is_best
+
+    def first_is_best(loop: Any) -> bool:
+        loop._state.metrics = {**loop._state.metrics, "loss": next(calls)}
+        return original(loop)
+
+    monkeypatch.setattr(training._Loop, "_is_best", first_is_best)
+    run = train(model, tmp_path, num_train_epochs=3, metric_for_best_model="loss", baselines=False)
+    assert passes.count == 3
+    record = evaluation(tmp_path)
+    assert run.metrics["accuracy"] == pytest.approx(values(record)["accuracy"])
+    again = package.evaluate(
+        tmp_path / "run" / "model",
+        tmp_path / "held-out.jsonl",
+        verify=0,
+        num_workers=0,
+        precision="fp32",
+        callbacks=Callbacks(),
+    )
+    assert values(again) == pytest.approx(values(record), rel=1e-4)
+    assert record.baselines == ()
+
+
+def test_a_resumed_run_makes_a_pass_where_it_has_no_scores(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(model, tmp_path)
+    first = evaluation(tmp_path)
+    record = tmp_path / "run" / "run.json"
+    record.write_text(record.read_text("utf-8").replace('"status": "finished"', '"status": "running"'), "utf-8")
+    shutil.rmtree(tmp_path / "run" / "model")
+    (tmp_path / "run" / "evaluation.json").unlink()
+    passes = Passes(monkeypatch)
+    train(model, tmp_path, resume=True)
+    assert passes.count == 1
+    assert values(evaluation(tmp_path)) == pytest.approx(values(first))
+
+
+def test_without_evaluation_rows_there_is_no_record(model: Path, tmp_path: Path) -> None:
+    run = train(model, tmp_path, eval_data=None, eval_split=0.0)
+    assert not (tmp_path / "run" / "evaluation.json").exists()
+    assert run.baselines == {}
