@@ -41,7 +41,11 @@ class _Warnings(Callbacks):
 
 def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
     """One row a setting of the plan: what each round took, and the recipe that ran."""
-    work = Work.parse(plan["work"])
+    yield from measure_work(Work.parse(plan["work"]), plan, inputs)
+
+
+def measure_work(work: Any, plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
+    """The same for a work of any table, which has a `size` and `texts`."""
     for settings in plan["settings"]:
         options = TrainOptions(
             data=str(data_file(inputs, work)),
@@ -65,7 +69,7 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
             if options.batch_size > 32:
                 warm_up, steps = warm_up // 2, steps // 2
             began = time.perf_counter()
-            marks, graphs, computed, wait_s = _run(built, warm_up, steps, rounds)
+            marks, cpu_marks, graphs, computed, wait_s = _run(built, warm_up, steps, rounds)
         lengths = prepared.training.tokens.lengths
         found = []
         for number in range(rounds):
@@ -74,10 +78,11 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
             found.append(
                 {
                     "seconds": marks[number + 1] - marks[number],
+                    "cpu_s": cpu_marks[number + 1] - cpu_marks[number],
                     "samples": len(samples),
                     "tokens": int(lengths[samples].sum()),
                     "computed_tokens": sum(computed[first : first + steps]),
-                    "operations": operations(built.model, lengths[samples]),
+                    "operations": operations(built.model, lengths[samples]) if plan.get("operations", True) else None,
                 }
             )
         cuda = precision.device.type == "cuda"
@@ -89,6 +94,7 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
             "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
             "steps_per_round": steps,
             "recipe": {lever.name: lever.value for lever in built.recipe.levers},
+            "reasons": {lever.name: lever.reason for lever in built.recipe.levers},
             "precision_reason": next(lever.reason for lever in built.recipe.levers if lever.name == "precision"),
             "packed": built.packing.packed,
             "packed_reason": built.packing.reason,
@@ -98,10 +104,12 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
         }
 
 
-def _run(built: Built, warm_up: int, steps: int, rounds: int) -> tuple[list[float], list[int], list[int], float]:
-    """Times at the edges of rounds, when the device has done all that it was told; graphs captured by then; tokens that
-    each step computes; and seconds that the rounds waited for input."""
-    step, marks, graphs, computed = built.step, list[float](), list[int](), list[int]()
+def _run(
+    built: Built, warm_up: int, steps: int, rounds: int
+) -> tuple[list[float], list[float], list[int], list[int], float]:
+    """Times at the edges of rounds, when the device has done all that it was told, and the process's CPU seconds by
+    then; graphs captured by then; tokens that each step computes; and seconds that the rounds waited for input."""
+    step, marks, cpu_marks, graphs, computed = built.step, list[float](), list[float](), list[int](), list[int]()
     flying: deque[Any] = deque()
     waited_s = 0.0
     with closing(built.source) as source, Feed(source, step.device, stop=warm_up + rounds * steps) as feed:
@@ -116,7 +124,8 @@ def _run(built: Built, warm_up: int, steps: int, rounds: int) -> tuple[list[floa
                 if step.device.type == "cuda":
                     torch.cuda.synchronize()
                 marks.append(time.perf_counter())
+                cpu_marks.append(time.process_time())
                 graphs.append(step.num_graphs)
                 if number == warm_up:
                     waited_s = feed.wait_s
-        return marks, graphs, computed, feed.wait_s - waited_s
+        return marks, cpu_marks, graphs, computed, feed.wait_s - waited_s

@@ -35,7 +35,11 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
 
     With `trial_s` in the plan, one round of about so many seconds.
     """
-    work = Work.parse(plan["work"])
+    yield from measure_work(Work.parse(plan["work"]), plan, inputs)
+
+
+def measure_work(work: Any, plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
+    """The same for a work of any table, which has a `size` and `texts`."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder(inputs, work))
     rows = read_rows(data_file(inputs, work))
     names = sorted({row["label"] for row in rows})
@@ -46,7 +50,7 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
     ]
     for settings in plan["settings"]:
         try:
-            found = _train(work, settings, plan, inputs, data, tokenizer, len(names))
+            found = train_rounds(work, settings, plan, inputs, data, tokenizer, len(names))
         except Exception as failure:
             if len(plan["settings"]) == 1 and "trial_s" not in plan:
                 raise
@@ -62,13 +66,14 @@ class _Clock(TrainerCallback):
     """Notes the time at the edges of rounds, when the device has done all that it was told."""
 
     def __init__(self, warm_up: int, steps: int) -> None:
-        self.warm_up, self.steps, self.marks = warm_up, steps, list[float]()
+        self.warm_up, self.steps, self.marks, self.cpu_marks = warm_up, steps, list[float](), list[float]()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step >= self.warm_up and (state.global_step - self.warm_up) % self.steps == 0:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.marks.append(time.perf_counter())
+            self.cpu_marks.append(time.process_time())
 
 
 class _Trial(TrainerCallback):
@@ -108,8 +113,8 @@ class _Counting(Trainer):
         return super().training_step(model, inputs, *arguments, **others)
 
 
-def _train(
-    work: Work,
+def train_rounds(
+    work: Any,
     settings: dict[str, Any],
     plan: dict[str, Any],
     inputs: Path,
@@ -180,10 +185,11 @@ def _train(
         found.append(
             {
                 "seconds": clock.marks[number + 1] - clock.marks[number],
+                "cpu_s": clock.cpu_marks[number + 1] - clock.cpu_marks[number],
                 "samples": len(in_round),
                 "tokens": int(in_round.sum()),
                 "computed_tokens": sum(trainer.computed[first : first + steps]),
-                "operations": operations(model, in_round),
+                "operations": operations(model, in_round) if plan.get("operations", True) else None,
             }
         )
     return {

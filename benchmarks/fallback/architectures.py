@@ -1,0 +1,157 @@
+"""Architectures of classifiers, and the files that both sides read: models of random weights, and texts."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: By model type: settings beside its configuration's own, which for most is a base model. The first were not packed
+#: when this was written, the others were: what runs packed is found out when it is measured.
+_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+_BART = {"d_model": 768, "encoder_layers": 6, "decoder_layers": 6, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072}
+_BART |= {"encoder_attention_heads": 12, "decoder_attention_heads": 12}
+_DECODER = {**_BASE, "num_key_value_heads": 4, "head_dim": 64}
+UNPACKED: dict[str, dict[str, Any]] = {
+    "big_bird": {},
+    "t5": {},
+    "longformer": {},
+    "xlnet": {"d_model": 768, "n_layer": 12, "n_head": 12, "d_inner": 3072},
+    "bart": _BART,
+    "fnet": {},
+    "convbert": {},
+    "nystromformer": {},
+    "roformer": {},
+    "funnel": {},
+    "megatron-bert": _BASE,
+    "openai-gpt": {},
+    "bloom": {"hidden_size": 768, "n_layer": 12, "n_head": 12},
+    "layoutlm": {},
+    "squeezebert": {},
+    "mobilebert": {},
+    "flaubert": {"emb_dim": 768, "n_layers": 12, "n_heads": 12},
+}
+PACKED: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in ("bert", "roberta", "distilbert", "electra", "albert", "modernbert", "mpnet", "gpt2")},
+    **{kind: {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]} for kind in ("deberta", "deberta-v2")},
+    **dict.fromkeys(("llama", "mistral", "qwen3", "gemma2"), _DECODER),
+}
+ARCHITECTURES = UNPACKED | PACKED
+SHAPES = ("short", "mixed", "dense")
+SIZES = ("base", "small", "smoke")
+#: Width, layers, heads and inner width of sizes below base; 0 keeps a configuration's own.
+_SCALES = {"small": (256, 4, 4, 1024), "smoke": (32, 2, 2, 64)}
+_WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_size")
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+_DEPTHS += ("num_decoder_layers",)
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_HEADS += ("num_key_value_heads",)
+_INNER = ("intermediate_size", "d_ff", "d_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim")
+_ROWS = {"base": 2048, "small": 768, "smoke": 96}
+_LONGEST = {"base": 512, "small": 96, "smoke": 48}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A row of the table: model type, its size, and the lengths of its texts.
+
+    short: 8 to 32 tokens, 20 in the mean. mixed: 8 to the longest, most of them short. dense: as long as the longest in
+    every row, 512 tokens of base models.
+    """
+
+    model: str
+    shape: str
+    scale: str
+    batch_size: int = 32
+
+    @property
+    def name(self) -> str:
+        """Of the row."""
+        return f"{self.model}/{self.shape}"
+
+    @property
+    def size(self) -> str:
+        """Folder of the model."""
+        return f"{self.model}-{self.scale}"
+
+    @property
+    def texts(self) -> str:
+        """File of the texts."""
+        return f"{self.shape}-{self.scale}"
+
+
+def make_inputs(inputs: Path, work: Work, tokenizer: Any) -> None:
+    """Writes what the work needs and `inputs` does not have yet."""
+    inputs.mkdir(parents=True, exist_ok=True)
+    if not (inputs / work.size).exists():
+        _save(inputs / work.size, work, tokenizer)
+    file = inputs / f"{work.texts}.jsonl"
+    if not file.exists():
+        text = "".join(json.dumps(row) + "\n" for row in _rows(work, tokenizer))
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(text, "utf-8")
+        temporary.replace(file)
+
+
+def _save(folder: Path, work: Work, tokenizer: Any) -> None:
+    """A classifier of random weights, with a BERT tokenizer, whatever its own is: only ids reach the model."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(_config(work, tokenizer))
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    temporary = folder.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    temporary.replace(folder)
+
+
+def _config(work: Work, tokenizer: Any) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    kind: Any = CONFIG_MAPPING[work.model]
+    known = kind().to_dict()
+    settings = dict(ARCHITECTURES[work.model])
+    if work.scale != "base":
+        for names, value in zip((_WIDTHS, _DEPTHS, _HEADS, _INNER), _SCALES[work.scale], strict=True):
+            settings |= {name: value for name in names if isinstance(known.get(name), int)}
+        settings |= _odd(work)
+    special = {"pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102, "sep_token_id": 102, "cls_token_id": 101}
+    if known.get("is_encoder_decoder") or work.model == "t5":
+        special["decoder_start_token_id"] = 0
+    return kind(**settings, vocab_size=len(tokenizer), num_labels=4, **special)
+
+
+def _odd(work: Work) -> dict[str, Any]:
+    """Sizes that go together in one family only."""
+    width, depth, heads, _ = _SCALES[work.scale]
+    if work.model == "funnel":
+        return {"block_sizes": [depth // 2, depth // 2], "d_head": width // heads, "num_decoder_layers": 2}
+    if work.model == "mobilebert":
+        return {"intra_bottleneck_size": width, "true_hidden_size": width}
+    return {"d_kv": width // heads, "head_dim": width // heads} if work.model in ("t5", *_HEAD_DIMS) else {}
+
+
+_HEAD_DIMS = ("llama", "mistral", "qwen3", "gemma2")
+
+
+def _rows(work: Work, tokenizer: Any) -> list[dict[str, str]]:
+    words = sorted(word for word in tokenizer.get_vocab() if word.isascii() and word.isalpha() and word.islower())
+    source = random.Random(0)
+
+    def num_words() -> int:
+        if work.shape == "dense":
+            return _LONGEST[work.scale] - 2  # and two special tokens
+        if work.shape == "short":
+            return source.randint(6, 30)
+        return max(6, min(_LONGEST[work.scale] - 2, round(source.lognormvariate(4.0, 0.9))))
+
+    return [
+        {"text": " ".join(source.choices(words, k=num_words())), "label": source.choice("abcd")}
+        for _ in range(_ROWS[work.scale])
+    ]

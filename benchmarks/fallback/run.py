@@ -1,0 +1,252 @@
+"""Classifiers that are not packed: Hugging Face Trainer beside brimful, by architecture and length of texts.
+
+    python benchmarks/fallback/run.py --output OUTPUT --budget-s 350 [--share 1/4] [--only big_bird t5]
+
+Needs one NVIDIA GPU and nothing from a network. Each architecture is a process of its own, in which both sides take
+turns; what is in the raw log is not measured again. README.md says how to read it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "training"))
+
+from architectures import ARCHITECTURES, SHAPES, SIZES, UNPACKED, Work, make_inputs
+from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
+
+#: Settings of Trainer beside bf16 and tf32: each is measured, and the fastest counts.
+_HF: dict[str, Any] = {
+    "batch_size": 32,
+    "padding": "longest",
+    "pad_to_multiple_of": 8,
+    "sampling": "random",
+    "workers": 4,
+    "optim": "adamw_torch_fused",
+    "nan_filter": False,
+    "torch_compile": False,
+}
+_HF_SETTINGS = (_HF, _HF | {"workers": 0}, _HF | {"torch_compile": True})
+#: Seconds of one architecture, to begin with: with torch_compile, and without.
+_EXPECTED_S = (110.0, 50.0)
+
+
+def architecture(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[dict[str, Any]]:
+    """Rows of one architecture, in this process: sides in turns, what takes longest to begin with last."""
+    import torch
+    import transformers
+    from shapes import load_tokenizer
+
+    transformers.logging.set_verbosity_error()
+    if plan["scale"] != "base":
+        torch.set_num_threads(plan["threads"])
+    versions = versions_here("accelerate")
+    works = [Work(model=plan["work"], shape=shape, scale=plan["scale"]) for shape in plan["shapes"]]
+    for work in works:
+        make_inputs(inputs, work, load_tokenizer(tokenizer, smoke=False))
+    sides = [("brimful", {"batch_size": 32, "precision": plan["precision"], "execution": "auto"})]
+    sides += [("hf", settings) for settings in _HF_SETTINGS if settings["torch_compile"] <= plan["compile"]]
+    if not torch.cuda.is_available():
+        sides = [(side, settings) for side, settings in sides if not settings.get("workers")] * plan["repeats"]
+    for side, settings in sides:
+        for work in works:
+            found = _measured(side, work, settings, plan, inputs)
+            yield {"side": side, "shape": work.shape, **found, "versions": versions}
+            if found.get("packed") and not plan["packed_too"]:
+                return
+
+
+def _measured(side: str, work: Work, settings: dict[str, Any], plan: dict[str, Any], inputs: Path) -> dict[str, Any]:
+    import torch
+
+    if side == "hf":
+        import trainer_side as measure
+    else:
+        import brimful_side as measure  # type: ignore[no-redef]
+    short = work.shape == "short"
+    steps = {"warm_up": 60 if short else 30, "steps": 40 if short else 12, "rounds": 5}
+    if side == "hf":
+        steps = {"warm_up": 40 if settings["torch_compile"] else 10, "steps": 20 if short else 8, "rounds": 5}
+    if plan["scale"] != "base":
+        steps = {"warm_up": 2, "steps": 2 if plan["scale"] == "smoke" else 6, "rounds": 2}
+    began = time.monotonic()
+    try:
+        torch._dynamo.reset()
+        asked = {"settings": [settings], "smoke": False, "operations": False, **steps}
+        [found] = measure.measure_work(work, asked, inputs)
+    except Exception as failure:  # of this side alone: the others are measured
+        found = {"settings": settings, "error": f"{type(failure).__name__}: {failure}"[:300]}
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return found | {"side_s": round(time.monotonic() - began, 1)}
+
+
+def results(session: Session) -> list[dict[str, Any]]:
+    """Of each model, texts and side the fastest setting of the newest call, with its spread over rounds."""
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for record in session.records:
+        if record["smoke"] != session.arguments.smoke or record["kind"] != "row":
+            continue
+        key = (record["work"], record["shape"], record["side"])
+        if "rounds" not in record:
+            rows.setdefault(key, _unmeasured(record))
+            continue
+        made = _row(record)
+        kept = rows.get(key)
+        newer = kept is None or kept["samples_per_s"] is None or kept["call"] != made["call"]
+        if newer or made["samples_per_s"] > kept["samples_per_s"]:
+            rows[key] = made
+    return [rows[key] for key in sorted(rows)]
+
+
+def _row(record: dict[str, Any]) -> dict[str, Any]:
+    rates = [each["samples"] / each["seconds"] for each in record["rounds"]]
+    cpu_rates = [each["samples"] / each["cpu_s"] for each in record["rounds"]]
+    return _unmeasured(record) | {
+        "samples_per_s": round(statistics.median(rates), 1),
+        "lowest": round(min(rates), 1),
+        "highest": round(max(rates), 1),
+        "samples_per_cpu_s": round(statistics.median(cpu_rates), 1),
+        "warm_up_s": round(record["warm_up_s"], 1),
+        "recipe": record.get("recipe"),
+        "reasons": record.get("reasons"),
+        "warnings": record.get("warnings"),
+        "packed": record.get("packed"),
+    }
+
+
+def _unmeasured(record: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": record["work"],
+        "shape": record["shape"],
+        "side": record["side"],
+        "samples_per_s": None,
+        "gpu": record["gpu"],
+        "settings": record["settings"],
+        "commit": record["commit"],
+        "versions": record["versions"],
+        "call": record["call"],
+        "error": record.get("error"),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line a model and kind of texts, and the median of the ratios."""
+    by = {(row["model"], row["shape"], row["side"]): row for row in rows}
+    lines = ["| model | texts | Trainer, samples/s (range) | brimful (range) | ratio | brimful runs |"]
+    lines.append("|---|---|---|---|---|---|")
+    ratios = []
+    for model, shape in dict.fromkeys((row["model"], row["shape"]) for row in rows):
+        ours, theirs = by.get((model, shape, "brimful")), by.get((model, shape, "hf"))
+        if ours is None:
+            continue
+        if ours.get("packed") and theirs is None:
+            lines.append(f"| {model} | {shape} | | | | packed: not of this table |")
+            continue
+        ratio = ""
+        if theirs is not None and ours["samples_per_s"] and theirs["samples_per_s"]:
+            ratios.append(ours["samples_per_s"] / theirs["samples_per_s"])
+            ratio = f"{ratios[-1]:.2f}"
+        runs = ours["error"] or f"{(ours['recipe'] or {}).get('execution')}"
+        lines.append(f"| {model} | {shape} | {_said(theirs)} | {_said(ours)} | {ratio} | {runs} |")
+    if ratios:
+        slower = sum(ratio < 1 for ratio in ratios)
+        lines.append(f"\nMedian ratio {statistics.median(ratios):.2f}; {slower} of {len(ratios)} below 1.")
+    return "\n".join(lines)
+
+
+def _said(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if row["samples_per_s"] is None:
+        return "failed"
+    compiled = ", compiled" if row["settings"].get("torch_compile") else ""
+    return f"{row['samples_per_s']:,.0f} ({row['lowest']:,.0f} to {row['highest']:,.0f}){compiled}"
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.one:
+        print_rows(architecture(json.loads(arguments.one), arguments.inputs, arguments.tokenizer))
+        return
+    session, left = Session(arguments, __file__, gpu=not arguments.cpu), []
+    expected_s = _EXPECTED_S[0 if arguments.compile else 1]
+    for model in arguments.rows:
+        if session.known("model", work=model, ok=True):
+            continue
+        seconds = session.last_wall_s("model", work=model) or expected_s
+        if arguments.dry_run:
+            print(f"{seconds:5.0f} s  {model}")
+        elif not session.fits(seconds):
+            left.append(model)
+        else:
+            _measure(session, model)
+    if arguments.dry_run:
+        return
+    rows = results(session)
+    text = table(rows)
+    write_texts(arguments.output, {"results.json": json.dumps(rows, indent=1), "table.md": text})
+    print(text)
+    if left:
+        print(f"\nnot measured yet: {' '.join(left)}; call again")
+
+
+def _measure(session: Session, model: str) -> None:
+    arguments = session.arguments
+    say(model)
+    plan = {"work": model, "scale": arguments.size, "shapes": arguments.shapes, "compile": arguments.compile}
+    plan |= {"packed_too": arguments.packed_too, "repeats": arguments.repeats, "threads": arguments.threads}
+    plan |= {"precision": "auto" if arguments.cpu else "bf16"}
+    result = session.child(plan, arguments.timeout_s)
+    for found in result.pop("found"):
+        session.add(kind="row", work=model, commit=arguments.commit, **found)
+    session.add(kind="model", work=model, commit=arguments.commit, **result)
+    if not result["ok"]:
+        say(f"{model}: {result['error']}")
+
+
+def _arguments() -> Namespace:
+    parser = parser_of("Classifiers that are not packed, by Trainer and by brimful.", UNPACKED, timeout_s=200.0)
+    parser.add_argument("--only", nargs="+", choices=list(ARCHITECTURES), help="these model types instead of all")
+    parser.add_argument("--share", help="I/N: every Nth model type from the Ith on, for N calls on N GPUs")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["short", "dense"], help="lengths of texts")
+    parser.add_argument("--size", choices=SIZES, default="base", help="small and smoke are for a CPU")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="without Trainer's torch_compile")
+    parser.add_argument("--packed-too", action="store_true", help="measure what runs packed, too")
+    parser.add_argument("--cpu", action="store_true", help="leave the GPU alone")
+    parser.add_argument("--repeats", type=int, default=1, help="on a CPU: how often both sides take turns")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, in sizes below base")
+    parser.add_argument("--commit", default=_commit(), help="of the code, where there is no git to say")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.size, arguments.cpu = "smoke", True
+    if arguments.cpu:
+        arguments.compile = False
+    arguments.inputs = arguments.inputs or default_inputs("fallback", smoke=arguments.smoke)
+    arguments.rows = arguments.only or arguments.rows
+    if arguments.share:
+        first, number = map(int, arguments.share.split("/"))
+        arguments.rows = arguments.rows[first - 1 :: number]
+    return arguments
+
+
+def _commit() -> str | None:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or None
+
+
+if __name__ == "__main__":
+    main()
