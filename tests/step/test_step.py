@@ -25,7 +25,7 @@ from brimful.levers.optimizer import Optimizer, decayed_names, parameter_groups
 from brimful.models.packed.packed_forward import LayoutModel, PackedForm, PackedModel, PaddedModel
 from brimful.step.precision import Precision
 from brimful.step.state import ParameterState, StepState
-from brimful.step.step import Outcome, Step, make_schedule
+from brimful.step.step import Outcome, Pending, Step, make_schedule
 from brimful.tasks.task import SingleLabel, Task
 from plain import padded, plain_loss
 from tiny import FAMILIES, LONGEST, sequences
@@ -519,3 +519,16 @@ def test_state_has_what_a_continuation_needs() -> None:
     assert all({"step", "exp_avg", "exp_avg_sq"} == kept.tensors.keys() for kept in state.optimizer.values())
     assert (state.counters.applied, state.counters.scale) == (1, 64.0)
     assert not any(tensor.requires_grad for tensor in state.weights.values())
+
+
+def test_a_step_that_must_run_again_has_the_outcome_of_that() -> None:
+    """Where its loss is not finite; not where only its gradient is, as when fp16 overflows."""
+    batch, expected = ROWS.batch(0), Outcome(
+        number=0, loss=1.0, grad_norm=1.0, learning_rate=1.0, scale=1.0, applied=True, overflow=False, bad_samples=(),
+        num_samples=1, num_tokens=1,
+    )  # fmt: skip
+    rows = [torch.zeros(len(micro.samples)) for micro in batch.micro_batches]
+    lost, overflowed = torch.tensor([np.nan, 1, 1, 1, 1.0]), torch.tensor([2.0, np.inf, 1, 1, 1])
+    assert Pending(batch, lost, rows, False, lambda: expected).read() == expected
+    assert not Pending(batch, overflowed, rows, False, lambda: expected).read().applied
+    assert not Pending(batch, lost, rows, False).read().applied

@@ -10,6 +10,11 @@ from typing import Any
 import torch
 
 
+def is_capturing() -> bool:
+    """True where what is launched now is recorded, and not computed."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     """Records what the block launches on the current device into `graph`; none of it is computed.

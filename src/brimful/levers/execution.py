@@ -25,8 +25,9 @@ from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing
 from brimful.levers.token_budget import cuts_windows
 from brimful.models.model_stats import embeddings_of, layer_lists, layers_of, matmul_parameters
-from brimful.models.packed.host_reads import why_not_recorded
-from brimful.models.packed.packed_forward import LayoutModel, PackedModel
+from brimful.models.packed.host_decisions import HostDecisions
+from brimful.models.packed.host_reads import Recording, how_recorded
+from brimful.models.packed.packed_forward import LayoutModel, PackedModel, PaddedModel
 
 #: Cold seconds that compiling a layer costs where torch's compiler does it, and the share of a step's device time that
 #: it saves: BERT-base on an H200, torch 2.11 (benchmarks/profile). Fused kernels cost less and save more.
@@ -75,8 +76,8 @@ class ExecutionMode(Lever):
         shapes = repeats_shapes(assembly)
         if not shapes.ok:
             return shapes
-        why = assembly.fact(why_not_recorded_of)
-        return Verdict(ok=why is None, because=why or "rows have few shapes")
+        why_not = assembly.fact(recording_of).why_not
+        return Verdict(ok=why_not is None, because=why_not or "rows have few shapes")
 
     @classmethod
     def choose(cls, assembly: Assembly) -> ExecutionMode:
@@ -108,6 +109,8 @@ class ExecutionMode(Lever):
         saved_s = _SAVED * flops / _REACHED
         if not has_layers or saved_s < compile_s:
             against = f"compiling would save about {saved_s:.0f} s of this run and take {compile_s:.0f} s"
+            if not has_layers:
+                against = "there is no list of layers to compile, or the host decides in them by numbers of the device"
             return cls(value="captured", reason=f"one launch a step; {against}", fused=fused)
         return cls(value="compiled", reason="one launch a step, with element-wise work fused by layer", fused=fused)
 
@@ -123,6 +126,8 @@ class ExecutionMode(Lever):
     def apply(self, assembly: Assembly) -> None:
         """Compile the model's layers in place, if that was chosen. Compilation itself waits for the first step."""
         execution = assembly.execution
+        if self.captured and isinstance(execution, PaddedModel) and assembly.fact(recording_of).with_decisions:
+            execution.decisions = HostDecisions()
         if not self.compiled or execution is None:
             return
         if isinstance(execution, PackedModel):
@@ -149,15 +154,15 @@ def repeats_shapes(assembly: Assembly) -> Verdict:
     return Verdict(ok=often, because=because)
 
 
-def why_not_recorded_of(assembly: Assembly) -> str | None:
-    """Return the reason that padded passes cannot be captured, None if they can."""
-    return why_not_recorded(assembly.model, assembly.max_length, training=assembly.training)
+def recording_of(assembly: Assembly) -> Recording:
+    """Return how padded passes can be captured, if they can."""
+    return how_recorded(assembly.model, assembly.max_length, training=assembly.training)
 
 
 def lists_to_compile(assembly: Assembly) -> list[nn.ModuleList]:
     """Return the lists of layers that would be compiled: of a packed model one, of a padded one its decoder's too."""
-    if not assembly.lever(Packing).packed:
-        return layer_lists(assembly.model)
+    if not assembly.lever(Packing).packed:  # the compiler does not see what is asked in the midst of a layer
+        return [] if assembly.fact(recording_of).with_decisions else layer_lists(assembly.model)
     layers = layers_of(assembly.model)
     return [] if layers is None else [layers]
 

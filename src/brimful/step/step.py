@@ -11,7 +11,7 @@ would have had. The process's own generators are lent for it, and given back.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -52,15 +52,24 @@ class Outcome:
 
 
 class Pending:
-    """The outcome of a step that may still be running."""
+    """The outcome of a step that may still be running.
 
-    def __init__(self, batch: Batch, readings: Tensor, rows: Sequence[Tensor], scaled: bool) -> None:
-        self._batch, self._rows, self._scaled = batch, rows, scaled
+    again: runs the step in another way, where a loss that is not finite may say that it must be; None where it never
+    does.
+    """
+
+    def __init__(
+        self, batch: Batch, readings: Tensor, rows: Sequence[Tensor], scaled: bool,
+        again: Callable[[], Outcome] | None = None,
+    ) -> None:  # fmt: skip
+        self._batch, self._rows, self._scaled, self._again = batch, rows, scaled, again
         self._readings = ReadBack(readings)
 
     def read(self) -> Outcome:
         """Waits for this step, not for those behind it."""
         loss, grad_norm, learning_rate, scale, skipped = self._readings.wait().tolist()
+        if skipped and self._again is not None and not np.isfinite(loss):
+            return self._again()
         return Outcome(
             number=self._batch.number,
             loss=loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from brimful.models.packed.host_reads import why_not_recorded
+from brimful.models.packed.host_reads import Recording, how_recorded
 from tiny import FAMILIES
 
 SMALL = {"vocab_size": 99, "num_labels": 3, "pad_token_id": 0, "eos_token_id": 2}
@@ -20,6 +21,14 @@ def t5() -> Any:
         **SMALL, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=4, decoder_start_token_id=0
     )
     return transformers.T5ForSequenceClassification(config)
+
+
+def longformer() -> Any:
+    config = transformers.LongformerConfig(
+        **SMALL, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, attention_window=8,
+        max_position_embeddings=90,
+    )  # fmt: skip
+    return transformers.LongformerForSequenceClassification(config)
 
 
 def big_bird() -> Any:
@@ -33,21 +42,31 @@ def big_bird() -> Any:
 def test_models_without_such_code_can_be_recorded(training: bool) -> None:
     for model in (FAMILIES["bert"].model(), FAMILIES["gpt2"].model(), big_bird()):
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        assert why_not_recorded(model, 64, training=training) is None
+        assert how_recorded(model, 64, training=training) == Recording()
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_head_that_looks_for_end_tokens_cannot() -> None:
-    why = why_not_recorded(t5(), 64, training=True)
-    assert why is not None
-    assert "the host must look at numbers of the device in each pass" in why
+@pytest.mark.parametrize("make", [t5, longformer])
+def test_code_that_decides_by_numbers_of_the_device_can_with_its_decisions(make: Callable[[], Any]) -> None:
+    """End tokens are counted, tokens with global attention listed: the same in all batches of a shape."""
+    assert how_recorded(make(), 64, training=True) == Recording(with_decisions=True)
+    why_not = how_recorded(make(), 64, training=False).why_not
+    assert why_not is not None
+    assert "the host must look at numbers of the device in each pass" in why_not
+
+
+def test_code_that_decides_otherwise_in_other_batches_cannot() -> None:
+    config = transformers.FlaubertConfig(**SMALL, emb_dim=16, n_layers=2, n_heads=4)
+    why_not = how_recorded(transformers.FlaubertForSequenceClassification(config), 64, training=True).why_not
+    assert why_not is not None
+    assert "and finds others in other batches" in why_not
 
 
 def test_layers_that_are_left_out_at_random_cannot_where_they_are() -> None:
     model = FAMILIES["bert"].model()
     model.bert.encoder.layerdrop = 0.1
-    assert why_not_recorded(model, 64, training=True) == "the host draws which layers are left out (layerdrop 0.1)"
-    assert why_not_recorded(model, 64, training=False) is None
+    assert how_recorded(model, 64, training=True).why_not == "the host draws which layers are left out (layerdrop 0.1)"
+    assert how_recorded(model, 64, training=False).why_not is None
 
 
 def test_what_draws_on_the_host_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,4 +78,4 @@ def test_what_draws_on_the_host_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(type(model.bert), "forward", drawing)
-    assert why_not_recorded(model, 64, training=True) == "the host draws random numbers in each pass"
+    assert how_recorded(model, 64, training=True).why_not == "the host draws random numbers in each pass"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,12 +24,14 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AttentionInt
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
+from brimful.hardware.capture import is_capturing
 from brimful.kernels.attention.dispatch import Attention, choose_attention, reference_attention
 from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments
 from brimful.models.model_stats import embeddings_of, layer_lists, layers_of, matmul_parameters
 from brimful.models.packed.attention_check import Watch
+from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.layer_calls import many_compiled_forms, place_calls
 from brimful.models.packed.relative_bias import RelativeForm, has_form
 
@@ -153,9 +156,14 @@ class LayoutModel:
 
 
 class PaddedModel(LayoutModel):
-    """The plain Hugging Face forward on padded rows."""
+    """The plain Hugging Face forward on padded rows.
+
+    decisions: of its code on the host, where training is to be captured and these depend on numbers of the device. Then
+    logits of a captured pass are NaN where a decision would be another one.
+    """
 
     packed = False
+    decisions: HostDecisions | None = None
 
     def __init__(self, model: Any, attention: str = "sdpa") -> None:
         self.model = model
@@ -174,7 +182,21 @@ class PaddedModel(LayoutModel):
         if any(_needs_context(layer) for layer in self._layers):
             place_calls(self._layers, None, None)
         with (context or ForwardContext()).active(), many_compiled_forms(self._layers):
-            return ForwardOutputs(logits=self.model(**given).logits)
+            return ForwardOutputs(logits=self._logits(given))
+
+    def _logits(self, given: dict[str, Any]) -> Tensor:
+        found: Tensor
+        if self.decisions is None or not self.model.training:
+            found = self.model(**given).logits
+            return found
+        shape = tuple(given["input_ids"].shape)
+        if not is_capturing():
+            with self.decisions.recorded(shape):
+                found = self.model(**given).logits
+            return found
+        with self.decisions.granted(shape) as truths:
+            found = self.model(**given).logits
+        return torch.where(torch.stack(truths).all(), found, math.nan) if truths else found
 
 
 def _needs_context(layer: nn.Module) -> bool:

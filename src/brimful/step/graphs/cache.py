@@ -149,12 +149,17 @@ class GraphCache:
         try:
             recorded, outputs = self._recorder.record(partial(compute, static))
         except (RuntimeError, torch.AcceleratorError) as refusal:
-            self._recorder = None
-            self._graphs.clear()
-            self._note(f"{self._what} run eagerly: {str(refusal).splitlines()[0][:200]}")
+            self.stop(str(refusal).splitlines()[0][:200])
             return None
         self._graphs[key] = graph = Graph(recorded, outputs, static, self._keep())
         return graph
+
+    def stop(self, because: str) -> None:
+        """Drops all graphs; everything runs eagerly from now on. Notes the reason, once."""
+        if self._recorder is not None:
+            self._note(f"{self._what} run eagerly: {because}")
+        self._recorder = None
+        self._graphs.clear()
 
     def clear(self) -> None:
         """Drops all graphs, whose addresses may be of what has been replaced, and meets all shapes anew."""

@@ -14,15 +14,17 @@ drawn by (seed, batch, micro-batch) as in the eager step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from brimful.data.batches.batch import Batch, MicroBatch
+from brimful.models.packed.packed_forward import PaddedModel
 from brimful.step.graphs.cache import GraphCache, GraphPool
 from brimful.step.state import StepState
-from brimful.step.step import Pending, Step
+from brimful.step.step import Outcome, Pending, Step
 from brimful.step.updates.fused_adamw import MOST_GRAPHS
 
 
@@ -82,7 +84,7 @@ class CapturedStep(Step):
             if graph is None:
                 return None
             rows_S, readings = graph.replay(memory)
-        return Pending(batch, readings, [rows_S.clone()], self.precision.scaled)
+        return Pending(batch, readings, [rows_S.clone()], self.precision.scaled, self._again(batch))
 
     def _pieces(self, batch: Batch) -> Pending | None:
         """The step as a graph for each micro-batch, and one for the update; None as `_whole`."""
@@ -104,7 +106,20 @@ class CapturedStep(Step):
                 rows.append(graph.replay(batch.memories[index]).clone())
         self.reduce()
         readings = self.apply_update(gathered=True) if update is None else update.replay()
-        return Pending(batch, readings, rows, self.precision.scaled)
+        return Pending(batch, readings, rows, self.precision.scaled, self._again(batch))
+
+    def _again(self, batch: Batch) -> Callable[[], Outcome] | None:
+        """A way to run an eager step on the batch, where what a graph takes for granted may not be true of it."""
+        taken_for_granted = isinstance(self.execution, PaddedModel) and self.execution.decisions is not None
+        return partial(self._eagerly, batch) if taken_for_granted else None
+
+    def _eagerly(self, batch: Batch) -> Outcome:
+        """An eager step on a batch whose graph has changed nothing. It comes after those launched meanwhile."""
+        sent = replace(batch, memories=())
+        outcome = super().run(sent.sent(self.device) if batch.memories else sent).read()
+        if outcome.applied:
+            self._graphs.stop("what the model's code decides on the host is not the same for all batches of one shape")
+        return outcome
 
     def _accumulate(self, micro: MicroBatch, static: Tensor) -> Tensor:
         rows_S = self.backward(micro.over(static))

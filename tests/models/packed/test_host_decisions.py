@@ -1,0 +1,101 @@
+"""Passes that are given what the model's code reads of the device: the same logits and gradient, or NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from brimful.kernels.layout import PaddedInputs, padded_inputs
+from brimful.models.packed import packed_forward
+from brimful.models.packed.host_decisions import HostDecisions
+from brimful.models.packed.packed_forward import PaddedModel
+from models.packed.test_host_reads import longformer, t5
+
+END = 2
+
+
+def rows_of(lengths: list[int], seed: int, ends: int = 1) -> PaddedInputs:
+    random = np.random.default_rng(seed)
+    ids = [np.append(random.integers(5, 99, length - ends), [END] * ends) for length in lengths]
+    return padded_inputs(ids, len(ids), 40, padding_id=0)
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    return lambda now: monkeypatch.setattr(packed_forward, "is_capturing", lambda: now)
+
+
+def without_dropout(model: Any) -> Any:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    return model.train()
+
+
+def gradient(model: Any, logits: Tensor) -> Tensor:
+    found = torch.autograd.grad(logits.square().sum(), list(model.parameters()), materialize_grads=True)
+    return torch.cat([each.flatten() for each in found])
+
+
+@pytest.mark.parametrize("make", [t5, longformer])
+def test_a_pass_with_the_decisions_of_another_batch_is_the_plain_one(
+    make: Callable[[], Any], capturing: Callable[[bool], None]
+) -> None:
+    model = without_dropout(make())
+    plain, decided = PaddedModel(model), PaddedModel(model)
+    decided.decisions = HostDecisions()
+    first, other = rows_of([40, 5, 17], 0), rows_of([9, 33, 31], 1)
+    assert torch.equal(decided(first).logits, plain(first).logits)
+    capturing(True)
+    expected, found = plain(other).logits, decided(other).logits
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(gradient(model, found), gradient(model, expected), rtol=1e-6, atol=1e-7)
+
+
+def test_a_batch_with_other_decisions_has_no_logits(capturing: Callable[[bool], None]) -> None:
+    """And no gradient that is learned from: a loss that is not finite is skipped on the device."""
+    model = without_dropout(t5())
+    decided = PaddedModel(model)
+    decided.decisions = HostDecisions()
+    decided(rows_of([40, 5, 17], 0))
+    capturing(True)
+    assert decided(rows_of([40, 5, 17], 1, ends=2)).logits.isnan().all()
+    assert decided(rows_of([12, 5, 40], 1)).logits.isfinite().all()
+
+
+def test_a_shape_without_recorded_decisions_is_refused(capturing: Callable[[bool], None]) -> None:
+    decided = PaddedModel(without_dropout(t5()))
+    decided.decisions = HostDecisions()
+    capturing(True)
+    with pytest.raises(RuntimeError, match="no pass over rows of this shape was recorded"):
+        decided(rows_of([5, 17], 0))
+
+
+def test_a_model_that_is_only_read_decides_for_itself(capturing: Callable[[bool], None]) -> None:
+    decided = PaddedModel(t5().eval())
+    decided.decisions = HostDecisions()
+    capturing(True)
+    assert decided(rows_of([5, 17], 0)).logits.isfinite().all()
+
+
+def test_more_questions_than_were_answered_are_refused() -> None:
+    decisions, values = HostDecisions(), torch.tensor([3, 4])
+
+    def ask(times: int) -> list[int]:
+        return [int(values[0]) for _ in range(times)]
+
+    with decisions.recorded("a shape"):
+        assert ask(2) == [3, 3]
+    values += 1
+    with decisions.granted("a shape") as truths:
+        assert ask(2) == [3, 3]
+    assert [bool(truth) for truth in truths] == [False, False]
+    with pytest.raises(RuntimeError, match="reads more of the device"), decisions.granted("a shape"):
+        ask(3)
