@@ -51,6 +51,7 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_atte
 _HEADS += ("num_key_value_heads",)
 _INNER = ("intermediate_size", "d_ff", "d_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim")
 _ROWS = {"base": 2048, "small": 768, "smoke": 96}
+_POSITIONS = 520
 _LONGEST = {"base": 512, "small": 96, "smoke": 48}
 
 
@@ -124,6 +125,8 @@ def _config(work: Work, tokenizer: Any) -> Any:
     special = {"pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102, "sep_token_id": 102, "cls_token_id": 101}
     if known.get("is_encoder_decoder") or work.model == "t5":
         special["decoder_start_token_id"] = 0
+    if isinstance(known.get("max_position_embeddings"), int):  # RoBERTa and its kin begin to count behind the padding
+        settings["max_position_embeddings"] = max(known["max_position_embeddings"], _POSITIONS)
     return kind(**settings, vocab_size=len(tokenizer), num_labels=4, **special)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -24,21 +23,16 @@ sys.path.append(str(Path(__file__).parents[1] / "training"))
 
 from architectures import ARCHITECTURES, SHAPES, SIZES, UNPACKED, Work, make_inputs
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
+from settings import BASE
 
 #: Settings of Trainer beside bf16 and tf32: each is measured, and the fastest counts.
-_HF: dict[str, Any] = {
-    "batch_size": 32,
-    "padding": "longest",
-    "pad_to_multiple_of": 8,
-    "sampling": "random",
-    "workers": 4,
-    "optim": "adamw_torch_fused",
-    "nan_filter": False,
-    "torch_compile": False,
-}
-_HF_SETTINGS = (_HF, _HF | {"workers": 0}, _HF | {"torch_compile": True})
+_HF: dict[str, Any] = BASE | {"attention": None, "padding": "multiple of 8", "nan_filter": False}
+_HF_SETTINGS = (
+    *(_HF, _HF | {"workers": 0}),
+    *(_HF | {"compile": "reduce-overhead", "padding": "buckets"}, _HF | {"compile": "default"}),
+)
 #: Seconds of one architecture, to begin with: with torch_compile, and without.
-_EXPECTED_S = (110.0, 50.0)
+_EXPECTED_S = (130.0, 50.0)
 
 
 def architecture(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[dict[str, Any]]:
@@ -55,7 +49,7 @@ def architecture(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> I
     for work in works:
         make_inputs(inputs, work, load_tokenizer(tokenizer, smoke=False))
     sides = [("brimful", {"batch_size": 32, "precision": plan["precision"], "execution": "auto"})]
-    sides += [("hf", settings) for settings in _HF_SETTINGS if settings["torch_compile"] <= plan["compile"]]
+    sides += [("hf", settings) for settings in _HF_SETTINGS if plan["compile"] or settings["compile"] is None]
     if not torch.cuda.is_available():
         sides = [(side, settings) for side, settings in sides if not settings.get("workers")] * plan["repeats"]
     for side, settings in sides:
@@ -76,7 +70,7 @@ def _measured(side: str, work: Work, settings: dict[str, Any], plan: dict[str, A
     short = work.shape == "short"
     steps = {"warm_up": 60 if short else 30, "steps": 40 if short else 12, "rounds": 5}
     if side == "hf":
-        steps = {"warm_up": 40 if settings["torch_compile"] else 10, "steps": 20 if short else 8, "rounds": 5}
+        steps = {"warm_up": 40 if settings["compile"] else 10, "steps": 20 if short else 8, "rounds": 5}
     if plan["scale"] != "base":
         steps = {"warm_up": 2, "steps": 2 if plan["scale"] == "smoke" else 6, "rounds": 2}
     began = time.monotonic()
@@ -135,6 +129,7 @@ def _unmeasured(record: dict[str, Any]) -> dict[str, Any]:
         "gpu": record["gpu"],
         "settings": record["settings"],
         "commit": record["commit"],
+        "host": record["host"],
         "versions": record["versions"],
         "call": record["call"],
         "error": record.get("error"),
@@ -171,7 +166,7 @@ def _said(row: dict[str, Any] | None) -> str:
         return ""
     if row["samples_per_s"] is None:
         return "failed"
-    compiled = ", compiled" if row["settings"].get("torch_compile") else ""
+    compiled = ", compiled" if row["settings"].get("compile") else ""
     return f"{row['samples_per_s']:,.0f} ({row['lowest']:,.0f} to {row['highest']:,.0f}){compiled}"
 
 
@@ -210,8 +205,8 @@ def _measure(session: Session, model: str) -> None:
     plan |= {"precision": "auto" if arguments.cpu else "bf16"}
     result = session.child(plan, arguments.timeout_s)
     for found in result.pop("found"):
-        session.add(kind="row", work=model, commit=arguments.commit, **found)
-    session.add(kind="model", work=model, commit=arguments.commit, **result)
+        session.add(kind="row", work=model, **found)
+    session.add(kind="model", work=model, **result)
     if not result["ok"]:
         say(f"{model}: {result['error']}")
 
@@ -227,7 +222,6 @@ def _arguments() -> Namespace:
     parser.add_argument("--cpu", action="store_true", help="leave the GPU alone")
     parser.add_argument("--repeats", type=int, default=1, help="on a CPU: how often both sides take turns")
     parser.add_argument("--threads", type=int, default=1, help="of torch, in sizes below base")
-    parser.add_argument("--commit", default=_commit(), help="of the code, where there is no git to say")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.size, arguments.cpu = "smoke", True
@@ -239,13 +233,6 @@ def _arguments() -> Namespace:
         first, number = map(int, arguments.share.split("/"))
         arguments.rows = arguments.rows[first - 1 :: number]
     return arguments
-
-
-def _commit() -> str | None:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or None
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ class _Trial(TrainerCallback):
     """Ends the training when a round has taken so many seconds, and at least ten steps."""
 
     def __init__(self, warm_up: int, seconds: float) -> None:
-        self.warm_up, self.seconds, self.marks, self.steps = warm_up, seconds, list[float](), 0
+        self.warm_up, self.seconds, self.steps = warm_up, seconds, 0
+        self.marks, self.cpu_marks = list[float](), list[float]()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps = state.global_step - self.warm_up
@@ -90,6 +91,7 @@ class _Trial(TrainerCallback):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.marks.append(time.perf_counter())
+            self.cpu_marks.append(time.process_time())
             control.should_training_stop = len(self.marks) == 2
 
 

@@ -522,7 +522,7 @@ def test_state_has_what_a_continuation_needs() -> None:
 
 
 def test_a_step_that_must_run_again_has_the_outcome_of_that() -> None:
-    """Where its loss is not finite; not where only its gradient is, as when fp16 overflows."""
+    """Run it again if its loss is not finite, not if only its gradient is, as when fp16 overflows."""
     batch, expected = ROWS.batch(0), Outcome(
         number=0, loss=1.0, grad_norm=1.0, learning_rate=1.0, scale=1.0, applied=True, overflow=False, bad_samples=(),
         num_samples=1, num_tokens=1,
