@@ -113,10 +113,10 @@ def _trainer(setting: str, size: int, smoke: bool, device: str) -> dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder, per_device_train_batch_size=size, max_steps=steps, bf16=not smoke,
-            tf32=True if not smoke else None, use_cpu=smoke, gradient_checkpointing=setting.startswith("full"), report_to="none", save_strategy="no",
+            tf32=True if not smoke else None, use_cpu=smoke, gradient_checkpointing=setting.startswith("full"),
             gradient_checkpointing_kwargs={"use_reentrant": False}, optim="adamw_torch_fused", logging_strategy="no",
-            torch_compile="compiled" in setting, logging_nan_inf_filter=False, disable_tqdm=True,
-            dataloader_pin_memory=not smoke,
+            torch_compile="compiled" in setting, logging_nan_inf_filter=False, disable_tqdm=True, report_to="none",
+            save_strategy="no", dataloader_pin_memory=not smoke,
         )  # fmt: skip
         Trainer(model=model_of(smoke), args=arguments, train_dataset=rows, callbacks=[clock]).train()
     return {"rates": rates([b - a for a, b in zip(clock.marks, clock.marks[1:], strict=False)], size)}
