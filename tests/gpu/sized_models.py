@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -27,7 +29,15 @@ def save_sized_classifier(folder: Path, family: str, labels: Sequence[str], **co
     model.config.label2id = {label: index for index, label in enumerate(labels)}
     model.save_pretrained(folder)
     save_tokenizer(folder)
+    if not _has_types(model.config):  # pipelines hand on whatever the tokenizer gives
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings["model_input_names"] = ["input_ids", "attention_mask"]
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def _has_types(config: Any) -> bool:
+    return (getattr(config, "type_vocab_size", 0) or 0) > 1 or config.model_type == "gpt2"
 
 
 def plain_classifier(folder: Path, device: str) -> Any:
@@ -39,7 +49,7 @@ def plain_classifier(folder: Path, device: str) -> Any:
 def plain_inputs(folder: Path, model: Any, texts: Sequence[str], pairs: Sequence[str] | None = None) -> dict[str, Any]:
     """Padded tensors on the model's device, padded with its own token."""
     tokens = AutoTokenizer.from_pretrained(folder)(list(texts), None if pairs is None else list(pairs))
-    ids, types = ([torch.tensor(row).numpy() for row in tokens[name]] for name in ("input_ids", "token_type_ids"))
-    has_types = (getattr(model.config, "type_vocab_size", 0) or 0) > 1 or model.config.model_type == "gpt2"
-    found = padded(ids, types if has_types else None, model.config.pad_token_id)
+    ids = [np.array(row) for row in tokens["input_ids"]]
+    types = [np.array(row) for row in tokens["token_type_ids"]] if _has_types(model.config) else None
+    found = padded(ids, types, model.config.pad_token_id)
     return {name: tensor.to(model.device) for name, tensor in found.items()}

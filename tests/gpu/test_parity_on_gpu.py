@@ -1,4 +1,4 @@
-"""What runs on a GPU against plain Hugging Face models in fp32, without dropout: gradients of whole runs, and answers.
+"""Runs on a GPU against plain Hugging Face models in fp32, without dropout: gradients of whole runs, and answers.
 
 Every way to run: eager, captured, compiled, split, padded; and every way that inputs are staged: single texts, pairs,
 zero-shot, positions from 2 on, heads that read the last token.
