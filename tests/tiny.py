@@ -61,6 +61,12 @@ class Family:
             skips_padding=self.skips_padding,
         )
 
+    def ended(self, ids: list[np.ndarray]) -> list[np.ndarray]:
+        """The sequences with an end token each, where heads look for one: in encoder-decoders."""
+        if "decoder_start_token_id" not in self.settings:
+            return ids
+        return [np.append(sequence[:-1], self.settings["eos_token_id"]).astype(np.int32) for sequence in ids]
+
     def model(self, num_labels: int = 3, *, seed: int = 0, dropout: float = 0.0, **settings: Any) -> Any:
         """A fresh model in fp32, with every dropout at `dropout`."""
         config_class = getattr(transformers, self.config)
@@ -71,6 +77,34 @@ class Family:
         torch.manual_seed(seed)
         return AutoModelForSequenceClassification.from_config(config)
 
+
+_BART = {
+    **dict.fromkeys(["encoder_layers", "decoder_layers"], 2),
+    **dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 4),
+    **dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim"], 24),
+    "vocab_size": VOCABULARY,
+    "d_model": 16,
+    "max_position_embeddings": 80,
+    "decoder_start_token_id": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 3,
+    "eos_token_id": 4,
+    "init_std": 0.2,
+}
+_T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 24,
+    "pad_token_id": 0,
+    "eos_token_id": 4,
+    "decoder_start_token_id": 0,
+}
+_OPENAI = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 80, "pad_token_id": 0}
 
 FAMILIES = {
     "bert": Family(config="BertConfig", settings=_ENCODER, short=True),
@@ -112,6 +146,32 @@ FAMILIES = {
     "mpnet": Family(
         config="MPNetConfig", settings=_ENCODER | {"pad_token_id": 1}, first_position=2, skips_padding=True
     ),
+    "rembert": Family(config="RemBertConfig", settings=_ENCODER | {"input_embedding_size": 8}, short=True),
+    "big_bird": Family(config="BigBirdConfig", settings=_ENCODER, short=True),
+    "roformer": Family(config="RoFormerConfig", settings=_ENCODER | {"embedding_size": 16}, short=True),
+    "mobilebert": Family(
+        config="MobileBertConfig",
+        settings=_ENCODER | {"embedding_size": 8, "intra_bottleneck_size": 8, "num_feedforward_networks": 1},
+    ),
+    "luke": Family(
+        config="LukeConfig",
+        settings=_ROBERTA | {"entity_vocab_size": 9, "entity_emb_size": 8},
+        first_position=2,
+        short=True,
+        skips_padding=True,
+    ),
+    "squeezebert": Family(config="SqueezeBertConfig", settings=_ENCODER | {"embedding_size": 16}),
+    "xlm": Family(
+        config="XLMConfig",
+        settings={"vocab_size": VOCABULARY, "emb_dim": 16, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 80}
+        | {"pad_index": 0, "pad_token_id": 0, "embed_init_std": 0.2, "init_std": 0.2},
+        partly_fp32=True,
+    ),
+    "eurobert": Family(config="EuroBertConfig", settings=_ROPE, pooling="late", partly_fp32=True),
+    "bart": Family(config="BartConfig", settings=_BART, pooling="last"),
+    "mbart": Family(config="MBartConfig", settings=_BART, pooling="last"),
+    "t5": Family(config="T5Config", settings=_T5, pooling="last", partly_fp32=True),
+    "umt5": Family(config="UMT5Config", settings=_T5, pooling="last", partly_fp32=True),
     "llama": Family(config="LlamaConfig", settings=_ROPE, pooling="last", partly_fp32=True),
     "mistral": Family(
         config="MistralConfig", settings=_ROPE | {"sliding_window": 16}, pooling="last", partly_fp32=True
@@ -122,6 +182,30 @@ FAMILIES = {
         config="Gemma2Config", settings=_GEMMA | {"attn_logit_softcapping": 2.0}, pooling="last", partly_fp32=True
     ),
     "gemma3": Family(config="Gemma3TextConfig", settings=_GEMMA3, pooling="last", partly_fp32=True),
+    "bloom": Family(
+        config="BloomConfig",
+        settings={"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 4, "pad_token_id": 0} | _END,
+        pooling="last",
+        partly_fp32=True,
+    ),
+    "mpt": Family(
+        config="MptConfig",
+        settings={"vocab_size": VOCABULARY, "d_model": 16, "n_layers": 2, "n_heads": 4, "pad_token_id": 0} | _END,
+        pooling="last",
+        partly_fp32=True,
+    ),
+    "falcon": Family(config="FalconConfig", settings=_ENCODER | _END, pooling="last", partly_fp32=True),
+    "gpt_neo": Family(
+        config="GPTNeoConfig",
+        settings={"vocab_size": VOCABULARY, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "window_size": 16}
+        | {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 80, "pad_token_id": 0}
+        | _END,
+        pooling="last",
+        partly_fp32=True,
+    ),
+    "gptj": Family(config="GPTJConfig", settings=_OPENAI | _END | {"rotary_dim": 2}, pooling="last", partly_fp32=True),
+    "openai-gpt": Family(config="OpenAIGPTConfig", settings=_OPENAI, pooling="last"),
+    "nemotron": Family(config="NemotronConfig", settings=_ROPE, pooling="last", partly_fp32=True),
     "gpt2": Family(
         config="GPT2Config",
         settings={

@@ -16,6 +16,8 @@ STEP_FP64: Final = 1e-10
 STEP_PARTLY_FP32: Final = 2e-7
 #: Gemma 2, whose soft cap only Hugging Face's eager attention has, with its softmax in fp32; ours keeps fp64.
 STEP_GEMMA: Final = 1e-6
+#: Families with weights as trained whose eager attention takes scores or softmax in fp32, where ours keeps fp64.
+STEP_FP32_SOFTMAX: Final = 2e-6
 #: A whole model, packed against plain, in fp32: logits and gradient.
 MODEL_FP32: Final = 1e-5
 #: A loss against torch's or Hugging Face's own, in fp64 and in fp32.

@@ -41,7 +41,8 @@ class ForwardContext:
     (docs/concepts/exactness.md). float8: the products that are taken in fp8. side_stream: where gradients of weights
     may be computed. compiled: False to run compiled layers as they were. seeded_dropout: whether dropout of a model's
     own code is drawn by sites too: in layers that are recomputed. inputs: the packed row, where it is one.
-    pooled_S: places of the tokens that what follows attention in the last layer is given, None for all.
+    attention: what attention is told, for layers that do not hand it on. pooled_S: places of the tokens that what
+    follows attention in the last layer is given, None for all.
     sites: of dropout. layer, places: the layer that runs, and the numbers of its uses of dropout.
     """
 
@@ -51,6 +52,7 @@ class ForwardContext:
     compiled: bool = True
     seeded_dropout: bool = False
     inputs: PackedInputs | None = None
+    attention: Any = None
     pooled_S: Tensor | None = None
     sites: DropoutSites = field(default_factory=DropoutSites)
     layer_number: int | None = None

@@ -23,7 +23,7 @@ from brimful.levers.lever import Assembly, Verdict
 from brimful.measurement.attention import attention_seconds
 from brimful.models.model_stats import window_of
 from brimful.models.packed.equivalence import Equivalence, check_equivalence
-from brimful.models.packed.relative_bias import farthest_bucket
+from brimful.models.packed.family_forms import farthest_bucket
 from brimful.step.precision import Precision
 
 _SHORT_NAMES = {"flash_attention": "FlashAttention-2", "triton_attention": "ours"}

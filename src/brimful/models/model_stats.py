@@ -12,9 +12,10 @@ from torch import nn
 
 
 def layers_of(model: Any) -> nn.ModuleList | None:
-    """The list of a model's transformer layers; None where layers are shared or nested (ALBERT)."""
-    count = getattr(model.config, "num_hidden_layers", None)
-    lists = (module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
+    """The list of a model's transformer layers, those for text; None where layers are shared or nested (ALBERT)."""
+    count, base = getattr(model.config.get_text_config(), "num_hidden_layers", None), model.base_model
+    text = getattr(base, "language_model", None) or getattr(base, "text_model", None) or base
+    lists = (module for module in text.modules() if isinstance(module, nn.ModuleList))
     return next((found for found in lists if len(found) == count), None)
 
 

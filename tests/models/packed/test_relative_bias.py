@@ -16,8 +16,8 @@ from brimful.kernels.attention.dispatch import relative_attention
 from brimful.kernels.layout import PackedInputs, PackedShape, Segments, packed_inputs
 from brimful.models.packed import packed_forward
 from brimful.models.packed.equivalence import check_equivalence
+from brimful.models.packed.family_forms import farthest_bucket
 from brimful.models.packed.packed_forward import PackedForm, PackedModel, PaddedModel
-from brimful.models.packed.relative_bias import farthest_bucket
 from plain import gradient, padded
 from tiny import FAMILIES, LONGEST, Family, sequences
 from tolerances import MODEL_FP32, difference

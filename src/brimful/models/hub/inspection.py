@@ -167,7 +167,7 @@ def empty_model(folder: Path, config: PreTrainedConfig, own_code: bool) -> PreTr
         raise ModelError(
             f"{path_text(folder)}: no {printable(config.model_type)} model can be built from its config.json: "
             f"{first_line(error)}",
-            hint=AGAIN,
+            hint="install the package that it names" if isinstance(error, ImportError) else AGAIN,
         ) from error
 
 

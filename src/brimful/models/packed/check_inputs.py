@@ -13,11 +13,14 @@ from torch import nn
 from brimful.kernels import float8
 from brimful.kernels.layout import Inputs, PackedShape, packed_inputs, padded_inputs
 from brimful.models.model_stats import layers_of
+from brimful.models.packed.family_forms import farthest_bucket, full_attention_limit
 from brimful.models.packed.packed_forward import padding_id_of
-from brimful.models.packed.relative_bias import farthest_bucket
 
 #: Most positions of models that have a learned table of them; packed rows in the equivalence check are longer.
 _SHORT_TABLE = 1026
+
+#: Token ids of a model that has no vocabulary: code points.
+_LETTERS = 128
 
 #: What the attention kernel is chosen by: the typical length, and its name, where each is known.
 Kernel = tuple[int | None, str | None]
@@ -30,11 +33,12 @@ def one_layer_of_each_kind(model: Any) -> Any:
     Two layers are of one kind if they have the same modules with the same settings, their number left out, and the same
     entry in the configuration's `layer_types`. A model whose layers are shared or nested is copied whole.
     """
-    layers = layers_of(model)
-    if layers is None:
+    layers, text = layers_of(model), model.config.get_text_config()
+    field = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    if layers is None or isinstance(getattr(type(text), field, None), property):
         return copy.deepcopy(model)
     everything = layers._modules
-    types = getattr(model.config, "layer_types", None) or [None] * len(layers)
+    types = getattr(text, "layer_types", None) or [None] * len(layers)
     kinds = [(types[index], str(layer), module_settings(layer)) for index, layer in enumerate(layers)]
     kept = min(2 + max(kinds.index(kind) for kind in set(kinds)), len(layers))
     layers._modules = {name: everything[name] for name in list(everything)[:kept]}
@@ -42,10 +46,10 @@ def one_layer_of_each_kind(model: Any) -> Any:
         small = copy.deepcopy(model)
     finally:
         layers._modules = everything
-    field = small.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    object.__setattr__(small.config, field, kept)
-    if types[0] is not None:
-        object.__setattr__(small.config, "layer_types", types[:kept])
+    config = small.config.get_text_config()
+    object.__setattr__(config, field, kept)
+    if types[0] is not None and "layer_types" in vars(config):
+        object.__setattr__(config, "layer_types", types[:kept])
     return small
 
 
@@ -64,21 +68,23 @@ def module_settings(layer: nn.Module) -> str:
 _LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"})
 
 
-def make_sequences(config: Any, max_length: int) -> list[np.ndarray]:
+def make_sequences(whole_config: Any, max_length: int) -> list[np.ndarray]:
     """Random token ids without padding and end tokens: short ones, and one longer than any window that can matter, or
     than the distances that a bias tells apart.
 
     Encoder-decoders get one end token each: it is what their heads read.
     """
+    config = whole_config.get_text_config()
     windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_window")]
-    windows.append(farthest_bucket(config))
+    windows += [getattr(config, "window_size", None), farthest_bucket(whole_config), full_attention_limit(whole_config)]
     longest = max([48, *(w + 40 for w in windows if isinstance(w, int))])
     lengths = [min(n, max_length) for n in (5, 17, longest, 2, 31)]
     avoided = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
-    allowed = np.setdiff1d(np.arange(config.vocab_size), [a for a in avoided if isinstance(a, int)])
+    ids = np.arange(getattr(config, "vocab_size", None) or _LETTERS)
+    allowed = np.setdiff1d(ids, [a for a in avoided if isinstance(a, int)])
     random = np.random.default_rng(0)
     sequences = [random.choice(allowed, size=length) for length in lengths]
-    if getattr(config, "is_encoder_decoder", False) and isinstance(config.eos_token_id, int):
+    if whole_config.is_encoder_decoder and isinstance(config.eos_token_id, int):
         for sequence in sequences:
             sequence[-1] = config.eos_token_id
     return sequences
@@ -91,7 +97,7 @@ def packed_row(sequences: Sequence[np.ndarray], config: Any, max_length: int, ke
     """
     longest = max(len(s) for s in sequences)
     total = sum(len(s) for s in sequences) + longest + 9
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and positions <= _SHORT_TABLE:
         total = max(total, positions + 1)
     total += -total % float8.ALIGNMENT

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from brimful.core.cache import read_cached, write_cached
-from brimful.core.errors import printable
+from brimful.core.errors import ModelError, printable
 from brimful.core.tolerances import TOLERANCES
 from brimful.hardware.process_settings import matmul_precision
 from brimful.kernels import float8
@@ -49,6 +49,7 @@ from brimful.models.packed.check_inputs import (
     padded_rows,
     wake,
 )
+from brimful.models.packed.family_forms import has_form, recurrent_layers, uses_attention_interface
 from brimful.models.packed.packed_forward import (
     PackedForm,
     PackedModel,
@@ -57,7 +58,6 @@ from brimful.models.packed.packed_forward import (
     what_follows_attention,
 )
 from brimful.models.packed.padding_tokens import with_padding_rule
-from brimful.models.packed.relative_bias import has_form
 from brimful.models.packed.training_check import draws_numbers, mixes_rows, without_dropout
 
 
@@ -156,8 +156,9 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
         try:
             plain = padded(padded_rows(sequences, small.config)).logits.detach()
             alone = torch.cat([padded(padded_rows([sequence], small.config)).logits for sequence in sequences]).detach()
-        except (ValueError, RuntimeError, IndexError) as refusal:
-            why = f"{small.config.model_type} does not take short sequences: {str(refusal).splitlines()[0][:100]}"
+        except (ModelError, ValueError, RuntimeError, IndexError) as refusal:
+            said = str(refusal.__cause__ or refusal).strip().splitlines()[:1] or [type(refusal).__name__]
+            why = f"{small.config.model_type} does not take short sequences: {said[0][:100]}"
             return Equivalence(packed=False, independent=False, reason=why)
         mixes, draws = _training_only(padded, sequences)
         if not relative_error(plain, alone) <= TOLERANCES["fp32"].logits:
@@ -240,11 +241,13 @@ def _find_form(
     small: Any, sequences: Sequence[np.ndarray], plain: Tensor, max_length: int
 ) -> tuple[PackedForm | None, float | None, str]:
     """Return the form under which packed equals plain, or None; the smallest error; the reason of a refusal."""
-    if not getattr(small, "_supports_attention_backend", True) and not has_form(small.config):
+    if recurrent_layers(small.config):
+        return None, None, f"layers of {small.config.model_type} carry a state from token to token, across sequences"
+    if not has_form(small.config) and not uses_attention_interface(small):
         return None, None, f"attention of {small.config.model_type} cannot be told where sequences end"
-    padding_id = getattr(small.config, "pad_token_id", None)
+    padding_id = getattr(small.config.get_text_config(), "pad_token_id", None)
     offsets = [0] if padding_id is None else [0, padding_id + 1]
-    poolings: tuple[Pooling, ...] = ("first", "last", "mean")
+    poolings: tuple[Pooling, ...] = ("first", "last", "mean", "late")
     error_of = partial(_form_error, small, sequences, plain, max_length)
     best, failure = float("inf"), "no pooling and position gives the plain logits"
     for first_position, pooling in product(offsets, poolings):
@@ -284,7 +287,7 @@ def _form_error(small: Any, sequences: Sequence[np.ndarray], plain: Tensor, max_
 def _shortened(small: Any, form: PackedForm, error_of: Callable[[PackedForm], float]) -> PackedForm:
     """Return the form with a short last layer if that gives the plain logits too."""
     short = replace(form, short=True)
-    if form.pooling == "mean" or what_follows_attention(small) is None:
+    if form.pooling in ("mean", "late") or what_follows_attention(small) is None:
         return form
     try:
         return short if error_of(short) <= TOLERANCES["fp32"].logits else form

@@ -2,8 +2,8 @@
 
 The packed way runs the unmodified base model on one row of T tokens, with attention told where sequences end; then it
 pools one hidden state a sequence and lets the model's own classification code finish on these states, as if they were
-sequences of one token. Nothing here knows a family by name except `_pooled_output`, and `relative_bias.py` for families
-whose attention has a bias of its own; `equivalence.py` finds out whether the result is right, and which pooling and
+sequences of one token. Nothing here knows a family by name; `family_forms.py` does, for families whose attention or
+positions are their own; `equivalence.py` finds out whether the result is right, and which pooling and
 first position the model has.
 """
 
@@ -22,20 +22,22 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from brimful.hardware.capture import is_capturing
 from brimful.kernels.attention.dispatch import Attention, choose_attention, reference_attention
 from brimful.kernels.attention.pattern import Pattern
-from brimful.kernels.forward_context import ForwardContext
-from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments
+from brimful.kernels.forward_context import ForwardContext, active_context
+from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments, map_tensors
 from brimful.models.model_stats import embeddings_of, layer_lists, layers_of, matmul_parameters
 from brimful.models.packed.attention_check import Watch
+from brimful.models.packed.family_forms import FamilyForm, decoder_ids_T, has_form, uses_interface
+from brimful.models.packed.given_states import GivenStates, means_SX
 from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.layer_calls import many_compiled_forms, place_calls
-from brimful.models.packed.relative_bias import RelativeForm, has_form
+from brimful.models.packed.refusals import refusals
 
-Pooling = Literal["first", "last", "mean"]
+#: Hidden states of a sequence that the head reads; `late`: all of them, each by itself, and the mean of the logits.
+Pooling = Literal["first", "last", "mean", "late"]
 
 PACKED = "brimful_packed"
 
@@ -66,7 +68,7 @@ def _packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention of Hugging Face layers on one packed row, (1, H, T, D) in and (1, T, H, D) out."""
     if segments is None:
-        raise TypeError(f"{type(module).__name__} does not hand keyword arguments on to its attention")
+        segments, plain, watch = _told_by_the_pass(module)
     unknown = [name for name, value in others.items() if value is not None and name not in _NOT_FOR_ATTENTION]
     if unknown:
         raise TypeError(f"packed attention does not know {', '.join(unknown)}, which {type(module).__name__} gives it")
@@ -77,7 +79,18 @@ def _packed_attention(
         softcap=softcap,
         dropout=dropout,
     )
-    return _attend(query[0], key[0], value[0], segments, pattern, plain, watch).transpose(0, 1)[None], None
+    found_HTD = _attend(query[0], key[0], value[0], segments, pattern, plain, watch)
+    return found_HTD.transpose(0, 1)[None].contiguous(), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # nothing of a single pass may enter the graph of a layer
+def _told_by_the_pass(module: nn.Module) -> tuple[Segments, bool, Watch | None]:
+    """Segments, whether to use the reference, and who watches, where layers do not hand these on to their attention."""
+    context = active_context()
+    if context is None or context.attention is None:
+        raise TypeError(f"{type(module).__name__} does not hand keyword arguments on to its attention")
+    told: tuple[Segments, bool, Watch | None] = context.attention
+    return told
 
 
 def _attend(
@@ -99,32 +112,6 @@ def _attend(
 
 AttentionInterface.register(PACKED, _packed_attention)
 AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
-
-
-class _GivenStates(nn.Module):
-    """Stands where the base model stands, and answers with hidden states that were computed already."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        object.__setattr__(self, "base", base)  # not a submodule: its parameters are the classifier's already
-        self.states_S1H: Tensor | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
-        assert self.states_S1H is not None
-        pooled_SH = _pooled_output(cast(nn.Module, self.base), self.states_S1H)
-        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.states_S1H, pooler_output=pooled_SH)
-
-
-def _pooled_output(base: nn.Module, states_S1H: Tensor) -> Tensor | None:
-    """The pooler's output where a base model has one. ALBERT's is a linear layer with its activation beside it."""
-    pooler = getattr(base, "pooler", None)
-    if pooler is None:
-        return None
-    if isinstance(pooler, nn.Linear):
-        pooled: Tensor = base.pooler_activation(pooler(states_S1H[:, 0]))  # type: ignore[operator]
-    else:
-        pooled = pooler(states_S1H)
-    return pooled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +161,18 @@ class PaddedModel(LayoutModel):
         self._takes_types = has_token_types(model.config)
         self._settings = _without_cache(model.forward)
         self._layers = [layer for layers in layer_lists(model) for layer in layers]
+        self._reads_last_place = any(getattr(module, "summary_type", None) == "last" for module in model.modules())
 
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
         assert isinstance(inputs, PaddedInputs)
+        if self._reads_last_place:
+            inputs = _padded_on_the_left(inputs)
         types = {"token_type_ids": inputs.types_RL} if self._takes_types and inputs.types_RL is not None else {}
         given = {"input_ids": inputs.ids_RL, "attention_mask": inputs.mask_RL, **types, **self._settings}
         if any(_needs_context(layer) for layer in self._layers):
             place_calls(self._layers, None, None)
-        with (context or ForwardContext()).active(), many_compiled_forms(self._layers):
+        running = (context or ForwardContext()).active()
+        with refusals(self.model.config.model_type, inputs), running, many_compiled_forms(self._layers):
             return ForwardOutputs(logits=self._logits(given))
 
     def _logits(self, given: dict[str, Any]) -> Tensor:
@@ -197,6 +188,13 @@ class PaddedModel(LayoutModel):
         with self.decisions.granted(shape) as truths:
             found = self.model(**given).logits
         return torch.where(torch.stack(truths).all(), found, math.nan) if truths else found
+
+
+def _padded_on_the_left(inputs: PaddedInputs) -> PaddedInputs:
+    """The same rows with their padding in front, as XLNet's tokenizer has it: its head reads the last place."""
+    length, device = inputs.mask_RL.shape[1], inputs.mask_RL.device
+    index_RL = (torch.arange(length, device=device) + inputs.mask_RL.sum(dim=1, keepdim=True)) % length
+    return map_tensors(inputs, lambda given_RL: given_RL.gather(1, index_RL))
 
 
 def _needs_context(layer: nn.Module) -> bool:
@@ -258,15 +256,19 @@ class PackedModel(LayoutModel):
     def __init__(self, model: Any, form: PackedForm, *, plain: bool = False, watch: Watch | None = None) -> None:
         self.model, self.form, self.plain, self._watch = model, form, plain, watch
         attend = _attend if watch is None else partial(_attend, watch=watch)
-        self._relative = RelativeForm(model, attend) if has_form(model.config) else None
-        if self._relative is None:
+        self._family = FamilyForm(model, attend) if has_form(model.config) else None
+        self._interface = uses_interface(model.config)
+        if self._interface:
             model.set_attn_implementation(PACKED)
         self._base: Any = model.base_model
         self._takes_types = has_token_types(model.config)
         self._settings = _without_cache(self._base.forward)
+        parameters = inspect.signature(self._base.forward).parameters
+        hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and self._family is None
+        self._takes_positions = "position_ids" in parameters or hands_on
         self._head = copy.copy(model)
         self._head._modules = dict(model._modules)
-        self._given = _GivenStates(self._base)
+        self._given = GivenStates(self._base)
         self._head._modules[model.base_model_prefix] = self._given
         self._dummy_id = 0 if padding_id_of(model.config) == 1 else 1  # not padding
         self.last: ShortLayer | None = None
@@ -299,25 +301,25 @@ class PackedModel(LayoutModel):
         assert isinstance(inputs, PackedInputs)
         pooled_S = None if self._follows is None else self._chosen_S(inputs)
         context = replace(context or ForwardContext(), inputs=inputs, pooled_S=pooled_S)
+        context = replace(context, attention=(inputs.segments, self.plain, self._watch))
         if self.last is not None:
             self.last.pooled = False  # it says so itself, where what it was compiled to is run
         place_calls(self._layers, self._embeddings, self._after_attention)
         with context.active(), many_compiled_forms(self._layers):
             states_TH = self._hidden_states_TH(inputs)
-            logits = self.head(self._pool_SH(states_TH, inputs))
+            if self.form.pooling == "late":
+                logits = means_SX(self.head(states_TH), inputs)
+            else:
+                logits = self.head(self._pool_SH(states_TH, inputs))
         return ForwardOutputs(logits=logits, hidden_states=states_TH)
 
     def _hidden_states_TH(self, inputs: PackedInputs) -> Tensor:
         """The base model's last hidden states: one a token, or one a slot or segment if there are no others."""
         types = {"token_type_ids": inputs.types_T[None]} if self._takes_types and inputs.types_T is not None else {}
+        if self._takes_positions:
+            types["position_ids"] = self._positions_T(inputs)[None]
         with self._told(inputs) as told:
-            states: Tensor = self._base(
-                input_ids=inputs.ids_T[None],
-                position_ids=self._positions_T(inputs)[None],
-                **told,
-                **types,
-                **self._settings,
-            )[0]
+            states: Tensor = self._base(input_ids=inputs.ids_T[None], **told, **types, **self._settings)[0]
         return states[0]
 
     def _positions_T(self, inputs: PackedInputs) -> Tensor:
@@ -331,14 +333,26 @@ class PackedModel(LayoutModel):
 
     @contextmanager
     def _told(self, inputs: PackedInputs) -> Iterator[dict[str, Any]]:
-        """Arguments that give attention the sequence ends, or an encoder that has them."""
-        if self._relative is None:
+        """Arguments that give attention the sequence ends, or a family's own modules that have them."""
+        arguments: dict[str, Any] = {}
+        if self._interface:
             watched = {} if self._watch is None else {"watch": self._watch}
-            yield {"segments": inputs.segments, "plain": self.plain, **watched}
+            arguments = {"segments": inputs.segments, "plain": self.plain, **watched}
+        if self.model.config.is_encoder_decoder:
+            arguments["decoder_input_ids"] = decoder_ids_T(inputs, self.model.config)[None]
+        if self._family is None:
+            yield arguments
             return
-        with self._relative.told(inputs.segments, plain=self.plain):
+        if not self._interface:
             # A mask without padding: else the model makes one, or looks for padding with a host that waits.
-            yield {"attention_mask": torch.ones_like(inputs.ids_T)[None, None, None]}
+            arguments["attention_mask"] = torch.ones_like(inputs.ids_T)[None]
+        before = self.model.config._attn_implementation
+        with self._family.told(inputs, self._positions_T(inputs), plain=self.plain):
+            try:
+                self.model.config._attn_implementation = self._family.mask or PACKED  # no mask of T x T is made
+                yield arguments
+            finally:
+                self.model.config._attn_implementation = before
 
     def _chosen_S(self, inputs: PackedInputs) -> Tensor:
         return inputs.first_S if self.form.pooling == "first" else inputs.last_S
@@ -347,17 +361,16 @@ class PackedModel(LayoutModel):
         if self._follows is not None or self._short_layer is not None:  # a row a slot already, or a row a segment
             return states_TH[: inputs.first_S.shape[0]]
         if self.form.pooling == "mean":
-            num_slots = inputs.first_S.shape[0]
-            num_segments = inputs.segments.cu_seqlens_N.shape[0] - 1
-            sums_NH = states_TH.new_zeros(num_segments, states_TH.shape[1])
-            sums_NH = sums_NH.index_add(0, inputs.segments.segment_T, states_TH)[:num_slots]
-            counts_S = inputs.segments.cu_seqlens_N.diff()[:num_slots].clamp(min=1)
-            return sums_NH / counts_S[:, None].to(sums_NH.dtype)
+            return means_SX(states_TH, inputs)
         return states_TH.index_select(0, self._chosen_S(inputs))
 
     def head(self, states_SH: Tensor) -> Tensor:
         """Logits (S, C) of the model's own classification code on pooled states."""
         self._head.training = self.model.training
+        if self.model.config.is_encoder_decoder and hasattr(self.model, "classification_head"):
+            # Around it is a search for end tokens, with a host that waits.
+            found: Tensor = self.model.classification_head(states_SH)
+            return found
         self._given.states_S1H = states_SH[:, None]
         ids_S1 = torch.full((states_SH.shape[0], 1), self._dummy_id, device=states_SH.device)
         try:
@@ -377,6 +390,8 @@ def what_follows_attention(model: Any) -> nn.Module | None:
 
 def has_token_types(config: Any) -> bool:
     """True if a model must be told token types: it has several, or embeds them as if they were words, as GPT-2 does."""
+    if hasattr(config, "type_vocab_sizes") or hasattr(config, "vision_config"):
+        return False  # TAPAS has seven of a table's cell; elsewhere they tell images from text
     num_types = getattr(config, "type_vocab_size", None)
     if num_types is not None:
         return bool(num_types > 1)
@@ -386,5 +401,5 @@ def has_token_types(config: Any) -> bool:
 
 def padding_id_of(config: Any) -> int:
     """The token that fills what no sequence uses: the model's own for padding, 0 where it names none."""
-    padding_id = getattr(config, "pad_token_id", None)
+    padding_id = getattr(config.get_text_config(), "pad_token_id", None)
     return padding_id if isinstance(padding_id, int) else 0

@@ -29,10 +29,12 @@ def with_padding_rule(
 
     small: in eval mode. equal: whether logits are those expected.
     """
-    padding_id = getattr(small.config, "pad_token_id", None)
-    if not isinstance(padding_id, int) or not 0 <= padding_id < small.config.vocab_size or max_length < _LEAST:
+    text = small.config.get_text_config()
+    padding_id = getattr(text, "pad_token_id", None)
+    if not isinstance(padding_id, int) or not 0 <= padding_id < text.vocab_size or max_length < _LEAST:
         return form
-    sequences = holding_padding(make_sequences(small.config, max_length), padding_id)
+    ended = small.config.is_encoder_decoder  # its head looks for an end token
+    sequences = holding_padding(make_sequences(small.config, max_length), padding_id, at_ends=not ended)
     with torch.no_grad():
         padded = PaddedModel(small, "eager")
         plain = torch.cat([padded(padded_rows([sequence], small.config)).logits for sequence in sequences])
@@ -46,11 +48,12 @@ def with_padding_rule(
     return None
 
 
-def holding_padding(sequences: Sequence[np.ndarray], padding_id: int) -> list[np.ndarray]:
-    """Copies of the sequences that are long enough, with padding tokens in them, and at the end of every second one."""
+def holding_padding(sequences: Sequence[np.ndarray], padding_id: int, *, at_ends: bool = True) -> list[np.ndarray]:
+    """Copies of the sequences that are long enough, with padding tokens in them, and at the end of every second one
+    if `at_ends`."""
     found = [sequence.copy() for sequence in sequences if len(sequence) >= _LEAST]
     for number, sequence in enumerate(found):
         sequence[[3, 5]] = padding_id
-        if number % 2:
+        if number % 2 and at_ends:
             sequence[-1] = padding_id
     return found
