@@ -9,7 +9,7 @@ QUICK := test_words.py core data/batches data/labels data/readers/test_stream.py
 	cli/test_config_file.py cli/test_train_command.py::test_the_talk_in_a_pipe \
 	cli/test_classify_command.py::test_lines_of_json_on_stdout_keep_columns_and_order
 
-.PHONY: demo test quick mutants check faults clean
+.PHONY: demo test quick mutants heads check faults clean
 
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "brimful needs Python 3.11 or newer; hint: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -30,6 +30,10 @@ quick: .venv/installed
 # On a machine with a GPU: make mutants MUTANTS=--gpu
 mutants: .venv/installed
 	$(BIN)/python tests/mutants/run_mutants.py $(MUTANTS)
+
+# A tiny model of every type that transformers has a classifier of; with WRITE=RESULTS.jsonl also docs/reference/models.md
+heads: .venv/installed
+	$(BIN)/python tests/heads/run_heads.py $(if $(WRITE),--write $(WRITE))
 
 check: .venv/installed
 	$(BIN)/ruff check .

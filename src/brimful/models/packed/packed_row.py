@@ -57,7 +57,7 @@ class PackedRow:
 
     @property
     def segments(self) -> Segments:
-        """Where sequences begin and end."""
+        """Bounds of the sequences."""
         return self.inputs.segments
 
     def context(self, heads: tuple[Tensor, Tensor, Tensor], pattern: Pattern) -> Tensor:
