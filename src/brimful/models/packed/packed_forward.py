@@ -158,6 +158,8 @@ class PaddedModel(LayoutModel):
             model.set_attn_implementation(attention)
         except (ValueError, ImportError):  # families without it: they say so, and have another
             model.set_attn_implementation("eager")
+        if model.config.is_encoder_decoder:
+            _tell_both_halves(model)
         self._takes_types = has_token_types(model.config)
         self._settings = _without_cache(model.forward)
         self._layers = [layer for layers in layer_lists(model) for layer in layers]
@@ -188,6 +190,16 @@ class PaddedModel(LayoutModel):
         with self.decisions.granted(shape) as truths:
             found = self.model(**given).logits
         return torch.where(torch.stack(truths).all(), found, math.nan) if truths else found
+
+
+def _tell_both_halves(model: Any) -> None:
+    """Set the model's attention in the copies of its configuration that an encoder and a decoder have: transformers 5.17
+    leaves UMT5's at `sdpa`, which drops its bias and mask."""
+    for half in (model.base_model.get_encoder(), model.base_model.get_decoder()):
+        for module in half.modules() if isinstance(half, nn.Module) else ():
+            config = getattr(module, "config", None)
+            if config is not None and config.model_type == model.config.model_type:
+                config._attn_implementation = model.config._attn_implementation
 
 
 def _padded_on_the_left(inputs: PaddedInputs) -> PaddedInputs:
