@@ -193,8 +193,10 @@ class PaddedModel(LayoutModel):
 
 
 def _tell_both_halves(model: Any) -> None:
-    """Set the model's attention in the copies of its configuration that an encoder and a decoder have: transformers 5.17
-    leaves UMT5's at `sdpa`, which drops its bias and mask."""
+    """Set the model's attention in the copies of its configuration that an encoder and a decoder have.
+
+    transformers 5.17 leaves UMT5's at `sdpa`, which drops its bias and mask.
+    """
     for half in (model.base_model.get_encoder(), model.base_model.get_decoder()):
         for module in half.modules() if isinstance(half, nn.Module) else ():
             config = getattr(module, "config", None)
