@@ -11,6 +11,7 @@ added up in fp32.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -70,6 +71,10 @@ class _Launch(NamedTuple):
 
     def compile(self) -> None:
         self.kernel.warmup(*self.arguments, grid=self.grid, **self.constants)
+
+
+class _Lent:
+    """Lives as long as the graph that tables are lent to."""
 
 
 class FusedAdamW(Update):
@@ -150,6 +155,7 @@ class FusedAdamW(Update):
 
     def before(self) -> None:
         """Drop gradients: each backward pass leaves its own, wherever it likes."""
+        self._spare += [table for table, _ in self._waiting]  # of a capture that did not come to its end
         self._waiting.clear()
         for parameter in self.parameters:
             parameter.grad = None
@@ -172,7 +178,10 @@ class FusedAdamW(Update):
     def apply(self, *, gathered: bool) -> Tensor:
         """Update in three launches, as `Update` has it."""
         readings = self._readings()
-        for launch in self._updating(readings, gathered=gathered):
+        norm, *update = self._updating(readings, gathered=gathered)
+        norm.run()
+        self.committed = True
+        for launch in update:
             launch.run()
         self._rescale(self._control[0])
         return readings
@@ -242,13 +251,24 @@ class FusedAdamW(Update):
         _, starts_B, ends_B = self._places.blocks_B3.unbind(1)
         return int(((ends_B - starts_B) * (self._touched == 0)).sum())
 
+    def abandon(self) -> None:
+        """As `Update` has it."""
+        super().abandon()
+        self.before()
+        self._gathered.zero_()
+
     def captured(self) -> Any:
-        """Write the addresses of the graph's gradients, which it reads at every replay; return their tables."""
+        """Write the addresses of the graph's gradients, which it reads at every replay, into tables.
+
+        Return what lends them to the graph: they are another's when it is gone.
+        """
         for table, addresses in self._waiting:
             table.copy_(torch.tensor(addresses).pin_memory(), non_blocking=True)
-        tables = [table for table, _ in self._waiting]
+        tables, lent = [table for table, _ in self._waiting], _Lent()
+        weakref.finalize(lent, self._spare.extend, tables).atexit = False
+        self._waiting.clear()
         self.before()  # gradients are the graph's, and its memory is free for the next one's
-        return tables
+        return lent
 
     def release(self) -> None:
         """Make the masters the model's parameters."""

@@ -32,29 +32,67 @@ class TorchUpdate(Update):
         self._own_states = own_states
         self.on_device = all(getattr(each, "_step_supports_amp_scaling", False) for each in self._optimizers)
         self._set_mode("train")
+        self._used: Sequence[Tensor] = ()  # parameters that an update had a gradient of
+        self._num_prepared = 0
 
     def apply(self, *, gathered: bool) -> Tensor:
         """As `Update` has it; gradients of several micro-batches were added up by their backward passes."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        used = [p for p in self.parameters if p.grad is not None]
+        gradients = [p.grad for p in used if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True) / self.scale
         skipped = (~(torch.isfinite(norm) & torch.isfinite(self.loss))).float()
         clip = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm else torch.ones_like(norm)
         place = self.applied.clamp(max=len(self.schedule) - 1)
         self._learning_rate.copy_(self.schedule.index_select(0, place.view(1))[0])
+        readings = torch.stack([t.double() for t in (self.loss, norm, self._learning_rate, self.scale, skipped)])
+        applied, factor = self.applied + (1 - skipped).long(), clip / self.scale
+        if self.on_device:
+            self._prepare(used)
+            scale = (self.scale / clip).float()
+            for optimizer in self._optimizers:
+                optimizer.grad_scale, optimizer.found_inf = scale, skipped
+        self.committed = True
         if self.on_device:
             for optimizer in self._optimizers:
-                optimizer.grad_scale = (self.scale / clip).float()
-                optimizer.found_inf = skipped
                 optimizer.step()
         elif not skipped.item():
-            torch._foreach_mul_(gradients, float(clip / self.scale))
+            torch._foreach_mul_(gradients, float(factor))
             self._step_on_host(float(self._learning_rate))
-        readings = torch.stack([t.double() for t in (self.loss, norm, self._learning_rate, self.scale, skipped)])
-        self.applied += (1 - skipped).long()
+        self.applied.copy_(applied)
         self.loss.zero_()
         self._rescale(skipped)
         torch._foreach_zero_(gradients)
+        self._used = used
         return readings
+
+    def _prepare(self, used: Sequence[Tensor]) -> None:
+        """Have optimizers make their states before the update, by a step that they skip.
+
+        torch makes them one after another within a step: were memory to run out, half the weights would be updated.
+        """
+        if len(used) == self._num_prepared:  # what has a gradient once has one ever after
+            return
+        ones = torch.ones_like(self.scale)
+        for optimizer in self._optimizers:
+            before = set(optimizer.state)
+            optimizer.grad_scale = optimizer.found_inf = ones
+            try:
+                optimizer.step()
+            except BaseException:
+                for parameter in set(optimizer.state) - before:
+                    del optimizer.state[parameter]
+                raise
+        self._num_prepared = len(used)
+
+    def abandon(self) -> None:
+        """As `Update` has it: gradients are what they were before the batch."""
+        super().abandon()
+        used = set(self._used)
+        for parameter in self.parameters:
+            if parameter in used and parameter.grad is not None:
+                parameter.grad.zero_()
+            else:
+                parameter.grad = None
 
     def _step_on_host(self, learning_rate: float) -> None:
         for optimizer in self._optimizers:
@@ -97,6 +135,7 @@ class TorchUpdate(Update):
     def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
         for optimizer in self._optimizers:
             optimizer.state.clear()
+        self._used, self._num_prepared = [self.named[name] for name in self.named if name in used], 0
         for name, parameter in self.named.items():
             with_gradient = name in state if self._own_states else name in used
             parameter.grad = torch.zeros_like(parameter) if with_gradient else None

@@ -25,10 +25,13 @@ class Update:
     schedule: (steps + 1,) fp32 learning rate by applied steps; the last one holds for any step beyond. max_grad_norm:
     0 for no clipping. scaled: whether gradients are of the loss times a scale that follows overflows.
     loss: () addends of the effective batch's loss so far. applied, scale, growth: () counters that training keeps.
+    committed: set by `apply` once all memory that it needs is its own, before it changes what training keeps: a step
+    that fails before that may be taken again.
     """
 
     #: Whether a step that is not finite is skipped on the device. Where the host waits to see, no graph can hold it.
     on_device = True
+    committed = False
 
     def __init__(self, model: nn.Module, schedule: Tensor, *, max_grad_norm: float, scaled: bool) -> None:
         self.model, self.max_grad_norm, self.scaled = model, max_grad_norm, scaled
@@ -76,6 +79,10 @@ class Update:
     def num_idle(self) -> int:
         """Parameters that were left alone so far, never having had a gradient. Waits for the device."""
         return 0
+
+    def abandon(self) -> None:
+        """Drop the gradients and the loss of a batch that is not updated from, and all that graphs were given."""
+        self.loss.zero_()
 
     def captured(self) -> Any:
         """Tensors to keep alive with the graph that was just captured."""
