@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils import _pytree as pytree
+
+from brimful.step.graphs.cache import GraphCache
 
 
 class CpuRecorder:
@@ -15,8 +18,13 @@ class CpuRecorder:
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self.num_recorded = 0
+        self.num_recorded = self.num_renewed = 0
+        self.caches: WeakSet[GraphCache] = WeakSet()
         self.refusal: str | None = None
+
+    def renew(self) -> None:
+        """Counted alone: nothing is shared."""
+        self.num_renewed += 1
 
     def record(self, compute: Callable[[], Any]) -> tuple[Any, Any]:
         """The recorded computation, and the tensors that a replay writes. Until then these hold nothing of use."""

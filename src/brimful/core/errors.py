@@ -10,6 +10,7 @@
     ├── NonFiniteError            3    training stopped after too many non-finite steps
     ├── DiskFullError             4    the disk filled up while running; the last checkpoint is whole
     ├── CheckpointError           5    no checkpoint can be resumed from
+    ├── MemoryFullError           6    memory ran out, and the work cannot be split any further
     └── Interrupted             130/143  stopped by Ctrl-C or SIGTERM after saving
 
 Every message is one line that says what, where and why; `hint` says what to do about it.
@@ -149,6 +150,19 @@ class CheckpointError(BrimfulError):
     """No checkpoint can be resumed from."""
 
     exit_code = 5
+
+
+class MemoryFullError(BrimfulError):
+    """Memory ran out, and the work cannot be split into smaller pieces. What was saved and written is whole.
+
+    resumable: whether the state of a training run is what it was before the batch that it ran out in.
+    """
+
+    exit_code = 6
+
+    def __init__(self, message: str, *, resumable: bool = True, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.resumable = resumable
 
 
 class Interrupted(BrimfulError):  # noqa: N818  (it is not an error of anyone's)

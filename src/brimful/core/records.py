@@ -101,6 +101,27 @@ class PeakMemory:
     nvml: int | None = None
 
 
+#: Work that memory can run out in, and go on after.
+Work = Literal["check", "capture", "step", "evaluation", "classification"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory:
+    """Memory that ran out, and what the run went on with: the same work in smaller micro-batches.
+
+    batch: number of the batch in training, from 1; None elsewhere. tokens_before, tokens_after: most tokens of a
+    micro-batch. free_bytes: what could still be allocated, None where unknown. eager: whether nothing is captured from
+    then on, since no graph fits.
+    """
+
+    where: Work
+    batch: int | None
+    tokens_before: int
+    tokens_after: int
+    free_bytes: int | None
+    eager: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compilations:
     """Compilations and captures of a training process.
@@ -127,6 +148,7 @@ class Run:
     train_s: seconds in the training loop, without loading, tokenising and evaluation.
     compilations: of the process that finished the run. phases_s: seconds of that process by phase, from its start until
     the model was saved (`core.phases`).
+    out_of_memory: each time that memory ran out, in order.
     packed: True, or False with the reason in `packed_reason`.
     """
 
@@ -151,6 +173,7 @@ class Run:
     peak_bytes: PeakMemory = field(default_factory=PeakMemory)
     compilations: Compilations = field(default_factory=Compilations)
     phases_s: Mapping[str, float] = field(default_factory=dict)
+    out_of_memory: tuple[OutOfMemory, ...] = ()
     packed: bool = False
     packed_reason: str | None = None
     schema: int = 1

@@ -5,6 +5,7 @@ Classification walks the same list of levers, in `engine.classification.runner`;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,10 @@ _LOOKED_AT = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Assembled:
-    """A model on its device, and the step that trains it."""
+    """A model on its device, and the step that trains it.
+
+    lengths: of the sequences of batches to come, or like them. longest: most tokens of a sequence to come.
+    """
 
     model: Any
     execution: LayoutModel
@@ -57,6 +61,8 @@ class Assembled:
     precision: Precision
     recipe: Recipe
     packing: Packing
+    lengths: Sequence[np.ndarray]
+    longest: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +94,7 @@ def build(
         batches=[lengths[order.samples(number)] for number in range(looked_at)],
         mean_length=float(lengths.mean()),
         max_length=prepared.max_length,
+        longest=int(lengths.max()) if options.transform is None else prepared.max_length,
         num_steps=prepared.num_steps,
         num_warmup_steps=prepared.num_warmup_steps,
     )
@@ -96,14 +103,15 @@ def build(
 
 def assemble(
     model: Any, options: TrainOptions, precision: Precision, callbacks: Callbacks, *, task: Task,
-    batches: list[np.ndarray], mean_length: float, max_length: int, num_steps: int, num_warmup_steps: int,
-    cache: bool = True,
+    batches: list[np.ndarray], mean_length: float, max_length: int, longest: int, num_steps: int,
+    num_warmup_steps: int, cache: bool = True,
 ) -> Assembled:  # fmt: skip
     """Put together how a model in memory learns. Its parameters become the step's.
 
     batches: lengths of the sequences of each effective batch, of those to come or of as many like them. mean_length: of
-    a sequence, in tokens. num_steps: applied ones, the warm-up's among them. cache: whether an equivalence check of the
-    same architecture holds for it too.
+    a sequence, in tokens. max_length, longest: most tokens that a sequence may have, and that one will have. num_steps:
+    applied ones, the warm-up's among them. cache: whether an equivalence check of the same architecture holds for it
+    too.
     """
     assembly = Assembly(
         options=options,
@@ -143,6 +151,8 @@ def assemble(
         precision=assembly.precision,
         recipe=recipe,
         packing=assembly.lever(Packing),
+        lengths=batches,
+        longest=longest,
     )
 
 

@@ -58,7 +58,7 @@ def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str]
     else:
         tokens = layout.most_tokens if isinstance(layout, PackedLayout) else _PADDED_TOKENS
         forward = LayoutForward(built.execution, layout, built.precision, batch_tokens=tokens, most_rows=most_rows)
-    forward.compiled = False
+    forward.compiled, forward.where = False, "evaluation"
     return forward
 
 

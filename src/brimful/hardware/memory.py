@@ -1,10 +1,10 @@
-"""Peak memory of a run by three readings: what torch allocated, what it reserved, what the driver sees (NVML).
-
-Beside it the free memory of the host.
+"""Memory: a run's peak by three readings (what torch allocated, what it reserved, what the driver sees by NVML), what is
+free on the host and on a device, and what says that there was none.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +12,50 @@ from pathlib import Path
 import torch
 
 from brimful.core.records import PeakMemory
+
+#: How allocators and libraries say that memory ran out, where they have no exception of their own for it.
+_SAID = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class CaptureMemoryError(RuntimeError):
+    """Memory ran out while a graph was captured. Its message is the allocator's."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if memory ran out, or an error that followed from that: a capture may end with one of its own."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        if isinstance(found, torch.OutOfMemoryError | CaptureMemoryError | MemoryError):
+            return True
+        if isinstance(found, RuntimeError | torch.AcceleratorError) and any(said in str(found) for said in _SAID):
+            return True
+        seen.add(id(found))
+        found = found.__cause__ or found.__context__
+    return False
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated: on a GPU those of the driver, and those that torch keeps and nothing uses; on
+    a CPU the machine's. None where unknown."""
+    if device.type == "cuda":
+        try:
+            idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            return int(torch.cuda.mem_get_info(device)[0]) + idle
+        except (RuntimeError, torch.AcceleratorError):
+            return None
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
+def release_unused(device: torch.device) -> None:
+    """Gives back what nothing uses any more: cycles of Python's, and what torch keeps of a GPU. Waits for the GPU."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 class MemoryWatch:

@@ -20,11 +20,12 @@ from torch import Tensor
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import OptionError
 from brimful.core.options import TrainOptions
-from brimful.core.records import LabelSpace, TaskName
+from brimful.core.records import LabelSpace, OutOfMemory, TaskName
 from brimful.data.batches import prefetch
 from brimful.data.batches.batch import Batch, make_batch
 from brimful.data.tokens.encoder import Tokens, offsets_of
 from brimful.engine.assemble import assemble
+from brimful.engine.fitted_step import FittedStep
 from brimful.engine.inference import evaluating, evaluation_forward, keep_modes, predict_logits
 from brimful.engine.prepare import DEFAULT_MAX_LENGTH
 from brimful.hardware.probe import choose_device
@@ -34,6 +35,7 @@ from brimful.models.model_stats import layers_of
 from brimful.models.packed.layer_calls import remove_calls
 from brimful.models.packed.packed_forward import has_token_types
 from brimful.models.packed.recompute import keep_all
+from brimful.step.recovery import out_of_memory_text
 from brimful.step.state import StepState
 from brimful.step.step import Pending
 from brimful.tasks.task import make_task
@@ -76,6 +78,7 @@ class Step:
 
     The model is moved to the device, its weights are in fp32, and until `release` it belongs to the step: logits come
     from `predict`. A model in eval mode is put in train mode; in a model in train mode, submodules keep their modes.
+    out_of_memory: each time that memory ran out, and the token budget that the step went on with.
     Raises: OptionError for an option that does not work here.
     """
 
@@ -112,12 +115,16 @@ class Step:
             batches=batches,
             mean_length=float(np.concatenate(batches).mean()),
             max_length=self._max_length,
+            longest=self._max_length,
             num_steps=num_steps,
             num_warmup_steps=asked.warmup_steps or math.ceil((asked.warmup_ratio or 0.0) * num_steps),
             cache=False,  # what is in memory need not be what its configuration says
         )
         self._built, self._num_made, self._num_run = built, 0, 0
+        self.out_of_memory: tuple[OutOfMemory, ...] = ()
+        self._callbacks, self._fitted = callbacks, FittedStep(built, self._ran_out)
         self._forward = evaluation_forward(built, most_rows=asked.batch_size, note=callbacks.warning)
+        self._forward.hear = self._ran_out
         self.device, self.recipe = precision.device, built.recipe
 
     @property
@@ -147,14 +154,22 @@ class Step:
         if not 0 < len(each) <= self._options.batch_size:
             raise OptionError(f"a batch has {len(each)} rows, and batch_size is {self._options.batch_size}")
         ids, types = self._sequences(each)
-        return make_batch(number, np.arange(len(each)), ids, types, self._targets(each), self._task, self._built.layout)
+        layout = self._fitted.layout
+        return make_batch(number, np.arange(len(each)), ids, types, self._targets(each), self._task, layout)
 
     def run(self, batch: Batch) -> Pending:
-        """Run one optimizer step. Return at once; `read()` of the result waits for the outcome."""
-        if self.device.type == "cuda" and not batch.memories:
-            batch = batch.sent(self.device)
+        """Run one optimizer step. Return at once; `read()` of the result waits for the outcome.
+
+        Where memory runs out, the batch is run in smaller micro-batches, as are all that follow: callbacks hear it.
+        Raises: MemoryFullError if it cannot be split any further; the weights are those of before.
+        """
+        pending = self._fitted.run(batch)
         self._num_run = max(self._num_run, batch.number + 1)
-        return self._built.step.run(batch)
+        return pending
+
+    def _ran_out(self, found: OutOfMemory) -> None:
+        self.out_of_memory += (found,)
+        self._callbacks.warning(out_of_memory_text(found))
 
     def predict(self, rows: Rows) -> np.ndarray:
         """(N, C) fp32 logits of any number of rows, in their order, by the weights of now. Labels are not needed."""

@@ -7,19 +7,21 @@ the device works on this one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from brimful.data.batches.batch import Layout
+from brimful.core.records import OutOfMemory, Work
+from brimful.data.batches.batch import Layout, PaddedLayout
 from brimful.data.tokens.encoder import Tokens
 from brimful.hardware.read_back import ReadBack
 from brimful.kernels.layout import Inputs, map_tensors
 from brimful.models.packed.packed_forward import LayoutModel
 from brimful.step.precision import Precision
+from brimful.step.recovery import until_it_fits
 
 
 class PendingLogits:
@@ -45,21 +47,51 @@ class PendingLogits:
 class Forward:
     """A forward pass over windows of texts. The model is in eval mode.
 
-    compiled: False to run layers as they were before they were compiled.
+    A window that memory runs out in is computed again, in smaller pieces; so are all that follow.
+
+    compiled: False to run layers as they were before they were compiled. where: what the pass is part of. hear: called
+    with each time that memory ran out, once the window is under way.
     """
 
     compiled = True
+    where: Work = "classification"
 
     def __init__(self, execution: LayoutModel, precision: Precision) -> None:
         self.execution, self.precision = execution, precision
         self.num_outputs = int(execution.model.config.num_labels)
+        self.hear: Callable[[OutOfMemory], None] = lambda found: None
 
     def windows(self, lengths_N: np.ndarray) -> Iterator[np.ndarray]:
         """Rows of a whole data set a window at a time, the longest first; those without tokens are in none."""
         raise NotImplementedError
 
     def submit(self, tokens: Tokens) -> PendingLogits:
-        """Launches the pass over all of a window's texts."""
+        """Launches the pass over all of a window's texts. Raises: MemoryFullError."""
+        budget = _WindowBudget(self, int(tokens.lengths.max(initial=1)))
+        device = self.precision.device
+        return until_it_fits(lambda: self._submit(tokens), budget, device, self.hear, where=self.where)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a piece of a window."""
+        raise NotImplementedError
+
+    def limit_to(self, num_tokens: int) -> bool:
+        """Cut windows into pieces of at most so many tokens, or of one text; False if texts must not be parted."""
+        raise NotImplementedError
+
+    @property
+    def captures(self) -> bool:
+        """True while passes whose shapes come again are captured."""
+        return False
+
+    def stop_capturing(self) -> None:
+        """Launch one kernel after another from now on."""
+
+    def abandon(self) -> None:
+        """Drop all graphs."""
+
+    def _submit(self, tokens: Tokens) -> PendingLogits:
         device, since = self.precision.device, None
         if device.type == "cuda":
             since = torch.cuda.Event(enable_timing=True)
@@ -85,6 +117,34 @@ class Forward:
             return self.execution(inputs, context).logits.float()
 
 
+class _WindowBudget:
+    """The token budget of one window. longest: tokens of its longest text."""
+
+    def __init__(self, forward: Forward, longest: int) -> None:
+        self._forward, self._longest = forward, longest
+        self._began = forward.most_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        return self._forward.most_tokens
+
+    @property
+    def captures(self) -> bool:
+        return self._forward.captures
+
+    def abandon(self) -> bool:
+        self._forward.abandon()
+        return True
+
+    def halve(self, *, in_capture: bool) -> bool:
+        if self.most_tokens > self._longest and self._forward.limit_to(max(self.most_tokens // 2, self._longest)):
+            return True
+        if not in_capture:
+            return False
+        self._forward.stop_capturing()
+        return self._forward.limit_to(self._began)
+
+
 class LayoutForward(Forward):
     """The pass over texts laid out as in training: on the CPU, and on padded rows.
 
@@ -100,6 +160,19 @@ class LayoutForward(Forward):
     def windows(self, lengths_N: np.ndarray) -> Iterator[np.ndarray]:
         """As many rows as are laid out at once."""
         return chunks(lengths_N, self._batch_tokens, self._most_rows)
+
+    @property
+    def most_tokens(self) -> int:
+        """As many as are laid out at once, or fewer in one micro-batch."""
+        return min(self._batch_tokens, self._layout.most_tokens)
+
+    def limit_to(self, num_tokens: int) -> bool:
+        """As `Forward` has it."""
+        layout = self._layout
+        if isinstance(layout, PaddedLayout) and not layout.split:
+            return False
+        self._layout, self._batch_tokens = layout.limited(num_tokens, layout.max_length), num_tokens
+        return True
 
     def _passes(self, tokens: Tokens) -> Iterator[tuple[np.ndarray, Tensor]]:
         for rows in self.windows(tokens.lengths):

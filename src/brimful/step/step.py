@@ -21,7 +21,7 @@ from torch import Tensor
 
 from brimful.data.batches.batch import Batch, MicroBatch
 from brimful.hardware.process_settings import RandomStream
-from brimful.hardware.read_back import ReadBack
+from brimful.hardware.read_back import ReadBack, host_room
 from brimful.kernels.precompile import precompiled
 from brimful.models.packed.packed_forward import LayoutModel
 from brimful.step.precision import Precision
@@ -54,22 +54,27 @@ class Outcome:
 class Pending:
     """The outcome of a step that may still be running.
 
-    again: runs the step in another way, where a loss that is not finite may say that it must be; None where it never
-    does.
+    room: of `room`. again: runs the step in another way, where a loss that is not finite may say that it must be; None
+    where it never does.
     """
 
     def __init__(
-        self, batch: Batch, readings: Tensor, rows: Sequence[Tensor], scaled: bool,
-        again: Callable[[], Outcome] | None = None,
+        self, batch: Batch, readings: Tensor, rows: Sequence[Tensor], scaled: bool, room: Tensor,
+        again: Callable[[Batch], Outcome] | None = None,
     ) -> None:  # fmt: skip
-        self._batch, self._rows, self._scaled, self._again = batch, rows, scaled, again
-        self._readings = ReadBack(readings)
+        self._batch, self._rows, self._scaled, self.again = batch, rows, scaled, again
+        self._readings = ReadBack(readings, room=room)
+
+    @staticmethod
+    def room(device: torch.device) -> Tensor:
+        """Host memory for the readings, to allocate before the update: after it the step must not fail."""
+        return host_room((5,), torch.float64, device)
 
     def read(self) -> Outcome:
         """Waits for this step, not for those behind it."""
         loss, grad_norm, learning_rate, scale, skipped = self._readings.wait().tolist()
-        if skipped and self._again is not None and not np.isfinite(loss):
-            return self._again()
+        if skipped and self.again is not None and not np.isfinite(loss):
+            return self.again(self._batch)
         return Outcome(
             number=self._batch.number,
             loss=loss,
@@ -119,7 +124,8 @@ class Step:
 
     def run(self, batch: Batch) -> Pending:
         """One step on one effective batch. Returns at once; the outcome is read later."""
-        several = len(batch.micro_batches) > 1
+        self.update.committed = False
+        several, room = len(batch.micro_batches) > 1, Pending.room(self.device)
         rows = []
         for index in range(len(batch.micro_batches)):
             rows.append(self.accumulate(batch, index))
@@ -127,7 +133,23 @@ class Step:
                 self.update.gather()
         self.reduce()
         readings = self.apply_update(gathered=several)
-        return Pending(batch, readings, rows, self.precision.scaled)
+        return Pending(batch, readings, rows, self.precision.scaled, room)
+
+    def abandon(self) -> bool:
+        """Drop all that a step which failed has left; True if it may be taken again, False if weights were changed.
+
+        Masks of dropout are drawn anew from the batch's own seeds, so the batch may come in other micro-batches.
+        """
+        self.update.abandon()
+        return not self.update.committed
+
+    @property
+    def captures(self) -> bool:
+        """True while steps whose shapes come again are captured."""
+        return False
+
+    def stop_capturing(self) -> None:
+        """Launch one kernel after another from now on."""
 
     def accumulate(self, batch: Batch, index: int) -> Tensor:
         """Computes the gradient of one micro-batch, with those before it; its rows' losses, (S,), detached."""
@@ -179,18 +201,20 @@ class Step:
         gradients = [parameter.grad for parameter in parameters]
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
         first_of = {micro.shape: index for index, micro in reversed(list(enumerate(batch.micro_batches)))}
-        with precompiled():
-            for index in first_of.values():
-                for parameter in parameters:
-                    parameter.grad = None
-                with self.settings(batch, index):
-                    rows_S = self.loss_rows_S(copy.deepcopy(batch.arrived(index)))
-                    rows_S.sum().backward()  # type: ignore[no-untyped-call]
-            self.update.compile_kernels(gathered=len(batch.micro_batches) > 1)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        for buffer, value in buffers:  # a changed one need not say so: statistics of batches do not
-            buffer.copy_(value)
+        try:
+            with precompiled():
+                for index in first_of.values():
+                    for parameter in parameters:
+                        parameter.grad = None
+                    with self.settings(batch, index):
+                        rows_S = self.loss_rows_S(copy.deepcopy(batch.arrived(index)))
+                        rows_S.sum().backward()  # type: ignore[no-untyped-call]
+                self.update.compile_kernels(gathered=len(batch.micro_batches) > 1)
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            for buffer, value in buffers:  # a changed one need not say so: statistics of batches do not
+                buffer.copy_(value)
         self.precision.after_update()  # copies of the weights that were made within
 
     def reduce(self) -> None:

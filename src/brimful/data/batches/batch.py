@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brimful.data.batches.packing import Budgets, pack
+from brimful.data.batches.packing import Budgets, choose_budgets, pack
 from brimful.data.batches.padding import PaddedShapes, cut
 from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
 from brimful.tasks.task import Task
@@ -101,13 +101,24 @@ def _room(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """What a batch was made of, before it was laid out: N samples, their ids, token types and targets, their task."""
+
+    samples: np.ndarray
+    ids: Sequence[np.ndarray]
+    types: Sequence[np.ndarray] | None
+    targets_N: np.ndarray
+    task: Task
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One effective batch: what one optimizer step consumes.
 
     number: batches consumed before it since training began. num_tokens: tokens of its sequences. num_computed: tokens
     of its micro-batches, padding and tails counted. memories: once it was sent to a device, of each micro-batch its
-    tensors there, in one memory.
+    tensors there, in one memory. rows, layout: what it was made of and by, to lay it out again.
     """
 
     number: int
@@ -116,6 +127,14 @@ class Batch:
     num_tokens: int
     num_computed: int
     memories: tuple[Tensor, ...] = ()
+    rows: Rows | None = None
+    layout: Layout | None = None
+
+    def laid_out(self, layout: Layout) -> Batch:
+        """The batch as `layout` has it, on the host again where that is another than its own."""
+        if self.rows is None or self.layout == layout:
+            return self
+        return make_batch(self.number, layout=layout, **vars(self.rows))
 
     @property
     def num_bytes(self) -> int:
@@ -151,7 +170,10 @@ Arranged = list[tuple[Inputs, list[int]]]
 
 
 class Layout(Protocol):
-    """Layout of a batch's sequences in micro-batches."""
+    """Layout of a batch's sequences, of at most `max_length` tokens, in micro-batches."""
+
+    @property
+    def max_length(self) -> int: ...
 
     def arrange(self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> Arranged:
         """Inputs and members of each micro-batch; members are indices into `ids`, in slot order."""
@@ -160,6 +182,18 @@ class Layout(Protocol):
     @property
     def most_tokens(self) -> int:
         """Of a micro-batch, padding counted."""
+        ...
+
+    def largest(self, lengths: Sequence[int]) -> int:
+        """Tokens of the largest micro-batch of sequences of these lengths, padding counted."""
+        ...
+
+    def limited(self, num_tokens: int, longest: int, batches: Sequence[np.ndarray] = ()) -> Layout:
+        """The layout with at most so many tokens in a micro-batch, or those of one sequence if that has more.
+
+        longest: most tokens of a sequence to come. batches: lengths of batches to come, or like them, that shapes are
+        chosen by; without them shapes are those of before, as far as they are small enough.
+        """
         ...
 
 
@@ -213,6 +247,16 @@ class PackedLayout:
         """The largest budget."""
         return self.budgets.tokens[-1]
 
+    def largest(self, lengths: Sequence[int]) -> int:
+        """As `Layout` has it."""
+        return max(budget for budget, _ in pack(lengths, self.budgets))
+
+    def limited(self, num_tokens: int, longest: int, batches: Sequence[np.ndarray] = ()) -> PackedLayout:
+        """As `Layout` has it. The longest sequence always fits."""
+        if not len(batches):
+            return replace(self, budgets=self.budgets.up_to(num_tokens, longest))
+        return replace(self, budgets=choose_budgets(batches, num_tokens, longest))
+
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedLayout:
@@ -247,6 +291,16 @@ class PaddedLayout:
         whole = self.shapes.num_rows * longest
         return min(whole, max(self.shapes.num_tokens, longest)) if self.split else whole
 
+    def largest(self, lengths: Sequence[int]) -> int:
+        """As `Layout` has it."""
+        if not self.split:
+            return len(lengths) * max(lengths)
+        return max(num_rows * length for num_rows, length, _ in cut(lengths, self.shapes))
+
+    def limited(self, num_tokens: int, longest: int, batches: Sequence[np.ndarray] = ()) -> PaddedLayout:
+        """As `Layout` has it. Rows that must stay together do."""
+        return replace(self, shapes=replace(self.shapes, num_tokens=min(num_tokens, self.shapes.num_tokens)))
+
 
 def make_batch(
     number: int,
@@ -275,6 +329,8 @@ def make_batch(
         num_computed += inputs.num_tokens
     return Batch(
         number=number,
+        rows=Rows(samples=samples, ids=ids, types=types, targets_N=targets_N, task=task),
+        layout=layout,
         micro_batches=tuple(micro_batches),
         num_samples=len(samples),
         num_tokens=sum(len(sequence) for sequence in ids),

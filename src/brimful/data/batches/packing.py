@@ -8,7 +8,7 @@ computed for nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,6 +36,12 @@ class Budgets:
             if budget >= num_tokens:
                 return budget
         raise ValueError(f"{num_tokens} tokens are more than the largest budget, {self.tokens[-1]}")
+
+    def up_to(self, num_tokens: int, longest: int) -> Budgets:
+        """Those of fewer than `num_tokens`, and one of so many, in whole tiles; or one that holds `longest`, if that is
+        more."""
+        largest = max(num_tokens // TILE * TILE, round_up(longest, TILE))
+        return replace(self, tokens=(*(budget for budget in self.tokens if budget < largest), largest))
 
 
 def pack(lengths: Sequence[int] | np.ndarray, budgets: Budgets) -> list[tuple[int, list[int]]]:

@@ -25,6 +25,7 @@ from brimful.core.ahead import POLL_S, Ahead
 from brimful.data.batches.batch import Batch, Layout, Sampler, make_batch
 from brimful.data.tokens.augment import Augmenter, worker_errors
 from brimful.data.tokens.encoder import Tokens
+from brimful.hardware.memory import is_out_of_memory
 from brimful.tasks.task import Task
 
 #: Batches that wait, staged, for the step.
@@ -117,7 +118,7 @@ class Feed:
     """Iterates over staged batches on the device. Use as a context manager: leaving it ends the thread.
 
     A batch's tensors on a GPU are there for what is queued on the current stream until the next batch is asked for, or
-    the iterator is dropped.
+    the iterator is dropped. One that the GPU has no room for comes as it is on the host: whoever runs it can make room.
 
     wait_s: seconds the consumer has waited for a batch that was not ready.
     """
@@ -174,7 +175,7 @@ class Feed:
             elif (place := self._next_place()) is None:
                 return
             else:
-                yield self._to_device(batch, place, self._stream)
+                yield self._to_device(batch, place, self._stream) or (batch, None, None)
 
     def _next_place(self) -> _Place | None:
         """None if the feed was left meanwhile."""
@@ -185,15 +186,21 @@ class Feed:
                 continue
         return None
 
-    def _to_device(self, batch: Batch, place: _Place, stream: torch.cuda.Stream) -> _Staged:
-        """Sends a batch to a place, made larger if a batch has been larger than it."""
+    def _to_device(self, batch: Batch, place: _Place, stream: torch.cuda.Stream) -> _Staged | None:
+        """Sends a batch to a place, made larger if a batch has been larger than it; None where memory ran out."""
         self._room = max(self._room, batch.num_bytes)
         memory = place.memory
-        with torch.cuda.stream(stream):
-            if place.free is not None:
-                stream.wait_event(place.free)
-            if memory is None or len(memory) < self._room:
-                memory = torch.empty(self._room, dtype=torch.uint8, device=self._device)
-            sent, copied = batch.sent(self._device, memory), torch.cuda.Event()
-            copied.record(stream)
+        try:
+            with torch.cuda.stream(stream):
+                if place.free is not None:
+                    stream.wait_event(place.free)
+                if memory is None or len(memory) < self._room:
+                    memory = torch.empty(self._room, dtype=torch.uint8, device=self._device)
+                sent, copied = batch.sent(self._device, memory), torch.cuda.Event()
+                copied.record(stream)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._places.put(place)
+            return None
         return sent, _Place(memory), copied

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
 class LoopState:
-    """State of the training loop: JSON in every checkpoint."""
+    """State of the training loop: JSON in every checkpoint.
+
+    token_budget: limit of the layout since memory ran out, None if it never did. out_of_memory: each time, as JSON.
+    """
 
     consumed: int = 0
     applied: int = 0
@@ -25,4 +29,6 @@ class LoopState:
     metrics: dict[str, float] = field(default_factory=dict)
     metrics_step: int | None = None
     ended_early: bool = False
+    token_budget: int | None = None
+    out_of_memory: list[dict[str, Any]] = field(default_factory=list)
     events_position: int = 0

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from brimful.core.errors import (
     CheckpointError,
     DataError,
     Interrupted,
+    MemoryFullError,
     NonFiniteError,
     OutputError,
     listed,
@@ -28,12 +29,13 @@ from brimful.core.errors import (
 )
 from brimful.core.options import TrainOptions
 from brimful.core.phases import Phases
-from brimful.core.records import Run
+from brimful.core.records import OutOfMemory, Run
 from brimful.data.batches.batch import Batch
-from brimful.data.batches.prefetch import Feed
+from brimful.data.batches.prefetch import Feed, Source
 from brimful.engine.assemble import Built, build
 from brimful.engine.clock import Clock
 from brimful.engine.compilations import CompilationWatch
+from brimful.engine.fitted_step import FittedStep
 from brimful.engine.inference import evaluate_rows, evaluating, evaluation_forward, predict
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.signals import StopSignals
@@ -57,6 +59,7 @@ from brimful.levers.optimizer_names import check_installed
 from brimful.levers.precision import choose_precision
 from brimful.models.hub.save import save_model
 from brimful.reports.card import model_card
+from brimful.step.recovery import out_of_memory_text
 from brimful.step.step import Outcome, Pending
 from brimful.tasks.task import LOWER_IS_BETTER
 
@@ -129,7 +132,9 @@ class _Loop:
     ) -> None:
         self._options, self._prepared, self._built, self._folder = options, prepared, built, folder
         self._events, self._callbacks, self._record = events, callbacks, run
+        self._fitted = FittedStep(built, self._out_of_memory)
         self._forward = evaluation_forward(built, most_rows=options.batch_size, note=callbacks.warning)
+        self._forward.hear = self._out_of_memory
         self._state = LoopState()
         self._phases = phases
         self._writer = CheckpointWriter(folder.checkpoints, run.run, keep=options.save_total_limit)
@@ -154,18 +159,25 @@ class _Loop:
             self._events.write("resumed" if self._state.consumed else "started", step=self._state.applied)
             self._clock = Clock(self._state.train_s)
             self._logged = (self._clock.seconds, self._state.samples, self._state.tokens)
-            self._do_what_is_due()  # a signal to stop may have come before it was done
-            if not self._ended():
-                device, start, stop = self._built.step.device, self._state.consumed, self._prepared.num_batches
-                with Feed(source, device, start=start, stop=stop) as feed:
-                    try:
-                        self._train(feed)
-                    except DataError:
-                        self._stop_if_told()  # the workers of a transform may have ended of the same signal
-                        raise
-            self._state.train_s = self._clock.seconds
-            with self._clock.paused():
-                return self._finish()
+            try:
+                return self._run(source)
+            except MemoryFullError as error:
+                self._keep(error)
+                raise
+
+    def _run(self, source: Source) -> Run:
+        self._do_what_is_due()  # a signal to stop may have come before it was done
+        if not self._ended():
+            device, start, stop = self._built.step.device, self._state.consumed, self._prepared.num_batches
+            with Feed(source, device, start=start, stop=stop) as feed:
+                try:
+                    self._train(feed)
+                except DataError:
+                    self._stop_if_told()  # the workers of a transform may have ended of the same signal
+                    raise
+        self._state.train_s = self._clock.seconds
+        with self._clock.paused():
+            return self._finish()
 
     @contextmanager
     def _settling(self) -> Iterator[None]:
@@ -187,6 +199,10 @@ class _Loop:
             self._require_same_weights(checkpoint)
             self._state = LoopState(**checkpoint.loop)
             self._built.step.load_state(checkpoint.state)
+            if self._state.token_budget is not None:
+                self._fitted.limit_to(self._state.token_budget)
+                self._built.source.layout = self._fitted.layout
+            self._record = dataclasses.replace(self._record, out_of_memory=_records(self._state))
             self._saved_step = checkpoint.step
             self._callbacks.note(f"going on after step {checkpoint.step}")
         elif self._options.resume:
@@ -209,7 +225,7 @@ class _Loop:
         self._phases.enter("capture")  # until the first step is launched
         for batch in feed:
             began = time.perf_counter()
-            self._flying.append(self._built.step.run(batch))
+            self._flying.append(self._fitted.run(batch))
             if self._compilations.look(batch.number + 1):
                 self._phases.move(time.perf_counter() - began, "capture")
             self._phases.enter("steps")
@@ -223,6 +239,27 @@ class _Loop:
                 self._do_what_is_due()
                 if self._ended():
                     return
+
+    def _out_of_memory(self, found: OutOfMemory) -> None:
+        """Says and writes down that memory ran out, and has batches to come made as the run goes on."""
+        state = self._state
+        self._built.source.layout, state.token_budget = self._fitted.layout, self._fitted.limit
+        state.out_of_memory.append(dataclasses.asdict(found))
+        self._events.write("out_of_memory", step=state.applied, **dataclasses.asdict(found))
+        self._callbacks.warning(out_of_memory_text(found))
+        self._record = dataclasses.replace(self._record, out_of_memory=_records(state))
+        with suppress(DiskFullError):  # it is in the log as well
+            self._folder.write(self._record)
+
+    def _keep(self, error: MemoryFullError) -> None:
+        """Saves a checkpoint before the run ends for want of memory, if weights are whole."""
+        if not error.resumable:
+            return
+        self._land_all()
+        self._state.train_s = self._clock.seconds
+        if self._saved_step != self._state.applied:
+            self._save(must=True)
+        self._events.write("stopped", step=self._state.applied, why=str(error))
 
     def _land_all(self) -> None:
         while self._flying:
@@ -498,6 +535,10 @@ class _Loop:
         self._took_best = True
         self._callbacks.note(f"the model after step {best.step} was best, and is kept")
         return state.best_metrics
+
+
+def _records(state: LoopState) -> tuple[OutOfMemory, ...]:
+    return tuple(OutOfMemory(**found) for found in state.out_of_memory)
 
 
 def _record(options: TrainOptions, prepared: Prepared, built: Built, command: str, *, run: str, status: Any) -> Run:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from brimful.hardware.capture import capture
+from brimful.hardware.memory import CaptureMemoryError, is_out_of_memory
 
 Outputs = TypeVar("Outputs")
 
@@ -21,12 +22,17 @@ MOST_GRAPHS = 64
 
 
 class Recorder(Protocol):
-    """Records computations of one device: `GraphPool`."""
+    """Records computations of one device: `GraphPool`. caches: all whose graphs share its memory."""
 
     device: torch.device
+    caches: WeakSet[GraphCache]
 
     def record(self, compute: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
         """The recorded computation, and the tensors that its `replay` writes."""
+        ...
+
+    def renew(self) -> None:
+        """Begin with memory of its own again, once all graphs are gone."""
         ...
 
 
@@ -41,6 +47,7 @@ class GraphPool:
         self.device, self._most_tokens = device, most_tokens
         self._measured_tokens = self._measured_bytes = 0
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self.caches: WeakSet[GraphCache] = WeakSet()
         self.handle = torch.cuda.graph_pool_handle()
 
     @contextmanager
@@ -61,6 +68,11 @@ class GraphPool:
             outputs = compute()
         self._graphs.add(graph)
         return graph, outputs
+
+    def renew(self) -> None:
+        """As `Recorder` has it: torch gives the memory of a pool back when nothing is left in it."""
+        self._measured_tokens = self._measured_bytes = 0
+        self.handle = torch.cuda.graph_pool_handle()
 
     def _idle_bytes(self) -> int:
         """Bytes that torch keeps and nothing uses: after a pass, what was used on the way."""
@@ -96,7 +108,7 @@ class GraphCache:
 
     A shape runs eagerly when it is first met, which also warms up what capture must not (compilation, library handles,
     optimizer states). When it comes again it is captured, and replayed from then on. If a capture is refused, all
-    graphs are dropped and everything runs eagerly.
+    graphs are dropped and everything runs eagerly; if memory runs out, whoever runs the step may try smaller shapes.
 
     recorder: None to capture nothing. what: the computations, as the user knows them. note: called once with the reason
     if capture turns out to be impossible, and once if there are more graphs than `most`: further shapes run eagerly.
@@ -116,6 +128,8 @@ class GraphCache:
         self._graphs: dict[Hashable, Graph[Any]] = {}
         self._met: set[Hashable] = set()
         self._is_full = False
+        if recorder is not None:
+            recorder.caches.add(self)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -137,6 +151,7 @@ class GraphCache:
         """The graph of a key, captured if there is none yet; None if it must run eagerly.
 
         compute: works on a tensor such as `inputs`, and changes nothing on the host that matters if it is refused.
+        Raises: CaptureMemoryError, with nothing computed.
         """
         if self._recorder is None or key in self._graphs:
             return self._graphs.get(key)
@@ -145,18 +160,28 @@ class GraphCache:
                 self._note(f"{self._what} of some shapes run eagerly: there are more than {self._most}")
             self._is_full = True
             return None
-        static = None if inputs is None else torch.zeros_like(inputs, device=self._recorder.device)
         try:
+            static = None if inputs is None else torch.zeros_like(inputs, device=self._recorder.device)
             recorded, outputs = self._recorder.record(partial(compute, static))
         except (RuntimeError, torch.AcceleratorError) as refusal:
+            if is_out_of_memory(refusal):
+                raise CaptureMemoryError(str(refusal)) from refusal
             self.stop(str(refusal).splitlines()[0][:200])
             return None
         self._graphs[key] = graph = Graph(recorded, outputs, static, self._keep())
         return graph
 
-    def stop(self, because: str) -> None:
-        """Drops all graphs; everything runs eagerly from now on. Notes the reason, once."""
+    def free(self) -> None:
+        """Drop all graphs that share the memory of these, and the memory. They are captured anew."""
+        self.clear()
         if self._recorder is not None:
+            for cache in self._recorder.caches:
+                cache.clear()
+            self._recorder.renew()
+
+    def stop(self, because: str | None = None) -> None:
+        """Drops all graphs; everything runs eagerly from now on. Notes the reason, once, if one is given."""
+        if self._recorder is not None and because is not None:
             self._note(f"{self._what} run eagerly: {because}")
         self._recorder = None
         self._graphs.clear()

@@ -63,6 +63,29 @@ class PackedForward(Forward):
         most_rows = max(1, _MOST_LOGITS // self.num_outputs)
         return chunks(lengths_N, _BUDGETS * max(self._budget, self._longest), most_rows)
 
+    @property
+    def most_tokens(self) -> int:
+        """Of a piece, if no text has more."""
+        return self._budget
+
+    def limit_to(self, num_tokens: int) -> bool:
+        """As `Forward` has it."""
+        self._budget = num_tokens
+        return True
+
+    @property
+    def captures(self) -> bool:
+        """As `Forward` has it."""
+        return self._graphs.enabled
+
+    def stop_capturing(self) -> None:
+        """As `Forward` has it."""
+        self._graphs.stop()
+
+    def abandon(self) -> None:
+        """As `Forward` has it."""
+        self._graphs.free()
+
     def _passes(self, tokens: Tokens) -> Iterator[tuple[np.ndarray, Tensor]]:
         lengths_N = tokens.lengths
         for piece in cut_window(

@@ -13,11 +13,13 @@ drawn by (seed, batch, micro-batch) as in the eager step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from brimful.data.batches.batch import Batch, MicroBatch
@@ -58,6 +60,7 @@ class CapturedStep(Step):
             self.compile_kernels(batch)
         if not self._graphs.enabled:
             return super().run(batch)
+        self.update.committed = False
         if not self._graphs.meet(micro.shape for micro in batch.micro_batches):
             with self.pool.measured(max(micro.inputs.num_tokens for micro in batch.micro_batches)):
                 return super().run(batch)
@@ -68,7 +71,23 @@ class CapturedStep(Step):
     def load_state(self, state: StepState) -> None:
         """As `Step` does. Graphs hold the addresses of what is replaced, and are captured anew."""
         self._graphs.clear()
+        self.update.abandon()
         super().load_state(state)
+
+    def abandon(self) -> bool:
+        """As `Step` does. Graphs are dropped with their memory, and captured anew."""
+        self._graphs.free()
+        return super().abandon()
+
+    @property
+    def captures(self) -> bool:
+        """As `Step` has it."""
+        return self._graphs.enabled
+
+    def stop_capturing(self) -> None:
+        """As `Step` has it."""
+        self._graphs.free()
+        self._graphs.stop()
 
     def _whole(self, batch: Batch) -> Pending | None:
         """The step as one graph; None if it must run eagerly, before anything of it was computed."""
@@ -79,18 +98,36 @@ class CapturedStep(Step):
             self.reduce()
             return rows_S, self.apply_update(gathered=False)
 
+        room, rows_S = Pending.room(self.device), self._rows_room(micro)
         with self.settings(batch, 0):
-            graph = self._graphs.find(("whole", micro.shape), compute, memory)
+            with self._changing_nothing():
+                graph = self._graphs.find(("whole", micro.shape), compute, memory)
             if graph is None:
                 return None
-            rows_S, readings = graph.replay(memory)
-        return Pending(batch, readings, [rows_S.clone()], self.precision.scaled, self._again(batch))
+            self.update.committed = True
+            written_S, readings = graph.replay(memory)
+            rows_S.copy_(written_S)
+        return Pending(batch, readings, [rows_S], self.precision.scaled, room, self._again())
+
+    def _rows_room(self, micro: MicroBatch) -> Tensor:
+        """(S,) memory for the losses of its rows, which a graph writes where the next one does."""
+        dtype = torch.float64 if self.update.loss.dtype == torch.float64 else torch.float32
+        return torch.empty(micro.valid_S.shape, dtype=dtype, device=self.device)
+
+    @contextmanager
+    def _changing_nothing(self) -> Iterator[None]:
+        """Within, steps are recorded, and what they say to have changed is not."""
+        try:
+            yield
+        finally:
+            self.update.committed = False
 
     def _pieces(self, batch: Batch) -> Pending | None:
         """The step as a graph for each micro-batch, and one for the update; None as `_whole`."""
         self.update.prepare_gathering()
         micros = zip(batch.micro_batches, batch.memories, strict=True)
-        with self.settings(batch, 0):
+        room = Pending.room(self.device)
+        with self.settings(batch, 0), self._changing_nothing():
             graphs = [
                 self._graphs.find(("accumulate", micro.shape), partial(self._accumulate, micro), memory)
                 for micro, memory in micros
@@ -105,13 +142,17 @@ class CapturedStep(Step):
             with self.settings(batch, index):
                 rows.append(graph.replay(batch.memories[index]).clone())
         self.reduce()
-        readings = self.apply_update(gathered=True) if update is None else update.replay()
-        return Pending(batch, readings, rows, self.precision.scaled, self._again(batch))
+        if update is None:
+            readings = self.apply_update(gathered=True)
+        else:
+            self.update.committed = True
+            readings = update.replay()
+        return Pending(batch, readings, rows, self.precision.scaled, room, self._again())
 
-    def _again(self, batch: Batch) -> Callable[[], Outcome] | None:
-        """A way to run an eager step on the batch, where what a graph takes for granted may not be true of it."""
+    def _again(self) -> Callable[[Batch], Outcome] | None:
+        """A way to run an eager step on a batch, where what a graph takes for granted may not be true of it."""
         taken_for_granted = isinstance(self.execution, PaddedModel) and self.execution.decisions is not None
-        return partial(self._eagerly, batch) if taken_for_granted else None
+        return self._eagerly if taken_for_granted else None
 
     def _eagerly(self, batch: Batch) -> Outcome:
         """An eager step on a batch whose graph has changed nothing. It comes after those launched meanwhile."""
