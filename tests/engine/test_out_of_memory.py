@@ -226,7 +226,7 @@ def test_another_split_learns_the_same(kind: str) -> None:
 
 
 def test_one_row_is_the_smallest_there_is() -> None:
-    """What does not fit however the batch is split is one clear error, and weights are as they were before."""
+    """A batch that does not fit however it is split: one clear error, and weights as they were before."""
     session = Session(allocator=FailingAllocator(fits=lambda tensor: _fits(tensor, 15)))
     state = session.state
     with pytest.raises(MemoryFullError, match="the step of batch 1, and micro-batches of 16 tokens cannot") as caught:
@@ -258,7 +258,7 @@ def test_where_no_graph_fits_steps_run_eagerly_on_the_batches_of_before() -> Non
 
 
 def test_memory_that_runs_out_while_weights_change_is_the_end() -> None:
-    """What is half done is not done again."""
+    """An update that may be half done is not done again."""
     session = Session()
     step = session.update._optimizer.step  # type: ignore[attr-defined]
 

@@ -95,7 +95,7 @@ def run(arguments: list[str]) -> int:
         if type(error).__name__ != "OutOfMemoryError":
             raise
         said = str(error).split(". ")[0]
-        return _fail(f"the GPU's memory is full: {said}", "lower --token-budget, or --max-length", 1)
+        return _fail(f"memory is full: {said}", "lower --token-budget, or --max-length", 6)
 
 
 def _fail(message: str, hint: str, code: int) -> int:

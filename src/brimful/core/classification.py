@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from brimful.core.records import LabelSpace, Machine, PeakMemory, Recipe
+from brimful.core.records import LabelSpace, Machine, OutOfMemory, PeakMemory, Recipe
 
 StageName = Literal["read", "tokenise", "compute", "write"]
 
@@ -35,6 +35,7 @@ class Counts:
     num_empty: rows without text, or without a token that the model knows. num_unlabelled: of zero-shot, rows with text
     and without candidate labels. num_errors: rows with an error beside.
     first_errors: the first of these rows, FEW_ERRORS at the most.
+    token_budget: most tokens of a micro-batch since memory ran out, None if it never did.
     num_tokenizer_fallback: rows tokenised without the word-piece cache, after `tokenizers` had given other ids.
     labels: how often each label was given. lengths: texts by number of tokens, a bin per end in LENGTH_ENDS and one
     beyond. confidences: texts by their highest probability, in CONFIDENCE_BINS; empty for a regression.
@@ -47,6 +48,7 @@ class Counts:
     num_unlabelled: int = 0
     num_errors: int = 0
     num_tokenizer_fallback: int = 0
+    token_budget: int | None = None
     labels: Mapping[str, int] = field(default_factory=dict)
     lengths: tuple[int, ...] = (0,) * (len(LENGTH_ENDS) + 1)
     confidences: tuple[int, ...] = ()
@@ -55,6 +57,7 @@ class Counts:
     def __add__(self, other: Counts) -> Counts:
         return Counts(
             first_errors=(self.first_errors + other.first_errors)[:FEW_ERRORS],
+            token_budget=min(filter(None, (self.token_budget, other.token_budget)), default=None),
             labels=dict(Counter(self.labels) + Counter(other.labels)),
             lengths=_added(self.lengths, other.lengths),
             confidences=_added(self.confidences, other.confidences),
@@ -104,7 +107,7 @@ class Classification:
     notes: what was guessed of the model, decided about the input's files and left out of them (keys of JSON), since
     this process began.
     equivalence: None with --verify 0, and where no row could be compared.
-    fallback: why a slower path runs than was planned, None if none does.
+    fallback: why a slower path runs than was planned, None if none does. out_of_memory: each time that memory ran out.
     max_length: longest sequence in tokens, where longer ones were cut, and its reason.
     """
 
@@ -119,6 +122,7 @@ class Classification:
     counts: Counts = Counts()
     equivalence: AnswerEquivalence | None = None
     fallback: str | None = None
+    out_of_memory: tuple[OutOfMemory, ...] = ()
     max_length: int | None = None
     max_length_reason: str | None = None
     notes: tuple[str, ...] = ()

@@ -35,6 +35,7 @@ from brimful.models.hub.load import load_model
 from brimful.models.packed.packed_forward import LayoutModel
 from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.precision import Precision
+from brimful.step.recovery import whole_model_fits
 from brimful.step.step import Step, make_schedule
 from brimful.tasks.task import Task
 
@@ -125,7 +126,8 @@ def assemble(
         warn=callbacks.warning,
         cache=cache,
     )
-    recipe = assembly.recipe(LEVERS, device_name(precision.device))
+    with whole_model_fits(precision.device):
+        recipe = assembly.recipe(LEVERS, device_name(precision.device))
     execution, layout, update = assembly.execution, assembly.layout, assembly.update
     assert execution is not None
     assert layout is not None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 
+from brimful.core.records import OutOfMemory
 from brimful.data.batches.batch import PackedLayout, PaddedLayout
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.assemble import Assembled
@@ -123,10 +124,11 @@ def evaluate_rows(
 
 @dataclass(frozen=True)
 class Done:
-    """Logits that are there. busy_s: seconds that they took."""
+    """Logits that are there. busy_s: seconds that they took. out_of_memory: each time that memory ran out meanwhile."""
 
     logits_NC: np.ndarray
     busy_s: float
+    out_of_memory: tuple[OutOfMemory, ...] = ()
 
     def result(self) -> np.ndarray:
         """(N, C) fp32 in the order of the texts."""

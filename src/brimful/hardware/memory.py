@@ -1,17 +1,21 @@
-"""Memory: a run's peak by three readings (what torch allocated, what it reserved, what the driver sees by NVML), what is
-free on the host and on a device, and what says that there was none.
+"""Memory of host and device: a run's peak by three readings (what torch allocated, what it reserved, what the driver sees
+by NVML), what is free, and what says that there was none.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from brimful.core.records import PeakMemory
+
+T = TypeVar("T")
 
 #: How allocators and libraries say that memory ran out, where they have no exception of their own for it.
 _SAID = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -48,6 +52,17 @@ def free_bytes(device: torch.device) -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     except (ValueError, OSError):
         return None
+
+
+def once_more(work: Callable[[], T], device: torch.device) -> T:
+    """Return what `work` returns, done again after what nothing uses was given back if memory ran out."""
+    try:
+        return work()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    release_unused(device)
+    return work()
 
 
 def release_unused(device: torch.device) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import OptionError
 from brimful.core.options import TrainOptions
-from brimful.core.records import LabelSpace, OutOfMemory, TaskName
+from brimful.core.records import LabelSpace, TaskName
 from brimful.data.batches import prefetch
 from brimful.data.batches.batch import Batch, make_batch
 from brimful.data.tokens.encoder import Tokens, offsets_of
@@ -35,7 +35,7 @@ from brimful.models.model_stats import layers_of
 from brimful.models.packed.layer_calls import remove_calls
 from brimful.models.packed.packed_forward import has_token_types
 from brimful.models.packed.recompute import keep_all
-from brimful.step.recovery import out_of_memory_text
+from brimful.step.recovery import OutOfMemoryLog
 from brimful.step.state import StepState
 from brimful.step.step import Pending
 from brimful.tasks.task import make_task
@@ -121,10 +121,10 @@ class Step:
             cache=False,  # what is in memory need not be what its configuration says
         )
         self._built, self._num_made, self._num_run = built, 0, 0
-        self.out_of_memory: tuple[OutOfMemory, ...] = ()
-        self._callbacks, self._fitted = callbacks, FittedStep(built, self._ran_out)
+        log = OutOfMemoryLog(warn=callbacks.warning)
+        self.out_of_memory, self._fitted = log.found, FittedStep(built, log)
         self._forward = evaluation_forward(built, most_rows=asked.batch_size, note=callbacks.warning)
-        self._forward.hear = self._ran_out
+        self._forward.hear = log
         self.device, self.recipe = precision.device, built.recipe
 
     @property
@@ -166,10 +166,6 @@ class Step:
         pending = self._fitted.run(batch)
         self._num_run = max(self._num_run, batch.number + 1)
         return pending
-
-    def _ran_out(self, found: OutOfMemory) -> None:
-        self.out_of_memory += (found,)
-        self._callbacks.warning(out_of_memory_text(found))
 
     def predict(self, rows: Rows) -> np.ndarray:
         """(N, C) fp32 logits of any number of rows, in their order, by the weights of now. Labels are not needed."""

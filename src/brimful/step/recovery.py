@@ -6,8 +6,9 @@ until the work fits. Where a micro-batch is a single row already, the work is tr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -85,8 +86,35 @@ def until_it_fits(
             raise _nothing_smaller(first, tokens, said)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemoryLog:
+    """Hears each time that memory ran out: says it, and keeps it for the record."""
+
+    warn: Callable[[str], None]
+    found: list[OutOfMemory] = field(default_factory=list)
+
+    def __call__(self, found: OutOfMemory) -> None:
+        self.found.append(found)
+        self.warn(out_of_memory_text(found))
+
+
+@contextmanager
+def whole_model_fits(device: torch.device) -> Iterator[None]:
+    """Within, weights and optimizer states are put on a device. Raises: MemoryFullError."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        free = bytes_text(free_bytes(device))
+        raise MemoryFullError(
+            f"the model and what training keeps of it do not fit: {free} were free ({first_line(error)})",
+            hint="take a smaller model, or end what else is in this memory",
+        ) from error
+
+
 def out_of_memory_text(found: OutOfMemory) -> str:
-    """What happened, and what follows from it, as one sentence."""
+    """Return what happened, and what follows from it, as one sentence."""
     began = f"memory ran out in {_place(found)}, with {bytes_text(found.free_bytes)} free:"
     if found.eager:
         return f"{began} no graph of it fits, and kernels are launched one by one from here on"

@@ -124,7 +124,6 @@ class Step:
 
     def run(self, batch: Batch) -> Pending:
         """One step on one effective batch. Returns at once; the outcome is read later."""
-        self.update.committed = False
         several, room = len(batch.micro_batches) > 1, Pending.room(self.device)
         rows = []
         for index in range(len(batch.micro_batches)):
@@ -133,15 +132,25 @@ class Step:
                 self.update.gather()
         self.reduce()
         readings = self.apply_update(gathered=several)
-        return Pending(batch, readings, rows, self.precision.scaled, room)
+        return self._pending(batch, readings, rows, room)
+
+    def _pending(
+        self, batch: Batch, readings: Tensor, rows: Sequence[Tensor], room: Tensor,
+        again: Callable[[Batch], Outcome] | None = None,
+    ) -> Pending:  # fmt: skip
+        """The outcome of a step that is under way: from here on, what fails is not this step."""
+        pending = Pending(batch, readings, rows, self.precision.scaled, room, again)
+        self.update.committed = False
+        return pending
 
     def abandon(self) -> bool:
         """Drop all that a step which failed has left; True if it may be taken again, False if weights were changed.
 
         Masks of dropout are drawn anew from the batch's own seeds, so the batch may come in other micro-batches.
         """
+        committed, self.update.committed = self.update.committed, False
         self.update.abandon()
-        return not self.update.committed
+        return not committed
 
     @property
     def captures(self) -> bool:

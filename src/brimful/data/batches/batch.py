@@ -103,7 +103,7 @@ def _room(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """What a batch was made of, before it was laid out: N samples, their ids, token types and targets, their task."""
+    """N samples of a batch before it is laid out: their ids, token types and targets, and their task."""
 
     samples: np.ndarray
     ids: Sequence[np.ndarray]

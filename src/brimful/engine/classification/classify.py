@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ import torch
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import FEW_ERRORS, AnswerEquivalence, Classification, Counts, RowError
 from brimful.core.cores import num_cores
-from brimful.core.errors import DataError, Interrupted, OptionError, printable
+from brimful.core.errors import DataError, Interrupted, MemoryFullError, OptionError, printable
 from brimful.core.option_checks import flag
 from brimful.core.options import ClassifyOptions
+from brimful.core.records import OutOfMemory
 from brimful.data.file_names import COMPRESSION
 from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.sources import open_stream
@@ -55,6 +57,7 @@ from brimful.hardware.specs import datasheet_flops_per_s
 from brimful.levers.precision import choose_forward_precision
 from brimful.models.model_stats import matmul_parameters
 from brimful.step.precision import Precision
+from brimful.step.recovery import OutOfMemoryLog, out_of_memory_text
 from brimful.tasks.answers import answer_form
 from brimful.tasks.zero_shot import zero_shot_form
 
@@ -102,6 +105,7 @@ def classify_file(
         if kept.counts.num_tokenizer_fallback:
             request.drop_cache()
         callbacks.stage("loading the model")
+        log = OutOfMemoryLog(warn=callbacks.warning)
         mean_tokens = float(sample.num_tokens_N.mean()) if len(sample.num_tokens_N) else 0.0
         num_tokens = int(_expected_rows(given) * mean_tokens)
         runner, equivalence, fallback = verified_runner(
@@ -109,10 +113,13 @@ def classify_file(
             asked=sample,
             num_tokens=num_tokens,
             callbacks=callbacks,
+            hear=log,
         )
+        if kept.counts.token_budget is not None:
+            runner.forward.limit_to(kept.counts.token_budget)
         callbacks.recipe(runner.recipe)
-        gpu_workers = stack.enter_context(_gpu_workers(options, runner, sample.sequences, num_tokens, callbacks))
-        run = _Pass(options, given, request, runner, gpu_workers, kept, callbacks)
+        gpu_workers = stack.enter_context(_gpu_workers(options, runner, sample.sequences, num_tokens, callbacks, log))
+        run = _Pass(options, given, request, runner, gpu_workers, kept, callbacks, log.found)
         start_s = time.perf_counter() - began
         run.through()
         record = run.record(command, equivalence, fallback, start_s)
@@ -231,14 +238,14 @@ def _check_num_gpus(options: ClassifyOptions, precision: Precision) -> None:
 
 
 def _gpu_workers(
-    options: ClassifyOptions, runner: Runner, sample: Tokens, num_tokens: int, callbacks: Callbacks
+    options: ClassifyOptions, runner: Runner, sample: Tokens, num_tokens: int, callbacks: Callbacks, log: OutOfMemoryLog
 ) -> GpuWorkers:
     """As many GPUs as were asked for, else all where one would take long enough for the others to start."""
     seconds = 2.0 * matmul_parameters(runner.model) * num_tokens / _REACHED
     num_gpus = options.num_gpus or (num_gpus_of(runner.precision.device) if seconds > _LONG_S else 1)
     if num_gpus > 1:
         callbacks.note(f"{num_gpus} GPUs, a process each")
-    return GpuWorkers(runner, job_of(runner, options, sample, num_tokens), other_gpus(num_gpus))
+    return GpuWorkers(runner, job_of(runner, options, sample, num_tokens), other_gpus(num_gpus), log)
 
 
 def _identity(options: ClassifyOptions, given: _Given) -> dict[str, Any]:
@@ -277,10 +284,11 @@ class _Pass:
 
     def __init__(
         self, options: ClassifyOptions, given: _Given, request: Request, runner: Runner, gpu_workers: GpuWorkers,
-        output: ShardedOutput | LineOutput, callbacks: Callbacks,
+        output: ShardedOutput | LineOutput, callbacks: Callbacks, out_of_memory: list[OutOfMemory],
     ) -> None:  # fmt: skip
         self._options, self._request, self._given, self._rows = options, request, given, given.rows
         self._runner, self._gpu_workers, self._output, self._callbacks = runner, gpu_workers, output, callbacks
+        self._out_of_memory = out_of_memory
         self._stages, self._counts, self._operations, self._wall_s = Stages(), Counts(), 0.0, 0.0
         self._memory = MemoryWatch(runner.precision.device)
         self._done = output.rows_done
@@ -303,7 +311,7 @@ class _Pass:
         given, per_row = self._given, request.sequences_per_row
         size = WindowSize.on(given.precision.device.type, sequences_per_row=per_row, row_bytes=given.row_bytes)
         chunks = self._rows.chunks(self._done)
-        with StopSignals() as stop:
+        with StopSignals() as stop, self._keeping():
             run_stages(
                 given.reading.windows(chunks, size, as_they_come=self._options.data == "-"),
                 tokenise=lambda window: request.submit(window.texts, self._stages.tokenise),
@@ -322,10 +330,24 @@ class _Pass:
             done = self._done + self._counts.num_rows
             raise Interrupted(f"stopped after {done:,} rows", signal_number=stop.received, hint=hint)
 
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Within, memory that runs out for good costs no answer that was written."""
+        try:
+            yield
+        except MemoryFullError as error:
+            if self._options.output is None or self._options.data == "-":
+                raise
+            done = self._done + self._counts.num_rows
+            hint = f"{error.hint}; --resume goes on after them"
+            raise MemoryFullError(f"{error}; the answers of {done:,} rows are kept", hint=hint) from error
+
     def _write(self, window: Window, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> None:
         table, counts = answered(window, self._request, asked, logits_PC)
         if counts.num_errors:
             counts = replace(counts, first_errors=self._first_errors(table))
+        budgets = [found.tokens_after for found in self._out_of_memory if found.where != "check"]
+        counts = replace(counts, token_budget=min(budgets, default=None))
         self._output.write(table, counts)
         self._counts += counts
         self._operations += self._runner.operations(asked.sequences.lengths)
@@ -366,6 +388,7 @@ class _Pass:
         peak = datasheet_flops_per_s(recipe.device, self._runner.precision.value)
         wall_s = max(self._wall_s, 1e-9)
         slower, num_rows = [fallback] if fallback else [], everything.num_tokenizer_fallback
+        slower += map(out_of_memory_text, self._out_of_memory)
         if num_rows:
             slower.append(f"`tokenizers` made all ids of {num_rows:,} rows: words looked up had given others")
         return Classification(
@@ -380,6 +403,7 @@ class _Pass:
             counts=everything,
             equivalence=equivalence,
             fallback="; ".join(slower) or None,
+            out_of_memory=tuple(self._out_of_memory),
             max_length=self._given.checked.max_length,
             max_length_reason=self._given.checked.longest.reason,
             notes=self._notes(),

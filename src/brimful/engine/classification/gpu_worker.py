@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import DeviceError, printable
+from brimful.core.errors import DeviceError, MemoryFullError, printable
+from brimful.core.records import OutOfMemory
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.classification.gpu_workers import READY, Job
 from brimful.engine.classification.runner import Result, Runner, check_model, make_runner
@@ -24,6 +25,7 @@ from brimful.levers.precision import choose_forward_precision
 
 def main(connection: Connection[Any, Any]) -> None:
     """Says READY, then answers each window with its logits, in order; an exception with itself."""
+    heard: list[OutOfMemory] = []
     job: Job = connection.recv()
     precision = choose_forward_precision(job.precision, choose_device(job.options.device))  # type: ignore[arg-type]
     runner = make_runner(
@@ -33,15 +35,19 @@ def main(connection: Connection[Any, Any]) -> None:
         sample=job.sample,
         num_tokens=job.num_tokens,
         callbacks=Callbacks(),
+        hear=heard.append,
     )
     for _ in range(2):  # layers are compiled, and shapes met again are captured
         runner.submit(job.sample).result()
     connection.send(READY)
-    _serve(connection, runner)
+    _serve(connection, runner, heard)
 
 
-def _serve(connection: Connection[Any, Any], runner: Runner) -> None:
-    """A thread always reads: else both ends could wait for the other to read what they send."""
+def _serve(connection: Connection[Any, Any], runner: Runner, heard: list[OutOfMemory]) -> None:
+    """A thread always reads: else both ends could wait for the other to read what they send.
+
+    heard: each time that memory ran out, which is told with the next logits.
+    """
     windows: queue.Queue[Tokens | None] = queue.Queue()
     threading.Thread(target=_read, args=(connection, windows), name="brimful-read", daemon=True).start()
     pending: deque[Result] = deque()
@@ -50,7 +56,8 @@ def _serve(connection: Connection[Any, Any], runner: Runner) -> None:
         while pending and (len(pending) > 1 or windows.empty()):
             result = pending.popleft()
             logits_NC = result.result()
-            connection.send(Done(logits_NC, result.busy_s))
+            connection.send(Done(logits_NC, result.busy_s, tuple(heard)))
+            heard.clear()
 
 
 def _read(connection: Connection[Any, Any], windows: queue.Queue[Tokens | None]) -> None:
@@ -69,6 +76,10 @@ if __name__ == "__main__":
         main(given)
     except (EOFError, BrokenPipeError):  # the parent is gone
         sys.exit(0)
+    except MemoryFullError as error:
+        with suppress(OSError):
+            given.send(error)
+        sys.exit(error.exit_code)
     except Exception as error:
         with suppress(OSError):
             said = f"the process of a GPU failed with {type(error).__name__}: {printable(error, 300)}"

@@ -25,8 +25,10 @@ import numpy as np
 
 from brimful.core.errors import DeviceError
 from brimful.core.options import ClassifyOptions
+from brimful.core.records import OutOfMemory
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.classification.runner import Result, Runner
+from brimful.engine.inference import Done
 
 #: Windows that a process has at a time: one that it computes, one that it launches.
 _IN_FLIGHT = 2
@@ -47,12 +49,16 @@ class Job:
 class GpuWorkers:
     """The forward pass by several runners. A context manager: leaving it ends the processes.
 
-    first: of this process. places: what is set in the environment of each other process, to show it its GPU.
+    first: of this process. places: what is set in the environment of each other process, to show it its GPU. hear:
+    called with each time that memory ran out in another process.
     Raises: DeviceError, where a result is asked for, if a process ended.
     """
 
-    def __init__(self, first: Runner, job: Job, places: Sequence[Mapping[str, str]]) -> None:
-        self._first, self._others = first, [_Member(job, place) for place in places]
+    def __init__(
+        self, first: Runner, job: Job, places: Sequence[Mapping[str, str]],
+        hear: Callable[[OutOfMemory], None] = lambda found: None,
+    ) -> None:  # fmt: skip
+        self._first, self._others, self._hear = first, [_Member(job, place) for place in places], hear
         self._under_way: Counter[int] = Counter()  # windows of each member, the first's number being 0
         self._lock = threading.Lock()  # results are asked for on another thread
 
@@ -88,7 +94,7 @@ class GpuWorkers:
         else:
             future = Future()
             future.set_result(self._first.submit(tokens))
-        return _Counted(future, lambda: self._count(number, -1))
+        return _Counted(future, lambda: self._count(number, -1), self._hear)
 
     def _count(self, number: int, more: int) -> None:
         with self._lock:
@@ -98,14 +104,16 @@ class GpuWorkers:
 class _Counted:
     """A result that tells when it was there. future: set once it is under way here, or comes from another process."""
 
-    def __init__(self, future: Future[Result], done: Callable[[], None]) -> None:
-        self._future, self._done, self.busy_s = future, done, 0.0
+    def __init__(self, future: Future[Result], done: Callable[[], None], hear: Callable[[OutOfMemory], None]) -> None:
+        self._future, self._done, self._hear, self.busy_s = future, done, hear, 0.0
 
     def result(self) -> np.ndarray:
         try:
             result = self._future.result()
             logits_NC = result.result()
             self.busy_s = result.busy_s
+            for found in result.out_of_memory if isinstance(result, Done) else ():
+                self._hear(found)
             return logits_NC
         finally:
             self._done()

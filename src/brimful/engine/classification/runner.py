@@ -6,7 +6,7 @@ What it then runs is `Runner.submit`: tokenised texts in, logits out. What logit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -16,7 +16,7 @@ import numpy as np
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import ModelError, printable
 from brimful.core.options import ClassifyOptions, ExecutionChoice
-from brimful.core.records import LabelSpace, Recipe
+from brimful.core.records import LabelSpace, OutOfMemory, Recipe
 from brimful.data.batches.batch import PaddedLayout
 from brimful.data.tokens.encoder import Encoder, Tokens
 from brimful.engine.assemble import LEVERS
@@ -34,6 +34,7 @@ from brimful.step.forward import Forward, LayoutForward, chunks
 from brimful.step.graphs.cache import GraphPool
 from brimful.step.graphs.captured_forward import PackedForward, PaddedForward
 from brimful.step.precision import Precision
+from brimful.step.recovery import OutOfMemoryLog, whole_model_fits
 from brimful.tasks.answers import label_space
 
 
@@ -118,11 +119,12 @@ class Runner:
 
 def make_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, *, sample: Tokens, num_tokens: int,
-    callbacks: Callbacks,
+    callbacks: Callbacks, hear: Callable[[OutOfMemory], None] | None = None,
 ) -> Runner:  # fmt: skip
     """Load the weights of a checked model and put together how they run.
 
     sample: the first texts of the input, by which kernels and shapes are chosen. num_tokens: of the whole input, about.
+    hear: called with each time that memory runs out; without it, they are said by `callbacks`.
     Raises: ModelError for weights that do not fit the model, OptionError for --execution where it does not work.
     """
     lengths_N = sample.lengths[sample.lengths > 0]
@@ -138,10 +140,13 @@ def make_runner(
         schedule=None,
         warn=callbacks.warning,
     )
-    recipe = assembly.recipe(LEVERS, device_name(precision.device))
+    with whole_model_fits(precision.device):
+        recipe = assembly.recipe(LEVERS, device_name(precision.device))
+    forward = _forward(assembly)
+    forward.hear = hear or OutOfMemoryLog(warn=callbacks.warning)
     return Runner(
         model=assembly.model,
-        forward=_forward(assembly),
+        forward=forward,
         precision=assembly.precision,
         recipe=recipe,
         packing=assembly.lever(Packing),

@@ -6,7 +6,7 @@ warned of and recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import AnswerEquivalence
 from brimful.core.options import ClassifyOptions
+from brimful.core.records import OutOfMemory
 from brimful.core.units import share_text
 from brimful.engine.classification.request import Asked, Request, Texts
 from brimful.engine.classification.runner import Checked, Runner, make_runner
@@ -31,11 +32,12 @@ _REFERENCE_TOKENS = 4096
 
 def verified_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, request: Request, sample: Texts, *,
-    asked: Asked, num_tokens: int, callbacks: Callbacks,
+    asked: Asked, num_tokens: int, callbacks: Callbacks, hear: Callable[[OutOfMemory], None],
 ) -> tuple[Runner, AnswerEquivalence | None, str | None]:  # fmt: skip
     """Return the fastest runner that agrees with the plain model, the comparison, and why a slower path runs, if so.
 
     sample: the first rows of the input; asked: the same rows tokenised. num_tokens: estimate for the whole input.
+    hear: called with each time that memory ran out.
     There is no comparison with --verify 0, or if there was no row to compare.
     """
     present, compared = np.flatnonzero(sample.asked_N()), None
@@ -46,11 +48,15 @@ def verified_runner(
         callbacks.warning(
             f"nothing was compared with the plain model: none of the first {len(sample):,} rows can be asked about"
         )
-    plain_PC = None if compared is None else plain_logits(checked, options, precision, compared, callbacks)
+    plain_PC = None if compared is None else plain_logits(checked, options, precision, compared, callbacks, hear)
     fallback: str | None = None
     for attempt, how_it_runs in _attempts(options, precision):
         runner = make_runner(
-            checked, how_it_runs, attempt, sample=asked.sequences, num_tokens=num_tokens, callbacks=callbacks
+            *(checked, how_it_runs, attempt),
+            sample=asked.sequences,
+            num_tokens=num_tokens,
+            callbacks=callbacks,
+            hear=hear,
         )
         equivalence = None
         if compared is not None and plain_PC is not None:
@@ -77,8 +83,9 @@ def compare(runner: Runner, request: Request, asked: Asked, plain_PC: Logits) ->
 
 
 def plain_logits(
-    checked: Checked, options: ClassifyOptions, precision: Precision, asked: Asked, callbacks: Callbacks
-) -> Logits:
+    checked: Checked, options: ClassifyOptions, precision: Precision, asked: Asked, callbacks: Callbacks,
+    hear: Callable[[OutOfMemory], None] | None = None,
+) -> Logits:  # fmt: skip
     """Load the plain Hugging Face model in fp32 on the device of `precision`, and run it on padded rows.
 
     Its attention is eager: torch's fused one is wrong for some lengths with a sliding window. Eager scores grow with
@@ -88,7 +95,8 @@ def plain_logits(
     budget = max(checked.max_length, _REFERENCE_TOKENS)
     budget = min(options.token_budget or budget, budget)
     padded = replace(options, execution="eager", packing="off", token_budget=budget)
-    plain = make_runner(checked, padded, exact, sample=asked.sequences, num_tokens=0, callbacks=callbacks)
+    plain = make_runner(checked, padded, exact, sample=asked.sequences, num_tokens=0, callbacks=callbacks, hear=hear)
+    plain.forward.where = "check"
     plain.model.set_attn_implementation("eager")
     return plain.submit(asked.sequences).result()
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from brimful.core.callbacks import Callbacks, Progress
 from brimful.core.errors import (
+    BrimfulError,
     CheckpointError,
     DataError,
     Interrupted,
@@ -162,8 +163,7 @@ class _Loop:
             try:
                 return self._run(source)
             except MemoryFullError as error:
-                self._keep(error)
-                raise
+                raise self._kept(error) from error
 
     def _run(self, source: Source) -> Run:
         self._do_what_is_due()  # a signal to stop may have come before it was done
@@ -248,18 +248,22 @@ class _Loop:
         self._events.write("out_of_memory", step=state.applied, **dataclasses.asdict(found))
         self._callbacks.warning(out_of_memory_text(found))
         self._record = dataclasses.replace(self._record, out_of_memory=_records(state))
-        with suppress(DiskFullError):  # it is in the log as well
+        with suppress(BrimfulError):  # it is in the log as well
             self._folder.write(self._record)
 
-    def _keep(self, error: MemoryFullError) -> None:
-        """Saves a checkpoint before the run ends for want of memory, if weights are whole."""
+    def _kept(self, error: MemoryFullError) -> MemoryFullError:
+        """Saves a checkpoint before the run ends for want of memory, if weights are whole; the error that says so."""
         if not error.resumable:
-            return
+            return error
         self._land_all()
         self._state.train_s = self._clock.seconds
+        self._settle()
         if self._saved_step != self._state.applied:
-            self._save(must=True)
+            self._save()
+            self._settle(must=True)
         self._events.write("stopped", step=self._state.applied, why=str(error))
+        said, hint = f"{error}; all is saved after step {self._state.applied}", f"{error.hint}; --resume goes on"
+        return MemoryFullError(said, hint=hint)
 
     def _land_all(self) -> None:
         while self._flying:

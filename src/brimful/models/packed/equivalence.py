@@ -34,6 +34,7 @@ from torch.fx import GraphModule
 from brimful.core.cache import read_cached, write_cached
 from brimful.core.errors import ModelError, printable
 from brimful.core.tolerances import TOLERANCES
+from brimful.hardware.memory import once_more
 from brimful.hardware.process_settings import matmul_precision
 from brimful.kernels import float8
 from brimful.kernels.forward_context import ForwardContext
@@ -136,7 +137,7 @@ def check_equivalence(
         return known
     was = model.config._attn_implementation
     try:
-        equivalence = _check(model, max_length, device, precision, kernel)
+        equivalence = once_more(lambda: _check(model, max_length, device, precision, kernel), device)
     except Exception as failure:  # any failure of a model's code fails the check; not cached: it may be the machine's
         why = f"{model.config.model_type} could not be tried: {type(failure).__name__}: {printable(failure)}"
         return Equivalence(packed=False, independent=False, reason=why)

@@ -30,38 +30,16 @@ _BUDGETS = 16
 _MOST_LOGITS = 1 << 24
 
 
-class PackedForward(Forward):
-    """Logits of windows by a packed execution, on a GPU.
-
-    budget: most tokens of a piece. longest: longest sequence in tokens. typical_length, attention: see `Segments`.
-    recorder: None to launch one kernel after another. fused: whether layers are compiled, around our attention: their
-    kernels are compiled together before the first pass. note: called once with the reason if capture turns out to be
-    impossible.
-    """
+class _GraphForward(Forward):
+    """Passes over pieces of a few shapes. budget: most tokens of a piece."""
 
     def __init__(
-        self,
-        execution: LayoutModel,
-        precision: Precision,
-        *,
-        budget: int,
-        longest: int,
-        padding_id: int,
-        typical_length: int | None,
-        attention: str | None = None,
-        recorder: Recorder | None,
-        fused: bool,
+        self, execution: LayoutModel, precision: Precision, budget: int, recorder: Recorder | None,
         note: Callable[[str], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(execution, precision)
-        self._budget, self._longest, self._padding_id = budget, longest, padding_id
-        self._typical_length, self._attention, self._kernels_wait = typical_length, attention, fused
+        self._budget = budget
         self._graphs = GraphCache(recorder, what="forward passes", note=note)
-
-    def windows(self, lengths_N: np.ndarray) -> Iterator[np.ndarray]:
-        """As `Forward` has it."""
-        most_rows = max(1, _MOST_LOGITS // self.num_outputs)
-        return chunks(lengths_N, _BUDGETS * max(self._budget, self._longest), most_rows)
 
     @property
     def most_tokens(self) -> int:
@@ -85,6 +63,39 @@ class PackedForward(Forward):
     def abandon(self) -> None:
         """As `Forward` has it."""
         self._graphs.free()
+
+
+class PackedForward(_GraphForward):
+    """Logits of windows by a packed execution, on a GPU.
+
+    budget: most tokens of a piece. longest: longest sequence in tokens. typical_length, attention: see `Segments`.
+    recorder: None to launch one kernel after another. fused: whether layers are compiled, around our attention: their
+    kernels are compiled together before the first pass. note: called once with the reason if capture turns out to be
+    impossible.
+    """
+
+    def __init__(
+        self,
+        execution: LayoutModel,
+        precision: Precision,
+        *,
+        budget: int,
+        longest: int,
+        padding_id: int,
+        typical_length: int | None,
+        attention: str | None = None,
+        recorder: Recorder | None,
+        fused: bool,
+        note: Callable[[str], None],
+    ) -> None:
+        super().__init__(execution, precision, budget, recorder, note)
+        self._longest, self._padding_id = longest, padding_id
+        self._typical_length, self._attention, self._kernels_wait = typical_length, attention, fused
+
+    def windows(self, lengths_N: np.ndarray) -> Iterator[np.ndarray]:
+        """As `Forward` has it."""
+        most_rows = max(1, _MOST_LOGITS // self.num_outputs)
+        return chunks(lengths_N, _BUDGETS * max(self._budget, self._longest), most_rows)
 
     def _passes(self, tokens: Tokens) -> Iterator[tuple[np.ndarray, Tensor]]:
         lengths_N = tokens.lengths
@@ -126,7 +137,7 @@ class PackedForward(Forward):
         return self._logits_SC(unpack_numbers(numbers, shape))
 
 
-class PaddedForward(Forward):
+class PaddedForward(_GraphForward):
     """Logits of windows on padded rows, on a GPU, by a model whose rows do not influence one another.
 
     budget: most tokens of a piece, padding counted. longest: longest sequence in tokens. recorder: None to launch one
@@ -144,9 +155,8 @@ class PaddedForward(Forward):
         recorder: Recorder | None,
         note: Callable[[str], None],
     ) -> None:
-        super().__init__(execution, precision)
-        self._budget, self._longest, self._padding_id = max(budget, longest), longest, padding_id
-        self._graphs = GraphCache(recorder, what="forward passes", note=note)
+        super().__init__(execution, precision, max(budget, longest), recorder, note)
+        self._longest, self._padding_id = longest, padding_id
 
     def windows(self, lengths_N: np.ndarray) -> Iterator[np.ndarray]:
         """As `Forward` has it."""

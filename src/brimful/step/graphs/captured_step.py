@@ -60,7 +60,6 @@ class CapturedStep(Step):
             self.compile_kernels(batch)
         if not self._graphs.enabled:
             return super().run(batch)
-        self.update.committed = False
         if not self._graphs.meet(micro.shape for micro in batch.micro_batches):
             with self.pool.measured(max(micro.inputs.num_tokens for micro in batch.micro_batches)):
                 return super().run(batch)
@@ -107,7 +106,7 @@ class CapturedStep(Step):
             self.update.committed = True
             written_S, readings = graph.replay(memory)
             rows_S.copy_(written_S)
-        return Pending(batch, readings, [rows_S], self.precision.scaled, room, self._again())
+        return self._pending(batch, readings, [rows_S], room, self._again())
 
     def _rows_room(self, micro: MicroBatch) -> Tensor:
         """(S,) memory for the losses of its rows, which a graph writes where the next one does."""
@@ -147,7 +146,7 @@ class CapturedStep(Step):
         else:
             self.update.committed = True
             readings = update.replay()
-        return Pending(batch, readings, rows, self.precision.scaled, room, self._again())
+        return self._pending(batch, readings, rows, room, self._again())
 
     def _again(self) -> Callable[[Batch], Outcome] | None:
         """A way to run an eager step on a batch, where what a graph takes for granted may not be true of it."""

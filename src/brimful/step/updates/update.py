@@ -25,8 +25,8 @@ class Update:
     schedule: (steps + 1,) fp32 learning rate by applied steps; the last one holds for any step beyond. max_grad_norm:
     0 for no clipping. scaled: whether gradients are of the loss times a scale that follows overflows.
     loss: () addends of the effective batch's loss so far. applied, scale, growth: () counters that training keeps.
-    committed: set by `apply` once all memory that it needs is its own, before it changes what training keeps: a step
-    that fails before that may be taken again.
+    committed: set by `apply` once all memory that it needs is its own, before it changes what training keeps, until the
+    step is under way: one that fails before that may be taken again.
     """
 
     #: Whether a step that is not finite is skipped on the device. Where the host waits to see, no graph can hold it.
