@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from brimful.data.tokens.encoder import Tokens
+from brimful.step.forward import Forward
 from brimful.step.updates.torch_update import TorchUpdate
 from recorder import CpuRecorder
 
@@ -64,6 +67,20 @@ class FailingAllocator(TorchDispatchMode):
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate for {func}")
 
 
+@contextmanager
+def in_passes(allocator: FailingAllocator) -> Iterator[None]:
+    """Within, what windows are computed with is allocated there."""
+    submit = Forward.submit
+
+    def submitted(forward: Forward, tokens: Tokens) -> Any:
+        with allocator:
+            return submit(forward, tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Forward, "submit", submitted)
+        yield
+
+
 class StepRecorder(CpuRecorder):
     """Records steps and passes: to record computes nothing that stays, as on a GPU, and to replay allocates nothing."""
 
@@ -100,8 +117,8 @@ class StepRecorder(CpuRecorder):
         with self._allocator().idle():
             kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
             gradients = [None if p.grad is None else p.grad.clone() for p in update.parameters]
-            optimizer = copy.deepcopy(dict(update._optimizer.state))
-            states = list(update._optimizer.state)
+            optimizer = copy.deepcopy(dict(update._optimizers[0].state))
+            states = list(update._optimizers[0].state)
         try:
             yield
         finally:
@@ -110,8 +127,8 @@ class StepRecorder(CpuRecorder):
                     tensor.copy_(value)
                 for parameter, gradient in zip(update.parameters, gradients, strict=True):
                     parameter.grad = gradient
-                update._optimizer.state.clear()
-                update._optimizer.state.update(zip(states, optimizer.values(), strict=True))
+                update._optimizers[0].state.clear()
+                update._optimizers[0].state.update(zip(states, optimizer.values(), strict=True))
 
 
 class _Replayed:

@@ -260,14 +260,14 @@ def test_where_no_graph_fits_steps_run_eagerly_on_the_batches_of_before() -> Non
 def test_memory_that_runs_out_while_weights_change_is_the_end() -> None:
     """An update that may be half done is not done again."""
     session = Session()
-    step = session.update._optimizer.step  # type: ignore[attr-defined]
+    step = session.update._optimizers[0].step  # type: ignore[attr-defined]
 
     def fail() -> None:
         step()
         if session.update.committed:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    session.update._optimizer.step = fail  # type: ignore[attr-defined]
+    session.update._optimizers[0].step = fail  # type: ignore[attr-defined]
     with pytest.raises(MemoryFullError, match="while weights were being changed") as caught:
         session.run()
     assert not caught.value.resumable

@@ -1,5 +1,5 @@
-"""Memory of host and device: a run's peak by three readings (what torch allocated, what it reserved, what the driver sees
-by NVML), what is free, and what says that there was none.
+"""Memory of host and device: peaks of a run by three readings (what torch allocated, what it reserved, what the driver
+sees by NVML), what is free, and what says that there was none.
 """
 
 from __future__ import annotations
@@ -41,17 +41,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated: on a GPU those of the driver, and those that torch keeps and nothing uses; on
-    a CPU the machine's. None where unknown."""
+    a CPU those of the host. None where unknown."""
     if device.type == "cuda":
         try:
             idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             return int(torch.cuda.mem_get_info(device)[0]) + idle
         except (RuntimeError, torch.AcceleratorError):
             return None
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (ValueError, OSError):
-        return None
+    return free_host_bytes()
 
 
 def once_more(work: Callable[[], T], device: torch.device) -> T:

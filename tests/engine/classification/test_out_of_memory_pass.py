@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,7 @@ from brimful.engine.classification import gpu_worker, windows
 from brimful.engine.classification.gpu_workers import _Counted
 from brimful.engine.classification.runner import Result, check_model, make_runner
 from brimful.levers.precision import choose_precision
-from brimful.step.forward import Forward
-from failing_allocator import FailingAllocator
+from failing_allocator import FailingAllocator, in_passes
 from same import SCORE
 from tiny_files import review, save_classifier, write_csv
 
@@ -59,24 +56,10 @@ def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "_FEWEST_ROWS", 60)
 
 
-@contextmanager
-def _in_passes(allocator: FailingAllocator) -> Iterator[None]:
-    """Within, what windows are computed with is allocated there."""
-    submit = Forward.submit
-
-    def submitted(forward: Forward, tokens: Tokens) -> Any:
-        with allocator:
-            return submit(forward, tokens)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Forward, "submit", submitted)
-        yield
-
-
 def classify(files: Path, output: Path, allocator: FailingAllocator, **more: Any) -> tuple[pa.Table, Any, list[str]]:
     heard = Heard()
     asked = {"precision": "fp32", "device": "cpu", "token_budget": 512, "logits": True} | more
-    with _in_passes(allocator):
+    with in_passes(allocator):
         record = brimful.classify(files / "m", files / "rows.csv", output=output, callbacks=heard, **asked)
     return pq.read_table(output), record, [said for said in heard.warnings if said.startswith("memory ran out")]
 

@@ -36,6 +36,7 @@ from brimful.engine.scoring import PredictionFile, evaluation_of, prediction_for
 from brimful.engine.signals import StopSignals
 from brimful.hardware.probe import choose_device, probe
 from brimful.levers.precision import choose_forward_precision
+from brimful.step.recovery import OutOfMemoryLog, out_of_memory_text
 from brimful.tasks.answers import answer_form
 from brimful.tasks.scoring.baselines import constant_baseline
 from brimful.tasks.scoring.choose import make_scorer
@@ -78,6 +79,7 @@ def evaluate_model(options: EvaluateOptions, *, command: str, callbacks: Callbac
             asked=first,
             num_tokens=int(float(first.num_tokens_N.mean()) * len(given.texts)),
             callbacks=callbacks,
+            hear=(log := OutOfMemoryLog(warn=callbacks.warning)),
         )
         callbacks.recipe(runner.recipe)
         run = _Pass(options, given, request, runner, callbacks)
@@ -87,7 +89,7 @@ def evaluate_model(options: EvaluateOptions, *, command: str, callbacks: Callbac
             run.through(stop)
         scored = run.scorer.result()
         run.finish()
-    notes = [*given.notes, *([fallback] if fallback else []), *run.notes()]
+    notes = [*given.notes, *([fallback] if fallback else []), *map(out_of_memory_text, log.found), *run.notes()]
     return evaluation_of(
         scored,
         model=options.model,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from brimful.core.errors import DiskFullError
 from brimful.engine.training.checkpoint import rotate, save_checkpoint
-from brimful.hardware.memory import free_host_bytes
+from brimful.hardware.memory import free_host_bytes, is_out_of_memory
 from brimful.step.state import StepState
 
 #: Share of the host's free memory that copies may take.
@@ -61,8 +61,8 @@ class CheckpointWriter:
         assert self._writing is None
         kept = (step, dict(loop), frozenset(protect), frozenset(passed_over))
         self._step = step
-        if self._fits(state):
-            self._writing = self._thread.submit(self._write, self._copied(state), *kept)
+        if self._fits(state) and (copied := self._copied_if_room(state)) is not None:
+            self._writing = self._thread.submit(self._write, copied, *kept)
             return
         self._writing = Future()
         try:
@@ -111,6 +111,16 @@ class CheckpointWriter:
         """Return whether copies fit in host memory: those of before are written over."""
         free = free_host_bytes()
         return bool(self._copies) or (free is not None and state.num_bytes < _MOST_OF_FREE * free)
+
+    def _copied_if_room(self, state: StepState) -> StepState | None:
+        """Copy all tensors, as `_copied`; None where memory runs out: then the checkpoint is written without copies."""
+        try:
+            return self._copied(state)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self._copies = {}
+        return None
 
     def _copied(self, state: StepState) -> StepState:
         """Copy all tensors into host memory that is kept for the next time: fresh memory is slow to write to."""
