@@ -81,7 +81,7 @@ class Session:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(captured_step, "GraphPool", lambda *_: recorder)
                 self.step: Step = captured_step.CapturedStep(
-                    *parts, seed=3, most_tokens=64, fused=False, note=pytest.fail
+                    *parts, seed=3, most_tokens=64, precompile=False, note=pytest.fail
                 )
         else:
             self.step = Step(*parts, seed=3)
