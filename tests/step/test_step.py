@@ -529,6 +529,7 @@ def test_a_step_that_must_run_again_has_the_outcome_of_that() -> None:
     )  # fmt: skip
     rows = [torch.zeros(len(micro.samples)) for micro in batch.micro_batches]
     lost, overflowed = torch.tensor([np.nan, 1, 1, 1, 1.0]), torch.tensor([2.0, np.inf, 1, 1, 1])
-    assert Pending(batch, lost, rows, False, lambda: expected).read() == expected
-    assert not Pending(batch, overflowed, rows, False, lambda: expected).read().applied
-    assert not Pending(batch, lost, rows, False).read().applied
+    room = Pending.room(CPU)
+    assert Pending(batch, lost, rows, False, room, lambda _: expected).read() == expected
+    assert not Pending(batch, overflowed, rows, False, room, lambda _: expected).read().applied
+    assert not Pending(batch, lost, rows, False, room).read().applied
