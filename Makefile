@@ -15,7 +15,7 @@ QUICK := test_words.py core data/batches data/labels data/readers/test_stream.py
 	@test -n "$(PYTHON)" || { echo "brimful needs Python 3.11 or newer; hint: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,compare,datasets,excel,tensorboard,report,optimizers]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,compare,datasets,excel,tensorboard,report]'
 	@touch $@
 
 demo: .venv/installed

@@ -19,6 +19,7 @@ import numpy as np
 from torch import nn
 
 from brimful.core.errors import OptionError
+from brimful.levers.checkpointing import Checkpointing
 from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer import Optimizer
@@ -69,6 +70,8 @@ class ExecutionMode(Lever):
             return Verdict(ok=False, because=because)
         if assembly.training:
             assembly.lever(Optimizer)
+            if assembly.find(Checkpointing) is not None and not assembly.fact(kernels_of).fused:
+                return Verdict(ok=False, because="masks of attention could not be drawn again in a graph")
         if assembly.lever(Packing).packed:
             return assembly.fact(kernels_of).variable_length
         if assembly.training and assembly.lever(Packing).equivalence.draws_in_training:

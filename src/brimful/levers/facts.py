@@ -76,8 +76,12 @@ def kernels_of(assembly: Assembly) -> AttentionKernels:
     recomputed are given ours: others draw masks by the place in torch's random stream.
     """
     model, precision, length = assembly.model, assembly.precision, assembly.typical_length
-    timed = assembly.training and assembly.packing_wanted and assembly.options.gradient_checkpointing == "none"  # type: ignore[union-attr]
-    measured = measure_attention(model, precision, length) if timed else None
+    if not (assembly.training and assembly.packing_wanted):
+        measured = None
+    elif assembly.options.gradient_checkpointing == "none":  # type: ignore[union-attr]
+        measured = measure_attention(model, precision, length)
+    else:
+        measured = Measured(fastest="triton_attention", said="it draws the masks of a recomputed layer again")
     return choose_kernels(model.config, precision, length, measured)
 
 

@@ -63,7 +63,7 @@ def plain_logits(model: Path, texts: list[str], dtype: torch.dtype, device: str 
 
 
 def our_logits(model: Path, texts: list[str], precision: str, **options: Any) -> np.ndarray:
-    with package.Classifier(model, precision=precision, **options) as classifier:
+    with package.Classifier(model, precision=precision, max_length=512, **options) as classifier:
         return classifier.logits(texts)
 
 
