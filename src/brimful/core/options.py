@@ -148,7 +148,8 @@ class TrainOptions:
     packing: Literal["auto", "off"] = "auto"
     """auto: run packed, without padding, if the equivalence check passes on this model. off: padded batches."""
     token_budget: int | None = None
-    """Most tokens of a micro-batch. Default: chosen from the data's lengths and the device."""
+    """Most tokens of a micro-batch; halved where memory runs out. Default: chosen from the data's lengths and the
+    device."""
     gradient_checkpointing: str = "none"
     """Layers whose activations are computed again in the backward pass instead of being kept: `none`, `full` or
     `every-N` (every N-th layer). Less memory, the same gradient."""
@@ -274,7 +275,7 @@ class ClassifyOptions:
     packing: Literal["auto", "off"] = "auto"
     """auto: run packed, without padding, if the equivalence check passes on this model. off: padded batches."""
     token_budget: int | None = None
-    """Most tokens of a micro-batch. Default: chosen by device."""
+    """Most tokens of a micro-batch; halved where memory runs out. Default: chosen by device."""
     execution: ExecutionChoice = "auto"
     """Launch mode on a GPU. eager: one kernel after another; captured: CUDA graphs; compiled: CUDA graphs of compiled
     layers. auto: captured, or compiled if the input is long enough to save time."""
