@@ -200,9 +200,10 @@ def test_wherever_memory_runs_out_the_run_is_one_that_had_the_smaller_budget(kin
         session = make(allocator=FailingAllocator([point])).run()
         assert len(session.allocator.failed) == len(session.found) == 1, session.allocator.failed
         found = session.found[0]
-        assert found.tokens_after < found.tokens_before
+        assert (found.tokens_after < found.tokens_before) == (found.batch is None or session.fitted.limit is not None)
         where.add(found.where)
-        switch = None if found.batch is None else (found.batch - 1, session.fitted.limit or 0)
+        limit = session.fitted.limit  # None where larger batches fitted before
+        switch = None if found.batch is None or limit is None else (found.batch - 1, limit)
         if switch not in expected:
             expected[switch] = make(switch=switch).run()
         assert torch.equal(session.state, expected[switch].state), (point, session.allocator.failed)
@@ -236,6 +237,19 @@ def test_one_row_is_the_smallest_there_is() -> None:
     assert "--max-length" in caught.value.hint
     assert torch.equal(session.state, state)
     assert session.found == []
+
+
+def test_a_batch_smaller_than_those_that_fitted_is_not_split() -> None:
+    """A ragged last batch: what was freed is enough, and the budget of all others stays."""
+    session = Session()
+    few = make_batch(1, np.arange(2), sequences([5, 9]), None, np.arange(2), TASK, PACKED)
+    session.fitted.run(session.batch(0))
+    with (allocator := FailingAllocator([40])):
+        session.fitted.run(few)
+    (found,) = session.found
+    assert len(allocator.failed) == 1
+    assert (found.batch, found.tokens_before, found.tokens_after) == (2, 32, 32)
+    assert session.fitted.layout == PACKED
 
 
 def test_as_many_halvings_as_it_takes_are_one_event() -> None:

@@ -97,7 +97,7 @@ def test_wherever_it_runs_out_training_learns_the_same(
         print(execution, allocator.failed, run.out_of_memory, run.compilations)
         assert run.status == "finished"
         where += [found.where for found in run.out_of_memory]
-        assert all(found.tokens_after < found.tokens_before for found in run.out_of_memory)
+        assert all(found.tokens_after <= found.tokens_before for found in run.out_of_memory)
         np.testing.assert_allclose(losses(tmp_path / str(number)), expected, rtol=LOSS)
         if execution == "captured" and share < 0.6:
             assert run.compilations.captured > 0  # again, after what was captured before was freed

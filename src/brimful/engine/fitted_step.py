@@ -30,6 +30,7 @@ class FittedStep:
         self.limit: int | None = None
         self._step, self._built, self._hear = built.step, built, hear
         self._batch: Batch | None = None
+        self._most_fitted = 0  # tokens of the largest micro-batch that was run
         self._before_captures: tuple[Layout, int | None] | None = None
 
     def run(self, batch: Batch) -> Pending:
@@ -43,7 +44,7 @@ class FittedStep:
         """Do `work` on a batch, which may be given to it more than once, in ever smaller micro-batches."""
         self._batch = batch
         try:
-            return until_it_fits(
+            done = until_it_fits(
                 lambda: work(self._ready_batch()),
                 self,
                 self._step.device,
@@ -51,6 +52,8 @@ class FittedStep:
                 where=where,
                 batch=batch.number + 1,
             )
+            self._most_fitted = max(self._most_fitted, max(m.inputs.num_tokens for m in self._batch.micro_batches))
+            return done
         finally:
             self._batch = None
 
@@ -62,6 +65,11 @@ class FittedStep:
     def most_tokens(self) -> int:
         """Of a micro-batch of the batch that is run."""
         return self._most_tokens(self.layout)
+
+    @property
+    def has_fitted(self) -> bool:
+        """True if a larger micro-batch was run before."""
+        return self.most_tokens < self._most_fitted
 
     @property
     def captures(self) -> bool:

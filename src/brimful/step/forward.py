@@ -129,6 +129,10 @@ class _WindowBudget:
         return self._forward.most_tokens
 
     @property
+    def has_fitted(self) -> bool:
+        return False  # windows are alike
+
+    @property
     def captures(self) -> bool:
         return self._forward.captures
 

@@ -1,7 +1,8 @@
 """When memory runs out: the same work again, in smaller micro-batches. The result is the same up to the order of sums.
 
 What the failed attempt has left is dropped, captured graphs and torch's cache with it; then the token budget is halved
-until the work fits. Where a micro-batch is a single row already, the work is tried once more with what was freed.
+until the work fits. Where larger micro-batches fitted before, or one is a single row already, the work is tried once
+more with what was freed.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ class Budget(Protocol):
 
     def abandon(self) -> bool:
         """Drop what an attempt has left; False if the work must not be done again."""
+        ...
+
+    @property
+    def has_fitted(self) -> bool:
+        """True if work with larger micro-batches fitted before: then what is kept is in the way, not their size."""
         ...
 
     def halve(self, *, in_capture: bool) -> bool:
@@ -82,7 +88,9 @@ def until_it_fits(
         release_unused(device)
         if not again:
             raise _updating_failed(first, said)
-        if not budget.halve(in_capture=in_capture) and attempts > 1:  # what was freed may be enough
+        if attempts == 1 and budget.has_fitted and not in_capture:
+            continue  # what was freed may be enough
+        if not budget.halve(in_capture=in_capture) and attempts > 1:  # the same
             raise _nothing_smaller(first, tokens, said)
 
 

@@ -74,10 +74,11 @@ def whole(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
 def test_the_record_says_it_and_the_losses_are_those_of_any_run(
     inputs: tuple[Path, Path], whole: tuple[Path, int], tmp_path: Path
 ) -> None:
-    for where, number in (("step", int(0.3 * whole[1])), ("evaluation", 60)):
-        folder, allocator = tmp_path / where, FailingAllocator([number])
+    point = int(0.3 * whole[1])  # twice: larger batches may have fitted before
+    for where, points in (("step", [point, point + 20]), ("evaluation", [60])):
+        folder, allocator = tmp_path / where, FailingAllocator(points)
         run, heard = train(inputs, folder, allocator, within=in_passes if where == "evaluation" else None)
-        assert len(allocator.failed) == 1
+        assert len(allocator.failed) == len(points)
         (found,) = run.out_of_memory
         assert found.where == where
         record = json.loads((folder / "run.json").read_text())
@@ -120,7 +121,7 @@ def test_a_resumed_run_keeps_its_smaller_budget(
 ) -> None:
     """Weights bit for bit, of a run that was stopped after its budget was halved and of one that was not."""
     point = int(0.3 * whole[1])
-    run, _ = train(inputs, tmp_path / "straight", FailingAllocator([point]))
+    run, _ = train(inputs, tmp_path / "straight", FailingAllocator([point, point + 20]))
     (found,) = run.out_of_memory
     stopping = {"full": False}
 
@@ -128,7 +129,7 @@ def test_a_resumed_run_keeps_its_smaller_budget(
         def progress(self, progress: Any) -> None:
             stopping["full"] = progress.step == 7
 
-    allocator = FailingAllocator([point], fits=lambda _: not stopping["full"])
+    allocator = FailingAllocator([point, point + 20], fits=lambda _: not stopping["full"])
     ask = {"data": inputs[0], "model": inputs[1], "output": tmp_path / "run", **SIZES}
     with allocator, pytest.raises(MemoryFullError):
         brimful.train(**ask, callbacks=Filling())
