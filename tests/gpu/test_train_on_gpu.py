@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification
 import brimful
 from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
 from brimful.engine.training.checkpoint_writer import CheckpointWriter
-from brimful.hardware.memory import MemoryWatch
+from brimful.measurement.memory import Kept, MemoryWatch, PhaseMemory
 from brimful.step.state import Counters, StepState
 from gpu.word_models import save_word_model
 
@@ -111,7 +111,7 @@ def test_peaks_are_not_of_what_came_before() -> None:
     torch.cuda.empty_cache()
     torch.empty(1 << 30, dtype=torch.uint8, device="cuda")  # freed, and kept by torch's allocator
     before = torch.cuda.memory_reserved()
-    found = MemoryWatch(torch.device("cuda")).peak()
+    found = MemoryWatch(torch.device("cuda"), PhaseMemory(Kept)).peak()
     assert found.reserved is not None
     assert found.reserved <= before - (1 << 30)
 

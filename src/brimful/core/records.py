@@ -94,11 +94,22 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """Highest memory of a run in bytes: allocated and reserved by torch, nvml for the whole process. None: unknown."""
+    """Highest memory of a run in bytes, and its parts. None: unknown.
+
+    allocated, reserved: by torch on a GPU. nvml: the driver's highest reading of the process. resident: of the host,
+    for runs on a CPU. components: sum up to `total`. On a GPU, weights, gradients, optimizer_states, activations,
+    temporaries and workspaces (of cuBLAS) are those allocated at `moment`, the phase in which that was the most;
+    unused: what torch held besides at its own peak; outside_torch: what the driver counted beyond that, most at once.
+    On a CPU weights, gradients, optimizer_states and all_else.
+    """
 
     allocated: int | None = None
     reserved: int | None = None
     nvml: int | None = None
+    resident: int | None = None
+    total: int | None = None
+    moment: str | None = None
+    components: Mapping[str, int] = field(default_factory=dict)
 
 
 #: Work that memory can run out in, and go on after.

@@ -28,12 +28,12 @@ from brimful.reports.classification_text import (
     headline,
     lengths_text,
     limit_text,
-    memory_text,
     ranked_labels,
     rest_text,
     same_label,
     unchecked_text,
 )
+from brimful.reports.memory_text import memory_text
 from brimful.reports.page import render
 
 #: Labels that have a bar of their own.
@@ -75,7 +75,7 @@ def classification_page(record: Classification) -> str:
         confidence=None if regression else _confidence_chart(record),
         stages=_stage_chart(record),
         advice=limit_text(record) if record.stages else None,
-        peak_memory=memory_text(record),
+        peak_memory=memory_text(record.peak_bytes),
         start=None if record.start_s is None else seconds_text(record.start_s),
         lengths=_length_chart(record),
         unchecked=unchecked_text(record) if found is None else None,

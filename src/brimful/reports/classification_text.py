@@ -13,7 +13,8 @@ from rich.cells import cell_len
 
 from brimful.core.classification import CONFIDENCE_BINS, LENGTH_ENDS, AnswerEquivalence, Classification, StageName
 from brimful.core.errors import printable
-from brimful.core.units import bytes_text, count_text, part_text, seconds_text, share_text
+from brimful.core.units import count_text, part_text, seconds_text, share_text
+from brimful.reports.memory_text import memory_text
 from brimful.reports.text_columns import fitted, padded
 
 #: Labels that are listed with their counts.
@@ -52,7 +53,7 @@ def _pass(record: Classification) -> list[str]:
         lines.append(f"  {seconds_text(record.start_s)} before it: loading and checking the model")
     if record.resumed_rows:
         lines.append(f"  resumed after {record.resumed_rows:,} rows of an interrupted run")
-    if peak := memory_text(record):
+    if peak := memory_text(record.peak_bytes):
         lines.append(f"  peak memory {peak}")
     return lines
 
@@ -66,13 +67,6 @@ def headline(record: Classification) -> str:
 def _s(number: int) -> str:
     """The ending of a noun after a number."""
     return "" if number == 1 else "s"
-
-
-def memory_text(record: Classification) -> str | None:
-    """Peak memory by whoever knows it, None if nobody does."""
-    peak = record.peak_bytes
-    known = ((peak.allocated, "allocated"), (peak.reserved, "reserved"), (peak.nvml, "by the driver"))
-    return ", ".join(f"{bytes_text(value)} {by}" for value, by in known if value is not None) or None
 
 
 def concerns(record: Classification) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from brimful.core.errors import printable
 from brimful.core.profile import Profile
-from brimful.core.units import bytes_text, count_text, share_text
+from brimful.core.units import count_text, share_text
+from brimful.reports.memory_text import memory_text
 
 #: Kernels that are listed at most, and as many again of those that no rule knows.
 _MOST_KERNELS = 15
@@ -92,12 +93,11 @@ def _achieved(profile: Profile, on_gpu: bool) -> str:
         del rows[1]
     rows.append(("host", _ms(time.host_s), launches))
     rows.append(("input", _ms(time.input_wait_s), "waited for a batch"))
-    peak = profile.peak_bytes
-    if peak.allocated is not None:
-        used = f"allocated, {bytes_text(peak.reserved)} reserved, {bytes_text(peak.nvml)} by the driver"
-        rows.append(("peak memory", bytes_text(peak.allocated), used))
     width = max(len(value) for _, value, _ in rows)
-    return "\n".join(["Achieved", *(f"  {name:<18}{value:<{width}}  {of}".rstrip() for name, value, of in rows)])
+    lines = [f"  {name:<18}{value:<{width}}  {of}".rstrip() for name, value, of in rows]
+    if (memory := memory_text(profile.peak_bytes)) is not None:
+        lines.append(f"  {'peak memory':<18}{memory}")
+    return "\n".join(["Achieved", *lines])
 
 
 def _share_of(rate: float | None, limit: float | None) -> str:

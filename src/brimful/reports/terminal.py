@@ -24,10 +24,11 @@ from brimful.core.callbacks import Progress as TrainingProgress
 from brimful.core.errors import printable
 from brimful.core.evaluation import Evaluation
 from brimful.core.records import Recipe, Run
-from brimful.core.units import bytes_text, count_text, number_text, seconds_text, share_text
+from brimful.core.units import count_text, number_text, seconds_text, share_text
 from brimful.reports.arithmetic import arithmetic_legend
 from brimful.reports.eta import Pace
 from brimful.reports.evaluation_text import short_text
+from brimful.reports.memory_text import memory_text
 from brimful.reports.text_columns import aligned
 
 #: Seconds between plain progress lines where there is no terminal to draw a bar on.
@@ -151,10 +152,8 @@ class Terminal(Callbacks):
                 style="yellow",
             )
         rows = [(name, number_text(value)) for name, value in run.metrics.items() if self._evaluation is None]
-        peak = run.peak_bytes
-        if peak.allocated is not None:
-            used = f"{bytes_text(peak.allocated)} used, {bytes_text(peak.reserved)} reserved"
-            rows.append(("peak memory", f"{used}, {bytes_text(peak.nvml)} by the driver"))
+        if (memory := memory_text(run.peak_bytes)) is not None:
+            rows.append(("peak memory", memory))
         if run.phases_s:
             rows.append(("time", phases_text(run.phases_s)))
         rows += [("model", printable(f"{folder}/model", 1000)), ("record", printable(f"{folder}/run.json", 1000))]

@@ -23,6 +23,7 @@ from brimful.data.batches.batch import Batch, MicroBatch
 from brimful.hardware.process_settings import RandomStream
 from brimful.hardware.read_back import ReadBack, host_room
 from brimful.kernels.precompile import precompiled
+from brimful.measurement.memory import PhaseMemory
 from brimful.models.packed.packed_forward import LayoutModel
 from brimful.step.precision import Precision
 from brimful.step.state import StepState
@@ -99,6 +100,7 @@ class Pending:
 class Step:
     """One optimizer step of one model, eager. State that training must keep is in its `update`.
 
+    memory: watches its phases, once it is told to.
     seeded_dropout: whether dropout of the model's own code is drawn by its place in the pass, as ours is.
     """
 
@@ -115,6 +117,7 @@ class Step:
         self.execution, self.task, self.update, self.precision, self.seed = execution, task, update, precision, seed
         self.seeded_dropout = seeded_dropout
         self.device = self.update.device
+        self.memory = PhaseMemory(self.update.kept, self.update.parameters)
         self._random = RandomStream(self.device)
 
     @property
@@ -178,16 +181,18 @@ class Step:
     def backward(self, micro: MicroBatch) -> Tensor:
         """`accumulate` without these settings: what runs on the device, and can be captured."""
         self.update.before()
-        loss_rows_S = self.loss_rows_S(micro)
-        loss = loss_rows_S.sum() / micro.denominator.to(loss_rows_S.dtype)
-        with self.update.around_backward():
+        with self.memory.forward(micro.shape):
+            loss_rows_S = self.loss_rows_S(micro)
+            loss = loss_rows_S.sum() / micro.denominator.to(loss_rows_S.dtype)
+        with self.memory.backward(), self.update.around_backward():
             (loss * self.update.scale).backward()  # type: ignore[no-untyped-call]
         self.update.loss.add_(loss.detach())
         return loss_rows_S.detach()
 
     def apply_update(self, *, gathered: bool) -> Tensor:
         """Update the weights from the gradients that there are; return the update's readings."""
-        readings = self.update.apply(gathered=gathered)
+        with self.memory.update():
+            readings = self.update.apply(gathered=gathered)
         self.precision.after_update()
         return readings
 

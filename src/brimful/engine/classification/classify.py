@@ -51,10 +51,10 @@ from brimful.engine.classification.verify import verified_runner
 from brimful.engine.classification.windows import Reading, Window, WindowSize, answered
 from brimful.engine.prepare import report_columns
 from brimful.engine.signals import StopSignals
-from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, num_gpus_of, probe
 from brimful.hardware.specs import datasheet_flops_per_s
 from brimful.levers.precision import choose_forward_precision
+from brimful.measurement.memory import Kept, MemoryWatch, PhaseMemory
 from brimful.models.model_stats import matmul_parameters
 from brimful.step.precision import Precision
 from brimful.step.recovery import OutOfMemoryLog, out_of_memory_text
@@ -290,7 +290,9 @@ class _Pass:
         self._runner, self._gpu_workers, self._output, self._callbacks = runner, gpu_workers, output, callbacks
         self._out_of_memory = out_of_memory
         self._stages, self._counts, self._operations, self._wall_s = Stages(), Counts(), 0.0, 0.0
-        self._memory = MemoryWatch(runner.precision.device)
+        device, model = runner.precision.device, runner.model
+        kept = PhaseMemory(lambda: Kept.of(device, [*model.parameters(), *model.buffers()]))
+        self._memory = MemoryWatch(device, kept)
         self._done = output.rows_done
         self._earlier = output.counts if isinstance(output, ShardedOutput) else Counts()
 

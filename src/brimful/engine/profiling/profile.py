@@ -24,7 +24,6 @@ from brimful.data.batches.batch import MicroBatch
 from brimful.engine.assemble import Built, build
 from brimful.engine.prepare import prepare
 from brimful.engine.profiling.timing import Round, run_steps, time_steps, warm_up
-from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, device_name, probe
 from brimful.hardware.process_settings import deterministic
 from brimful.hardware.specs import datasheet_flops_per_s
@@ -33,6 +32,7 @@ from brimful.levers.optimizer import asked_optimizer
 from brimful.levers.precision import choose_precision
 from brimful.measurement.bottleneck import reading_of
 from brimful.measurement.kernels import Breakdown, breakdown, with_callers
+from brimful.measurement.memory import MemoryWatch
 from brimful.measurement.peaks import measure_limits
 from brimful.measurement.trace import record
 from brimful.models.model_stats import attention_of, layers_of, token_matrices
@@ -83,7 +83,7 @@ def _profile(built: Built, options: ProfileOptions, callbacks: Callbacks) -> tup
                 device_name(device), built.precision.value.replace("fp8", "bf16")
             ),
         )
-    memory = MemoryWatch(device)
+    memory = MemoryWatch(device, built.step.memory)
     callbacks.stage("warming up")
     warm_up(built, steps, callbacks)
     callbacks.stage(f"timing {steps} steps")

@@ -121,7 +121,7 @@ def _baselines(
 ) -> tuple[Baseline, ...]:
     if not options.baselines:
         return ()
-    callbacks.stage("fitting a linear model of the words, for comparison (--no-baselines leaves it out)")
+    callbacks.stage("fitting a linear model of words to compare with (--no-baselines leaves it out)")
     training = prepared.training
     constant = constant_baseline(prepared.space, training.targets_N, evaluation.targets_N)
     linear = linear_baseline(prepared.space, _labelled(training), _labelled(evaluation), seed=options.seed)

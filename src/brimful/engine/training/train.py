@@ -52,12 +52,12 @@ from brimful.engine.training.events import EventLog
 from brimful.engine.training.final_evaluation import RowScores, final_evaluation, learning_findings
 from brimful.engine.training.loop_state import LoopState
 from brimful.engine.training.run_folder import RunFolder, check_free, check_same, check_space, differences_of_machine
-from brimful.hardware.memory import MemoryWatch
 from brimful.hardware.probe import choose_device, probe
 from brimful.hardware.process_settings import deterministic
 from brimful.levers.optimizer import asked_optimizer
 from brimful.levers.optimizer_names import check_installed
 from brimful.levers.precision import choose_precision
+from brimful.measurement.memory import MemoryWatch
 from brimful.models.hub.save import save_model
 from brimful.reports.card import model_card
 from brimful.step.recovery import out_of_memory_text
@@ -148,7 +148,7 @@ class _Loop:
         self._passed_over: set[int] = set()  # steps whose checkpoints were found damaged
         self._signals = StopSignals()
         self._flying: deque[Pending] = deque()
-        self._memory = MemoryWatch(built.step.device)
+        self._memory = MemoryWatch(built.step.device, built.step.memory)
         self._compilations = CompilationWatch(built.step)
         self._clock = Clock()
         self._logged = (0.0, 0, 0)  # seconds, samples and tokens when progress was last told
@@ -362,7 +362,8 @@ class _Loop:
         evaluation, task, state = self._prepared.evaluation, self._prepared.task, self._state
         assert evaluation is not None
         scores, reading = RowScores(self._prepared, self._options.seed), self._built.step.update.reading()
-        with self._phases.during("evaluation"), evaluating(self._built.model), reading:
+        memory = self._memory.phases.phase("evaluation")
+        with self._phases.during("evaluation"), memory, evaluating(self._built.model), reading:
             found = evaluate_rows(
                 self._forward, evaluation.tokens, evaluation.targets_N, task, progress=self._stop_if_told,
                 also=scores.add,

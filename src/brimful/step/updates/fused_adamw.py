@@ -279,6 +279,14 @@ class FusedAdamW(Update):
     def _masters(self) -> dict[str, Tensor]:
         return dict(zip(self.named, self._views, strict=True))
 
+    def _gradient_tensors(self) -> Iterator[Tensor]:
+        yield from super()._gradient_tensors()
+        if self._sum is not None:
+            yield self._sum
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        yield from (self._moment1, self._moment2, self._steps)
+
     def _used_names(self) -> tuple[str, ...]:
         return tuple(name for name, used in zip(self.named, self._used.tolist(), strict=True) if used)
 

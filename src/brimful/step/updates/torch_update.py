@@ -149,6 +149,10 @@ class TorchUpdate(Update):
             if name in used and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
+    def _state_tensors(self) -> Iterator[Tensor]:
+        states = (state for each in self._optimizers for state in each.state.values() if isinstance(state, dict))
+        return (value for state in states for value in state.values() if isinstance(value, Tensor))
+
     def _holder(self, parameter: Tensor) -> Any:
         """The optimizer of a parameter."""
         return next(

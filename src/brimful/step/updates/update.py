@@ -5,7 +5,7 @@ Everything that is decided by lives on the device: the host launches an update w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from brimful.kernels.side_stream import SideStream
+from brimful.measurement.memory import Kept
 from brimful.step.state import Counters, ParameterState, Shard, StepState
 
 #: torch.amp.GradScaler's own constants.
@@ -116,6 +117,19 @@ class Update:
                 getattr(self, name).fill_(getattr(state.counters, name))
         self._load_optimizer_state(state.optimizer, set(state.counters.used))
         self._load_groups(state.groups)
+
+    def kept(self) -> Kept:
+        """Count bytes on the device that outlive a step. Waits for nothing."""
+        weights = [*self.model.parameters(), *self.model.buffers(), *self._masters().values()]
+        return Kept.of(self.device, weights, self._gradient_tensors(), self._state_tensors())
+
+    def _gradient_tensors(self) -> Iterator[Tensor]:
+        """Gradients, and their sums."""
+        return (p.grad for p in self.parameters if p.grad is not None)
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        """The optimizer's states of all parameters."""
+        raise NotImplementedError
 
     def reading(self) -> AbstractContextManager[None]:
         """The context in which weights are what the model is to be judged by: evaluated, and saved at the end."""
