@@ -177,7 +177,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What was allocated at a peak. when: in words. parts: bytes by component, which sum up to `allocated`."""
+    """Allocated bytes at a peak. when: in words. parts: bytes by component, which sum up to `allocated`."""
 
     when: str
     allocated: int
