@@ -109,7 +109,7 @@ def make_step(
         compile_layers(execution, fused=fused, note=pytest.fail)
     options: dict[str, Any] = {"seed": 3}
     if kind is CapturedStep:
-        options |= {"most_tokens": 8192, "fused": compiled and fused, "note": note}
+        options |= {"most_tokens": 8192, "precompile": fused, "note": note}
     space = LabelSpace(task="single_label", names=("a", "b", "c"), values={"a": 0, "b": 1, "c": 2})
     chosen = choose_precision(precision, GPU)  # type: ignore[arg-type]
     update = Optimizer(value=optim, fused=our_update).update(

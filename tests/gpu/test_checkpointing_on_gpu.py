@@ -1,4 +1,4 @@
-"""Recomputed layers on a GPU, eager and captured, plain and fused: the same losses bit for bit, with dropout on."""
+"""Recomputed layers on a GPU, eager and captured, plain and fused: the same losses, with dropout on."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ def _equal_bits() -> Any:
     torch.set_deterministic_debug_mode(before)
 
 
-def course(kind: type[Step], *, checkpointed: bool, compiled: bool, token_budget: int) -> tuple[list[float], int]:
+def course(
+    kind: type[Step], *, checkpointed: bool, compiled: bool, token_budget: int, precision: str = "bf16"
+) -> tuple[list[float], int]:
     """Losses of a few steps, and the most memory that one of them had."""
     batches = source(token_budget)
     batches.layout = dataclasses.replace(batches.layout, typical_length=60)  # type: ignore[type-var]
-    step = make_step(kind, dropout=0.2, compiled=compiled)
+    step = make_step(kind, dropout=0.2, compiled=compiled, precision=precision)
     step.seeded_dropout = True
     if checkpointed:
         recompute(list(layers_of(step.execution.model) or ()), range(2))
@@ -47,12 +49,14 @@ def course(kind: type[Step], *, checkpointed: bool, compiled: bool, token_budget
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("kind", [Step, CapturedStep])
 def test_recomputed_layers_have_the_same_losses(kind: type[Step], compiled: bool, token_budget: int) -> None:
-    """Bit for bit, over steps that are met, captured and replayed."""
-    (kept, _), (again, _) = (
-        course(kind, checkpointed=checkpointed, compiled=compiled, token_budget=token_budget)
-        for checkpointed in (False, True)
-    )
-    assert kept == again
+    """Over steps that are met, captured and replayed; but for sums in the order of their gradients' layout."""
+    for precision, tolerance in (("fp32", 1e-6), ("bf16", 1e-4)):
+        (kept, _), (again, _) = (
+            course(kind, checkpointed=each, compiled=compiled, token_budget=token_budget, precision=precision)
+            for each in (False, True)
+        )
+        assert again[:2] == kept[:2]
+        assert again == pytest.approx(kept, rel=tolerance)
 
 
 def test_less_memory_is_needed() -> None:

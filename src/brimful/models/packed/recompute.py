@@ -80,10 +80,10 @@ class _Call:
     def make(self, given: Sequence[Tensor]) -> list[Tensor]:
         """Make the call; the tensors among its results, with their graph."""
         leaves = list(self._leaves)
-        for place, tensor in zip(self._places, given, strict=True):
-            leaves[place] = tensor
-        arguments, named = pytree.tree_unflatten(leaves, self._tree)
         with torch.enable_grad(), torch.autocast(self._device.type, self._dtype, self._autocast):
+            for place, tensor in zip(self._places, given, strict=True):
+                leaves[place] = tensor.view_as(tensor)  # autocast would keep the cast of a leaf for all who read it
+            arguments, named = pytree.tree_unflatten(leaves, self._tree)
             results = self._function(*arguments, **named)
         flat, self._output_tree = pytree.tree_flatten(results)
         self._rest = [_TENSOR if isinstance(each, Tensor) else each for each in flat]
