@@ -148,6 +148,32 @@ class Compilations:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FirstBatch:
+    """Comparison of the step that runs with the plain model in fp32, on rows of the first batch, dropout off.
+
+    passed: None where they could not be compared. reason: of that, or of a failure. loss, plain_loss: means over the
+    rows. *_error: norm of the difference over the norm, of the rows' losses, of the whole gradient, and of the
+    parameter that differs the most for its size. gradient_lost: what the plain model's gradient loses in the precision
+    of the run, None in fp32. fallbacks: faster paths that were tried before and failed.
+    """
+
+    num_rows: int
+    num_tokens: int
+    precision: str
+    passed: bool | None = None
+    reason: str | None = None
+    loss: float | None = None
+    plain_loss: float | None = None
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    gradient_lost: float | None = None
+    worst_parameter: str | None = None
+    worst_error: float | None = None
+    fallbacks: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """A fine-tuning run: everything needed to repeat and to explain it. Stored as run.json in the run's folder.
 
@@ -160,7 +186,7 @@ class Run:
     compilations: of the process that finished the run. phases_s: seconds of that process by phase, from its start until
     the model was saved (`core.phases`).
     out_of_memory: each time that memory ran out, in order.
-    packed: True, or False with the reason in `packed_reason`.
+    packed: True, or False with the reason in `packed_reason`. first_batch: None in a dry run.
     """
 
     run: str
@@ -187,6 +213,7 @@ class Run:
     out_of_memory: tuple[OutOfMemory, ...] = ()
     packed: bool = False
     packed_reason: str | None = None
+    first_batch: FirstBatch | None = None
     schema: int = 1
 
 

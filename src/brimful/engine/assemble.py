@@ -74,10 +74,12 @@ class Built(Assembled):
 
 
 def build(
-    options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks, phases: Phases | None = None
-) -> Built:
+    options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks, phases: Phases | None = None,
+    *, eager_attention: bool = False,
+) -> Built:  # fmt: skip
     """Load the model that is to learn, and put together how it does.
 
+    eager_attention: as of `assemble`.
     Raises: ModelError for weights that do not fit the model, OptionError for what was asked for and does not work here.
     """
     phases = phases or Phases()
@@ -98,6 +100,7 @@ def build(
         longest=int(lengths.max()) if options.transform is None else prepared.max_length,
         num_steps=prepared.num_steps,
         num_warmup_steps=prepared.num_warmup_steps,
+        eager_attention=eager_attention,
     )
     return Built(**vars(assembled), source=_source(options, prepared, assembled.layout))
 
@@ -105,14 +108,14 @@ def build(
 def assemble(
     model: Any, options: TrainOptions, precision: Precision, callbacks: Callbacks, *, task: Task,
     batches: list[np.ndarray], mean_length: float, max_length: int, longest: int, num_steps: int,
-    num_warmup_steps: int, cache: bool = True,
+    num_warmup_steps: int, cache: bool = True, eager_attention: bool = False,
 ) -> Assembled:  # fmt: skip
     """Put together how a model in memory learns. Its parameters become the step's.
 
     batches: lengths of the sequences of each effective batch, of those to come or of as many like them. mean_length: of
     a sequence, in tokens. max_length, longest: most tokens that a sequence may have, and that one will have. num_steps:
     applied ones, the warm-up's among them. cache: whether an equivalence check of the same architecture holds for it
-    too.
+    too. eager_attention: whether padded rows must have it.
     """
     assembly = Assembly(
         options=options,
@@ -125,6 +128,7 @@ def assemble(
         schedule=make_schedule(options.lr_scheduler_type, options.learning_rate, num_steps, num_warmup_steps),
         warn=callbacks.warning,
         cache=cache,
+        eager_attention=eager_attention,
     )
     with whole_model_fits(precision.device):
         recipe = assembly.recipe(LEVERS, device_name(precision.device))

@@ -31,6 +31,9 @@ from brimful.kernels.side_stream import SideStream
 
 T = TypeVar("T")
 
+#: Probability at which kernels compiled with dropout drop one number of four billion.
+LEAST_DROPOUT = 2.0**-32
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardContext:
@@ -40,9 +43,10 @@ class ForwardContext:
     precision keep them, and not in fp32 as under autocast; norms compute in fp32 either way
     (docs/concepts/exactness.md). float8: the products that are taken in fp8. side_stream: where gradients of weights
     may be computed. compiled: False to run compiled layers as they were. seeded_dropout: whether dropout of a model's
-    own code is drawn by sites too: in layers that are recomputed. inputs: the packed row, where it is one.
-    attention: what attention is told, for layers that do not hand it on. pooled_S: places of the tokens that what
-    follows attention in the last layer is given, None for all.
+    own code is drawn by sites too: in layers that are recomputed. keeps_all: True where dropout of our kernels keeps
+    all, in the same compiled code. inputs: the packed row, where it is one. attention: what attention is told, for
+    layers that do not hand it on. pooled_S: places of the tokens that what follows attention in the last layer is
+    given, None for all.
     sites: of dropout. layer, places: the layer that runs, and the numbers of its uses of dropout.
     """
 
@@ -51,6 +55,7 @@ class ForwardContext:
     side_stream: SideStream | None = None
     compiled: bool = True
     seeded_dropout: bool = False
+    keeps_all: bool = False
     inputs: PackedInputs | None = None
     attention: Any = None
     pooled_S: Tensor | None = None
@@ -71,6 +76,10 @@ class ForwardContext:
     def layer(self, number: int) -> ForwardContext:
         """The context of one layer, whose sites of dropout are the same each time it is run."""
         return replace(self, layer_number=number, places=itertools.count())
+
+    def probability(self, dropout: float) -> float:
+        """The probability of dropout at work. Where all is kept, the least that there is: zero would be other code."""
+        return min(dropout, LEAST_DROPOUT) if self.keeps_all else dropout
 
     def dropout_site(self, like: Tensor, dropout: float) -> tuple[Tensor, int]:
         """Seed, on the device of `like`, and number of a site of its own.

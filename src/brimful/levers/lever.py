@@ -171,6 +171,7 @@ class Assembly:
     only read. cache: whether an equivalence check of the same architecture holds for it too. shaped_length: longest
     sequence that shapes are chosen for, None for max_length: of texts to read, the rare longer one has its own.
 
+    eager_attention: whether padded rows must have it, where torch's fused one computes something else.
     precision: asked for, later with its fp8 products. budget: most tokens of a micro-batch.
     """
 
@@ -184,6 +185,7 @@ class Assembly:
     schedule: Tensor | None
     warn: Callable[[str], None]
     cache: bool = True
+    eager_attention: bool = False
     shaped_length: int | None = None
     execution: LayoutModel | None = None
     layout: Layout | None = None

@@ -57,4 +57,5 @@ class Packing(Lever):
             assembly.execution = PackedModel(model, self.equivalence.form)
         else:  # soft caps have Hugging Face's eager attention only
             soft_capped = getattr(model.config, "attn_logit_softcapping", None)
-            assembly.execution = PaddedModel(model, "eager" if soft_capped else "sdpa")
+            eager = soft_capped or assembly.eager_attention
+            assembly.execution = PaddedModel(model, "eager" if eager else "sdpa")

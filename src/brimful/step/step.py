@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,11 +24,16 @@ from brimful.hardware.process_settings import RandomStream
 from brimful.hardware.read_back import ReadBack, host_room
 from brimful.kernels.precompile import precompiled
 from brimful.measurement.memory import PhaseMemory
+from brimful.models.packed.layer_calls import compiled_modules
 from brimful.models.packed.packed_forward import LayoutModel
+from brimful.models.packed.training_check import without_dropout
 from brimful.step.precision import Precision
 from brimful.step.state import StepState
 from brimful.step.updates.update import Update
 from brimful.tasks.task import Task
+
+#: Loss scale of fp16 while a batch is probed.
+_PROBE_SCALE = 2.0**10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +68,7 @@ class Pending:
         self, batch: Batch, readings: Tensor, rows: Sequence[Tensor], scaled: bool, room: Tensor,
         again: Callable[[Batch], Outcome] | None = None,
     ) -> None:  # fmt: skip
-        self._batch, self._rows, self._scaled, self.again = batch, rows, scaled, again
+        self._batch, self.rows, self._scaled, self.again = batch, rows, scaled, again
         self._readings = ReadBack(readings, room=room)
 
     @staticmethod
@@ -91,10 +96,22 @@ class Pending:
 
     def _bad_samples(self) -> tuple[int, ...]:
         named: list[int] = []
-        for micro, rows_S in zip(self._batch.micro_batches, self._rows, strict=True):
+        for micro, rows_S in zip(self._batch.micro_batches, self.rows, strict=True):
             finite = torch.isfinite(rows_S).cpu().numpy()[: len(micro.samples)]
             named.extend(int(s) for s in micro.samples[~finite])
         return tuple(named or (int(s) for s in self._batch.samples))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Probed:
+    """Losses and gradient of one batch, without dropout.
+
+    losses_N: each sample's addend to the loss sum, fp64, on the host, by its number in the batch. gradients: of the
+    batch's loss, fp32, in the order of the update's parameters.
+    """
+
+    losses_N: Tensor
+    gradients: list[Tensor]
 
 
 class Step:
@@ -119,6 +136,7 @@ class Step:
         self.device = self.update.device
         self.memory = PhaseMemory(self.update.kept, self.update.parameters)
         self._random = RandomStream(self.device)
+        self._keeps_all = False
 
     @property
     def num_graphs(self) -> int:
@@ -200,6 +218,7 @@ class Step:
         """Each slot's addend to the loss sum; 0 in empty slots."""
         with self.precision.autocast():
             context = self.precision.context(self.update.side_stream, seeded_dropout=self.seeded_dropout)
+            context = replace(context, keeps_all=self._keeps_all)
             logits_SC = self.execution(micro.inputs, context).logits
         if logits_SC.dtype != torch.float64:
             logits_SC = logits_SC.float()
@@ -230,6 +249,59 @@ class Step:
             for buffer, value in buffers:  # a changed one need not say so: statistics of batches do not
                 buffer.copy_(value)
         self.precision.after_update()  # copies of the weights that were made within
+
+    def probe(self, batch: Batch) -> Probed:
+        """Compute losses and gradient of a batch as `run` does, dropout off. Nothing is updated, and all is as before.
+
+        Waits for the device.
+        """
+        model, update = self.execution.model, self.update
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
+        compiled = compiled_modules(model)
+        self._keeps_all = True
+        try:
+            with update.undisturbed(), without_dropout(model, but=compiled), self._one_scale():
+                if compiled and self._differs_by_seed(batch):  # torch's compiler has dropout in its code: other code
+                    with without_dropout(model):
+                        rows, gradients = self._probed(batch)
+                else:
+                    rows, gradients = self._probed(batch)
+                scale = float(update.scale)
+        finally:
+            self._keeps_all = False
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            self.precision.after_update()
+        losses_N = torch.zeros(batch.num_samples, dtype=torch.float64)
+        for micro, rows_S in zip(batch.micro_batches, rows, strict=True):
+            losses_N[torch.from_numpy(micro.samples)] = rows_S[: len(micro.samples)].double().cpu()
+        return Probed(losses_N=losses_N, gradients=[g.float() / scale for g in gradients])
+
+    def _probed(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+        """Losses of each micro-batch's rows, and the gradients."""
+        several, rows = len(batch.micro_batches) > 1, []
+        for index in range(len(batch.micro_batches)):
+            rows.append(self.accumulate(batch, index))
+            if several:
+                self.update.gather()
+        self.reduce()
+        return rows, self.update.gradients(gathered=several)
+
+    @contextmanager
+    def _one_scale(self) -> Iterator[None]:
+        """Within, the loss scale of fp16 is one that no first gradient overflows under."""
+        if self.precision.scaled:
+            self.update.scale.fill_(_PROBE_SCALE)
+        yield
+
+    def _differs_by_seed(self, batch: Batch) -> bool:
+        """True if dropout is still at work."""
+        found = []
+        for number in (batch.number, batch.number + 1):
+            with self.settings(replace(batch, number=number), 0):
+                found.append(self.loss_rows_S(batch.arrived(0)).detach())
+        return float((found[0] - found[1]).norm()) > 1e-4 * float(found[0].norm())
 
     def reduce(self) -> None:
         """Reduce gradients over processes; nothing to do for one."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,19 @@ import pytest
 import torch
 
 import brimful
+from brimful.core.callbacks import Callbacks
+from brimful.core.records import FirstBatch
+from brimful.engine import first_batch
+from brimful.engine.first_batch import Rows, compare
+from brimful.levers import facts
+from brimful.models.packed import packed_forward
+from brimful.models.packed.equivalence import check_equivalence
+from brimful.step.step import Step
 from brimful.tasks.task import make_task
 from plain import gradient, padded, plain_loss
+from runs import learned
 from tiny import FAMILIES, sequences
+from wrong_attention import WRONG
 
 IDS = sequences([5, 9, 30, 12, 7])
 CLASSES = np.array([0, 1, 2, 1, 0])
@@ -27,7 +40,7 @@ def make_step(model: Any, **options: Any) -> brimful.Step:
         "max_grad_norm": 0.0,
         "lr_scheduler_type": "constant",
     }
-    return brimful.Step(model, num_steps=4, device="cpu", precision="fp32", **given | options)
+    return brimful.Step(model, num_steps=4, device="cpu", **{"precision": "fp32"} | given | options)
 
 
 def test_a_model_that_mixes_rows_in_training_is_padded_and_whole() -> None:
@@ -46,3 +59,159 @@ def test_a_model_that_mixes_rows_in_training_is_padded_and_whole() -> None:
     after = torch.cat([p.detach().flatten() for p in step.release().parameters()])
     expected = gradient(plain)
     assert float((before - after - expected).norm() / expected.norm()) < 1e-5
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+SIZES = {"max_length": 48, "batch_size": 8, "max_steps": 4, "learning_rate": 1e-3, "device": "cpu"}
+SAMPLE = Rows(ids=IDS, types=None, targets_N=CLASSES)
+
+
+class _Heard(Callbacks):
+    def __init__(self) -> None:
+        self.notes, self.warnings = list[str](), list[str]()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": "off"}, {"token_budget": 24}, {"precision": "bf16"}])
+def test_the_first_batch_is_compared(model: Path, rows: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    heard = _Heard()
+    run = brimful.train(rows, model=model, output=tmp_path / "run", callbacks=heard, **SIZES, **options)
+    found = run.first_batch
+    assert found is not None
+    assert found.passed, found.reason
+    assert found.fallbacks == ()
+    assert found.num_rows == 8
+    assert json.loads((tmp_path / "run/run.json").read_text())["first_batch"]["passed"] is True
+    assert found.gradient_error is not None
+    assert found.gradient_error < (0.05 if options.get("precision") else 1e-5)
+    assert any("first batch: losses of 8 rows" in note for note in heard.notes)
+    assert not any("first batch" in warning for warning in heard.warnings)
+
+
+@pytest.mark.parametrize("options", [{}, {"token_budget": 24}, {"optim": "sgd"}])
+def test_the_comparison_changes_nothing(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Bit for bit, with dropout; and the process's random streams."""
+    state = torch.get_rng_state()
+    brimful.train(rows, model=model, output=tmp_path / "with", **SIZES, **options)
+    assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setattr(Step, "probe", lambda *_: pytest.fail("not called"))
+    equal = FirstBatch(num_rows=0, num_tokens=0, precision="fp32", passed=True, loss_error=0.0, gradient_error=0.0)
+    monkeypatch.setattr(first_batch, "compare", lambda *_: equal)
+    brimful.train(rows, model=model, output=tmp_path / "without", **SIZES, **options)
+    assert learned(tmp_path / "with") == learned(tmp_path / "without")
+
+
+@pytest.mark.parametrize("name", ["deberta-v2", "mpnet", "modernbert", "llama", "gemma2", "gpt2"])
+def test_families_pass(name: str) -> None:
+    """Against eager attention on padded rows, though encoders stand ready to be told of packed ones."""
+    step = make_step(FAMILIES[name].model(dropout=0.2))
+    assert step.packed
+    found = compare(step._built, SAMPLE)
+    assert found.passed, found.reason
+    assert all(parameter.grad is None for parameter in step._built.model.parameters())
+
+
+# --- what is found ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["blind to segments", "causal", "gradient of queries and keys lost"])
+def test_a_wrong_step_is_not_run(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, precision: str
+) -> None:
+    """Admitted at load, and wrong from then on: the plain path runs, and learns what it learns anyway."""
+    options = {**SIZES, "precision": precision}
+    brimful.train(rows, model=model, output=tmp_path / "plain", packing="off", **options)
+    admitted = check_equivalence
+    choose, change = packed_forward.choose_attention, WRONG[name][0]
+
+    def check(*given: Any, **named: Any) -> Any:
+        monkeypatch.setattr(packed_forward, "choose_attention", choose)
+        found = admitted(*given, **named)
+        monkeypatch.setattr(packed_forward, "choose_attention", lambda *kernel: change(choose(*kernel)))
+        return found
+
+    monkeypatch.setattr(facts, "check_equivalence", check)
+    heard = _Heard()
+    run = brimful.train(rows, model=model, output=tmp_path / "run", callbacks=heard, **options)
+    assert run.first_batch is not None
+    assert run.first_batch.passed
+    assert len(run.first_batch.fallbacks) == 1
+    assert "the plain model on padded rows runs" in run.first_batch.fallbacks[0]
+    assert not run.packed
+    assert run.first_batch.fallbacks[0] in heard.warnings
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda step: setattr(step.task, "smoothing", 0.3),
+        lambda step: setattr(step, "backward", _twice(step.backward)),
+    ],
+    ids=["another loss", "twice the gradient"],
+)
+def test_a_wrong_loss_or_gradient_is_found(change: Callable[[Any], Any]) -> None:
+    step = make_step(FAMILIES["bert"].model())
+    inner = step._built.step
+    assert compare(step._built, SAMPLE).passed
+    plain_task = copy.copy(inner.task)
+    change(inner)
+    real = first_batch._plain_losses
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_batch, "_plain_losses", lambda m, w, r, i, task, d: real(m, w, r, i, plain_task, d))
+        assert compare(step._built, SAMPLE).passed is False
+
+
+def _twice(backward: Any) -> Any:
+    def run(micro: Any) -> Any:
+        backward(micro)
+        return backward(micro)
+
+    return run
+
+
+def test_a_model_that_is_not_finite_is_left_alone() -> None:
+    model = FAMILIES["bert"].model()
+    torch.nn.init.constant_(model.classifier.weight, float("nan"))
+    found = compare(make_step(model)._built, SAMPLE)
+    assert found.passed is None
+    assert "not finite" in str(found.reason)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_lost_gradient_that_is_small_is_found(precision: str) -> None:
+    """One parameter's of many, which the whole gradient hardly shows."""
+    step = make_step(FAMILIES["bert"].model(num_hidden_layers=4), precision=precision)
+    inner = step._built.step
+    query = step._built.model.bert.encoder.layer[1].attention.self.query.weight
+    assert compare(step._built, SAMPLE).passed
+    backward = inner.backward
+
+    def lose(micro: Any) -> Any:
+        rows = backward(micro)
+        query.grad.zero_()
+        return rows
+
+    inner.backward = lose  # type: ignore[method-assign]
+    found = compare(step._built, SAMPLE)
+    assert found.passed is False
+    assert found.worst_parameter == "bert.encoder.layer.1.attention.self.query.weight"
+    assert found.worst_error == pytest.approx(1.0)
+
+
+def test_statistics_of_batches_are_as_before() -> None:
+    model = FAMILIES["bert"].model()
+    model.classifier = torch.nn.Sequential(torch.nn.BatchNorm1d(16), model.classifier)
+    step = make_step(model)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    found = compare(step._built, SAMPLE)
+    assert found.passed, found.reason
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

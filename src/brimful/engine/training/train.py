@@ -36,6 +36,7 @@ from brimful.data.batches.prefetch import Feed, Source
 from brimful.engine.assemble import Built, build
 from brimful.engine.clock import Clock
 from brimful.engine.compilations import CompilationWatch
+from brimful.engine.first_batch import checked_build
 from brimful.engine.fitted_step import FittedStep
 from brimful.engine.inference import evaluate_rows, evaluating, evaluation_forward, predict
 from brimful.engine.prepare import Prepared, prepare
@@ -102,10 +103,11 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks, phases: 
                 callbacks.note("this run had finished; nothing was changed")
                 return dataclasses.replace(before, options=dataclasses.asdict(options))  # it may have been moved
         callbacks.stage("loading the model")
-        built = build(options, prepared, precision, callbacks, phases)
+        built, first_batch = checked_build(options, prepared, precision, callbacks, phases)
         callbacks.recipe(built.recipe)
         run_id = before.run if before is not None else secrets.token_hex(6)
         run = _record(options, prepared, built, command, run=run_id, status="running")
+        run = dataclasses.replace(run, first_batch=first_batch)
         if before is not None and (moved := differences_of_machine(before, run)):
             callbacks.warning(f"rounding may differ from here on: {'; '.join(moved)}")
         folder.write(run)

@@ -28,6 +28,7 @@ from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.attention.varlen import Tiles, empty_outputs, launch
 from brimful.kernels.attention.varlen_kernels import head_rows, row_numbers, varlen_attention_delta
 from brimful.kernels.dropout import kept_at, kept_factor, row_keys, threshold
+from brimful.kernels.forward_context import current
 from brimful.kernels.layout import Segments
 from brimful.kernels.rng import draw_seed
 
@@ -257,6 +258,7 @@ def attend(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log of the weights' sums (H, T), and keys of the dropout mask's rows (H, T) if there is one."""
+    dropout = current().probability(dropout)
     out, lse, mask_rows = empty_outputs(q, dropout)
     by_query, by_key, has_query, has_key = _by_distance(q, k, keys, queries, bias, bucket)
     grid, constants = launch(q, offsets, max_length, _tiles(q))
@@ -338,7 +340,7 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, _, max_length, scale, dropout = inputs
-    ctx.settings = (max_length, scale, dropout)
+    ctx.settings = (max_length, scale, current().probability(dropout))
     ctx.save_for_backward(*tensors, *output)
 
 

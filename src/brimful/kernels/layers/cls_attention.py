@@ -223,6 +223,6 @@ def projected_first_attention(
 ) -> Tensor:  # fmt: skip
     """`postnorm_ops.projected_attention` for the first token of each segment, (H, N, D)."""
     out: Tensor = _ProjectedFirstAttention.apply(  # type: ignore[no-untyped-call]
-        halved(x), offsets, num_heads, scale, dropout, *weights, *biases
+        halved(x), offsets, num_heads, scale, current().probability(dropout), *weights, *biases
     )
     return out

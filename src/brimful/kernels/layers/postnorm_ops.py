@@ -205,7 +205,7 @@ def linear_dropout_add_norm(
 ) -> Tensor:
     """F.layer_norm(F.dropout(F.linear(x, weight, bias), p) + residual, ...), in that of residuals (`residuals`)."""
     y, half = _LinearDropoutAddNorm.apply(  # type: ignore[no-untyped-call]
-        halved(x), weight, bias, residual, gain, shift, eps, p
+        halved(x), weight, bias, residual, gain, shift, eps, current().probability(p)
     )
     return current().with_cast(y, half)
 
@@ -252,7 +252,7 @@ def projected_attention(
     settings: of `varlen.attend`, from the longest segment to the dropout.
     """
     out: Tensor = _ProjectedAttention.apply(  # type: ignore[no-untyped-call]
-        halved(x), offsets, num_heads, tuple(settings), *weights, *biases
+        halved(x), offsets, num_heads, (*settings[:-1], current().probability(settings[-1])), *weights, *biases
     )
     return out
 
@@ -298,7 +298,7 @@ def embeddings_norm(
     shift = torch.zeros_like(gain) if shift is None else shift
     shape = torch.broadcast_shapes(*(each.shape for each in ids))
     y, half = _EmbeddingsNorm.apply(  # type: ignore[no-untyped-call]
-        [each.expand(shape) for each in ids], tuple(paddings), gain, shift, eps, p, *tables
+        [each.expand(shape) for each in ids], tuple(paddings), gain, shift, eps, current().probability(p), *tables
     )
     return current().with_cast(y, half)
 

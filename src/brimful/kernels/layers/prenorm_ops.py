@@ -135,7 +135,7 @@ def linear_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """The norm, as of `norm`, of z = residual + F.dropout(F.linear(x, weight, bias), p); and z."""
     out: tuple[Tensor, Tensor] = _LinearAddNorm.apply(  # type: ignore[no-untyped-call]
-        halved(x), weight, bias, residual, gain, eps, p, centred
+        halved(x), weight, bias, residual, gain, eps, current().probability(p), centred
     )
     return out
 
@@ -167,7 +167,9 @@ class _LinearAdd(torch.autograd.Function):
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
     """residual + F.dropout(F.linear(x, weight, bias), p), in the dtype that such a sum has."""
-    out: Tensor = _LinearAdd.apply(halved(x), weight, bias, residual, p)  # type: ignore[no-untyped-call]
+    out: Tensor = _LinearAdd.apply(  # type: ignore[no-untyped-call]
+        halved(x), weight, bias, residual, current().probability(p)
+    )
     return out
 
 
@@ -206,7 +208,9 @@ def linear_gated(
 
     weights: of a and of b, or one (2 F, K) of both side by side; and so the biases.
     """
-    out: Tensor = _LinearGated.apply(halved(x), activation, p, *weights, *biases)  # type: ignore[no-untyped-call]
+    out: Tensor = _LinearGated.apply(  # type: ignore[no-untyped-call]
+        halved(x), activation, current().probability(p), *weights, *biases
+    )
     return out
 
 
@@ -270,6 +274,14 @@ def rotary_attention(
     angles = tuple(each.reshape(-1, head_dim).contiguous() for each in (cos, sin))
     each = Heads(queries=num_queries, keys=num_keys, size=head_dim)
     out: Tensor = _RotaryAttention.apply(  # type: ignore[no-untyped-call]
-        halved(x), angles, offsets, each, tuple(settings), tuple(eps), *gains, *weights, *biases
+        halved(x),
+        angles,
+        offsets,
+        each,
+        (*settings[:-1], current().probability(settings[-1])),
+        tuple(eps),
+        *gains,
+        *weights,
+        *biases,
     )
     return out

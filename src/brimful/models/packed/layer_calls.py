@@ -92,6 +92,29 @@ def remove_calls(model: nn.Module) -> None:
             module._compiled_call_impl = None
 
 
+def compiled_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules whose code was compiled."""
+    found = []
+    for module in model.modules():
+        call = module._compiled_call_impl
+        if call is not None and not (isinstance(call, LayerCall) and call.compiled is None):
+            found.append(module)
+    return found
+
+
+@contextmanager
+def as_they_were(model: nn.Module) -> Iterator[None]:
+    """Within, modules are called as they were before they were placed or compiled."""
+    calls = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl]
+    for module, _ in calls:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in calls:
+            module._compiled_call_impl = call
+
+
 def many_compiled_forms(layers: Sequence[nn.Module]) -> AbstractContextManager[Any]:
     """Within, torch compiles layers as often as many models need, where layers were compiled."""
     calls = (layer._compiled_call_impl for layer in layers)

@@ -42,7 +42,8 @@ class CapturedStep(Step):
         self, *arguments: Any, most_tokens: int, precompile: bool, note: Callable[[str], None], **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
-        self._kernels_wait = precompile
+        self._kernels_wait, self._probing = precompile, False
+        self._kept: list[Tensor] = []
         self.pool = GraphPool(self.device, most_tokens)
         # An update has tables of gradients' addresses for so many graphs, and a shape may have two.
         # It keeps nothing of the step itself: graphs are freed with their step, not when Python looks for cycles.
@@ -63,9 +64,33 @@ class CapturedStep(Step):
         if not self._graphs.meet(micro.shape for micro in batch.micro_batches):
             with self.pool.measured(max(micro.inputs.num_tokens for micro in batch.micro_batches)):
                 return super().run(batch)
+        return self._replayed(batch) or super().run(batch)
+
+    def _replayed(self, batch: Batch) -> Pending | None:
         whole = len(batch.micro_batches) == 1 and self.update.on_device
-        captured = self._whole(batch) if whole else self._pieces(batch)
-        return captured or super().run(batch)
+        return self._whole(batch) if whole else self._pieces(batch)
+
+    def _probed(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+        """As `Step` has it, replayed: from graphs that are recorded for it, and dropped with what dropout they have."""
+        if self._kernels_wait:
+            self._kernels_wait = False
+            self.compile_kernels(batch)
+        if not self._graphs.enabled:
+            return super()._probed(batch)
+        self._graphs.clear()
+        self._probing = True
+        try:
+            self.update.hold_back()
+            with self.pool.measured(max(micro.inputs.num_tokens for micro in batch.micro_batches)):
+                super().run(batch)  # as a shape that is met first: it warms up what capture must not
+            self.update.hold_back()
+            pending = self._replayed(batch)
+            if pending is None:
+                return super()._probed(batch)
+            return list(pending.rows), [gradient.clone() for gradient in self._kept]
+        finally:
+            self._probing, self._kept = False, []
+            self._graphs.clear()
 
     def load_state(self, state: StepState) -> None:
         """As `Step` does. Graphs hold the addresses of what is replaced, and are captured anew."""
@@ -95,6 +120,8 @@ class CapturedStep(Step):
         def compute(static: Tensor) -> tuple[Tensor, Tensor]:
             rows_S = self.backward(micro.over(static))
             self.reduce()
+            if self._probing:
+                self._kept = self.update.gradients(gathered=False)
             return rows_S, self.apply_update(gathered=False)
 
         room, rows_S = Pending.room(self.device), self._rows_room(micro)
@@ -141,6 +168,8 @@ class CapturedStep(Step):
             with self.settings(batch, index):
                 rows.append(graph.replay(batch.memories[index]).clone())
         self.reduce()
+        if self._probing:
+            self._kept = self.update.gradients(gathered=True)
         if update is None:
             readings = self.apply_update(gathered=True)
         else:

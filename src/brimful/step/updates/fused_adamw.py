@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -245,6 +245,27 @@ class FusedAdamW(Update):
             self._waiting.append((self._spare.pop(), addresses))
             return self._waiting[-1][0]
         return torch.tensor(addresses).pin_memory().to(self.device, non_blocking=True)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """As `Update` has it; tables that graphs took meanwhile are given back with them."""
+        spare = list(self._spare)
+        with super().undisturbed():
+            yield
+        self._spare = spare
+        self._waiting.clear()
+
+    def gradients(self, *, gathered: bool) -> list[Tensor]:
+        """As `Update` has it; those of several micro-batches were added up in the arena of sums."""
+        if not gathered:
+            return super().gradients(gathered=False)
+        assert self._sum is not None
+        places = zip(self.parameters, self._places.starts_P.tolist(), strict=True)
+        return [self._sum[at : at + p.numel()].view(p.shape).clone() for p, at in places]
+
+    def _counters(self) -> tuple[Tensor, ...]:
+        own = (self._used, self._touched, self._steps, self._corrections, self._control, self._gathered)
+        return (*super()._counters(), *own)
 
     def num_idle(self) -> int:
         """Count parameters of idle blocks."""

@@ -5,8 +5,9 @@ Everything that is decided by lives on the device: the host launches an update w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -77,6 +78,37 @@ class Update:
         if self.scaled:
             torch._amp_update_scale_(self.scale, self.growth, skipped, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
 
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Within, there are no gradients at first, and any may be made; afterwards all is as it was.
+
+        Updates must be held back.
+        """
+        counters = [(tensor, tensor.clone()) for tensor in self._counters()]
+        gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in counters:
+                    tensor.copy_(value)
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    def hold_back(self) -> None:
+        """Have the next update skipped, on the device: its loss is not a number."""
+        self.loss.fill_(math.nan)
+
+    def gradients(self, *, gathered: bool) -> list[Tensor]:
+        """Copies of the gradients that there are, times the scale, in the order of the parameters."""
+        return [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in self.parameters]
+
+    def _counters(self) -> tuple[Tensor, ...]:
+        """Small tensors that a step changes even where its update is skipped."""
+        return (self.loss, self.scale, self.growth, self.applied)
+
     def num_idle(self) -> int:
         """Parameters that were left alone so far, never having had a gradient. Waits for the device."""
         return 0
@@ -134,6 +166,10 @@ class Update:
     def reading(self) -> AbstractContextManager[None]:
         """The context in which weights are what the model is to be judged by: evaluated, and saved at the end."""
         return nullcontext()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The fp32 weights that are trained, by name in the model."""
+        return {**self.named, **self._masters()}
 
     def _masters(self) -> dict[str, Tensor]:
         """fp32 weights that are not the model's own parameters, by name."""

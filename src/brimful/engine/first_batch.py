@@ -1,0 +1,302 @@
+"""Before the first step: rows of the first batch go through the very step that will run, and through the plain model.
+
+Captured, compiled, with fused layers and a shortened last one, dropout off: each row's loss, and the gradient as a
+whole and of each parameter, against the plain Hugging Face model on padded rows, with eager attention in fp32, by the
+weights that are in memory. What the plain model itself loses in the precision of the run is measured beside it.
+
+    compiled -> captured -> eager -> padded rows with eager attention     the way down where something differs
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from brimful.core.callbacks import Callbacks
+from brimful.core.errors import printable
+from brimful.core.options import TrainOptions
+from brimful.core.phases import Phases
+from brimful.core.records import FirstBatch
+from brimful.core.tolerances import TOLERANCES
+from brimful.data.batches.batch import make_batch
+from brimful.engine.assemble import Assembled, Built, build
+from brimful.engine.prepare import Prepared
+from brimful.kernels.layout import Inputs, map_tensors, padded_inputs
+from brimful.levers.precision import choose_precision
+from brimful.models.packed.layer_calls import as_they_were
+from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
+from brimful.models.packed.training_check import without_dropout
+from brimful.step.precision import Precision
+from brimful.step.step import Probed
+from brimful.tasks.task import Task
+
+A = TypeVar("A", bound=Assembled)
+
+#: Most tokens that are compared, by device, and most of one row: eager scores grow with the square of a row.
+_MOST_TOKENS = {"cuda": 16384, "cpu": 512}
+_LONGEST = {"cuda": 1024, "cpu": 512}
+#: Tokens of a batch of the plain model, padding counted, by the same reason.
+_PLAIN_TOKENS = 8192
+#: Times what the plain model loses in a precision that all parameters together may differ by, and one alone.
+_MARGIN, _MARGIN_OF_ONE = 3.0, 6.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of a batch: ids and token types of each, and all targets."""
+
+    ids: Sequence[np.ndarray]
+    types: Sequence[np.ndarray] | None
+    targets_N: np.ndarray
+
+    def some(self, device_type: str) -> Rows:
+        """As many of the first as are compared, cut where they are too long; at least one."""
+        longest = _LONGEST[device_type]
+        ends = np.cumsum([min(len(each), longest) for each in self.ids])
+        count = max(1, int(np.searchsorted(ends, _MOST_TOKENS[device_type], side="right")))
+        return Rows(
+            ids=[each[:longest] for each in self.ids[:count]],
+            types=None if self.types is None else [each[:longest] for each in self.types[:count]],
+            targets_N=self.targets_N[:count],
+        )
+
+
+def checked(
+    make: Callable[[TrainOptions, Precision, bool], A], options: TrainOptions, precision: Precision, rows: Rows,
+    callbacks: Callbacks,
+) -> tuple[A, FirstBatch]:  # fmt: skip
+    """Assemble a run whose first batch is the plain model's, on slower paths where it must be, and say so.
+
+    make: assembles with options, a precision, and whether padded rows must have eager attention.
+    """
+    eager, fallbacks = False, tuple[str, ...]()
+    while True:
+        made = make(options, precision, eager)
+        found = replace(compare(made, rows), fallbacks=fallbacks)
+        if found.passed is not False or eager:
+            _tell(found, callbacks)
+            return made, found
+        slower = _slower(made, options, precision)
+        said = f"{_name(made)} differs from the plain model on the first batch: {found.reason}; {slower[-1]} runs"
+        callbacks.warning(said)
+        fallbacks = (*fallbacks, said)
+        options, precision, eager, _ = slower
+        made.step.release()
+        del made
+        gc.collect()  # graphs, and a copy of the weights
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def checked_build(
+    options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks, phases: Phases
+) -> tuple[Built, FirstBatch]:
+    """Build a run, on slower paths where its first batch is not the plain model's."""
+
+    def make(asked: TrainOptions, chosen: Precision, eager: bool) -> Built:
+        return build(asked, prepared, chosen, callbacks, phases, eager_attention=eager)
+
+    training, samples = prepared.training, prepared.order.samples(0)
+    ids, types = training.tokens.sequences(samples)
+    rows = Rows(ids=ids, types=types, targets_N=training.targets_N[samples])
+    return checked(make, options, precision, rows, callbacks)
+
+
+def _slower(made: Assembled, options: TrainOptions, precision: Precision) -> tuple[TrainOptions, Precision, bool, str]:
+    """Options, precision, whether padded rows have eager attention, and the name of the next slower path."""
+    mode = made.recipe.value("execution")
+    if made.precision.plan is not None:
+        return options, precision.in_bf16("its first batch was not the plain model's"), False, "bf16"
+    if mode == "compiled":
+        return replace(options, execution="captured"), precision, False, "the captured step"
+    if mode == "captured":
+        return replace(options, execution="eager"), precision, False, "the eager step"
+    return replace(options, execution="eager", packing="off"), precision, True, "the plain model on padded rows"
+
+
+def _name(made: Assembled) -> str:
+    rows = "packed" if made.packing.packed else "padded"
+    return f"the step ({made.recipe.value('execution')}, {rows}, {made.precision.value})"
+
+
+def _tell(found: FirstBatch, callbacks: Callbacks) -> None:
+    if found.passed is None:
+        callbacks.warning(f"the first batch could not be compared with the plain model: {found.reason}")
+    elif not found.passed:
+        callbacks.warning(f"the first batch differs from the plain model's even on the plain path: {found.reason}")
+    else:
+        callbacks.note(
+            f"first batch: losses of {found.num_rows:,} rows within {found.loss_error:.1e} of the plain model's,"
+            f" gradient within {found.gradient_error:.1e} ({found.seconds:.1f} s)"
+        )
+
+
+def compare(made: Assembled, rows: Rows) -> FirstBatch:
+    """Compare the step of an assembled run with the plain model. passed is None where there is nothing to hold it to:
+    memory does not suffice, or the plain model differs from itself."""
+    began, device = time.perf_counter(), made.step.device
+    rows = rows.some(device.type)
+    num_tokens = sum(len(each) for each in rows.ids)
+    found = FirstBatch(num_rows=len(rows.ids), num_tokens=num_tokens, precision=made.precision.value)
+    try:
+        expected = plain(made, rows, choose_precision("fp32", device))
+        if not (expected.losses_N.isfinite().all() and _norms(expected.gradients).isfinite().all()):
+            why = "the plain model's own loss or gradient is not finite"
+            return replace(found, reason=why, seconds=time.perf_counter() - began)
+        lost = None
+        if made.precision.value not in ("fp32", "fp64"):
+            lost = plain(made, rows, replace(made.precision, plan=None))
+        batch = make_batch(
+            0, np.arange(len(rows.ids)), rows.ids, rows.types, rows.targets_N, made.step.task, made.layout
+        )
+        ours = made.step.probe(batch.sent(device) if device.type == "cuda" else batch)
+        found = _judged(found, made, ours, expected, lost)
+        if not found.passed:
+            again = plain(made, rows, choose_precision("fp32", device))
+            if _overall(again.gradients, expected.gradients) > TOLERANCES["fp32"].step:
+                found = replace(found, passed=None, reason="the plain model differs from itself from pass to pass")
+    except Exception as failure:  # memory, or a model's own code: if it is the step's too, the run will say so
+        found = replace(found, passed=None, reason=f"{type(failure).__name__}: {printable(failure, 120)}")
+    return replace(found, seconds=time.perf_counter() - began)
+
+
+def _judged(found: FirstBatch, made: Assembled, ours: Probed, expected: Probed, lost: Probed | None) -> FirstBatch:
+    """Complete what was found by errors, and by whether they are within what the precision loses."""
+    tolerance = TOLERANCES[made.precision.value if made.precision.plan is None else "fp8"].step
+    of_ours, of_lost = _errors(ours, expected), None if lost is None else _errors(lost, expected)
+    loss_error, gradient_error, each_P = of_ours
+    loss_lost, gradient_lost, lost_P = of_lost or (0.0, 0.0, torch.zeros_like(each_P))
+    norms_P = _norms(expected.gradients)
+    total = float(norms_P.norm())
+    # A parameter may differ by what rounding does to it, or by what is nothing beside the whole gradient.
+    allowed_P = torch.maximum(tolerance * norms_P, _MARGIN_OF_ONE * lost_P)
+    allowed_P = allowed_P.clamp_min(tolerance * total / math.sqrt(len(norms_P)) + 1e-30)
+    ratio_P = torch.nan_to_num(each_P / allowed_P, nan=math.inf)
+    worst = int(ratio_P.argmax())
+    name = list(made.step.update.named)[worst]
+    worst_error = float(each_P[worst] / norms_P[worst].clamp_min(1e-30))
+    reasons = []
+    if not loss_error <= max(tolerance, _MARGIN * loss_lost):
+        reasons.append(f"losses of rows are off by {loss_error:.1e}")
+    if not gradient_error <= max(tolerance, _MARGIN * gradient_lost):
+        reasons.append(f"the gradient is off by {gradient_error:.1e}")
+    if not float(ratio_P[worst]) <= 1.0:
+        reasons.append(f"the gradient of {printable(name)} is off by {worst_error:.1e}")
+    return replace(
+        found,
+        passed=not reasons,
+        reason=", ".join(reasons) or None,
+        loss=_known(ours.losses_N.mean()),
+        plain_loss=_known(expected.losses_N.mean()),
+        loss_error=_known(loss_error),
+        gradient_error=_known(gradient_error),
+        gradient_lost=_known(gradient_lost) if lost is not None else None,
+        worst_parameter=name,
+        worst_error=_known(worst_error),
+    )
+
+
+def _known(value: Tensor | float) -> float | None:
+    """A number that a record can have: None for one that is not finite."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _errors(ours: Probed, expected: Probed) -> tuple[float, float, Tensor]:
+    """Relative error of the rows' losses and of the gradient, and (P,) norms of each parameter's difference."""
+    off = (ours.losses_N - expected.losses_N).norm() / expected.losses_N.norm().clamp_min(1e-30)
+    each_P = _norms([one - other for one, other in zip(ours.gradients, expected.gradients, strict=True)])
+    return float(off), _overall(ours.gradients, expected.gradients), each_P
+
+
+def _overall(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    off = _norms([one - other for one, other in zip(found, expected, strict=True)]).norm()
+    return float(off / _norms(expected).norm().clamp_min(1e-30))
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """(P,) fp64 on the host."""
+    return torch.stack(torch._foreach_norm(list(tensors))).double().cpu()
+
+
+def plain(made: Assembled, rows: Rows, precision: Precision) -> Probed:
+    """Compute losses and gradient by the plain model on padded rows, by the fp32 weights of the step in memory."""
+    step, model = made.step, made.model
+    weights = {name: w.detach().requires_grad_(True) for name, w in step.update.weights().items()}
+    task, device = step.task, step.device
+    denominator = task.denominator(rows.targets_N)
+    losses_N = torch.zeros(len(rows.ids), dtype=torch.float64)
+    gradients: list[Tensor] | None = None
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
+    whole = not (made.packing.packed or made.packing.equivalence.independent)
+    try:
+        with _plain_form(model), without_dropout(model), precision.autocast(), torch.enable_grad():
+            for members in [np.arange(len(rows.ids))] if whole else _cut(rows.ids):
+                rows_R = _plain_losses(model, weights, rows, members, task, device)
+                losses_N[torch.from_numpy(members)] = rows_R.detach().double().cpu()
+                found = torch.autograd.grad(
+                    rows_R.sum() / denominator, list(weights.values()), allow_unused=True, materialize_grads=True
+                )
+                gradients = list(found if gradients is None else torch._foreach_add(gradients, list(found)))
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+    assert gradients is not None
+    return Probed(losses_N=losses_N, gradients=[g.float() for g in gradients])
+
+
+class _Plain(nn.Module):
+    """The plain model as a module, for its weights to be others."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self._padded = model, PaddedModel(model, "eager")
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Logits (R, C)."""
+        return self._padded(inputs).logits
+
+
+def _plain_losses(
+    model: nn.Module, weights: dict[str, Tensor], rows: Rows, members: np.ndarray, task: Task, device: torch.device
+) -> Tensor:
+    """(R,) addends to the loss sum of some rows."""
+    ids = [rows.ids[i] for i in members]
+    types = None if rows.types is None else [rows.types[i] for i in members]
+    longest, padding_id = max(len(each) for each in ids), padding_id_of(model.config)
+    inputs = padded_inputs(ids, len(ids), longest, padding_id=padding_id, types=types)
+    inputs = map_tensors(inputs, lambda tensor: tensor.to(device))
+    by_name = {f"model.{name}": weight for name, weight in weights.items()}
+    logits_RC = torch.func.functional_call(_Plain(model), by_name, (inputs,))
+    logits_RC = logits_RC if logits_RC.dtype == torch.float64 else logits_RC.float()
+    rows_R: Tensor = task.loss_rows_S(logits_RC, torch.from_numpy(rows.targets_N[members]).to(device))
+    return rows_R
+
+
+def _cut(ids: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """Rows of each padded batch, in order of length."""
+    order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+    while order:
+        count = max(1, _PLAIN_TOKENS // len(ids[order[0]]))
+        yield np.array(order[:count])
+        order = order[count:]
+
+
+@contextmanager
+def _plain_form(model: Any) -> Iterator[None]:
+    """Within, nothing of a model that trains is compiled; its attention is given back."""
+    before = model.config._attn_implementation
+    with as_they_were(model):
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(before)
