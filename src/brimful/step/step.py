@@ -106,8 +106,8 @@ class Pending:
 class Probed:
     """Losses and gradient of one batch, without dropout.
 
-    losses_N: each sample's addend to the loss sum, fp64, on the host, by its number in the batch. gradients: of the
-    batch's loss, fp32, in the order of the update's parameters.
+    losses_N: each sample's addend to the loss sum, fp64, on the host, in order of the samples' numbers. gradients: of
+    the batch's loss, fp32, in the order of the update's parameters.
     """
 
     losses_N: Tensor
@@ -255,6 +255,7 @@ class Step:
 
         Waits for the device.
         """
+        self._prepare(batch)
         model, update = self.execution.model, self.update
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
         compiled = compiled_modules(model)
@@ -273,10 +274,13 @@ class Step:
                 for buffer, value in buffers:
                     buffer.copy_(value)
             self.precision.after_update()
-        losses_N = torch.zeros(batch.num_samples, dtype=torch.float64)
-        for micro, rows_S in zip(batch.micro_batches, rows, strict=True):
-            losses_N[torch.from_numpy(micro.samples)] = rows_S[: len(micro.samples)].double().cpu()
+        micros = zip(batch.micro_batches, rows, strict=True)
+        losses_N = torch.cat([rows_S[: len(micro.samples)].double().cpu() for micro, rows_S in micros])
+        losses_N = losses_N[torch.from_numpy(np.argsort(batch.samples, kind="stable"))]
         return Probed(losses_N=losses_N, gradients=[g.float() / scale for g in gradients])
+
+    def _prepare(self, batch: Batch) -> None:
+        """Whatever is done once, before the first step. Unless overridden, nothing."""
 
     def _probed(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """Losses of each micro-batch's rows, and the gradients."""

@@ -248,3 +248,28 @@ def test_the_work_of_a_step_with_a_short_layer() -> None:
     assert short.product_flops == whole.product_flops - 6 * (2 * 32 * 32 + 2 * 32 * 48) * (32 - 3)
     assert short.attention_flops == pytest.approx(whole.attention_flops * 3 / 4)
     assert short.useful_flops == whole.useful_flops
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_code_without_dropout_is_the_model_without() -> None:
+    """The step is probed in the code that was compiled with dropout; nothing is traced again."""
+    from step.test_step import ROWS
+
+    model = FAMILIES["bert"].model(dropout=0.3, hidden_size=32, num_attention_heads=2).train()
+    plain = copy.deepcopy(model)
+    step = make_step(model)
+    launching.compile_layers(step.execution, fused=True, note=pytest.fail)
+    batch = ROWS.batch(9)
+    step.probe(batch)
+    traced = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    found = step.probe(batch)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == traced
+    for module in plain.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    expected = make_step(plain).probe(batch)
+    assert difference(found.losses_N, expected.losses_N) < MODEL_FP32
+    pairs = zip(found.gradients, expected.gradients, strict=True)
+    whole = [torch.cat([gradient.flatten() for gradient in each]) for each in zip(*pairs, strict=True)]
+    assert difference(*whole) < MODEL_FP32
+    assert step.execution.left_out.attention

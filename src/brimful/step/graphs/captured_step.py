@@ -56,9 +56,7 @@ class CapturedStep(Step):
 
     def run(self, batch: Batch) -> Pending:
         """One step, replayed where its shapes have been met before."""
-        if self._kernels_wait:
-            self._kernels_wait = False
-            self.compile_kernels(batch)
+        self._prepare(batch)
         if not self._graphs.enabled:
             return super().run(batch)
         if not self._graphs.meet(micro.shape for micro in batch.micro_batches):
@@ -66,15 +64,18 @@ class CapturedStep(Step):
                 return super().run(batch)
         return self._replayed(batch) or super().run(batch)
 
+    def _prepare(self, batch: Batch) -> None:
+        """Compile kernels together, before the first pass."""
+        if self._kernels_wait:
+            self._kernels_wait = False
+            self.compile_kernels(batch)
+
     def _replayed(self, batch: Batch) -> Pending | None:
         whole = len(batch.micro_batches) == 1 and self.update.on_device
         return self._whole(batch) if whole else self._pieces(batch)
 
     def _probed(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """As `Step` has it, replayed: from graphs that are recorded for it, and dropped with what dropout they have."""
-        if self._kernels_wait:
-            self._kernels_wait = False
-            self.compile_kernels(batch)
         if not self._graphs.enabled:
             return super()._probed(batch)
         self._graphs.clear()
@@ -90,7 +91,7 @@ class CapturedStep(Step):
             return list(pending.rows), [gradient.clone() for gradient in self._kept]
         finally:
             self._probing, self._kept = False, []
-            self._graphs.clear()
+            self._graphs.free()
 
     def load_state(self, state: StepState) -> None:
         """As `Step` does. Graphs hold the addresses of what is replaced, and are captured anew."""
