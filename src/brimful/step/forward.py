@@ -23,12 +23,21 @@ from brimful.models.packed.packed_forward import LayoutModel
 from brimful.step.precision import Precision
 from brimful.step.recovery import until_it_fits
 
+#: Given numbers of a window's rows, their logits (M, C) computed in another way.
+Again = Callable[[np.ndarray], np.ndarray]
+
 
 class PendingLogits:
-    """Logits of a window on their way to the host."""
+    """Logits of a window on their way to the host.
 
-    def __init__(self, read_back: ReadBack, rows: list[np.ndarray], num_rows: int, host_s: float) -> None:
+    again: computes rows whose logits are all NaN in another way; None where these are what the model gives.
+    """
+
+    def __init__(
+        self, read_back: ReadBack, rows: list[np.ndarray], num_rows: int, host_s: float, again: Again | None = None
+    ) -> None:
         self._read_back, self._rows, self._num_rows, self._host_s = read_back, rows, num_rows, host_s
+        self._again = again
 
     @property
     def busy_s(self) -> float:
@@ -40,7 +49,10 @@ class PendingLogits:
         found = self._read_back.wait().numpy()
         logits_NC = np.full((self._num_rows, found.shape[1]), np.nan, dtype=np.float32)
         if self._rows:
-            logits_NC[np.concatenate(self._rows)] = found
+            rows = np.concatenate(self._rows)
+            logits_NC[rows] = found
+            if self._again is not None and len(without := np.sort(rows[np.isnan(found).all(axis=1)])):
+                logits_NC[without] = self._again(without)
         return logits_NC
 
 
@@ -104,7 +116,11 @@ class Forward:
             logits_MC = torch.cat(found) if found else torch.zeros(0, self.num_outputs, device=device)
             read_back = ReadBack(logits_MC, since=since, blocking=True)
         host_s = 0.0 if device.type == "cuda" else time.perf_counter() - began
-        return PendingLogits(read_back, rows, len(tokens), host_s)
+        return PendingLogits(read_back, rows, len(tokens), host_s, self._again(tokens))
+
+    def _again(self, tokens: Tokens) -> Again | None:
+        """Computes rows of a window in another way, where NaN may say that they must be."""
+        return None
 
     def _passes(self, tokens: Tokens) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Rows of each micro-batch, and its logits (S, C): those of rows come first."""

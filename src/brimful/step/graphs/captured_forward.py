@@ -9,9 +9,13 @@ Shapes depend on the window alone, and so do its results: not on what came befor
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from brimful.data.batches.packing import Piece, cut_window
@@ -19,8 +23,8 @@ from brimful.data.batches.padding import cut_padded_window
 from brimful.data.tokens.encoder import Tokens, ranges
 from brimful.kernels.layout import PackedShape, pack_numbers, pad_numbers, unpack_numbers, unpad_numbers
 from brimful.kernels.precompile import precompiled
-from brimful.models.packed.packed_forward import LayoutModel
-from brimful.step.forward import Forward, chunks
+from brimful.models.packed.packed_forward import LayoutModel, PaddedModel
+from brimful.step.forward import Again, Forward, PendingLogits, chunks
 from brimful.step.graphs.cache import GraphCache, Recorder
 from brimful.step.precision import Precision
 
@@ -156,11 +160,34 @@ class PaddedForward(_GraphForward):
         note: Callable[[str], None],
     ) -> None:
         super().__init__(execution, precision, max(budget, longest), recorder, note)
-        self._longest, self._padding_id = longest, padding_id
+        self._longest, self._padding_id, self._eager = longest, padding_id, False
+        self._lock = threading.RLock()  # rows that are computed again are, where they are waited for
 
     def windows(self, lengths_N: np.ndarray) -> Iterator[np.ndarray]:
         """As `Forward` has it."""
         return chunks(lengths_N, _BUDGETS * self._budget, len(lengths_N))
+
+    def submit(self, tokens: Tokens) -> PendingLogits:
+        """As `Forward` has it."""
+        with self._lock:
+            return super().submit(tokens)
+
+    def _again(self, tokens: Tokens) -> Again | None:
+        """An eager pass, where what a graph takes for granted may not be true of some rows."""
+        decides = isinstance(self.execution, PaddedModel) and self.execution.decisions is not None
+        return partial(self._eagerly, tokens) if decides and self._graphs.enabled and not self._eager else None
+
+    def _eagerly(self, tokens: Tokens, rows: np.ndarray) -> np.ndarray:
+        device = self.precision.device
+        with self._lock, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self._eager = True
+            try:
+                found_MC = self.submit(tokens.take(rows)).result()
+            finally:
+                self._eager = False
+            if not np.isnan(found_MC).all():
+                self._graphs.stop("what the model's code decides on the host is not the same for all rows of one shape")
+        return found_MC
 
     def _passes(self, tokens: Tokens) -> Iterator[tuple[np.ndarray, Tensor]]:
         for num_rows, length, rows in cut_padded_window(tokens.lengths, self._budget, self._longest):
@@ -181,7 +208,7 @@ class PaddedForward(_GraphForward):
             return self._logits_SC(unpad_numbers(given, num_rows, length))
 
         key, graph = (num_rows, length, len(numbers)), None
-        if self._graphs.meet([key]):
+        if not self._eager and self._graphs.meet([key]):
             graph = self._graphs.find(key, compute, numbers)
         if graph is not None:
             return graph.replay(numbers)[: len(rows)].clone()
