@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -13,7 +14,7 @@ from brimful.step.graphs.cache import GraphCache
 
 
 class CpuRecorder:
-    """Records as `GraphPool` does. refusal: what a capture fails with."""
+    """Records as `GraphPool` does. refusal: what a capture fails with. is_capturing: whether it records or replays."""
 
     device = torch.device("cpu")
 
@@ -21,6 +22,7 @@ class CpuRecorder:
         self.num_recorded = self.num_renewed = 0
         self.caches: WeakSet[GraphCache] = WeakSet()
         self.refusal: str | None = None
+        self.is_capturing = False
 
     def renew(self) -> None:
         """Counted alone: nothing is shared."""
@@ -30,9 +32,17 @@ class CpuRecorder:
         """The recorded computation, and the tensors that a replay writes. Until then these hold nothing of use."""
         if self.refusal is not None:
             raise RuntimeError(self.refusal)
-        outputs = pytree.tree_map(torch.zeros_like, compute())
+        captured = partial(self._capture, compute)
+        outputs = pytree.tree_map(torch.zeros_like, captured())
         self.num_recorded += 1
-        return _Recorded(compute, outputs), outputs
+        return _Recorded(captured, outputs), outputs
+
+    def _capture(self, compute: Callable[[], Any]) -> Any:
+        self.is_capturing = True
+        try:
+            return compute()
+        finally:
+            self.is_capturing = False
 
 
 class _Recorded:

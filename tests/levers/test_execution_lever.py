@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from brimful.core.errors import OptionError
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.optimizer import Optimizer
+from brimful.models.packed.packed_forward import PaddedModel
 from brimful.step.updates.torch_update import TorchUpdate
 from levers.assemblies import EQUIVALENCE, assembly_of
+from models.packed.test_host_reads import longformer, t5
 from tiny import FAMILIES
 
 
@@ -45,6 +48,22 @@ def test_padded_rows_are_captured(num_tokens: int, value: str, training: bool) -
     assembly.levers[Optimizer] = Optimizer(value="sgd")
     mode = ExecutionMode.choose(assembly)
     assert (mode.value, mode.fused) == (value, False)
+
+
+@pytest.mark.parametrize(("make", "value"), [(t5, "compiled"), (longformer, "captured")])
+@pytest.mark.parametrize("training", [False, True])
+def test_layers_are_compiled_where_the_host_is_needed_between_them_only(
+    make: Callable[[], Any], value: str, training: bool
+) -> None:
+    """T5 counts end tokens in its head; layers of Longformer list tokens with global attention."""
+    padded = replace(EQUIVALENCE, packed=False)
+    assembly = assembly_of(make(), training=training, device="cuda", num_tokens=10**14, equivalence=padded)
+    assembly.levers[Optimizer] = Optimizer(value="sgd")
+    assembly.execution = PaddedModel(assembly.model)
+    mode = ExecutionMode.choose(assembly)
+    assert mode.value == value
+    replace(mode, value="captured").apply(assembly)
+    assert assembly.execution.decisions is not None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -44,9 +44,9 @@ class ForwardContext:
     (docs/concepts/exactness.md). float8: the products that are taken in fp8. side_stream: where gradients of weights
     may be computed. compiled: False to run compiled layers as they were. seeded_dropout: whether dropout of a model's
     own code is drawn by sites too: in layers that are recomputed. keeps_all: True where dropout of our kernels keeps
-    all, in the same compiled code. inputs: the packed row, where it is one. attention: what attention is told, for
-    layers that do not hand it on. pooled_S: places of the tokens that what follows attention in the last layer is
-    given, None for all.
+    all, in the same compiled code. inputs: the packed row, where it is one. outside: within it compiled layers are
+    called, outside of modes that look on. attention: what attention is told, for layers that do not hand it on.
+    pooled_S: places of the tokens that what follows attention in the last layer is given, None for all.
     sites: of dropout. layer, places: the layer that runs, and the numbers of its uses of dropout.
     """
 
@@ -57,6 +57,7 @@ class ForwardContext:
     seeded_dropout: bool = False
     keeps_all: bool = False
     inputs: PackedInputs | None = None
+    outside: Callable[[], AbstractContextManager[None]] = nullcontext
     attention: Any = None
     pooled_S: Tensor | None = None
     sites: DropoutSites = field(default_factory=DropoutSites)

@@ -95,7 +95,7 @@ class ExecutionMode(Lever):
             return cls(value="eager", reason="asked for" if asked == "eager" else verdict.because)
         has_layers = bool(lists_to_compile(assembly))
         if asked == "compiled" and not has_layers:
-            because = "the model has no list of layers of its own"
+            because = "the model has no list of layers of its own, or the host is needed in them"
             raise OptionError(f"--execution compiled does not work here: {because}", hint="use captured")
         if asked != "auto":
             return cls(value=asked, reason="asked for", fused=fused)
@@ -113,7 +113,7 @@ class ExecutionMode(Lever):
         if not has_layers or saved_s < compile_s:
             against = f"compiling would save about {saved_s:.0f} s of this run and take {compile_s:.0f} s"
             if not has_layers:
-                against = "there is no list of layers to compile, or the host decides in them by numbers of the device"
+                against = "there is no list of layers to compile, or the host is needed in them"
             return cls(value="captured", reason=f"one launch a step; {against}", fused=fused)
         return cls(value="compiled", reason="one launch a step, with element-wise work fused by layer", fused=fused)
 
@@ -130,7 +130,7 @@ class ExecutionMode(Lever):
         """Compile the model's layers in place, if that was chosen. Compilation itself waits for the first step."""
         execution = assembly.execution
         if self.captured and isinstance(execution, PaddedModel) and assembly.fact(recording_of).with_decisions:
-            execution.decisions = HostDecisions()
+            execution.decisions = HostDecisions(assembly.device)
         if not self.compiled or execution is None:
             return
         if isinstance(execution, PackedModel):
@@ -165,7 +165,7 @@ def recording_of(assembly: Assembly) -> Recording:
 def lists_to_compile(assembly: Assembly) -> list[nn.ModuleList]:
     """Return the lists of layers that would be compiled: of a packed model one, of a padded one its decoder's too."""
     if not assembly.lever(Packing).packed:  # the compiler does not see what is asked in the midst of a layer
-        return [] if assembly.fact(recording_of).with_decisions else layer_lists(assembly.model)
+        return layer_lists(assembly.model) if assembly.fact(recording_of).compilable else []
     layers = layers_of(assembly.model)
     return [] if layers is None else [layers]
 

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from brimful.kernels.layout import PaddedInputs, padded_inputs
+from brimful.models.model_stats import layer_lists
 from brimful.models.packed import packed_forward
-from brimful.models.packed.host_decisions import HostDecisions
+from brimful.models.packed.host_decisions import HostDecisions, HostNeededError
 from brimful.models.packed.packed_forward import PaddedModel
 from models.packed.test_host_reads import longformer, t5
 
 END = 2
+TESTS = Path(__file__).parents[2]
 
 
 def rows_of(lengths: list[int], seed: int, ends: int = 1) -> PaddedInputs:
@@ -74,15 +84,23 @@ def test_a_shape_without_recorded_decisions_is_refused(capturing: Callable[[bool
     decided = PaddedModel(without_dropout(t5()))
     decided.decisions = HostDecisions()
     capturing(True)
-    with pytest.raises(RuntimeError, match="no pass over rows of this shape was recorded"):
+    with pytest.raises(HostNeededError, match="no pass over rows of this shape was recorded"):
         decided(rows_of([5, 17], 0))
 
 
-def test_a_model_that_is_only_read_decides_for_itself(capturing: Callable[[bool], None]) -> None:
-    decided = PaddedModel(t5().eval())
+def test_a_model_that_is_only_read_has_decisions_of_its_own(capturing: Callable[[bool], None]) -> None:
+    """Code may ask for other numbers in eval mode than in train mode."""
+    decided = PaddedModel(without_dropout(t5()))
     decided.decisions = HostDecisions()
+    decided(rows_of([5, 17], 0))
+    decided.model.eval()
     capturing(True)
-    assert decided(rows_of([5, 17], 0)).logits.isfinite().all()
+    with pytest.raises(HostNeededError, match="no pass over rows of this shape was recorded"):
+        decided(rows_of([5, 17], 0))
+    capturing(False)
+    decided(rows_of([5, 17], 0))
+    capturing(True)
+    assert decided(rows_of([17, 9], 1)).logits.isfinite().all()
 
 
 def test_more_questions_than_were_answered_are_refused() -> None:
@@ -97,5 +115,45 @@ def test_more_questions_than_were_answered_are_refused() -> None:
     with decisions.granted("a shape") as truths:
         assert ask(2) == [3, 3]
     assert [bool(truth) for truth in truths] == [False, False]
-    with pytest.raises(RuntimeError, match="reads more of the device"), decisions.granted("a shape"):
+    with pytest.raises(HostNeededError, match="reads more of the device"), decisions.granted("a shape"):
         ask(3)
+
+
+PASSES = """
+import json, sys
+from models.packed.pretend_passes import differences
+print(json.dumps(differences()))
+"""
+
+
+def test_captured_passes_need_nothing_of_the_host() -> None:
+    """On a device that refuses it as a GPU does, without decisions and constants; with them logits and gradient of
+    another batch are the plain model's. It is torch's for a whole process."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-c", PASSES], capture_output=True, text=True, cwd=TESTS, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 8
+    for name, (refused, logits, gradient) in found.items():
+        assert refused, name
+        assert max(logits, gradient) < 1e-5, name
+
+
+def test_layers_that_are_compiled_are_left_alone() -> None:
+    """Nobody looks on while they run; before and after them somebody does."""
+    model = without_dropout(t5())
+    decided, seen = PaddedModel(model), []
+    decided.decisions = HostDecisions()
+    for layers in layer_lists(model):
+        for layer in layers:
+            layer._compiled_call_impl = partial(_called, layer, seen)
+    expected = decided(rows_of([5, 17], 0)).logits
+    assert seen == [0] * 4
+    assert torch.equal(PaddedModel(model)(rows_of([5, 17], 0)).logits, expected)
+
+
+def _called(layer: Any, seen: list[int], *args: Any, **kwargs: Any) -> Any:
+    seen.append(len(_get_current_dispatch_mode_stack()) + len(_get_current_function_mode_stack()))
+    return layer._call_impl(*args, **kwargs)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 from brimful.models.packed.host_reads import Recording, how_recorded
 from tiny import FAMILIES
@@ -46,13 +47,42 @@ def test_models_without_such_code_can_be_recorded(training: bool) -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("make", [t5, longformer])
-def test_code_that_decides_by_numbers_of_the_device_can_with_its_decisions(make: Callable[[], Any]) -> None:
-    """End tokens are counted, tokens with global attention listed: the same in all batches of a shape."""
-    assert how_recorded(make(), 64, training=True) == Recording(with_decisions=True)
-    why_not = how_recorded(make(), 64, training=False).why_not
-    assert why_not is not None
-    assert "the host must look at numbers of the device in each pass" in why_not
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("make", "compilable"), [(t5, True), (longformer, False)])
+def test_code_that_decides_by_numbers_of_the_device_can_with_its_decisions(
+    make: Callable[[], Any], compilable: bool, training: bool
+) -> None:
+    """End tokens are counted, by the head; tokens with global attention listed, by layers: the same in all batches of a
+    shape."""
+    assert how_recorded(make(), 64, training=training) == Recording(with_decisions=True, compilable=compilable)
+
+
+def number(states: Tensor) -> Tensor:
+    return states * torch.tensor(0.5, device=states.device)
+
+
+def table(states: Tensor) -> Tensor:
+    return states + torch.arange(states.shape[1])[:, None].to(states)
+
+
+def columns(states: Tensor) -> Tensor:
+    return states + states[:, :, [1]]
+
+
+def choice(states: Tensor) -> Tensor:
+    return torch.where(states > 0, states, torch.tensor(0.1))
+
+
+@pytest.mark.parametrize("copy", [number, table, columns, choice])
+@pytest.mark.parametrize("in_layers", [False, True])
+def test_code_that_copies_the_hosts_numbers_to_the_device_can_with_these(
+    copy: Callable[[Tensor], Tensor], in_layers: bool
+) -> None:
+    model = FAMILIES["bert"].model()
+    place = model.bert.encoder.layer[0].output if in_layers else model.bert.embeddings
+    place.register_forward_hook(lambda *given: copy(given[2]))
+    expected = Recording(with_decisions=True, compilable=not in_layers)
+    assert how_recorded(model, 64, training=True) == expected
 
 
 def test_code_that_decides_otherwise_in_other_batches_cannot() -> None:

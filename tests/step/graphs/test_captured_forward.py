@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,11 @@ import torch
 
 from brimful.data.tokens.encoder import Tokens, offsets_of
 from brimful.levers.precision import choose_precision
+from brimful.models.packed import packed_forward
+from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 from brimful.step.graphs.captured_forward import PackedForward, PaddedForward
+from models.packed.test_host_reads import t5
 from recorder import CpuRecorder
 from tiny import FAMILIES, pair_types, sequences
 
@@ -59,7 +63,7 @@ def alone(model: Any, tokens: Tokens) -> np.ndarray:
     return np.stack(rows)
 
 
-def make_padded(model: Any, recorder: CpuRecorder | None) -> PaddedForward:
+def make_padded(model: Any, recorder: CpuRecorder | None, note: Callable[[str], None] = pytest.fail) -> PaddedForward:
     return PaddedForward(
         PaddedModel(model, "eager"),
         choose_precision("fp32", CPU),
@@ -67,7 +71,7 @@ def make_padded(model: Any, recorder: CpuRecorder | None) -> PaddedForward:
         longest=32,
         padding_id=model.config.pad_token_id,
         recorder=recorder,
-        note=pytest.fail,
+        note=note,
     )
 
 
@@ -82,6 +86,34 @@ def test_padded_windows_are_answered_as_each_text_alone(family: str, with_types:
         with torch.inference_mode():
             np.testing.assert_allclose(found, alone(model, tokens), rtol=1e-4, atol=1e-5)
     assert recorder.num_recorded > 1
+
+
+def texts_of(lengths: list[int], seed: int, ends: int = 1) -> Tokens:
+    """Texts with so many end tokens each."""
+    random = np.random.default_rng(seed)
+    ids = [np.append(random.integers(5, 99, length - ends), [2] * ends) for length in lengths]
+    truncated = np.zeros(len(ids), np.bool_)
+    return Tokens(
+        ids=np.concatenate(ids).astype(np.int32), offsets=offsets_of(np.array(lengths)), types=None, truncated=truncated
+    )
+
+
+def test_rows_with_other_decisions_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that counts end tokens is captured for one in each row, and answers others eagerly from then on."""
+    model, recorder, notes = t5().eval(), CpuRecorder(), list[str]()
+    monkeypatch.setattr(packed_forward, "is_capturing", lambda: recorder.is_capturing)
+    forward = make_padded(model, recorder, notes.append)
+    assert isinstance(forward.execution, PaddedModel)
+    forward.execution.decisions = HostDecisions()
+    lengths = [9, 30, 4, 17, 5, 25]
+    for turn, ends in enumerate([1, 1, 1, 2, 2, 1]):
+        tokens = texts_of(lengths, turn, ends)
+        found = forward.submit(tokens).result()
+        with torch.inference_mode():
+            np.testing.assert_allclose(found, alone(model, tokens), rtol=1e-4, atol=1e-5)
+        assert bool(recorder.num_recorded) == (turn > 0)
+        assert len(notes) == (turn > 2)
+    assert "what the model's code decides on the host is not the same for all rows of one shape" in notes[0]
 
 
 @pytest.mark.parametrize(

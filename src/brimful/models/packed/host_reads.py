@@ -1,8 +1,10 @@
-"""Finds out whether a model's code needs the host to look at numbers of the device, or draws on the host.
+"""Finds out whether a model's code needs the host to look at numbers of the device, copies the host's own there, or
+draws on the host.
 
 Such a forward cannot be recorded as it is: the host would have to wait, and what it decided or drew would be frozen.
-One layer of each kind is traced forward and backward on tensors without numbers, where looking at one is an error. What
-is looked at may be the same in all batches of one shape, and is then taken for granted (`host_decisions`).
+One layer of each kind is traced forward and backward on tensors without numbers, where looking at one is an error, and
+copying to them is seen. What is looked at or copied may be the same in all batches of one shape, and is then taken for
+granted (`host_decisions`).
 """
 
 from __future__ import annotations
@@ -10,23 +12,28 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from brimful.core.errors import printable
+from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layout import PaddedInputs, map_tensors, padded_inputs
+from brimful.models.model_stats import layer_lists
 from brimful.models.packed.check_inputs import make_sequences, one_layer_of_each_kind
-from brimful.models.packed.host_decisions import HostDecisions
+from brimful.models.packed.host_decisions import HostDecisions, HostNeededError
 from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
 
 #: Attributes of modules with a probability by which the host leaves out whole layers.
@@ -38,10 +45,12 @@ class Recording:
     """Answer to whether padded passes of a model can be recorded and replayed.
 
     why_not: the reason that they cannot; None if they can. with_decisions: they can with `HostDecisions` alone.
+    compilable: whether the host is needed between layers at most, and not in them.
     """
 
     why_not: str | None = None
     with_decisions: bool = False
+    compilable: bool = True
 
 
 def how_recorded(model: Any, max_length: int, *, training: bool) -> Recording:
@@ -55,42 +64,97 @@ def how_recorded(model: Any, max_length: int, *, training: bool) -> Recording:
     small = one_layer_of_each_kind(model).cpu().train(training)
     try:
         before = _host_streams()
-        why_not = _what_is_read(copy.deepcopy(small), None, max_length, backward=training)
+        why_not = _why_the_host(small, None, max_length)
         if _host_streams() != before:
             return Recording(why_not="the host draws random numbers in each pass")
-        if why_not is None or not training:
-            return Recording(why_not=why_not)
+        if why_not is None:
+            return Recording()
         decisions = _decisions(small, max_length)
         if decisions is None:
             return Recording(why_not=f"{why_not}, and finds others in other batches")
-        left = _what_is_read(small, decisions, max_length, backward=True)
-        return Recording(why_not=left, with_decisions=left is None)
-    except Exception as failure:  # whatever a model's code does not do with such tensors
+        left = _why_the_host(small, decisions, max_length)
+        if left is not None:
+            return Recording(why_not=left)
+        in_layers = _why_the_host(small, decisions, max_length, pause_in_layers=True)
+        return Recording(with_decisions=True, compilable=in_layers is None)
+    except Exception as failure:
         return Recording(why_not=f"it could not be traced: {type(failure).__name__}: {printable(failure, 100)}")
     finally:
         model.config._attn_implementation = was
 
 
-def _what_is_read(small: Any, decisions: HostDecisions | None, max_length: int, *, backward: bool) -> str | None:
-    """Return what the host must know of the device in one pass, None if nothing, with tensors that have no numbers.
+#: Devices of tensors without numbers, and what weights are cast to. Only such as are not on the CPU show what is copied
+#: to them; grouped products are for half precision there, and some operators for the CPU only.
+_TRACED = (("meta", None), ("meta", torch.bfloat16), ("cpu", None))
 
-    decisions: made of such a pass before. The module's own tensors are replaced.
+
+def _why_the_host(
+    small: Any, decisions: HostDecisions | None, max_length: int, *, pause_in_layers: bool = False
+) -> str | None:
+    """Return what the host is needed for in one pass, backward too where the model is in training; None for nothing.
+
+    decisions: made of such a pass before. pause_in_layers: they are not for what is in layers.
     """
-    inputs = _batches(small.config, max_length)[0]
-    execution = PaddedModel(small)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(backward):
-        for module in small.modules():
-            owned: tuple[Any, ...] = (module._parameters, module._buffers)
-            for tensors in owned:
-                tensors.update({name: mode.from_tensor(t) for name, t in tensors.items() if t is not None})
+    failure: Exception | None = None
+    for name, dtype in _TRACED:
+        device, traced = torch.device(name), copy.deepcopy(small).to(dtype)
+        execution = PaddedModel(traced)
+        if pause_in_layers:
+            for layer in (layer for layers in layer_lists(traced) for layer in layers):
+                layer._compiled_call_impl = layer._call_impl
+        granted = HostDecisions(device) if decisions is None else decisions.on(device)
         try:
-            with nullcontext() if decisions is None else decisions.granted(None):
-                logits = execution(map_tensors(inputs, mode.from_tensor)).logits
-            if backward:
-                logits.sum().backward()  # type: ignore[no-untyped-call]
+            _trace(traced, execution, granted, max_length, decided=decisions is not None)
+        except HostNeededError as needed:
+            return str(needed)
         except (DataDependentOutputException, DynamicOutputShapeException) as read:
             return f"the host must look at numbers of the device in each pass ({printable(read.func)})"
-    return None
+        except Exception as failed:  # whatever a model's code does not do with such tensors
+            failure = failed
+            continue
+        return None
+    assert failure is not None
+    raise failure
+
+
+def _trace(traced: Any, execution: PaddedModel, granted: HostDecisions, max_length: int, *, decided: bool) -> None:
+    """One pass on tensors without numbers. The module's own tensors are replaced."""
+    inputs, device, backward = _batches(traced.config, max_length)[0], granted.device, traced.training
+    host: Any = _HostIsReal()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, host, torch.set_grad_enabled(backward):
+
+        def without_numbers(tensor: Tensor) -> Tensor:
+            found: Tensor = mode.from_tensor(tensor.detach().to(device))
+            return found
+
+        for module in traced.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    there = nn.Parameter(without_numbers(parameter), requires_grad=parameter.requires_grad)
+                    module._parameters[name] = there
+            module._buffers.update({n: without_numbers(b) for n, b in module._buffers.items() if b is not None})
+        given = map_tensors(inputs, without_numbers)
+        with granted.traced(None) if decided else granted.refused():
+            logits = execution(given, ForwardContext(outside=granted.paused)).logits
+        if backward:
+            with granted.refused():
+                logits.sum().backward()  # type: ignore[no-untyped-call]
+
+
+class _HostIsReal(TorchDispatchMode):
+    """Operators that neither are given tensors without numbers nor make some work with numbers, as in a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        if on_host and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
 
 
 def _decisions(small: Any, max_length: int) -> HostDecisions | None:

@@ -55,7 +55,8 @@ class LayerCall:
             context = context.layer(self._number)
         compiled = self.compiled if context.compiled else None
         dropout = _own_dropout() if compiled is None and context.seeded_dropout else nullcontext()
-        with context.active(), self._shortened(context), dropout:
+        outside = nullcontext() if compiled is None else context.outside()
+        with context.active(), self._shortened(context), dropout, outside:
             return (compiled or module._call_impl)(*args, **kwargs)
 
     @contextmanager

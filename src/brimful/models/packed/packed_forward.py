@@ -145,8 +145,8 @@ class LayoutModel:
 class PaddedModel(LayoutModel):
     """The plain Hugging Face forward on padded rows.
 
-    decisions: of its code on the host, where training is to be captured and these depend on numbers of the device. Then
-    logits of a captured pass are NaN where a decision would be another one.
+    decisions: of its code on the host, where passes are to be captured and these depend on numbers of the device, or
+    numbers of the host are copied there. Then logits of a captured pass are NaN where a decision would be another one.
     """
 
     packed = False
@@ -173,21 +173,23 @@ class PaddedModel(LayoutModel):
         given = {"input_ids": inputs.ids_RL, "attention_mask": inputs.mask_RL, **types, **self._settings}
         if any(_needs_context(layer) for layer in self._layers):
             place_calls(self._layers, None, None)
-        running = (context or ForwardContext()).active()
-        with refusals(self.model.config.model_type, inputs), running, many_compiled_forms(self._layers):
+        context = context or ForwardContext()
+        if self.decisions is not None:
+            context = replace(context, outside=self.decisions.paused)
+        with refusals(self.model.config.model_type, inputs), context.active(), many_compiled_forms(self._layers):
             return ForwardOutputs(logits=self._logits(given))
 
     def _logits(self, given: dict[str, Any]) -> Tensor:
         found: Tensor
-        if self.decisions is None or not self.model.training:
+        if self.decisions is None:
             found = self.model(**given).logits
             return found
-        shape = tuple(given["input_ids"].shape)
+        key = (self.model.training, tuple(given["input_ids"].shape))
         if not is_capturing():
-            with self.decisions.recorded(shape):
+            with self.decisions.recorded(key):
                 found = self.model(**given).logits
             return found
-        with self.decisions.granted(shape) as truths:
+        with self.decisions.granted(key) as truths:
             found = self.model(**given).logits
         return torch.where(torch.stack(truths).all(), found, math.nan) if truths else found
 
