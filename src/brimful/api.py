@@ -50,7 +50,7 @@ _OF_A_FILE = (
     *("model", "data", "header", "column_names", "delimiter", "encoding", "sheet", "limit", "output", "text_column"),
     *("pair_column", "labels"),
     *("hypothesis_template", "multi_label", "top_k", "threshold", "logits", "resume", "max_errors", "shard_rows"),
-    *("verify", "report", "json", "num_gpus"),
+    *("verify", "overwrite", "report", "json", "num_gpus"),
 )
 
 

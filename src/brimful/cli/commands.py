@@ -108,6 +108,10 @@ def _run(name: str, words: list[str]) -> None:
     from brimful.cli.flags import parse_options
 
     options = parse_options(name, words)
+    if name in ("train", "classify", "evaluate", "profile"):
+        from brimful.engine.early import check_early
+
+        check_early(options)
     from brimful.core.phases import Phases, process_began
     from brimful.reports.terminal import Terminal
 

@@ -102,7 +102,8 @@ class Classification:
     """One pass of a classifier over a file: everything needed to repeat and to explain it.
 
     labels: what answers can be; of zero-shot the candidate labels, where each row has its own those that were given.
-    wall_s: seconds from the first row read to the last one written. start_s: seconds before it: loading and proving.
+    wall_s: seconds from the first row read to the last one written. start_s: seconds before it: loading and checking;
+    verify_s: of these, comparing with the plain model, None without a comparison.
     limit: the slowest stage. mfu: FLOPs of real tokens over the datasheet's peak.
     notes: what was guessed of the model, decided about the input's files and left out of them (keys of JSON), since
     this process began.
@@ -127,6 +128,7 @@ class Classification:
     max_length_reason: str | None = None
     notes: tuple[str, ...] = ()
     start_s: float | None = None
+    verify_s: float | None = None
     wall_s: float | None = None
     texts_per_s: float | None = None
     tokens_per_s: float | None = None

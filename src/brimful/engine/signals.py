@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -13,11 +14,13 @@ _STOPS = (signal.SIGINT, signal.SIGTERM)
 class StopSignals:
     """While open, the first signal to stop is remembered in `received`; a second Ctrl-C interrupts at once.
 
+    tell: called at the first one, to answer it before the loop gets to it.
     Outside the main thread, where signals cannot be handled, it hears nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
         self.received: int | None = None
+        self._tell = tell
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -32,4 +35,6 @@ class StopSignals:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = self.received or number
+        if self.received is None:
+            self.received = number
+            self._tell()

@@ -50,7 +50,9 @@ def _pass(record: Classification) -> list[str]:
     if said := ", ".join(said for value, said in rates if value is not None):
         lines.append("  " + said)
     if record.start_s is not None:
-        lines.append(f"  {seconds_text(record.start_s)} before it: loading and checking the model")
+        checked = f", of which {seconds_text(record.verify_s)} comparing with the plain model (--verify)"
+        before = f"  {seconds_text(record.start_s)} before it: loading the model"
+        lines.append(before + (checked if record.verify_s else ""))
     if record.resumed_rows:
         lines.append(f"  resumed after {record.resumed_rows:,} rows of an interrupted run")
     if peak := memory_text(record.peak_bytes):
@@ -75,7 +77,7 @@ def concerns(record: Classification) -> list[str]:
     said = list(record.notes)
     if record.fallback is not None:
         said.append(f"a slower path ran than planned: {record.fallback}")
-    if compared(record) is None and record.options.get("verify"):
+    if compared(record) is None and record.options.get("verify") != 0:
         said.append(f"nothing was compared with the plain model: {_NOTHING_TO_COMPARE}")
     if found is not None and not found.passed:
         said.append(f"the equivalence check was not passed: {equivalence_text(record, found)}")
@@ -219,7 +221,7 @@ def compared(record: Classification) -> AnswerEquivalence | None:
 
 def unchecked_text(record: Classification) -> str:
     """State why no row was compared."""
-    return _NOTHING_TO_COMPARE if record.options.get("verify") else "--verify"
+    return _NOTHING_TO_COMPARE if record.options.get("verify") != 0 else "--verify"
 
 
 def equivalence_text(record: Classification, found: AnswerEquivalence) -> str:

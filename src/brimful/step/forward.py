@@ -62,11 +62,13 @@ class Forward:
     A window that memory runs out in is computed again, in smaller pieces; so are all that follow.
 
     compiled: False to run layers as they were before they were compiled. where: what the pass is part of. hear: called
-    with each time that memory ran out, once the window is under way.
+    with each time that memory ran out, once the window is under way. after_pass: called after each micro-batch; it may
+    raise, to leave a window undone.
     """
 
     compiled = True
     where: Work = "classification"
+    after_pass: Callable[[], None] | None = None
 
     def __init__(self, execution: LayoutModel, precision: Precision) -> None:
         self.execution, self.precision = execution, precision
@@ -111,6 +113,8 @@ class Forward:
         began, rows, found = time.perf_counter(), [], []
         with torch.inference_mode():
             for members, logits_SC in self._passes(tokens):
+                if self.after_pass is not None:
+                    self.after_pass()
                 rows.append(members)
                 found.append(logits_SC[: len(members)])
             logits_MC = torch.cat(found) if found else torch.zeros(0, self.num_outputs, device=device)

@@ -193,6 +193,7 @@ def test_a_machine_without_triton(tmp_path: Path) -> None:
     assert done.stdout == "whole\n", done.stderr
 
 
+@pytest.mark.filterwarnings("ignore:no evaluation row", "ignore:.* different labels in different rows")
 def test_many_labels(plain_model: Path, tmp_path: Path) -> None:
     """Nearly as many classes as rows, where the task is given; and 60 numbered classes, with a warning."""
     rows = [{"text": text, "label": f"L{i}"} for i, text in enumerate(texts(1100))]

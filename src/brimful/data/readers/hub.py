@@ -34,8 +34,10 @@ def load_hub(spec: str, otherwise: str) -> pa.Table:
     try:
         dataset = datasets.load_dataset(name, split=split or "train")
     except Exception as error:  # whatever the network, the hub and its files raise
+        unreachable = isinstance(error, ConnectionError) or "Couldn't reach" in str(error)
+        why = "cannot be reached" if unreachable else f"gave no such data set ({first_line(error)})"
         raise DataError(
-            f"there is no such file or folder, and the hub gave no such data set ({first_line(error)})",
+            f"there is no such file or folder, and the hub {why}",
             value=spec,
             hint=otherwise,
         ) from error

@@ -73,6 +73,21 @@ def check_output(path: Path, data: str, files: Iterable[Path] = ()) -> None:
     _check_not_matched(place, data)
 
 
+def check_replaced(path: Path, *, overwrite: bool, resume: bool) -> str | None:
+    """Check that no file of somebody else is replaced; a note where earlier results are.
+
+    Raises: OptionError.
+    """
+    place = parse_output(path)
+    if not place.single or resume or not place.path.is_file() or not place.path.stat().st_size:
+        return None
+    if place.manifest.exists() or place.folder.exists():
+        return f"{path_text(path)} holds the results of an earlier run, and is replaced at the end"
+    if overwrite:
+        return f"{path_text(path)} is replaced at the end (--overwrite)"
+    raise _refused(path, " is there already, and was not made by brimful", "give another name, or add --overwrite")
+
+
 def _check_apart(place: OutputPath, file: Path) -> None:
     """Check that `place` is no input file, holds none, and is not inside an input folder."""
     try:

@@ -35,8 +35,8 @@ from brimful.data.writers.output_path import parse_output
 from brimful.data.writers.row_files import TableFile, json_lines
 from brimful.data.writers.write_ahead_log import WriteAheadLog, logged_batches, shard_of
 
-#: Seconds of answers, about, that a kill costs at most.
-COMMIT_S = 30.0
+#: Seconds between commits; with a window's own, a kill costs about 30 seconds at most.
+COMMIT_S = 20.0
 
 _OURS = re.compile(rf"part-\d{{5,}}\.parquet|\.wal-\d+\.arrow|{re.escape(atomic_files.TEMPORARY)}.*")
 

@@ -11,7 +11,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from brimful.data.readers.sources import open_stream
 from brimful.data.readers.stream import RowStream
 from brimful.data.tokens.encoder import Tokens
 from brimful.data.tokens.token_stream import TokenStream, choose_workers
-from brimful.data.writers.output_path import check_output
+from brimful.data.writers.output_path import check_output, check_replaced
 from brimful.data.writers.shards import LineOutput, ShardedOutput
 from brimful.engine.classification.gpu_workers import GpuWorkers, job_of, other_gpus
 from brimful.engine.classification.request import (
@@ -47,7 +47,7 @@ from brimful.engine.classification.request import (
 )
 from brimful.engine.classification.runner import Checked, Runner, check_model
 from brimful.engine.classification.stages import Busy, Stages, run_stages
-from brimful.engine.classification.verify import verified_runner
+from brimful.engine.classification.verify import rows_to_compare, verified_runner
 from brimful.engine.classification.windows import Reading, Window, WindowSize, answered
 from brimful.engine.prepare import report_columns
 from brimful.engine.signals import StopSignals
@@ -72,7 +72,7 @@ _SAMPLE_TEXTS, _SAMPLE_ROWS, _SAMPLE_BYTES = 2048, 1 << 14, 4 << 20
 _STEP = 256
 #: Options that do not change an answer.
 _NOT_OF_AN_ANSWER = frozenset(
-    {"data", "output", "resume", "max_errors", "shard_rows", "report", "json", "num_workers", "num_gpus"}
+    {"data", "output", "overwrite", "resume", "max_errors", "shard_rows", "report", "json", "num_workers", "num_gpus"}
 )
 
 
@@ -108,13 +108,16 @@ def classify_file(
         log = OutOfMemoryLog(warn=callbacks.warning)
         mean_tokens = float(sample.num_tokens_N.mean()) if len(sample.num_tokens_N) else 0.0
         num_tokens = int(_expected_rows(given) * mean_tokens)
-        runner, equivalence, fallback = verified_runner(
+        num_compared = rows_to_compare(options.verify, given.precision.device.type, _expected_rows(given))
+        checked = verified_runner(
             *(given.checked, options, given.precision, request, given.sample),
             asked=sample,
+            num_compared=num_compared,
             num_tokens=num_tokens,
             callbacks=callbacks,
             hear=log,
         )
+        runner, equivalence = checked.runner, checked.equivalence
         if kept.counts.token_budget is not None:
             runner.forward.limit_to(kept.counts.token_budget)
         callbacks.recipe(runner.recipe)
@@ -122,7 +125,7 @@ def classify_file(
         run = _Pass(options, given, request, runner, gpu_workers, kept, callbacks, log.found)
         start_s = time.perf_counter() - began
         run.through()
-        record = run.record(command, equivalence, fallback, start_s)
+        record = replace(run.record(command, equivalence, checked.fallback, start_s), verify_s=checked.seconds)
         for path in kept.finish(record):
             callbacks.note(f"written: {path}")
         return record
@@ -147,6 +150,9 @@ class _Given:
 def _look(options: ClassifyOptions, callbacks: Callbacks) -> _Given:
     if options.output is not None:
         check_output(Path(options.output), options.data)
+        replaced = check_replaced(Path(options.output), overwrite=options.overwrite, resume=options.resume)
+        if replaced is not None:
+            callbacks.note(replaced)
     precision = choose_forward_precision(options.precision, choose_device(options.device))
     _check_num_gpus(options, precision)
     checked = check_model(options)
@@ -163,7 +169,7 @@ def _look(options: ClassifyOptions, callbacks: Callbacks) -> _Given:
     report_columns(reading.columns, callbacks)
     if reading.doubt is not None:
         callbacks.warning(reading.doubt)
-    sample, row_bytes = _first_texts(rows, reading, max(_SAMPLE_TEXTS, options.verify))
+    sample, row_bytes = _first_texts(rows, reading, max(_SAMPLE_TEXTS, options.verify or 0))
     return _Given(
         precision=precision,
         checked=checked,
@@ -279,6 +285,10 @@ def _fingerprint(checked: Checked) -> str:
     return digest.hexdigest()
 
 
+class _Stopped(Exception):  # noqa: N818  (it is not an error)
+    """A window left undone, as a signal to stop has come."""
+
+
 class _Pass:
     """One pass of all windows through all stages, and its counts."""
 
@@ -311,9 +321,14 @@ class _Pass:
         began = time.perf_counter()
         request, gpu_workers = self._request, self._gpu_workers
         given, per_row = self._given, request.sequences_per_row
-        size = WindowSize.on(given.precision.device.type, sequences_per_row=per_row, row_bytes=given.row_bytes)
+        size = WindowSize.on(
+            given.precision.device.type,
+            sequences_per_row=per_row,
+            row_bytes=given.row_bytes,
+            token_operations=2.0 * matmul_parameters(self._runner.model),
+        )
         chunks = self._rows.chunks(self._done)
-        with StopSignals() as stop, self._keeping():
+        with self._stop_signals() as stop, suppress(_Stopped), self._keeping():
             run_stages(
                 given.reading.windows(chunks, size, as_they_come=self._options.data == "-"),
                 tokenise=lambda window: request.submit(window.texts, self._stages.tokenise),
@@ -343,6 +358,18 @@ class _Pass:
             done = self._done + self._counts.num_rows
             hint = f"{error.hint}; --resume goes on after them"
             raise MemoryFullError(f"{error}; the answers of {done:,} rows are kept", hint=hint) from error
+
+    def _stop_signals(self) -> StopSignals:
+        """Signals to stop, answered at once; on a CPU the window that is computed is left undone."""
+        stop = StopSignals(lambda: self._callbacks.stage("stopping: what is answered is written"))
+
+        def leave() -> None:
+            if stop.received is not None:
+                raise _Stopped
+
+        if self._runner.precision.device.type == "cpu":
+            self._runner.forward.after_pass = leave
+        return stop
 
     def _write(self, window: Window, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> None:
         table, counts = answered(window, self._request, asked, logits_PC)

@@ -6,8 +6,9 @@ warned of and recorded.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,30 +27,59 @@ from brimful.tasks.answer_equivalence import compare_answers
 
 Logits = npt.NDArray[np.float32]
 
+#: Rows that are compared, and fewer on a CPU: one in so many, and so many at least.
+_COMPARED, _ONE_IN, _FEWEST_COMPARED = 256, 20, 16
 #: Tokens of a batch of the plain model.
 _REFERENCE_TOKENS = 4096
 
 
+@dataclass(frozen=True)
+class Verified:
+    """A runner, its comparison with the plain model, and why a slower path runs, if so. seconds: that it took."""
+
+    runner: Runner
+    equivalence: AnswerEquivalence | None
+    fallback: str | None
+    seconds: float | None
+
+
+def rows_to_compare(asked: int | None, device_type: str, num_rows: float) -> int:
+    """Rows to compare with the plain model: those asked for, else 256; on a CPU, where the plain model takes at least
+    as long as the pass itself, one in twenty of about `num_rows`. 0 rows are as many as nobody knows."""
+    if asked is not None:
+        return asked
+    if device_type != "cpu" or not num_rows:
+        return _COMPARED
+    return max(_FEWEST_COMPARED, min(_COMPARED, round(num_rows / _ONE_IN)))
+
+
 def verified_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, request: Request, sample: Texts, *,
-    asked: Asked, num_tokens: int, callbacks: Callbacks, hear: Callable[[OutOfMemory], None],
-) -> tuple[Runner, AnswerEquivalence | None, str | None]:  # fmt: skip
-    """Return the fastest runner that agrees with the plain model, the comparison, and why a slower path runs, if so.
+    asked: Asked, num_compared: int, num_tokens: int, callbacks: Callbacks,
+    hear: Callable[[OutOfMemory], None],
+) -> Verified:  # fmt: skip
+    """Return the fastest runner that agrees with the plain model, and the comparison.
 
-    sample: the first rows of the input; asked: the same rows tokenised. num_tokens: estimate for the whole input.
+    sample: the first rows of the input; asked: the same rows tokenised. num_compared: rows to compare. num_tokens:
+    estimate for the whole input. There is no comparison of no rows, or if there was no row to compare.
     hear: called with each time that memory ran out.
-    There is no comparison with --verify 0, or if there was no row to compare.
     """
-    present, compared = np.flatnonzero(sample.asked_N()), None
-    if options.verify and len(present):
-        spread = np.linspace(0, len(present) - 1, min(options.verify, len(present)))
+    present, compared, seconds = np.flatnonzero(sample.asked_N()), None, 0.0
+    if num_compared and len(present):
+        spread = np.linspace(0, len(present) - 1, min(num_compared, len(present)))
         compared = request.submit(sample.take(present[np.unique(spread.astype(np.int64))]), Busy())()
-    elif options.verify:
+    elif num_compared:
         callbacks.warning(
             f"nothing was compared with the plain model: none of the first {len(sample):,} rows can be asked about"
         )
-    plain_PC = None if compared is None else plain_logits(checked, options, precision, compared, callbacks, hear)
-    fallback: str | None = None
+    plain_PC, fallback = None, None
+    if compared is not None:
+        num_rows = len(compared.num_tokens_N)
+        callbacks.stage(f"computing {num_rows:,} rows by the plain fp32 model, to compare with (--verify)")
+        began = time.perf_counter()
+        plain_PC = plain_logits(checked, options, precision, compared, callbacks, hear)
+        seconds += time.perf_counter() - began
+        callbacks.stage("loading the model")
     for attempt, how_it_runs in _attempts(options, precision):
         runner = make_runner(
             *(checked, how_it_runs, attempt),
@@ -60,10 +90,12 @@ def verified_runner(
         )
         equivalence = None
         if compared is not None and plain_PC is not None:
+            began = time.perf_counter()
             equivalence = compare(runner, request, compared, plain_PC)
+            seconds += time.perf_counter() - began
         plainest = attempt.value == "fp32" and not runner.packing.packed
         if equivalence is None or equivalence.passed or plainest:
-            return runner, equivalence, fallback
+            return Verified(runner, equivalence, fallback, None if compared is None else seconds)
         how = f"{attempt.value}, packed" if runner.packing.packed else attempt.value
         fallback = (
             f"on {equivalence.num_rows:,} rows, {how} differs from the plain fp32 model by up to"

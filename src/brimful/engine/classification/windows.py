@@ -30,6 +30,9 @@ from brimful.tasks.candidates import Candidates
 #: that one is tokenised while another is computed; on a CPU a few seconds' work.
 _SEQUENCES, _BYTES = {"cuda": 32768, "cpu": 4096}, {"cuda": 4 << 20, "cpu": 1 << 20}
 _FEWEST_ROWS = 256
+#: Operations of a window on a CPU: 5 s of two cores at 100 GFLOP/s. Bytes of text of such a window at least, and bytes
+#: of a token, about.
+_CPU_OPERATIONS, _FEWEST_BYTES, _BYTES_PER_TOKEN = 5e11, 4096, 4
 #: Of texts in memory the first window is this part of the others, the next one twice as large, and so on: a GPU begins
 #: while most of a short list is not tokenised yet. Files have windows of one size, wherever a run begins.
 _FIRST_PART = {"cuda": 8, "cpu": 1}
@@ -63,11 +66,21 @@ class WindowSize:
     first_part: int = 1
 
     @classmethod
-    def on(cls, device_type: str, *, sequences_per_row: int, row_bytes: float = 0.0) -> WindowSize:
-        """For a device: fewer rows where each has several sequences, or is large in its other columns."""
+    def on(
+        cls, device_type: str, *, sequences_per_row: int, row_bytes: float = 0.0, token_operations: float = 0.0
+    ) -> WindowSize:
+        """For a device: fewer rows where each has several sequences, or is large in its other columns.
+
+        token_operations: of the model for a token. On a CPU a window is a few seconds' work, so that what was answered
+        is soon on the disk.
+        """
         rows = max(_FEWEST_ROWS, _SEQUENCES[device_type] // max(1, sequences_per_row))
         rows = max(1, min(rows, int(_MOST_BYTES / max(1.0, row_bytes))))
-        return cls(num_rows=rows, num_bytes=_BYTES[device_type], first_part=_FIRST_PART[device_type])
+        num_bytes = _BYTES[device_type]
+        if device_type == "cpu" and token_operations:
+            tokens = _CPU_OPERATIONS / token_operations / max(1, sequences_per_row)
+            num_bytes = max(_FEWEST_BYTES, min(num_bytes, int(tokens * _BYTES_PER_TOKEN)))
+        return cls(num_rows=rows, num_bytes=num_bytes, first_part=_FIRST_PART[device_type])
 
     def first(self, texts: pa.Array) -> int:
         """Rows of the first window of these, 0 if it may go on beyond them."""

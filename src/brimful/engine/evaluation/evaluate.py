@@ -28,7 +28,7 @@ from brimful.data.writers.output_path import check_output
 from brimful.engine.classification.request import Asked, TextRequest, Texts
 from brimful.engine.classification.runner import Checked, Runner, check_model
 from brimful.engine.classification.stages import Busy, Stages, run_stages
-from brimful.engine.classification.verify import verified_runner
+from brimful.engine.classification.verify import rows_to_compare, verified_runner
 from brimful.engine.classification.windows import Reading, WindowSize
 from brimful.engine.evaluation.truth import Truth, read_truth
 from brimful.engine.prepare import report_columns
@@ -71,16 +71,19 @@ def evaluate_model(options: EvaluateOptions, *, command: str, callbacks: Callbac
             num_workers = choose_workers(given.texts.num_bytes, precision.device.type, num_cores() or 1)
         tokens = stack.enter_context(TokenStream(checked.encoder, num_workers=num_workers, warn=callbacks.warning))
         request = TextRequest(form, tokens)
-        sample = given.texts.slice(0, max(_SAMPLE, options.verify))
+        num_compared = rows_to_compare(options.verify, precision.device.type, len(given.texts))
+        sample = given.texts.slice(0, max(_SAMPLE, num_compared))
         first = request.submit(sample, Busy())()
         callbacks.stage("loading the model")
-        runner, _, fallback = verified_runner(
+        verified = verified_runner(
             *(checked, asked, precision, request, sample),
             asked=first,
+            num_compared=num_compared,
             num_tokens=int(float(first.num_tokens_N.mean()) * len(given.texts)),
             callbacks=callbacks,
             hear=(log := OutOfMemoryLog(warn=callbacks.warning)),
         )
+        runner, fallback = verified.runner, verified.fallback
         callbacks.recipe(runner.recipe)
         run = _Pass(options, given, request, runner, callbacks)
         stack.callback(run.discard)

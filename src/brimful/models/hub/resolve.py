@@ -64,8 +64,10 @@ def _unreachable(name: str, path: Path, error: Exception) -> ModelError:
             f"{printable(name)} is neither a folder here nor a model on the hub",
             hint=_near(path) or "look at its spelling; for a private one, log in with `hf auth login`",
         )
+    unreachable = kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "TimeoutException"}
+    why = "be reached (no network, or it is turned off)" if unreachable else f"give it: {first_line(error)}"
     return ModelError(
-        f"there is no folder {printable(name)}, and the hub cannot give it: {first_line(error)}",
+        f"there is no folder {printable(name)}, and the hub cannot {why}",
         hint=(_near(path) if path.parent.is_dir() else None)
         or "give a folder, or download it once where there is a network",
     )

@@ -1,0 +1,119 @@
+"""Small jobs: mistakes answered before torch is imported, few rows compared, nothing replaced without a word."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import brimful as package
+from brimful.core.callbacks import Callbacks
+from brimful.core.errors import Interrupted
+from brimful.engine.classification.verify import rows_to_compare
+from brimful.engine.classification.windows import WindowSize
+from commands import Brimful, Files
+from tiny_files import write_reviews
+
+#: A command line whose process says at its end if torch was imported.
+_WITHOUT_TORCH = """
+import sys
+from brimful.cli.commands import run
+code = run(sys.argv[1:])
+print(code, "torch" in sys.modules)
+"""
+
+
+def test_mistakes_are_answered_before_torch_is_imported(files: Files, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "config.json").write_text('{"model_type": "bert"}')
+    mistakes = {
+        "there is no such file": ["train", "none.csv", "--model", files.base, "--output", tmp_path / "a"],
+        "no such column: 'txet'": ["classify", files.classifier, files.reviews, "--text-column", "txet"],
+        "torn: no weights": ["classify", tmp_path / "torn", files.reviews],
+        "is a run that has not finished": ["classify", run, files.reviews],
+        "already holds a run": ["train", files.reviews, "--model", files.base, "--output", run],
+        "the hub cannot be reached": ["classify", "no-such-model-here", files.reviews],
+    }
+    for said, words in mistakes.items():
+        command = [sys.executable, "-c", _WITHOUT_TORCH, *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert said in done.stderr, done.stderr
+        assert done.stdout.split() == ["2", "False"]
+
+
+def test_a_finished_run_is_not_its_model(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    (tmp_path / "run" / "model").symlink_to(files.classifier)
+    said = brimful("classify", tmp_path / "run", files.reviews).err
+    assert "is a run, not a model" in said
+    assert f"hint: its model is {tmp_path}/run/model" in said
+
+
+def test_an_output_of_somebody_else_is_not_replaced(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    out = tmp_path / "notes.csv"
+    out.write_text("my notes\n")
+    words = ("classify", files.classifier, files.reviews, "-o", out, "--verify", 0)
+    said = brimful(*words)
+    assert (said.code, out.read_text()) == (2, "my notes\n")
+    assert "is there already, and was not made by brimful" in said.err
+    assert "add --overwrite" in said.err
+    assert brimful(*words, "--overwrite").code == 0
+    said = brimful(*words)
+    assert (said.code, "holds the results of an earlier run, and is replaced at the end" in said.err) == (0, True)
+
+
+def test_rows_that_are_compared(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    """On a CPU one in twenty; the comparison has a stage and a time of its own."""
+    assert [rows_to_compare(None, "cpu", rows) for rows in (0, 10, 300, 1000, 10_000)] == [256, 16, 16, 50, 256]
+    assert (rows_to_compare(None, "cuda", 300), rows_to_compare(7, "cpu", 300)) == (256, 7)
+    said = brimful("classify", files.classifier, write_reviews(tmp_path / "rows.csv", 200), "-o", tmp_path / "out.csv")
+    assert "computing 16 rows by the plain fp32 model, to compare with (--verify)" in said.err
+    assert "comparing with the plain model (--verify)" in said.err
+    assert "in 16 of 16 rows" in said.err
+
+
+def test_windows_of_a_cpu_are_a_few_seconds_work() -> None:
+    """Of BERT-large fewer rows than of a tiny model, and never fewer than one."""
+    sizes = [WindowSize.on("cpu", sequences_per_row=1, token_operations=n).num_bytes for n in (1e5, 2e7, 6e8, 1e11)]
+    assert sizes == [1 << 20, 100_000, 4096, 4096]
+    assert WindowSize.on("cuda", sequences_per_row=1, token_operations=6e8).num_bytes == 4 << 20
+
+
+class _Stopping(Callbacks):
+    """Sends Ctrl-C to this process when the first rows are written."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.sent = False
+
+    def count(self, done: int, total: int | None, share: float | None = None) -> None:
+        if not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def stage(self, text: str) -> None:
+        self.stages.append(text)
+
+
+def test_ctrl_c_is_answered_and_goes_on(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed is left undone; the results are those of an uninterrupted run."""
+    monkeypatch.setattr("brimful.engine.classification.windows._FEWEST_BYTES", 64)
+    monkeypatch.setattr("brimful.engine.classification.windows._CPU_OPERATIONS", 1.0)
+    data, words = write_reviews(tmp_path / "rows.csv", 200), {"verify": 0, "num_workers": 0}
+    whole, out, callbacks = tmp_path / "whole.jsonl", tmp_path / "out.jsonl", _Stopping()
+    package.classify(files.classifier, data, whole, **words)
+    with pytest.raises(Interrupted):
+        package.classify(files.classifier, data, out, callbacks=callbacks, **words)
+    assert "stopping: what is answered is written" in callbacks.stages
+    package.classify(files.classifier, data, out, resume=True, **words)
+    assert out.read_bytes() == whole.read_bytes()
+    assert len([json.loads(line) for line in out.read_text().splitlines()]) == 200
