@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from brimful.api import Classifier, classify, evaluate, profile, train
+    from brimful.api import Classifier, classify, evaluate, export, profile, train
     from brimful.core.classification import Classification
     from brimful.core.errors import (
         BrimfulError,
@@ -65,6 +65,7 @@ _PUBLIC = {
     "TrainOptions": "brimful.core.options",
     "classify": "brimful.api",
     "evaluate": "brimful.api",
+    "export": "brimful.api",
     "profile": "brimful.api",
     "train": "brimful.api",
 }
@@ -94,6 +95,7 @@ __all__ = [
     "TrainOptions",
     "classify",
     "evaluate",
+    "export",
     "profile",
     "train",
 ]

@@ -16,6 +16,7 @@ from brimful.core.classification import Classification
 from brimful.core.errors import DiskFullError, OptionError, OutputError, did_you_mean, printable
 from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.evaluation import Evaluation
+from brimful.core.export_options import ExportOptions
 from brimful.core.option_checks import flag
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flags_of
 from brimful.core.phases import Phases
@@ -27,6 +28,7 @@ from brimful.engine.classification.classify import classify_file
 from brimful.engine.evaluation.answers import evaluate_answers
 from brimful.engine.evaluation.evaluate import check_one_input, evaluate_model
 from brimful.engine.profiling.profile import profile as _profile
+from brimful.engine.training.export import export as _export
 from brimful.engine.training.final_evaluation import RECORD
 from brimful.engine.training.train import train as _train
 from brimful.integrations.fanout import Fanout
@@ -157,6 +159,19 @@ def run_evaluation(options: EvaluateOptions, callbacks: Callbacks) -> Evaluation
         atomic_files.write_bytes(Path(options.report), evaluation_page(record).encode())
         callbacks.note(f"report: {options.report}")
     return record
+
+
+def export(
+    run: str | Path, output: str | Path | None = None, *, step: int | None = None, callbacks: Callbacks | None = None
+) -> Path:
+    """Make a model of a checkpoint of `run`, of one that was interrupted too; return its folder.
+
+    output: default `run`/model-step-N. step: of the checkpoint; default the newest. callbacks: as for `train`.
+    Raises: BrimfulError.
+    """
+    where = None if output is None else os.fspath(output)
+    asked = ExportOptions(run=os.fspath(run), output=where, step=step)
+    return _export(asked, callbacks or PythonWarnings())
 
 
 def _texts(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 from brimful.api import run_classification, run_evaluation, run_training, summary_json
 from brimful.cli.demo import run_demo
 from brimful.core.phases import Phases
-from brimful.core.records import to_json
+from brimful.core.records import json_text, to_json
 from brimful.engine.profiling.profile import profile
+from brimful.engine.training.export import export as export_checkpoint
 from brimful.reports.classification_text import classification_text
 from brimful.reports.evaluation_text import evaluation_text
 from brimful.reports.profile_text import profile_text
@@ -25,6 +26,9 @@ def act(command: str, options: Any, terminal: Terminal, phases: Phases) -> str |
     if command == "evaluate":
         evaluation = run_evaluation(options, terminal)
         return to_json(evaluation) if options.json else evaluation_text(evaluation)
+    if command == "export":
+        folder = export_checkpoint(options, terminal)
+        return json_text({"model": str(folder)}) if options.json else None
     if command == "profile":
         measured = profile(options, terminal)
         return to_json(measured) if options.json else profile_text(measured)

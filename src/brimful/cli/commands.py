@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from brimful.core.errors import BrimfulError, did_you_mean, printable
 
-_COMMANDS = ("train", "classify", "evaluate", "profile", "demo")
+_COMMANDS = ("train", "classify", "evaluate", "export", "profile", "demo")
 
 _HELP = """usage: brimful COMMAND ...
 
@@ -31,6 +31,7 @@ commands:
   train DATA --model MODEL --output DIR   fine-tune a classifier on your texts
   classify MODEL INPUT                    label a file of texts with it
   evaluate MODEL DATA                     see how good it is, on labelled texts
+  export RUN                              make a model of a run's checkpoint
   profile DATA --model MODEL              see where the time of a step goes
   demo                                    watch both at work, in a few minutes
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from brimful.cli.config_file import read_configuration
 from brimful.core.errors import OptionError, did_you_mean, printable
 from brimful.core.evaluate_options import EvaluateOptions
+from brimful.core.export_options import ExportOptions
 from brimful.core.option_checks import flag
 from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flags_of
 
@@ -82,6 +83,14 @@ COMMANDS = (
             "report": "the result",
             "precision": "how it runs",
         },
+        short={"output": "-o"},
+    ),
+    Command(
+        name="export",
+        options=ExportOptions,
+        summary="Make a model of a checkpoint, of a run that was interrupted too.",
+        example="brimful export run --output model-so-far",
+        positionals={"run": "RUN"},
         short={"output": "-o"},
     ),
     Command(

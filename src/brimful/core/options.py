@@ -365,19 +365,26 @@ class DemoOptions:
     """Print one JSON document on stdout at the end."""
 
 
-#: Fields that may differ on --resume: they change neither what is learned nor how it runs. Data are compared by
-#: content, not by name.
+#: Fields that may differ on --resume: they change nothing that is learned but its rounding, which is said, or are
+#: compared by what they lead to: data by content, the task by the labels, the longest sequence in tokens. How long a
+#: run is may change too.
 NOT_PART_OF_THE_RUN = frozenset(
     {"data", "eval_data", "header", "column_names", "delimiter", "encoding", "sheet", "output", "resume", "dry_run"}
-    | {"json", "report_to", "num_workers", "save_total_limit", "baselines", "report"}
+    | {"json", "report_to", "num_workers", "save_total_limit", "save_steps", "logging_steps", "task", "max_length"}
+    | {"device", "execution", "packing", "token_budget", "gradient_checkpointing", "deterministic"}
+    | {"trust_remote_code", "allow_pickle", "num_train_epochs", "max_steps"}
+    | {"baselines", "report"}
 )
 
 
 def differences(before: dict[str, object], now: TrainOptions) -> list[str]:
     """Options that differ from those a run was started with, as `--seed was 1, is 2`, in the order of the fields."""
+    free = NOT_PART_OF_THE_RUN
+    if now.metric_for_best_model is None:  # evaluations pick no model then
+        free = free | {"eval_steps"}
     pairs = [
         (field.name, before.get(field.name, field.default), getattr(now, field.name))
         for field in dataclasses.fields(now)
-        if field.name not in NOT_PART_OF_THE_RUN
+        if field.name not in free
     ]
     return [f"{flag(name)} was {was}, is {value}" for name, was, value in pairs if was != value]

@@ -15,7 +15,8 @@ from brimful.data.readers.locations import find_splits, locate, refusals
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import can_have_header, open_stream
 from brimful.data.writers.output_path import check_output, check_replaced
-from brimful.engine.training.run_folder import check_free
+from brimful.engine.training.resume import check_options
+from brimful.engine.training.run_folder import RunFolder, check_free
 from brimful.models.hub.model_config import read_config
 from brimful.models.hub.resolve import find_folder
 from brimful.models.hub.weight_files import find_weights
@@ -43,6 +44,8 @@ def check_early(options: ClassifyOptions | EvaluateOptions | TrainOptions) -> No
         return
     if not isinstance(options, ProfileOptions):
         check_free(Path(options.output), resume=options.resume)
+        if options.resume and (run := RunFolder(Path(options.output)).read()) is not None:
+            check_options(run, options)
     form, splits = FileFormat.of(options), None if options.eval_data is not None else find_splits(options.data)
     names = {"--text-column": options.text_column, "--pair-column": options.pair_column}
     names["--label-column"] = options.label_column

@@ -5,13 +5,15 @@ Mistakes end here, with one line, before weights are loaded or a GPU is touched.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -90,10 +92,19 @@ class Prepared:
         )
 
 
-def prepare(options: TrainOptions, callbacks: Callbacks, phases: Phases | None = None) -> Prepared:
+class Check(Protocol):
+    """A check of what was read, before it is tokenised."""
+
+    def __call__(self, *, space: LabelSpace, fingerprint: str, max_length: int, sha256: Mapping[str, str]) -> None: ...
+
+
+def prepare(
+    options: TrainOptions, callbacks: Callbacks, phases: Phases | None = None, check: Check | None = None
+) -> Prepared:
     """Reads, checks, splits and tokenises all that a run needs, and reports what was inferred.
 
     num_batches of the result: batches to consume, None where --max-steps counts applied steps instead.
+    check: called with what was read, before it is tokenised; it may raise.
     Raises: InputError for anything that cannot be done as asked.
     """
     facts = inspect_model(options.model, trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle)
@@ -105,6 +116,9 @@ def prepare(options: TrainOptions, callbacks: Callbacks, phases: Phases | None =
     callbacks.stage(f"reading {options.data}")
     space, training, evaluation, fingerprint, num_empty = _examples(options, callbacks)
     alignment = align_labels(space, facts, label_map=options.label_map, new_head=options.new_head)
+    sha256 = _hashes(options, facts)
+    if check is not None:
+        check(space=alignment.space, fingerprint=fingerprint, max_length=max_length, sha256=sha256)
     callbacks.note(f"head: {'new and untrained' if alignment.head == 'new' else 'kept'} ({alignment.reason})")
     order = Sampler(num_samples=len(training), batch_size=options.batch_size, seed=options.seed)
     num_batches = None if options.max_steps else math.ceil(options.num_train_epochs * order.batches_per_epoch)
@@ -124,15 +138,8 @@ def prepare(options: TrainOptions, callbacks: Callbacks, phases: Phases | None =
     task = make_task(alignment.space, training_part.targets_N, options.class_weights, options.label_smoothing_factor)
     _check_metric(options, task, evaluation_part)
     report = _report(training_part, evaluation_part, max_length, num_empty, given=options.max_length is not None)
-    files = {"model's config.json": facts.folder / "config.json"}
-    if options.transform is not None:
-        with suppress(TypeError):  # not written in Python
-            files["file of --transform"] = Path(inspect.getsourcefile(load_transform(options.transform)) or "")
-    report["sha256"] = {
-        name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()
-    }
-    callbacks.data(report)
-    return Prepared(
+    report["sha256"] = sha256
+    prepared = Prepared(
         facts=facts,
         alignment=alignment,
         tokenizer=tokenizer,
@@ -148,6 +155,18 @@ def prepare(options: TrainOptions, callbacks: Callbacks, phases: Phases | None =
         data_fingerprint=fingerprint,
         report=report,
     )
+    report["inputs"] = dataclasses.asdict(prepared.inputs)
+    callbacks.data(report)
+    return prepared
+
+
+def _hashes(options: TrainOptions, facts: ModelFacts) -> dict[str, str]:
+    """SHA-256 of the files that decide what is learned and can change."""
+    files = {"model's config.json": facts.folder / "config.json"}
+    if options.transform is not None:
+        with suppress(TypeError):  # not written in Python
+            files["file of --transform"] = Path(inspect.getsourcefile(load_transform(options.transform)) or "")
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
 
 
 def make_encoder(tokenizer: Any, facts: ModelFacts, max_length: int) -> Encoder:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from brimful.core import atomic_files
 from brimful.core.errors import OutputError, printable
-from brimful.core.options import TrainOptions, differences
-from brimful.core.records import LabelSpace, Run, from_json, to_json
+from brimful.core.records import Run, from_json, to_json
 from brimful.core.units import bytes_text
 
 #: What a run may leave in its folder without a run.json: no reason to refuse the folder. A model is: it comes after
@@ -93,28 +90,6 @@ def check_free(path: Path, *, resume: bool) -> None:
     if strange:
         raise OutputError(
             f"{atomic_files.path_text(path)} is not empty: it holds {printable(strange[0])}", hint="use a new folder"
-        )
-
-
-def check_same(
-    run: Run, options: TrainOptions, space: LabelSpace, data_fingerprint: str, report: Mapping[str, Any]
-) -> None:
-    """Check that options, data and the files behind options are those the run was started with.
-
-    report: of the data, with the SHA-256 of those files.
-    Raises: OutputError naming what differs.
-    """
-    changed = differences(dict(run.options), options)
-    if data_fingerprint != run.data_fingerprint:
-        changed.append("the data have changed")
-    if space != run.labels:
-        changed.append("what the model's outputs mean has changed")
-    before, now = run.data.get("sha256") or {}, report["sha256"]
-    changed += [f"the {name} has changed" for name in now if now[name] != before.get(name)]
-    if changed:
-        raise OutputError(
-            f"{printable(options.output, 200)} cannot be resumed: {'; '.join(changed)}",
-            hint="resume with what the run was started with, or start another one in a new folder",
         )
 
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,14 @@ from brimful.engine.training.checkpoint_writer import CheckpointWriter
 from brimful.engine.training.events import EventLog
 from brimful.engine.training.final_evaluation import RowScores, final_evaluation, learning_findings
 from brimful.engine.training.loop_state import LoopState
-from brimful.engine.training.run_folder import RunFolder, check_free, check_same, check_space, differences_of_machine
+from brimful.engine.training.resume import (
+    check_data,
+    check_options,
+    length_note,
+    num_steps_before,
+    require_checkpoint,
+)
+from brimful.engine.training.run_folder import RunFolder, check_free, check_space, differences_of_machine
 from brimful.hardware.probe import choose_device, probe
 from brimful.hardware.process_settings import deterministic
 from brimful.levers.optimizer import asked_optimizer
@@ -84,8 +92,11 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks, phases: 
     check_installed(options.optim)
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
-    prepared = prepare(options, callbacks, phases)
-    if not _is_finished(RunFolder(path).read() if options.resume else None, path):
+    found = RunFolder(path).read() if options.resume else None
+    if found is not None:
+        check_options(found, options)
+    prepared = prepare(options, callbacks, phases, check=partial(check_data, found, options) if found else None)
+    if not _is_finished(found, path, prepared):
         num_parameters = prepared.facts.num_parameters
         # Besides those kept, the one being written, and the best one where it is looked for.
         num_checkpoints = options.save_total_limit + 1 + (options.metric_for_best_model is not None)
@@ -96,12 +107,17 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks, phases: 
         return _record(options, prepared, built, command, run="", status="planned")
     with RunFolder(path) as folder, deterministic(options.deterministic):
         check_free(path, resume=options.resume)  # again: another process may have been here since, and gone
-        before = folder.read() if options.resume else None
+        before, steps_before = folder.read() if options.resume else None, prepared.num_steps
         if before is not None:
-            check_same(before, options, prepared.space, prepared.data_fingerprint, prepared.report)
-            if _is_finished(before, path):
+            check_options(before, options)
+            if _is_finished(before, path, prepared):
                 callbacks.note("this run had finished; nothing was changed")
                 return dataclasses.replace(before, options=dataclasses.asdict(options))  # it may have been moved
+            if before.status == "finished":
+                require_checkpoint(path, saved_steps(folder.checkpoints))
+            steps_before = num_steps_before(before, prepared.order.batches_per_epoch)
+            if (longer := length_note(prepared.num_steps, steps_before, options.lr_scheduler_type)) is not None:
+                callbacks.note(longer)
         callbacks.stage("loading the model")
         built, first_batch = checked_build(options, prepared, precision, callbacks, phases)
         callbacks.recipe(built.recipe)
@@ -112,11 +128,16 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks, phases: 
             callbacks.warning(f"rounding may differ from here on: {'; '.join(moved)}")
         folder.write(run)
         with EventLog(folder.events, report=callbacks.warning) as events:
-            return _Loop(options, prepared, built, folder, events, callbacks, run, phases).run()
+            is_longer = prepared.num_steps > steps_before
+            loop = _Loop(options, prepared, built, folder, events, callbacks, run, phases, is_longer=is_longer)
+            return loop.run()
 
 
-def _is_finished(run: Run | None, path: Path) -> bool:
-    return run is not None and run.status == "finished" and RunFolder(path).model.exists()
+def _is_finished(run: Run | None, path: Path, prepared: Prepared) -> bool:
+    """True where a run in `path` has done all that is asked for."""
+    if run is None or run.status != "finished" or not RunFolder(path).model.exists():
+        return False
+    return prepared.num_steps <= num_steps_before(run, prepared.order.batches_per_epoch)
 
 
 class _Loop:
@@ -132,10 +153,13 @@ class _Loop:
         callbacks: Callbacks,
         run: Run,
         phases: Phases,
+        *,
+        is_longer: bool,
     ) -> None:
         self._options, self._prepared, self._built, self._folder = options, prepared, built, folder
         self._events, self._callbacks, self._record = events, callbacks, run
         self._fitted = FittedStep(built, self._out_of_memory)
+        self._is_longer = is_longer
         self._forward = evaluation_forward(built, most_rows=options.batch_size, note=callbacks.warning)
         self._forward.hear = self._out_of_memory
         self._state = LoopState()
@@ -200,6 +224,8 @@ class _Loop:
         if checkpoint is not None:
             self._require_same_weights(checkpoint)
             self._state = LoopState(**checkpoint.loop)
+            if self._is_longer:  # than the one that ended for want of improvement
+                self._state.ended_early, self._state.without_improvement = False, 0
             self._built.step.load_state(checkpoint.state)
             if self._state.token_budget is not None:
                 self._fitted.limit_to(self._state.token_budget)

@@ -1,0 +1,25 @@
+"""Options of `export`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from brimful.core.option_checks import check_positive, check_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """A model of one checkpoint of a run, whether the run has finished or not."""
+
+    run: str
+    """Folder of the run."""
+    output: str | None = None
+    """Folder for the model, in Hugging Face form. Default: RUN/model-step-N."""
+    step: int | None = None
+    """Applied steps of the checkpoint. Default: the newest that is whole."""
+    json: bool = False
+    """Print one JSON document on stdout at the end."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_positive(self, "step")

@@ -1,0 +1,99 @@
+"""A model of a checkpoint: what an interrupted run has learned so far, in Hugging Face form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from brimful.core.atomic_files import path_text
+from brimful.core.callbacks import Callbacks
+from brimful.core.errors import CheckpointError, ModelError, OutputError, listed, printable
+from brimful.core.export_options import ExportOptions
+from brimful.core.records import Run, TrainedInputs
+from brimful.engine.training.checkpoint import (
+    Checkpoint,
+    checkpoint_path,
+    load_checkpoint,
+    newest_whole,
+    saved_steps,
+)
+from brimful.engine.training.run_folder import RunFolder
+from brimful.models.hub.inspection import inspect_model, load_tokenizer
+from brimful.models.hub.load import load_model
+from brimful.models.hub.save import save_model
+from brimful.reports.card import model_card
+
+
+def export(options: ExportOptions, callbacks: Callbacks) -> Path:
+    """Save a checkpoint's weights as a model, and return its folder. Needs no data; the run is left as it is.
+
+    Raises: OutputError for a folder without a run, or an output that is taken; CheckpointError without the checkpoint;
+    ModelError for a model that is not the one the run was started with.
+    """
+    folder = RunFolder(Path(options.run))
+    run = folder.read()
+    if run is None:
+        raise OutputError(f"{path_text(folder.path)} holds no run", hint="give the folder that --output of train named")
+    checkpoint = _checkpoint(folder, run, options.step, callbacks)
+    output = Path(options.output) if options.output is not None else folder.path / f"model-step-{checkpoint.step}"
+    if output.exists() and not (output.is_dir() and (output / "brimful.json").exists()):
+        raise OutputError(f"{path_text(output)} is there already, and is no model of brimful", hint="give another name")
+    callbacks.stage(f"loading {run.model}")
+    given = run.options
+    facts = inspect_model(
+        run.model,
+        trust_remote_code=bool(given.get("trust_remote_code")),
+        allow_pickle=bool(given.get("allow_pickle")),
+    )
+    model = load_model(facts, run.labels, head="new", seed=0)
+    _take_weights(model, checkpoint, run)
+    inputs = _inputs(run)
+    so_far = replace(run, steps=checkpoint.step, metrics=dict(checkpoint.loop.get("metrics") or {}))
+    save_model(model, load_tokenizer(facts), run.labels, output, model_card(so_far, inputs), inputs)
+    callbacks.note(f"step {checkpoint.step:,} of {path_text(folder.path)} is now a model: {path_text(output)}")
+    return output
+
+
+def _checkpoint(folder: RunFolder, run: Run, step: int | None, callbacks: Callbacks) -> Checkpoint:
+    if step is not None:
+        steps = saved_steps(folder.checkpoints)
+        if step not in steps:
+            shown = listed([f"{each:,}" for each in sorted(steps)]) or "none"
+            raise CheckpointError(
+                f"{path_text(folder.path)} has no checkpoint of step {step:,}", hint=f"it has {shown}"
+            )
+        return load_checkpoint(checkpoint_path(folder.checkpoints, step))
+    newest, passed_over = newest_whole(folder.checkpoints, run.run)
+    for line in passed_over:
+        callbacks.warning(f"passed over: {line}")
+    if newest is None:
+        raise CheckpointError(
+            f"{path_text(folder.path)} has no whole checkpoint yet", hint="go on with the same command and --resume"
+        )
+    return newest
+
+
+def _take_weights(model: torch.nn.Module, checkpoint: Checkpoint, run: Run) -> None:
+    """Put the checkpoint's weights into the model. Raises: ModelError where they are not those of such a model."""
+    own = model.state_dict()
+    saved = {**checkpoint.state.weights, **checkpoint.state.buffers}
+    wrong = [name for name, tensor in saved.items() if name in own and own[name].shape != tensor.shape]
+    wrong += [name for name, _ in model.named_parameters() if name not in saved]
+    if wrong:
+        raise ModelError(
+            f"{printable(run.model)} is not the model that the run was started with: {printable(wrong[0])} differs",
+            hint="put the model back where it was",
+        )
+    model.load_state_dict({name: tensor for name, tensor in saved.items() if name in own}, strict=False)
+
+
+def _inputs(run: Run) -> TrainedInputs:
+    """Columns and lengths that the run is trained on. Raises: OutputError for a record of earlier code."""
+    stored = run.data.get("inputs")
+    if not isinstance(stored, dict):
+        raise OutputError(
+            "the run's record has no columns: it is of earlier code", hint="finish it with --resume first"
+        )
+    return TrainedInputs(**{**stored, "label_columns": tuple(stored["label_columns"])})

@@ -1,0 +1,80 @@
+"""Going on with a run: differences that stop it, and a length that may change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from brimful.core.errors import CheckpointError, OutputError, printable
+from brimful.core.option_checks import flag
+from brimful.core.options import TrainOptions, differences
+from brimful.core.records import LabelSpace, Run
+
+_HINT = "resume with what the run was started with, or start another one in a new folder"
+
+
+def check_options(run: Run, options: TrainOptions) -> None:
+    """Check that the options are those of the run, but for those that change nothing learned. Needs no data.
+
+    Raises: OutputError naming what differs.
+    """
+    if changed := differences(dict(run.options), options):
+        raise _refused(options, changed)
+
+
+def check_data(
+    run: Run,
+    options: TrainOptions,
+    *,
+    space: LabelSpace,
+    fingerprint: str,
+    max_length: int,
+    sha256: Mapping[str, str],
+) -> None:
+    """Check that data, labels, the longest sequence and the files behind options are those of the run.
+
+    sha256: of these files. Raises: OutputError naming what differs.
+    """
+    changed = []
+    if fingerprint != run.data_fingerprint:
+        changed.append("the data have changed")
+    if space != run.labels:
+        changed.append("what the model's outputs mean has changed")
+    if max_length != run.data.get("max_length", max_length):
+        changed.append(f"{flag('max_length')} was {run.data['max_length']}, is {max_length}")
+    before = run.data.get("sha256") or {}
+    changed += [f"the {name} has changed" for name in sha256 if sha256[name] != before.get(name)]
+    if changed:
+        raise _refused(options, changed)
+
+
+def _refused(options: TrainOptions, changed: list[str]) -> OutputError:
+    return OutputError(f"{printable(options.output, 200)} cannot be resumed: {'; '.join(changed)}", hint=_HINT)
+
+
+def num_steps_before(run: Run, batches_per_epoch: int) -> int:
+    """Steps that a run was asked for."""
+    steps, epochs = run.options.get("max_steps"), run.options.get("num_train_epochs", 0)
+    return int(steps) if steps else math.ceil(float(epochs) * batches_per_epoch)
+
+
+def length_note(num_steps: int, before: int, schedule: str) -> str | None:
+    """One line on a run whose length changed; None where it is what it was."""
+    if num_steps == before:
+        return None
+    rest = (
+        "the learning rate stays what it is"
+        if schedule == "constant"
+        else (f"from here on the learning rate is that of the {schedule} schedule over {num_steps:,} steps")
+    )
+    return f"the run has {num_steps:,} steps now, {before:,} before: {rest}"
+
+
+def require_checkpoint(folder: Path, saved: list[int]) -> None:
+    """Check that a finished run can go on. Raises: CheckpointError."""
+    if not saved:
+        raise CheckpointError(
+            f"{printable(folder, 200)} has no checkpoint left to go on from",
+            hint=f"train its model further in a new folder: --model {printable(folder, 200)}/model",
+        )

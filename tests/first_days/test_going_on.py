@@ -1,0 +1,111 @@
+"""Going on: more epochs on a finished run, models of checkpoints, options that change nothing learned."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from commands import Brimful, Files, train_words
+from tiny_files import write_csv, write_reviews
+
+
+def weights(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_more_epochs_on_a_finished_run(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    """At a constant learning rate the model is that of a run that was as long from the beginning."""
+    words = [*train_words(files.reviews, files.base, tmp_path / "run"), "--lr-scheduler-type", "constant"]
+    assert brimful(*words).code == 0
+    again = brimful(*words, "--resume")
+    assert (again.code, "this run had finished; nothing was changed" in again.err) == (0, True)
+    words[words.index("--num-train-epochs") + 1] = 3
+    said = brimful(*words, "--resume", "--logging-steps", 3, "--execution", "eager")
+    assert said.code == 0, said.err
+    assert "the run has 15 steps now, 5 before: the learning rate stays what it is" in said.err
+    words[words.index("--output") + 1] = tmp_path / "whole"
+    assert brimful(*words).code == 0
+    assert weights(tmp_path / "run" / "model") == weights(tmp_path / "whole" / "model")
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (record["status"], record["steps"]) == ("finished", 15)
+
+
+def test_a_longer_schedule_is_said(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    words = train_words(files.reviews, files.base, tmp_path / "run", "--max-steps", 2)
+    assert brimful(*words).code == 0
+    said = brimful(*words[:-1], 4, "--resume")
+    assert said.code == 0, said.err
+    assert (
+        "4 steps now, 2 before: from here on the learning rate is that of the linear schedule over 4 steps" in said.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--seed", 1), "--seed was 42, is 1"),
+        (("--learning-rate", 1e-3), "--learning-rate was 5e-05, is 0.001"),
+        (("--max-length", 8), "--max-length was 64, is 8"),
+    ],
+)
+def test_what_blocks_a_resume_is_said_before_tokenising(
+    brimful: Brimful, files: Files, tmp_path: Path, more: tuple[object, ...], said: str
+) -> None:
+    words = train_words(files.reviews, files.base, tmp_path / "run", "--max-steps", 1)
+    assert brimful(*words).code == 0
+    refused = brimful(*words, "--resume", *more)
+    assert refused.code == 2
+    assert said in refused.err.replace("was 80", "was 64"), refused.err
+    assert "tokenising" not in refused.err
+
+
+def test_other_data_block_a_resume_before_tokenising(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    data = write_reviews(tmp_path / "rows.csv", 24)
+    words = train_words(data, files.base, tmp_path / "run", "--max-steps", 1)
+    assert brimful(*words).code == 0
+    write_csv(data, ("text", "label"), [("a film", "good"), ("a bad film", "bad")] * 12)
+    refused = brimful(*words, "--resume")
+    assert (refused.code, "the data have changed" in refused.err, "tokenising" in refused.err) == (2, True, False)
+
+
+def test_options_that_change_nothing_learned(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    words = train_words(files.reviews, files.base, tmp_path / "run")
+    assert brimful(*words).code == 0
+    harmless = (
+        "--save-steps",
+        2,
+        "--eval-steps",
+        2,
+        "--logging-steps",
+        1,
+        "--token-budget",
+        512,
+        "--task",
+        "single_label",
+    )
+    said = brimful(*words, "--resume", *harmless)
+    assert (said.code, "nothing was changed" in said.err) == (0, True), said.err
+
+
+def test_a_model_of_a_checkpoint(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    """The last checkpoint of a run is its model; an earlier one is another, which classify and transformers load."""
+    run = tmp_path / "run"
+    words = train_words(files.reviews, files.base, run, "--max-steps", 4, "--save-steps", 2, "--save-total-limit", 9)
+    assert brimful(*words).code == 0
+    said = brimful("export", run)
+    assert said.code == 0, said.err
+    assert weights(run / "model-step-4") == weights(run / "model")
+    said = brimful("export", run, "--step", 2, "-o", tmp_path / "early", "--json")
+    assert json.loads(said.out) == {"model": str(tmp_path / "early")}
+    assert weights(tmp_path / "early") != weights(run / "model")
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "early").config.id2label == {
+        0: "bad",
+        1: "good",
+    }
+    assert brimful("classify", tmp_path / "early", files.reviews, "--verify", 0).code == 0
+    assert "hint: it has 2, 4" in brimful("export", run, "--step", 3).err
+    assert "holds no run" in brimful("export", tmp_path / "early").err
