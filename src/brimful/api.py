@@ -22,7 +22,9 @@ from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, 
 from brimful.core.phases import Phases
 from brimful.core.profile import Profile
 from brimful.core.records import Run, from_json, json_text
+from brimful.data.readers.in_memory import Kind, Tables, as_kind
 from brimful.data.writers.shards import LineOutput
+from brimful.data.writers.table_output import TableOutput
 from brimful.engine.classification.classifier import ModelClassifier
 from brimful.engine.classification.classify import classify_file
 from brimful.engine.evaluation.answers import evaluate_answers
@@ -31,11 +33,13 @@ from brimful.engine.profiling.profile import profile as _profile
 from brimful.engine.training.export import export as _export
 from brimful.engine.training.final_evaluation import RECORD
 from brimful.engine.training.train import train as _train
+from brimful.given import Data, Given, listening, training_data
 from brimful.integrations.fanout import Fanout
 from brimful.reports.charts import check_charts
 from brimful.reports.classification_page import classification_page
-from brimful.reports.classification_text import concerns
+from brimful.reports.classification_text import classification_text, concerns
 from brimful.reports.evaluation_page import evaluation_page
+from brimful.reports.terminal import Terminal
 
 T = TypeVar("T")
 
@@ -57,20 +61,37 @@ _OF_A_FILE = (
 
 
 def train(
-    data: str | Path, *, model: str | Path, output: str | Path, callbacks: Callbacks | None = None, **options: Any
+    data: Data,
+    *,
+    model: str | Path,
+    output: str | Path,
+    labels: Any = None,
+    eval_data: Data = None,
+    callbacks: Callbacks | None = None,
+    progress: bool | None = None,
+    **options: Any,
 ) -> Run:
-    """Fine-tune a classifier on a file of texts and save it under `output`/model.
+    """Fine-tune a classifier on a file of texts, or on data in memory, and save it under `output`/model.
 
-    options: the fields of TrainOptions, e.g. `learning_rate=2e-5, num_train_epochs=3`; `column_names` may be a list.
-    callbacks: receives what is inferred and the progress. Default: warnings alone, as Python's.
+    data, eval_data: a file or a folder; a DataFrame of pandas or polars, a Dataset, an Arrow table, a list of rows, or
+    texts with `labels` (of eval_data: as a pair of both). A DatasetDict is its splits.
+    options: the fields of TrainOptions, e.g. `learning_rate=2e-5, num_train_epochs=3`; lists of column names may be
+    lists. callbacks: receives what is inferred and the progress. progress: print these; default: in notebooks and
+    terminals, and warnings alone, as Python's, elsewhere.
     Raises: BrimfulError, see `core.errors`; OptionError for an unknown option.
     """
-    asked = _options("train", TrainOptions, options, data=data, model=model, output=output)
-    return run_training(asked, callbacks or PythonWarnings())
+    data, eval_data, tables = training_data(data, labels, eval_data)
+    given = options if eval_data is None else options | {"eval_data": eval_data}
+    asked = _options("train", TrainOptions, given, data=data, model=model, output=output)
+    with listening(callbacks, progress) as listener:
+        return run_training(asked, listener, tables=tables)
 
 
-def run_training(options: TrainOptions, callbacks: Callbacks, phases: Phases | None = None) -> Run:
-    """Train with `options`, for `train` and the command line. phases: of this process, if it began before."""
+def run_training(
+    options: TrainOptions, callbacks: Callbacks, phases: Phases | None = None, tables: Tables | None = None
+) -> Run:
+    """Train with `options`, for `train` and the command line. phases: of this process, if it began before. tables: data
+    in memory, by the names that options have for them."""
     if options.report_to == "tensorboard" and not options.dry_run:
         from brimful.integrations.tensorboard import TensorBoard
 
@@ -78,7 +99,7 @@ def run_training(options: TrainOptions, callbacks: Callbacks, phases: Phases | N
     if options.report is not None and not options.dry_run:
         check_charts()
         _check_report(Path(options.report))
-    run = _train(options, command=command_of("train", options), callbacks=callbacks, phases=phases)
+    run = _train(options, command=command_of("train", options), callbacks=callbacks, phases=phases, tables=tables)
     if options.dry_run:
         callbacks.stage("this was a dry run: nothing was trained, nothing was written")
     elif options.report is not None:
@@ -97,55 +118,89 @@ def _report_training(folder: Path, report: Path, callbacks: Callbacks) -> None:
     callbacks.note(f"report: {report}")
 
 
-def profile(data: str | Path, *, model: str | Path, callbacks: Callbacks | None = None, **options: Any) -> Profile:
+def profile(
+    data: Data,
+    *,
+    model: str | Path,
+    labels: Any = None,
+    callbacks: Callbacks | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> Profile:
     """Measure where the time of one training step goes, on these data. Saves nothing but the trace, if asked for.
 
-    options: the fields of TrainOptions that a step depends on, and `steps` and `trace`.
+    data, labels, callbacks, progress: as of `train`. options: the fields of TrainOptions that a step depends on, and
+    `steps` and `trace`.
     Raises: BrimfulError, as `train` does.
     """
-    asked = _options("profile", ProfileOptions, options, data=data, model=model)
-    return _profile(asked, callbacks or Callbacks())
+    name, _, tables = training_data(data, labels, None)
+    asked = _options("profile", ProfileOptions, options, data=name, model=model)
+    with listening(callbacks or (Callbacks() if not progress else None), progress) as listener:
+        return _profile(asked, listener, tables)
 
 
 def classify(
     model: str | Path,
-    data: str | Path,
-    output: str | Path,
+    data: Data,
+    output: str | Path | None = None,
     *,
+    frame: Kind | None = None,
     callbacks: Callbacks | None = None,
+    progress: bool | None = None,
     **options: Any,
-) -> Classification:
-    """Label every row of a file of texts, into another file or a folder, in constant memory.
+) -> Any:
+    """Label every row of a file of texts, into another file or a folder, in constant memory; return the record.
 
-    For texts in memory use `Classifier`. callbacks: as for `train`. options: other fields of ClassifyOptions, e.g.
-    `max_length=256`; `labels` and `column_names` may also be lists.
+    Of data in memory (see `train`), or with `frame`, without an output: return the rows with their answers, as what was
+    given, or as `frame` says: pandas, polars, datasets, arrow or list. For single texts there is `Classifier`.
+    callbacks, progress: as of `train`. options: other fields of ClassifyOptions, e.g. `max_length=256`; lists may be
+    lists.
     Raises: BrimfulError; OptionError for an unknown option.
     """
-    if output is None or output == "-":
-        raise OptionError("classify needs an output", hint="for texts in memory there is Classifier")
-    positional = {"model": model, "data": data, "output": output}
-    asked = _options("classify", ClassifyOptions, options, without=tuple(positional), **positional)
-    record = run_classification(asked, callbacks or Callbacks())
-    for text in [] if callbacks is not None else concerns(record):
+    given = Given()
+    name = given.name(data)
+    if output == "-" or (output is None and frame is None and given.first is None):
+        raise OptionError("classify needs an output", hint="or frame='pandas'; for texts in memory there is Classifier")
+    fixed = {"model": model, "data": name, "output": output}
+    asked = _options("classify", ClassifyOptions, options, without=tuple(fixed), **fixed)
+    rows = TableOutput() if output is None else None
+    with listening(callbacks, progress) as listener:
+        record = run_classification(asked, listener, tables=given.tables, rows=rows)
+        told = listener.told if isinstance(listener, Terminal) else ()
+        if isinstance(listener, Terminal):
+            listener.text(classification_text(record, told))
+    for text in concerns(record) if isinstance(listener, PythonWarnings) else []:
         warnings.warn(text, stacklevel=2)
-    return record
+    if rows is None:
+        return record
+    kind = frame or (given.first.kind if given.first is not None else "arrow")
+    return as_kind(rows.table, kind, like=data if kind == "pandas" and hasattr(data, "index") else None)
 
 
 def evaluate(
-    model: str | Path, data: str | Path | None = None, *, callbacks: Callbacks | None = None, **options: Any
+    model: str | Path,
+    data: Data = None,
+    *,
+    labels: Any = None,
+    callbacks: Callbacks | None = None,
+    progress: bool | None = None,
+    **options: Any,
 ) -> Evaluation:
     """Score a classifier on labelled rows; without `data`, the answers in a file that `classify` wrote.
 
-    callbacks: as for `train`. options: other fields of EvaluateOptions, e.g. `output="answers.parquet"` for each row's
-    answer, `label_column="topic"`; `column_names` may be a list.
+    data, labels, callbacks, progress: as of `train`. options: other fields of EvaluateOptions, e.g.
+    `output="answers.parquet"` for each row's answer, `label_column="topic"`; `column_names` may be a list.
     Raises: BrimfulError; OptionError for an unknown option.
     """
-    asked = _options("evaluate", EvaluateOptions, options, without=("model", "data"), model=model, data=data)
-    return run_evaluation(asked, callbacks or PythonWarnings())
+    given = Given()
+    name = given.name(data, labels)
+    asked = _options("evaluate", EvaluateOptions, options, without=("model", "data"), model=model, data=name)
+    with listening(callbacks, progress) as listener:
+        return run_evaluation(asked, listener, given.tables)
 
 
-def run_evaluation(options: EvaluateOptions, callbacks: Callbacks) -> Evaluation:
-    """Evaluate with `options`, for `evaluate` and the command line."""
+def run_evaluation(options: EvaluateOptions, callbacks: Callbacks, tables: Tables | None = None) -> Evaluation:
+    """Evaluate with `options`, for `evaluate` and the command line. tables: as of `run_training`."""
     if options.report is not None:
         check_charts()
         _check_report(Path(options.report))
@@ -154,7 +209,7 @@ def run_evaluation(options: EvaluateOptions, callbacks: Callbacks) -> Evaluation
         check_one_input(options)
         record = evaluate_answers(options, command=command, callbacks=callbacks)
     else:
-        record = evaluate_model(options, command=command, callbacks=callbacks)
+        record = evaluate_model(options, command=command, callbacks=callbacks, tables=tables)
     if options.report is not None:
         atomic_files.write_bytes(Path(options.report), evaluation_page(record).encode())
         callbacks.note(f"report: {options.report}")
@@ -197,16 +252,24 @@ def _texts(options: Mapping[str, Any]) -> dict[str, Any]:
     return texts
 
 
-def run_classification(options: ClassifyOptions, callbacks: Callbacks, stdout: TextIO | None = None) -> Classification:
+def run_classification(
+    options: ClassifyOptions,
+    callbacks: Callbacks,
+    stdout: TextIO | None = None,
+    *,
+    tables: Tables | None = None,
+    rows: TableOutput | None = None,
+) -> Classification:
     """Classify with `options`, for `classify` and the command line.
 
-    stdout: gets the answers without `options.output`.
+    stdout, rows: get the answers without `options.output`. tables: as of `run_training`.
     """
     if options.report is not None:
         check_charts()
         _check_report(Path(options.report))
     lines = None if stdout is None or options.output is not None else LineOutput(stdout)
-    record = classify_file(options, command=command_of("classify", options), callbacks=callbacks, output=lines)
+    command = command_of("classify", options)
+    record = classify_file(options, command=command, callbacks=callbacks, output=lines or rows, tables=tables)
     if options.report is not None:
         page = classification_page(record).encode()
         try:

@@ -193,7 +193,7 @@ MISTAKES = [
         name="a row without a label",
         data=lambda p: p.reviews(label=["good", "bad", ""] * 8),
         said=("changed.csv", "row 3", "'label' has no label"),
-        hint="give the row a label",
+        hint="--missing-labels drop",
     ),
     Mistake(
         name="NaN among regression targets",

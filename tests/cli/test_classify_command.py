@@ -334,7 +334,7 @@ def test_an_empty_file(brimful: Brimful, files: Files, tmp_path: Path) -> None:
         ({"precision": "fp4"}, "--precision is 'fp4'", "the default is auto"),
         ({"threshold": "high"}, "--threshold is 'high': it must be a number", "leave it out"),
         ({"output": 3}, "--output is 3: it must be text", "leave it out"),
-        ({"data": ["a text"]}, "--data is ['a text']: it must be text", "see --help"),
+        ({"data": 7}, "data is int: it must be a file, a DataFrame", "docs"),
         ({"report": 3}, "--report is 3: it must be text", "leave it out"),
     ],
 )

@@ -72,13 +72,15 @@ def test_an_output_of_somebody_else_is_not_replaced(brimful: Brimful, files: Fil
 
 
 def test_rows_that_are_compared(brimful: Brimful, files: Files, tmp_path: Path) -> None:
-    """On a CPU one in twenty; the comparison has a stage and a time of its own."""
-    assert [rows_to_compare(None, "cpu", rows) for rows in (0, 10, 300, 1000, 10_000)] == [256, 16, 16, 50, 256]
-    assert (rows_to_compare(None, "cuda", 300), rows_to_compare(7, "cpu", 300)) == (256, 7)
+    """On a CPU those of a twentieth of all tokens; the comparison has a stage and a time of its own."""
+    rows_of_400 = [rows_to_compare(None, "cpu", 400 * rows, 400) for rows in (0, 10, 300, 1000, 100_000)]
+    assert rows_of_400 == [256, 20, 20, 50, 256]
+    assert (rows_to_compare(None, "cpu", 3300, 33), rows_to_compare(None, "cpu", 1e6, 8192)) == (248, 16)
+    assert (rows_to_compare(None, "cuda", 300, 30), rows_to_compare(7, "cpu", 300, 30)) == (256, 7)
     said = brimful("classify", files.classifier, write_reviews(tmp_path / "rows.csv", 200), "-o", tmp_path / "out.csv")
-    assert "computing 16 rows by the plain fp32 model, to compare with (--verify)" in said.err
+    assert "computing 200 rows by the plain fp32 model, to compare with (--verify)" in said.err
     assert "comparing with the plain model (--verify)" in said.err
-    assert "in 16 of 16 rows" in said.err
+    assert "in 200 of 200 rows" in said.err
 
 
 def test_windows_of_a_cpu_are_a_few_seconds_work() -> None:
@@ -105,7 +107,7 @@ class _Stopping(Callbacks):
 
 
 def test_ctrl_c_is_answered_and_goes_on(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed is left undone; the results are those of an uninterrupted run."""
+    """Work under way is left undone; the results are those of an uninterrupted run."""
     monkeypatch.setattr("brimful.engine.classification.windows._FEWEST_BYTES", 64)
     monkeypatch.setattr("brimful.engine.classification.windows._CPU_OPERATIONS", 1.0)
     data, words = write_reviews(tmp_path / "rows.csv", 200), {"verify": 0, "num_workers": 0}

@@ -69,8 +69,8 @@ class EvaluateOptions:
     device: DeviceChoice = "auto"
     """Device to run on. auto: a GPU if there is one."""
     verify: int | None = None
-    """Rows on which the fast path is first compared with the plain fp32 model; 0: none. Default: 256; on a CPU one in
-    twenty, 16 to 256."""
+    """Rows on which the fast path is first compared with the plain fp32 model; 0: none. Default: 256; on a CPU fewer
+    where they are long, a twentieth of all tokens or a second's work."""
     packing: Literal["auto", "off"] = "auto"
     """auto: run packed, without padding, if the equivalence check passes on this model. off: padded batches."""
     token_budget: int | None = None

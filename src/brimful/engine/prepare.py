@@ -29,6 +29,7 @@ from brimful.data.labels.doubts import data_doubts, label_doubts
 from brimful.data.labels.examples import Examples, describe, draw, make_examples, split_examples
 from brimful.data.labels.label_space import detect_labels, label_doubt
 from brimful.data.readers.file_format import FileFormat
+from brimful.data.readers.in_memory import Tables
 from brimful.data.readers.locations import find_splits
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import can_have_header, read_rows
@@ -99,12 +100,16 @@ class Check(Protocol):
 
 
 def prepare(
-    options: TrainOptions, callbacks: Callbacks, phases: Phases | None = None, check: Check | None = None
+    options: TrainOptions,
+    callbacks: Callbacks,
+    phases: Phases | None = None,
+    check: Check | None = None,
+    tables: Tables | None = None,
 ) -> Prepared:
     """Reads, checks, splits and tokenises all that a run needs, and reports what was inferred.
 
     num_batches of the result: batches to consume, None where --max-steps counts applied steps instead.
-    check: called with what was read, before it is tokenised; it may raise.
+    check: called with what was read, before it is tokenised; it may raise. tables: data in memory, by their names.
     Raises: InputError for anything that cannot be done as asked.
     """
     facts = inspect_model(options.model, trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle)
@@ -114,7 +119,7 @@ def prepare(
     if options.transform is not None:
         load_transform(options.transform)
     callbacks.stage(f"reading {options.data}")
-    space, training, evaluation, fingerprint, num_empty = _examples(options, callbacks)
+    space, training, evaluation, fingerprint, num_empty = _examples(options, callbacks, tables or {})
     alignment = align_labels(space, facts, label_map=options.label_map, new_head=options.new_head)
     sha256 = _hashes(options, facts)
     if check is not None:
@@ -225,14 +230,16 @@ def _check_length(asked: int | None, facts: ModelFacts, model: str) -> None:
         )
 
 
-def _examples(options: TrainOptions, callbacks: Callbacks) -> tuple[LabelSpace, Examples, Examples | None, str, int]:
+def _examples(
+    options: TrainOptions, callbacks: Callbacks, tables: Tables
+) -> tuple[LabelSpace, Examples, Examples | None, str, int]:
     """Label space, training and evaluation examples, fingerprint of both, and rows dropped as empty."""
     form, data, eval_data = FileFormat.of(options), options.data, options.eval_data
-    if eval_data is None and (splits := find_splits(data)) is not None:
+    if eval_data is None and data not in tables and (splits := find_splits(data)) is not None:
         data, eval_data = splits.training, splits.evaluation if options.eval_split else None
         held_out = f", {eval_data} to evaluate on" if eval_data else ""
         callbacks.note(f"splits: {data} to train on{held_out} (by their names; --eval-data names another)")
-    rows = read_rows(data, form)
+    rows = read_rows(data, form, tables)
     _tell_reading(rows, callbacks)
     columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=options.label_column)
     report_columns(columns, callbacks)
@@ -249,7 +256,8 @@ def _examples(options: TrainOptions, callbacks: Callbacks) -> tuple[LabelSpace, 
     fingerprint = rows.fingerprint
     evaluation: Examples | None = None
     if eval_data is not None:
-        eval_rows = read_rows(eval_data, form if can_have_header(eval_data) else None)
+        has_header = eval_data not in tables and can_have_header(eval_data)
+        eval_rows = read_rows(eval_data, form if has_header else None, tables)
         _tell_reading(eval_rows, callbacks)
         same = find_columns(eval_rows, text=columns.text, pair=columns.pair, label=",".join(columns.labels))
         evaluation, num_eval_empty = make_examples(eval_rows, same, space, options.missing_labels)

@@ -50,8 +50,8 @@ def _pass(record: Classification) -> list[str]:
     if said := ", ".join(said for value, said in rates if value is not None):
         lines.append("  " + said)
     if record.start_s is not None:
-        checked = f", of which {seconds_text(record.verify_s)} comparing with the plain model (--verify)"
-        before = f"  {seconds_text(record.start_s)} before it: loading the model"
+        checked = f"; {seconds_text(record.verify_s)} of it comparing with the plain model (--verify)"
+        before = f"  {seconds_text(record.start_s)} before it: loading and checking the model"
         lines.append(before + (checked if record.verify_s else ""))
     if record.resumed_rows:
         lines.append(f"  resumed after {record.resumed_rows:,} rows of an interrupted run")

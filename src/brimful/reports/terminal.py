@@ -33,6 +33,8 @@ from brimful.reports.text_columns import aligned
 
 #: Seconds between plain progress lines where there is no terminal to draw a bar on.
 _PLAIN_EVERY_S = 10.0
+#: And in a notebook, where one line is written over.
+_NOTEBOOK_EVERY_S = 0.5
 #: Labels that are listed with their counts.
 _MOST_LABELS = 20
 #: Widest text, on however wide a terminal.
@@ -42,8 +44,17 @@ _WIDEST = 120
 class Terminal(Callbacks):
     """Callbacks that print a run for a person."""
 
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+    def __init__(self, *, in_notebook: bool = False) -> None:
+        """in_notebook: the cell shows text, and one line of progress that is written over."""
+        self._console = Console(
+            stderr=True,
+            highlight=False,
+            soft_wrap=True,
+            emoji=False,
+            force_jupyter=False,
+            force_terminal=False if in_notebook else None,
+        )
+        self._line_width: int | None = 0 if in_notebook else None
         self._evaluation: Evaluation | None = None
         self._bar: Progress | None = None
         self._task: Any = None
@@ -179,6 +190,9 @@ class Terminal(Callbacks):
 
     def close(self) -> None:
         """End the live display."""
+        if self._line_width:
+            self._overwrite("")
+            self._line_width = 0
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -189,6 +203,8 @@ class Terminal(Callbacks):
     def _say(self, text: str, *, indent: int = 0, style: str | None = None) -> None:
         """Print text at an indent that its wrapped lines keep, on a terminal too narrow for one line."""
         text = printable(text, 2000)
+        if self._line_width:
+            self._overwrite("")
         margin = " " * indent
         lines = [margin + text]
         if self._console.is_terminal:
@@ -199,8 +215,20 @@ class Terminal(Callbacks):
         for line in lines:
             self._console.print(escape(line), style=style)
 
+    def _overwrite(self, text: str) -> None:
+        """Write over the line of progress in a notebook."""
+        file = self._console.file
+        file.write("\r" + text.ljust(self._line_width or 0) + ("" if text else "\r"))
+        file.flush()
+        self._line_width = len(text)
+
     def _draw(self, text: str, done: float, total: float | None) -> None:
         """Draw the bar, or print a plain line where one is due. total: None while unknown."""
+        if self._line_width is not None:
+            if time.monotonic() - self._said_at >= _NOTEBOOK_EVERY_S:
+                self._said_at = time.monotonic()
+                self._overwrite(text)
+            return
         if not self._console.is_terminal:
             if time.monotonic() - self._said_at >= _PLAIN_EVERY_S:
                 self._said_at = time.monotonic()

@@ -18,6 +18,7 @@ from brimful.data.readers.excel import ExcelPart
 from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.formats import EXCEL, checked_format
 from brimful.data.readers.hub import load_hub
+from brimful.data.readers.in_memory import Tables
 from brimful.data.readers.json_document import has_lines, parse_document
 from brimful.data.readers.json_rows import JsonObjectsPart, JsonPipePart, json_lines_parts
 from brimful.data.readers.lines import FileLines
@@ -31,24 +32,31 @@ from brimful.data.readers.text_lines import FastTextPart, TextLinesPart, is_fast
 _WITH_HEADER = (".csv", ".tsv", *sorted(EXCEL))
 
 
-def read_rows(spec: str, form: FileFormat | None = None) -> Rows:
+def read_rows(spec: str, form: FileFormat | None = None, tables: Tables | None = None) -> Rows:
     """All rows of `spec` in memory, in the order of the files' names and of the rows within each.
 
     spec: a CSV, TSV, JSON, JSONL, Parquet (each also .gz or .zst), fastText (.txt), Excel, Arrow or Feather file; a
     folder of such files; a folder saved by `datasets`, of which several splits the one called train; a folder with one
     sub-folder of .txt files per class; a folder of .txt files, a row each; a glob of any of these; or `name`,
     `owner/name` or `owner/name:split` of a hub data set.
-    form: the user's word about the form of the files.
+    form: the user's word about the form of the files. tables: data in memory, by their names.
 
     Raises: OptionError for a `form` that none of the files can have; DataError for a file that is missing, damaged,
     empty or of other columns, and for the first row that cannot be read, with file and row.
     """
+    form = form or FileFormat()
+    if tables is not None and spec in tables:
+        return _stream_of(spec, tables[spec], form).collect()
     with refusals(spec):
-        return RowStream(spec, _parts_at(locate(spec), form or FileFormat())).collect()
+        return RowStream(spec, _parts_at(locate(spec), form)).collect()
 
 
 def open_stream(
-    spec: str, stdin: BinaryIO | None = None, form: FileFormat | None = None, limit: int | None = None
+    spec: str,
+    stdin: BinaryIO | None = None,
+    form: FileFormat | None = None,
+    limit: int | None = None,
+    tables: Tables | None = None,
 ) -> RowStream:
     """The first `limit` rows of `spec`, as `read_rows` describes it, or of `-` for JSON lines on `stdin`.
 
@@ -59,12 +67,22 @@ def open_stream(
     """
     form = form or FileFormat()
     with refusals(spec):
-        if spec == "-":
+        if tables is not None and spec in tables:
+            stream = _stream_of(spec, tables[spec], form, limit)
+        elif spec == "-":
             _check_form(form, ())
             stream = RowStream(spec, [JsonPipePart(stdin or sys.stdin.buffer)], limit)
         else:
             stream = RowStream(spec, _parts_at(locate(spec), form), limit)
         stream.sample  # noqa: B018
+    return stream
+
+
+def _stream_of(name: str, table: pa.Table, form: FileFormat, limit: int | None = None) -> RowStream:
+    """The rows of a table in memory; its content is its fingerprint."""
+    _check_form(form, ())
+    stream = RowStream(name, [TablePart(name, table)], limit)
+    stream.fingerprint = stream.collect().fingerprint
     return stream
 
 

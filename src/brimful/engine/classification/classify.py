@@ -30,12 +30,14 @@ from brimful.core.options import ClassifyOptions
 from brimful.core.records import OutOfMemory
 from brimful.data.file_names import COMPRESSION
 from brimful.data.readers.file_format import FileFormat
+from brimful.data.readers.in_memory import Tables
 from brimful.data.readers.sources import open_stream
 from brimful.data.readers.stream import RowStream
 from brimful.data.tokens.encoder import Tokens
 from brimful.data.tokens.token_stream import TokenStream, choose_workers
 from brimful.data.writers.output_path import check_output, check_replaced
 from brimful.data.writers.shards import LineOutput, ShardedOutput
+from brimful.data.writers.table_output import TableOutput
 from brimful.engine.classification.gpu_workers import GpuWorkers, job_of, other_gpus
 from brimful.engine.classification.request import (
     Asked,
@@ -77,7 +79,12 @@ _NOT_OF_AN_ANSWER = frozenset(
 
 
 def classify_file(
-    options: ClassifyOptions, *, command: str, callbacks: Callbacks, output: LineOutput | None = None
+    options: ClassifyOptions,
+    *,
+    command: str,
+    callbacks: Callbacks,
+    output: LineOutput | TableOutput | None = None,
+    tables: Tables | None = None,
 ) -> Classification:
     """Runs `options`, with the answers to `options.output`, or to `output` where that is None.
 
@@ -85,11 +92,11 @@ def classify_file(
     a damaged file, or for more rows than --max-errors that have an error. What was written before is kept.
     """
     began = time.perf_counter()
-    given = _look(options, callbacks)
+    given = _look(options, callbacks, tables)
     with ExitStack() as stack:
         request = _request(given, options, stack, callbacks)
         sample = request.submit(given.sample, Busy())()
-        kept: ShardedOutput | LineOutput
+        kept: ShardedOutput | LineOutput | TableOutput
         if options.output is None:
             assert output is not None
             kept = output
@@ -104,11 +111,11 @@ def classify_file(
             callbacks.warning(kept.lost)
         if kept.counts.num_tokenizer_fallback:
             request.drop_cache()
-        callbacks.stage("loading the model")
+        callbacks.stage("loading the model, and checking that it runs packed")
         log = OutOfMemoryLog(warn=callbacks.warning)
         mean_tokens = float(sample.num_tokens_N.mean()) if len(sample.num_tokens_N) else 0.0
         num_tokens = int(_expected_rows(given) * mean_tokens)
-        num_compared = rows_to_compare(options.verify, given.precision.device.type, _expected_rows(given))
+        num_compared = rows_to_compare(options.verify, given.precision.device.type, num_tokens, mean_tokens)
         checked = verified_runner(
             *(given.checked, options, given.precision, request, given.sample),
             asked=sample,
@@ -147,7 +154,7 @@ class _Given:
     limit: int | None
 
 
-def _look(options: ClassifyOptions, callbacks: Callbacks) -> _Given:
+def _look(options: ClassifyOptions, callbacks: Callbacks, tables: Tables | None) -> _Given:
     if options.output is not None:
         check_output(Path(options.output), options.data)
         replaced = check_replaced(Path(options.output), overwrite=options.overwrite, resume=options.resume)
@@ -158,7 +165,7 @@ def _look(options: ClassifyOptions, callbacks: Callbacks) -> _Given:
     checked = check_model(options)
     callbacks.stage(f"reading {options.data}")
     stdin = sys.stdin.buffer if options.data == "-" else None
-    rows = open_stream(options.data, stdin, FileFormat.of(options), options.limit)
+    rows = open_stream(options.data, stdin, FileFormat.of(options), options.limit, tables)
     for warning in rows.warnings:
         callbacks.warning(warning)
     for note in rows.notes:
@@ -294,7 +301,7 @@ class _Pass:
 
     def __init__(
         self, options: ClassifyOptions, given: _Given, request: Request, runner: Runner, gpu_workers: GpuWorkers,
-        output: ShardedOutput | LineOutput, callbacks: Callbacks, out_of_memory: list[OutOfMemory],
+        output: ShardedOutput | LineOutput | TableOutput, callbacks: Callbacks, out_of_memory: list[OutOfMemory],
     ) -> None:  # fmt: skip
         self._options, self._request, self._given, self._rows = options, request, given, given.rows
         self._runner, self._gpu_workers, self._output, self._callbacks = runner, gpu_workers, output, callbacks

@@ -27,8 +27,8 @@ from brimful.tasks.answer_equivalence import compare_answers
 
 Logits = npt.NDArray[np.float32]
 
-#: Rows that are compared, and fewer on a CPU: one in so many, and so many at least.
-_COMPARED, _ONE_IN, _FEWEST_COMPARED = 256, 20, 16
+#: Rows that are compared; on a CPU a share of all tokens, and tokens and rows at least.
+_COMPARED, _ONE_IN, _FEWEST_TOKENS, _FEWEST_COMPARED = 256, 20, 8192, 16
 #: Tokens of a batch of the plain model.
 _REFERENCE_TOKENS = 4096
 
@@ -43,14 +43,18 @@ class Verified:
     seconds: float | None
 
 
-def rows_to_compare(asked: int | None, device_type: str, num_rows: float) -> int:
-    """Rows to compare with the plain model: those asked for, else 256; on a CPU, where the plain model takes at least
-    as long as the pass itself, one in twenty of about `num_rows`. 0 rows are as many as nobody knows."""
+def rows_to_compare(asked: int | None, device_type: str, num_tokens: float, mean_tokens: float) -> int:
+    """Rows to compare with the plain model: those asked for, else 256; on a CPU, where the plain model takes longer
+    than the pass itself, as many as hold a twentieth of its tokens, or a second's work. 0 tokens: nobody knows.
+
+    num_tokens: of the pass, about. mean_tokens: of a row.
+    """
     if asked is not None:
         return asked
-    if device_type != "cpu" or not num_rows:
+    if device_type != "cpu" or not num_tokens:
         return _COMPARED
-    return max(_FEWEST_COMPARED, min(_COMPARED, round(num_rows / _ONE_IN)))
+    tokens = max(_FEWEST_TOKENS, num_tokens / _ONE_IN)
+    return max(_FEWEST_COMPARED, min(_COMPARED, int(tokens / max(1.0, mean_tokens))))
 
 
 def verified_runner(
@@ -74,12 +78,14 @@ def verified_runner(
         )
     plain_PC, fallback = None, None
     if compared is not None:
+        plain = _plain_runner(checked, options, precision, compared, callbacks, hear)
         num_rows = len(compared.num_tokens_N)
         callbacks.stage(f"computing {num_rows:,} rows by the plain fp32 model, to compare with (--verify)")
         began = time.perf_counter()
-        plain_PC = plain_logits(checked, options, precision, compared, callbacks, hear)
+        plain_PC = plain.submit(compared.sequences).result()
         seconds += time.perf_counter() - began
-        callbacks.stage("loading the model")
+        del plain  # frees its memory for the next one
+        callbacks.stage("loading the model for the pass")
     for attempt, how_it_runs in _attempts(options, precision):
         runner = make_runner(
             *(checked, how_it_runs, attempt),
@@ -118,10 +124,17 @@ def plain_logits(
     checked: Checked, options: ClassifyOptions, precision: Precision, asked: Asked, callbacks: Callbacks,
     hear: Callable[[OutOfMemory], None] | None = None,
 ) -> Logits:  # fmt: skip
-    """Load the plain Hugging Face model in fp32 on the device of `precision`, and run it on padded rows.
+    """Logits of the plain Hugging Face model in fp32 on the device of `precision`, on padded rows."""
+    plain = _plain_runner(checked, options, precision, asked, callbacks, hear)
+    return plain.submit(asked.sequences).result()
 
-    Its attention is eager: torch's fused one is wrong for some lengths with a sliding window. Eager scores grow with
-    the square of the length, so batches are small.
+
+def _plain_runner(
+    checked: Checked, options: ClassifyOptions, precision: Precision, asked: Asked, callbacks: Callbacks,
+    hear: Callable[[OutOfMemory], None] | None,
+) -> Runner:  # fmt: skip
+    """Load the plain model. Its attention is eager: torch's fused one is wrong for some lengths with a sliding window.
+    Eager scores grow with the square of the length, so batches are small.
     """
     exact = choose_precision("fp32", precision.device)
     budget = max(checked.max_length, _REFERENCE_TOKENS)
@@ -130,7 +143,7 @@ def plain_logits(
     plain = make_runner(checked, padded, exact, sample=asked.sequences, num_tokens=0, callbacks=callbacks, hear=hear)
     plain.forward.where = "check"
     plain.model.set_attn_implementation("eager")
-    return plain.submit(asked.sequences).result()
+    return plain
 
 
 def _attempts(options: ClassifyOptions, precision: Precision) -> Iterator[tuple[Precision, ClassifyOptions]]:

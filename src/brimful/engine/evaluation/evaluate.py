@@ -21,6 +21,7 @@ from brimful.core.evaluation import Baseline, Evaluation
 from brimful.core.options import ClassifyOptions
 from brimful.data.labels.columns import Columns, check_exists, find_columns
 from brimful.data.readers.file_format import FileFormat
+from brimful.data.readers.in_memory import Tables
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import read_rows
 from brimful.data.tokens.token_stream import TokenStream, choose_workers
@@ -51,7 +52,9 @@ _SHARED = (
 )
 
 
-def evaluate_model(options: EvaluateOptions, *, command: str, callbacks: Callbacks) -> Evaluation:
+def evaluate_model(
+    options: EvaluateOptions, *, command: str, callbacks: Callbacks, tables: Tables | None = None
+) -> Evaluation:
     """Runs the model on the labelled rows of `options.data`.
 
     Raises: InputError for what cannot be done as asked, before weights are read; Interrupted after a signal.
@@ -64,22 +67,24 @@ def evaluate_model(options: EvaluateOptions, *, command: str, callbacks: Callbac
     precision = choose_forward_precision(options.precision, choose_device(options.device))
     checked = check_model(asked)
     form = answer_form(checked.facts.config, threshold=options.threshold)
-    given = _read(options, asked, checked, callbacks)
+    given = _read(options, asked, checked, callbacks, tables)
     with ExitStack() as stack:
         num_workers = options.num_workers
         if num_workers is None:
             num_workers = choose_workers(given.texts.num_bytes, precision.device.type, num_cores() or 1)
         tokens = stack.enter_context(TokenStream(checked.encoder, num_workers=num_workers, warn=callbacks.warning))
         request = TextRequest(form, tokens)
-        num_compared = rows_to_compare(options.verify, precision.device.type, len(given.texts))
-        sample = given.texts.slice(0, max(_SAMPLE, num_compared))
+        sample = given.texts.slice(0, max(_SAMPLE, options.verify or 0))
         first = request.submit(sample, Busy())()
+        mean_tokens = float(first.num_tokens_N.mean())
+        num_tokens = mean_tokens * len(given.texts)
+        num_compared = rows_to_compare(options.verify, precision.device.type, num_tokens, mean_tokens)
         callbacks.stage("loading the model")
         verified = verified_runner(
             *(checked, asked, precision, request, sample),
             asked=first,
             num_compared=num_compared,
-            num_tokens=int(float(first.num_tokens_N.mean()) * len(given.texts)),
+            num_tokens=int(num_tokens),
             callbacks=callbacks,
             hear=(log := OutOfMemoryLog(warn=callbacks.warning)),
         )
@@ -120,13 +125,15 @@ class _Given:
     notes: tuple[str, ...]
 
 
-def _read(options: EvaluateOptions, asked: ClassifyOptions, checked: Checked, callbacks: Callbacks) -> _Given:
+def _read(
+    options: EvaluateOptions, asked: ClassifyOptions, checked: Checked, callbacks: Callbacks, tables: Tables | None
+) -> _Given:
     assert options.data is not None
     if options.output is not None:
         prediction_form(Path(options.output))
         check_output(Path(options.output), options.data)
     callbacks.stage(f"reading {options.data}")
-    rows = read_rows(options.data, FileFormat.of(options))
+    rows = read_rows(options.data, FileFormat.of(options), tables)
     if options.output is not None:
         check_output(Path(options.output), options.data, map(Path, rows.files))
     for warning in rows.warnings:

@@ -21,6 +21,7 @@ from brimful.core.errors import DeviceError, OptionError, OutputError
 from brimful.core.options import NOT_OF_A_STEP, ProfileOptions
 from brimful.core.profile import Limits, Profile, Rates, StepTime, Work
 from brimful.data.batches.batch import MicroBatch
+from brimful.data.readers.in_memory import Tables
 from brimful.engine.assemble import Built, build
 from brimful.engine.prepare import prepare
 from brimful.engine.profiling.timing import Round, run_steps, time_steps, warm_up
@@ -44,15 +45,16 @@ _ROUNDS = {"cuda": 3, "cpu": 1}
 _ELSEWHERE = "choose another --trace, or make this one writable"
 
 
-def profile(options: ProfileOptions, callbacks: Callbacks) -> Profile:
+def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None = None) -> Profile:
     """Builds the step that `options` ask for, and says where its time goes. Nothing is trained that would be kept.
 
+    tables: data in memory, by the names that options have for them.
     Raises: InputError for what cannot be done as asked; DeviceError where the profiler sees nothing of the GPU.
     """
     trace = None if options.trace is None else _checked(Path(options.trace), options.data)
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
-    prepared = prepare(options, callbacks)
+    prepared = prepare(options, callbacks, tables=tables)
     with deterministic(options.deterministic):
         callbacks.stage("loading the model")
         built = build(options, prepared, precision, callbacks)

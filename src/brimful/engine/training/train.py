@@ -34,6 +34,7 @@ from brimful.core.phases import Phases
 from brimful.core.records import OutOfMemory, Run
 from brimful.data.batches.batch import Batch
 from brimful.data.batches.prefetch import Feed, Source
+from brimful.data.readers.in_memory import Tables
 from brimful.engine.assemble import Built, build
 from brimful.engine.clock import Clock
 from brimful.engine.compilations import CompilationWatch
@@ -79,10 +80,18 @@ _IN_FLIGHT = 2
 _MOST_NON_FINITE = 5
 
 
-def train(options: TrainOptions, *, command: str, callbacks: Callbacks, phases: Phases | None = None) -> Run:
+def train(
+    options: TrainOptions,
+    *,
+    command: str,
+    callbacks: Callbacks,
+    phases: Phases | None = None,
+    tables: Tables | None = None,
+) -> Run:
     """Runs what `options` ask for and returns its record. With `dry_run`, returns what would run.
 
-    command: how the run was asked for, for the record. phases: of this process, if it began before.
+    command: how the run was asked for, for the record. phases: of this process, if it began before. tables: data in
+    memory, by the names that options have for them.
     Raises: InputError for what cannot be done; NonFiniteError, DiskFullError, CheckpointError; Interrupted after a
     signal, when all is saved.
     """
@@ -95,7 +104,8 @@ def train(options: TrainOptions, *, command: str, callbacks: Callbacks, phases: 
     found = RunFolder(path).read() if options.resume else None
     if found is not None:
         check_options(found, options)
-    prepared = prepare(options, callbacks, phases, check=partial(check_data, found, options) if found else None)
+    check = None if found is None else partial(check_data, found, options)
+    prepared = prepare(options, callbacks, phases, check, tables)
     if not _is_finished(found, path, prepared):
         num_parameters = prepared.facts.num_parameters
         # Besides those kept, the one being written, and the best one where it is looked for.

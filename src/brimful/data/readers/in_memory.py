@@ -1,0 +1,141 @@
+"""Data in memory, wherever a file is taken: DataFrames of pandas and polars, data sets of `datasets`, tables of Arrow,
+lists of texts and labels, lists of rows, mappings of columns. No library is imported for it: whoever gives a DataFrame
+has imported its library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from brimful.core.errors import DataError, OptionError, first_line, printable
+
+Kind = Literal["pandas", "polars", "datasets", "arrow", "list"]
+#: Tables by the names that options have for them.
+Tables = Mapping[str, pa.Table]
+_KINDS = "a file, a DataFrame, a Dataset, an Arrow table, a list of rows, or texts with labels"
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Rows in memory. name: what options and messages call them. kind: of what was given."""
+
+    name: str
+    table: pa.Table
+    kind: Kind
+
+
+def is_in_memory(data: object) -> bool:
+    """True for anything but a name: a path, a text, or nothing."""
+    return data is not None and not isinstance(data, (str, bytes)) and not hasattr(data, "__fspath__")
+
+
+def splits_of(data: Any) -> tuple[Any, Any]:
+    """Data to train and to evaluate on, of a mapping of splits such as a DatasetDict; (data, None) of anything else."""
+    if not isinstance(data, Mapping) or not all(hasattr(part, "with_format") for part in data.values()) or not data:
+        return data, None
+    if "train" not in data:
+        raise OptionError(f"the splits are {printable(', '.join(map(str, data)))}", hint="give one of them")
+    names = ("validation", "valid", "val", "dev", "eval", "test")
+    return data["train"], next((data[name] for name in names if name in data), None)
+
+
+def in_memory(data: Any, labels: Any = None) -> InMemory:
+    """Rows of `data`, a table of any kind, or texts with their labels.
+
+    labels: of a list of texts; also as the second of a pair `(texts, labels)`.
+    Raises: OptionError for what is no data, DataError for columns that Arrow cannot hold.
+    """
+    if isinstance(data, tuple) and len(data) == 2 and labels is None:
+        data, labels = data
+    try:
+        found = _table(data) if labels is None else None
+        if found is None:
+            found = _listed(data, labels)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        hint = "give each column values of one kind"
+        raise DataError(f"the {type(data).__name__} cannot be read ({first_line(error)})", hint=hint) from error
+    if found is None:
+        raise OptionError(
+            f"data is {printable(type(data).__name__)}: it must be {_KINDS}", hint="see docs/guides/python.md"
+        )
+    return found
+
+
+def _table(data: Any) -> InMemory | None:
+    """Tables that know their columns; None for anything else."""
+    library = type(data).__module__.partition(".")[0]
+    if isinstance(data, pa.Table):
+        return InMemory("Arrow table", data, "arrow")
+    if library == "pandas" and hasattr(data, "columns"):
+        table = pa.Table.from_pandas(_named(data), preserve_index=False).replace_schema_metadata(None)
+        return InMemory("DataFrame", table, "pandas")
+    if library == "polars" and hasattr(data, "collect"):
+        data = data.collect()
+    if library == "polars" and hasattr(data, "to_arrow") and hasattr(data, "columns"):
+        return InMemory("DataFrame", data.to_arrow(), "polars")
+    if library == "datasets" and hasattr(data, "with_format"):
+        table = data.with_format("arrow")[:]
+        return InMemory("Dataset", table.replace_schema_metadata(data.features.arrow_schema.metadata), "datasets")
+    if isinstance(data, Mapping):
+        return InMemory(
+            "columns", pa.table({str(name): pa.array(list(values)) for name, values in data.items()}), "list"
+        )
+    if isinstance(data, Sequence) and data and all(isinstance(row, Mapping) for row in data):
+        return InMemory("list of rows", pa.Table.from_pylist(list(data)), "list")
+    return None
+
+
+def _named(frame: Any) -> Any:
+    """Column names as text."""
+    return frame.rename(columns=str)
+
+
+def _listed(texts: Any, labels: Any) -> InMemory | None:
+    """Texts, or pairs of texts, with their labels if any; None for what is no list of texts."""
+    values = _values(texts)
+    if values is None:
+        return None
+    columns: dict[str, list[Any]] = {"text": values}
+    if values and all(isinstance(value, (tuple, list)) and len(value) == 2 for value in values):
+        columns = {"text": [first for first, _ in values], "text_pair": [second for _, second in values]}
+    if not all(value is None or isinstance(value, str) for column in columns.values() for value in column):
+        return None
+    if labels is not None:
+        named = _values(labels)
+        if named is None:
+            said = f"labels is {printable(type(labels).__name__)}: it must be a list, one for each text"
+            raise OptionError(said, hint="train(texts, labels=labels, ...)")
+        if len(named) != len(values):
+            raise OptionError(f"{len(values):,} texts have {len(named):,} labels", hint="give each text one")
+        columns["label"] = named
+    return InMemory("list of texts", pa.table({name: pa.array(column) for name, column in columns.items()}), "list")
+
+
+def _values(given: Any) -> list[Any] | None:
+    """Elements of a list, an array or a column."""
+    if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__iter__"):
+        return None
+    if hasattr(given, "to_pylist"):
+        return list(given.to_pylist())
+    return list(given.tolist() if hasattr(given, "tolist") else given)
+
+
+def as_kind(table: pa.Table, kind: Kind, like: Any = None) -> Any:
+    """A table as a DataFrame, a Dataset, a list of rows, or as it is. like: what was given; a pandas index is kept."""
+    if kind == "pandas":
+        frame = table.to_pandas()
+        if like is not None and len(like) == len(frame):
+            frame.index = like.index
+        return frame
+    if kind == "polars":
+        import polars
+
+        return polars.from_arrow(table)
+    if kind == "datasets":
+        import datasets
+
+        return datasets.Dataset(table)
+    return table.to_pylist() if kind == "list" else table

@@ -1,0 +1,147 @@
+"""Data in memory wherever a file is taken, results as what was given, and progress where a person watches."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas
+import polars
+import pyarrow as pa
+import pytest
+
+import brimful
+from brimful.core.errors import DataError, OptionError
+from brimful.given import is_notebook
+from brimful.reports.terminal import Terminal
+from commands import Files
+from tiny_files import review
+
+TEXTS = [review(bool(i % 2), i) for i in range(40)]
+LABELS = [("bad", "good")[i % 2] for i in range(40)]
+COLUMNS = {"text": TEXTS, "label": LABELS}
+ROWS = [{"text": text, "label": label} for text, label in zip(TEXTS, LABELS, strict=True)]
+SHORT: dict[str, Any] = {"max_steps": 1, "batch_size": 8}
+
+FORMS = {
+    "pandas": pandas.DataFrame(COLUMNS),
+    "polars": polars.DataFrame(COLUMNS),
+    "lazy": polars.LazyFrame(COLUMNS),
+    "datasets": datasets.Dataset.from_dict(COLUMNS),
+    "arrow": pa.table(COLUMNS),
+    "columns": COLUMNS,
+    "rows": ROWS,
+    "texts and labels": (TEXTS, LABELS),
+}
+
+
+def test_all_forms_train_the_same_model(files: Files, tmp_path: Path) -> None:
+    """Class ids of a Dataset are their names, as those of its files are."""
+    runs = {
+        name: brimful.train(data, model=files.base, output=tmp_path / name, **SHORT) for name, data in FORMS.items()
+    }
+    ids = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
+    with_ids = datasets.Dataset.from_dict({"text": TEXTS, "label": [i % 2 for i in range(40)]}, features=ids)
+    runs["ids"] = brimful.train(with_ids.select(range(40)), model=files.base, output=tmp_path / "ids", **SHORT)
+    weights = {(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in runs}
+    assert len(weights) == 1
+    assert {run.data_fingerprint for run in runs.values()} == {runs["arrow"].data_fingerprint}
+    assert runs["pandas"].options["data"] == "DataFrame"
+
+
+def test_labels_beside_texts_and_splits(files: Files, tmp_path: Path) -> None:
+    held_out = (TEXTS[:4], LABELS[:4])
+    run = brimful.train(
+        pandas.Series(TEXTS),
+        labels=pandas.Series(LABELS),
+        eval_data=held_out,
+        model=files.base,
+        output=tmp_path / "a",
+        **SHORT,
+    )
+    assert (run.data["rows"], run.data["eval_rows"]) == (40, 4)
+    parts = datasets.DatasetDict({"train": FORMS["datasets"], "test": FORMS["datasets"].select(range(6))})
+    run = brimful.train(parts, model=files.base, output=tmp_path / "b", **SHORT)
+    assert (run.data["rows"], run.data["eval_rows"]) == (40, 6)
+    pairs = list(zip(TEXTS, TEXTS, strict=True))
+    run = brimful.train(pairs, labels=LABELS, model=files.base, output=tmp_path / "c", **SHORT)
+    assert run.data["inputs"]["pair_column"] == "text_pair"
+
+
+def test_answers_come_as_what_was_given(files: Files, tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"text": TEXTS, "n": range(40)}, index=[f"row {i}" for i in range(40)])
+    found = brimful.classify(files.classifier, frame, verify=0)
+    assert isinstance(found, pandas.DataFrame)
+    assert list(found.index) == list(frame.index)
+    assert list(found.columns[:3]) == ["text", "n", "label"]
+    expected = found["label"].tolist()
+    for name in ("polars", "datasets", "arrow"):
+        answer = brimful.classify(files.classifier, FORMS[name], verify=0)
+        assert type(answer) is type(FORMS[name])
+        column = answer["predicted_label"]
+        assert (column.to_pylist() if name == "arrow" else list(column)) == expected
+    listed = brimful.classify(files.classifier, TEXTS, verify=0)
+    assert [row["label"] for row in listed] == expected
+    of_file = brimful.classify(files.classifier, files.reviews, frame="polars", verify=0)
+    assert isinstance(of_file, polars.DataFrame)
+    record = brimful.classify(files.classifier, frame, tmp_path / "out.parquet", verify=0)
+    assert record.counts.num_rows == 40
+    assert pandas.read_parquet(tmp_path / "out.parquet")["label"].tolist() == expected
+
+
+def test_profile_and_evaluate_take_them_too(files: Files) -> None:
+    assert brimful.profile(FORMS["pandas"], model=files.classifier, steps=1).steps == 1
+    scored = [brimful.evaluate(files.classifier, FORMS[name], verify=0).metrics for name in ("pandas", "arrow")]
+    assert scored[0] == scored[1]
+
+
+@pytest.mark.parametrize(
+    ("data", "labels", "said"),
+    [
+        (7, None, "data is int: it must be a file, a DataFrame"),
+        (TEXTS, LABELS[:3], "40 texts have 3 labels"),
+        ("reviews.csv", LABELS, "labels go with a list of texts"),
+        ([1, 2], LABELS[:2], "data is list"),
+        (pandas.DataFrame({"text": ["a", 1]}), None, "the DataFrame cannot be read"),
+    ],
+)
+def test_what_is_no_data(files: Files, tmp_path: Path, data: Any, labels: Any, said: str) -> None:
+    with pytest.raises((OptionError, DataError), match=said):
+        brimful.train(data, labels=labels, model=files.base, output=tmp_path / "run")
+
+
+def test_rows_of_data_in_memory_are_named_in_errors(files: Files, tmp_path: Path) -> None:
+    rows = pandas.DataFrame({"text": TEXTS, "label": [*LABELS[:-1], None]})
+    with pytest.raises(DataError, match="DataFrame, row 40: column 'label' has no label"):
+        brimful.train(rows, model=files.base, output=tmp_path / "run")
+    with pytest.raises(DataError, match="no such column: 'topic'"):
+        brimful.train(rows, model=files.base, output=tmp_path / "run", label_column="topic")
+
+
+def test_progress_is_shown_where_it_is_wanted(
+    files: Files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brimful.classify(files.classifier, TEXTS, verify=0)
+    assert capsys.readouterr().err == ""
+    brimful.classify(files.classifier, TEXTS, verify=0, progress=True)
+    assert "Classified  40 texts" in capsys.readouterr().err
+    assert not is_notebook()
+    shell = types.SimpleNamespace(get_ipython=object)
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    monkeypatch.setitem(sys.modules, "ipykernel", shell)
+    assert is_notebook()
+    monkeypatch.setattr("brimful.reports.terminal._NOTEBOOK_EVERY_S", 0.0)
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    terminal = Terminal(in_notebook=True)
+    terminal.count(1, 10)
+    terminal.count(2, 10)
+    terminal.warning("something")
+    terminal.close()
+    assert stream.getvalue().count("\r") >= 3
+    assert "2 of 10 rows" in stream.getvalue()
+    assert stream.getvalue().endswith("warning: something\n")
