@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shlex
 import warnings
@@ -239,16 +240,18 @@ def _texts(options: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(values := texts.get(name), list | tuple):
             continue
         for each in values:
-            text = isinstance(each, str) and "," not in each
+            text = isinstance(each, str) and '"' not in each and (name == "labels" or "," not in each)
             if name != "labels" and not text:
                 said = f"{name} has {printable(repr(each))}: names are text without a comma"
                 raise OptionError(said, hint="give the column another name")
             if name == "labels" and (not text or each.startswith("column:")):
                 raise OptionError(
-                    f"labels has {printable(repr(each))}: of a file, labels are text without a comma or `column:`",
+                    f"labels has {printable(repr(each))}: labels of a file have no quotation marks, and no `column:`",
                     hint="put each row's labels into a column of lists: labels='column:NAME'",
                 )
-        texts[name] = ",".join(values)
+        texts[name] = ",".join(f'"{each}"' if "," in each else each for each in values)
+    if isinstance(weights := texts.get("class_weights"), Mapping):
+        texts["class_weights"] = json.dumps(dict(weights))
     return texts
 
 

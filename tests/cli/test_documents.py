@@ -15,6 +15,7 @@ import brimful as package
 from brimful.cli.flags import help_texts, parse_options
 from brimful.core.errors import OptionError
 from brimful.core.evaluate_options import EvaluateOptions
+from brimful.core.export_options import ExportOptions
 from brimful.core.option_checks import flag
 from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flags_of
 from commands import Brimful
@@ -27,6 +28,7 @@ COMMANDS: dict[str, tuple[type[Any], Any]] = {
     "train": (TrainOptions, partial(parse_options, "train")),
     "classify": (ClassifyOptions, partial(parse_options, "classify")),
     "evaluate": (EvaluateOptions, partial(parse_options, "evaluate")),
+    "export": (ExportOptions, partial(parse_options, "export")),
     "profile": (ProfileOptions, partial(parse_options, "profile")),
     "demo": (DemoOptions, partial(parse_options, "demo")),
 }

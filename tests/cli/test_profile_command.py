@@ -112,7 +112,7 @@ def test_the_table_is_on_stdout(brimful: Brimful, files: Files) -> None:
     assert said.code == 0, said.err
     assert said.out.startswith("One step  ")
     assert "Where it goes" in said.out
-    assert "\nReading  " in said.out
+    assert "\nBottleneck  " in said.out
 
 
 def test_the_configuration_of_a_training_is_taken(brimful: Brimful, files: Files, tmp_path: Path) -> None:

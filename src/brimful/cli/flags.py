@@ -116,6 +116,11 @@ COMMANDS = (
 )
 
 _SHOWN_AS: Mapping[str, str] = {"output": "PATH", "trace": "FILE", "metric_for_best_model": "METRIC"}
+#: Numbers that make sense, where 8 does not.
+_EXAMPLES = {"--max-length": 256, "--max-steps": 1000, "--limit": 500, "--seed": 42, "--save-steps": 500} | {
+    "--eval-steps": 500, "--logging-steps": 10, "--token-budget": 8192, "--shard-rows": 1000000, "--verify": 256,
+    "--warmup-steps": 100,
+}  # fmt: skip
 _KINDS: Mapping[type[Any], str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -250,6 +255,9 @@ def _value(name: str, hint: Any, given: object) -> object:
     try:
         return kind(given) if kind is not bool else {"true": True, "false": False}[given.lower()]
     except (ValueError, KeyError):
-        examples = {int: f"as in {name} 8", float: f"as in {name} 0.5 or {name} 2e-5", bool: f"{name} alone says true"}
+        number = _EXAMPLES.get(name, 8)
+        examples = {int: f"as in {name} {number}", float: f"as in {name} 0.5", bool: f"{name} alone says true"}
+        if name == "--learning-rate":
+            examples[float] = f"as in {name} 2e-5"
         said = f"{name} is '{printable(given)}': it must be {_KINDS[kind]}"
         raise OptionError(said, hint=examples[kind]) from None

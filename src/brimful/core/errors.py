@@ -173,7 +173,36 @@ class Interrupted(BrimfulError):  # noqa: N818  (it is not an error of anyone's)
         self.exit_code = 128 + signal_number
 
 
+#: Names that options have elsewhere, or are called by habit.
+_ALSO_CALLED = {
+    **dict.fromkeys(("lr", "rate"), "learning_rate"),
+    **dict.fromkeys(("epochs", "epoch", "num_epochs", "n_epochs"), "num_train_epochs"),
+    **dict.fromkeys(("bs", "batch", "per_device_train_batch_size", "train_batch_size"), "batch_size"),
+    **dict.fromkeys(("max_len", "max_seq_length", "max_seq_len", "seq_length", "length"), "max_length"),
+    **dict.fromkeys(("fp16", "bf16", "fp32", "dtype", "half", "amp"), "precision"),
+    **dict.fromkeys(("output_dir", "out", "save", "out_dir"), "output"),
+    **dict.fromkeys(("eval", "validation", "valid", "val", "dev", "test", "test_data", "eval_dataset"), "eval_data"),
+    **dict.fromkeys(("label", "target", "labels_column", "y"), "label_column"),
+    **dict.fromkeys(("text", "texts", "text_field"), "text_column"),
+    **dict.fromkeys(("scheduler", "schedule", "lr_scheduler"), "lr_scheduler_type"),
+    **dict.fromkeys(("warmup", "warmup_proportion"), "warmup_ratio"),
+    **dict.fromkeys(("patience", "early_stopping"), "early_stopping_patience"),
+    **dict.fromkeys(("optimizer", "optimiser"), "optim"),
+    **dict.fromkeys(("weights", "class_weight"), "class_weights"),
+    **dict.fromkeys(("workers", "num_proc", "n_jobs"), "num_workers"),
+    **dict.fromkeys(("force", "replace"), "overwrite"),
+    **dict.fromkeys(("sep", "separator"), "delimiter"),
+    **dict.fromkeys(("names", "columns"), "column_names"),
+    **dict.fromkeys(("n", "head", "max_rows", "max_samples", "max_train_samples"), "limit"),
+    **dict.fromkeys(("cpu", "gpu", "cuda"), "device"),
+}
+
+
 def did_you_mean(name: str, known: Sequence[str]) -> str | None:
-    """Hint with the one of `known` that `name` may be a misspelling of, None if none is close."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else None
+    """Hint with the one of `known` that `name` may mean, by its name elsewhere or misspelt; None if none is close."""
+    spelt = {each.lstrip("-").replace("-", "_"): each for each in known}
+    bare = name.lstrip("-").replace("-", "_").lower()
+    if (meant := spelt.get(_ALSO_CALLED.get(bare, ""))) is not None:
+        return f"did you mean {meant}?"
+    near = difflib.get_close_matches(bare, spelt, n=1, cutoff=0.7)
+    return f"did you mean {spelt[near[0]]}?" if near else None

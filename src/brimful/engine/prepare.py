@@ -160,7 +160,7 @@ def prepare(
         data_fingerprint=fingerprint,
         report=report,
     )
-    report["inputs"] = dataclasses.asdict(prepared.inputs)
+    report["inputs"] = dataclasses.asdict(prepared.inputs) | {"label_columns": list(prepared.inputs.label_columns)}
     callbacks.data(report)
     return prepared
 

@@ -81,7 +81,8 @@ class Optimizer(Lever):
         assembly.lever(Packing)  # puts the model on its device
         asked, verdict = asked_optimizer(assembly.options), cls.supports(assembly)  # type: ignore[arg-type]
         kernels = "our fused kernels" if verdict.ok else f"torch's fused kernels ({verdict.because})"
-        reason = f"asked for; {kernels}, fp32 weights and states"
+        whose = "the default" if asked.value == TrainOptions.optim else "asked for"
+        reason = f"{whose}; {kernels}, fp32 weights and states"
         if asked.named is not None:
             reason = "asked for; as transformers' Trainer makes it, fp32 weights"
             reason += ", embeddings with states in 32 bits" if asked.value in WITH_32_BITS else ""

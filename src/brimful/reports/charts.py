@@ -20,6 +20,8 @@ from brimful.reports.text_columns import fitted
 
 #: A chart's width, its type's size, and the width of a character: in its own unit, about a pixel on a phone.
 _WIDTH, _TYPE, _CHARACTER = 400, 12, 6.8
+#: Width of a wide character: a capital, or one that a terminal gives two columns.
+_WIDE = 9.5
 #: Widest name beside a bar, in columns of a terminal: what is cut stands in full in the numbers below the chart.
 _NAME = 20
 _BAR_HEIGHT = 22
@@ -56,8 +58,8 @@ def bar_chart(key: str, bars: Sequence[Bar], *, alt: str, whole: float | None = 
     key: different for each chart of a page. alt: what the chart shows, for those who do not see it. whole: what the
     bars are parts of, drawn behind each.
     """
-    names = [fitted(bar.name, _NAME) for bar in bars]
-    left, right = (10 + _CHARACTER * max(map(cell_len, texts), default=0) for texts in (names, [b.said for b in bars]))
+    names = _told_apart([bar.name for bar in bars])
+    left, right = (10 + max(map(_width, texts), default=0) for texts in (names, [b.said for b in bars]))
     places = range(len(bars))
     with _matplotlib(key) as figure:
         axes = _axes(figure, height=_BAR_HEIGHT * len(bars), left=left, right=right)
@@ -73,6 +75,22 @@ def bar_chart(key: str, bars: Sequence[Bar], *, alt: str, whole: float | None = 
             placed = {"textcoords": "offset points", "ha": "right", "va": "center_baseline", "annotation_clip": False}
             axes.annotate(bar.said, **at_right, **placed, color=_COLOURS["muted"])
         return _inlined(figure, key, alt)
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Names that fit beside a bar; those that would read alike keep their ends, too."""
+    short = [fitted(name, _NAME) for name in names]
+    if len(set(short)) == len(short):
+        return short
+    alike = {name for name in short if short.count(name) > 1}
+    half = _NAME // 2
+    ends = [f"{fitted(name, half).removesuffix('…')}…{printable(name)[-half + 1 :]}" for name in names]
+    return [end if name in alike else name for name, end in zip(short, ends, strict=True)]
+
+
+def _width(text: str) -> float:
+    """Width of a text of the page's type, at most: capitals, m and w are wide."""
+    return sum(_WIDE if c.isupper() or c in "mw@%_" or cell_len(c) > 1 else _CHARACTER for c in text)
 
 
 def histogram(key: str, counts: Sequence[int], *, edges: Mapping[int, str], axis: str, alt: str) -> Markup:

@@ -21,7 +21,7 @@ def profile_text(profile: Profile) -> str:
     """The whole report, without a line break at its end."""
     on_gpu = profile.recipe.device != "CPU"
     parts = (_step(profile), _parts(profile, on_gpu), _kernels(profile, on_gpu), _achieved(profile, on_gpu))
-    return "\n\n".join([*parts, f"Reading  {profile.reading}"])
+    return "\n\n".join([*parts, f"Bottleneck  {profile.reading}"])
 
 
 def _step(profile: Profile) -> str:

@@ -112,7 +112,7 @@ class Terminal(Callbacks):
 
     def recipe(self, recipe: Recipe) -> None:
         self._head("How it runs", f"on {printable(recipe.device)}")
-        levers = [(printable(each.name), printable(each.value), each.arithmetic) for each in recipe.levers]
+        levers = [(printable(each.name), _short_list(printable(each.value)), each.arithmetic) for each in recipe.levers]
         reasons = [printable(each.reason, 300) for each in recipe.levers]
         if self._console.is_terminal:
             margin = max((cell_len(name) for name, *_ in levers), default=0) + 4
@@ -256,6 +256,13 @@ def _counted(done: int, total: int | None, share: float | None, pace: Pace) -> s
     rate = None if pace.rows_per_s is None else f"{count_text(pace.rows_per_s)} rows/s"
     left = None if pace.left_s is None else f"{seconds_text(pace.left_s)} left"
     return "  ".join(said for said in (rows, of_all, rate, left) if said is not None)
+
+
+def _short_list(value: str) -> str:
+    """`112, 704, ..., 1024` as `112 to 1024, 12 sizes`."""
+    parts = value.split(", ")
+    is_long = len(parts) > 3 and all(map(str.isdecimal, parts))
+    return f"{parts[0]} to {parts[-1]}, {len(parts)} sizes" if is_long else value
 
 
 def _safe(text: object, limit: int = 400) -> str:

@@ -5,6 +5,7 @@ Legend: N rows, P pairs of a row's text with one of its labels, G rows with M la
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,12 +95,12 @@ class Candidates:
 
 
 def parse_labels(labels: str | Sequence[Any]) -> tuple[str, ...]:
-    """Candidate labels from text in which commas part them, or as they are.
+    """Candidate labels from text in which commas part them (within quotation marks they do not), or as they are.
 
     Raises: OptionError if there are none, and for one that is blank, no text or cannot be encoded, or is there twice.
     """
     if isinstance(labels, str):
-        labels = list(map(str.strip, labels.split(",")))
+        labels = list(map(str.strip, next(csv.reader([labels], skipinitialspace=True), [])))
     wrong = next((each for each in labels if not (isinstance(each, str) and each.strip() and encodes(each))), None)
     if not any(labels) or wrong is not None:
         said = f"{printable(repr(wrong))} is no candidate label" if any(labels) else "there are no candidate labels"

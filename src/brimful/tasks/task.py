@@ -13,9 +13,11 @@ Legend: S rows (slots of a micro-batch), N all rows, C outputs.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,16 +140,8 @@ def _class_weights_C(text: str | None, space: LabelSpace, targets_N: np.ndarray)
         return _balanced_weights_C(space, targets_N)
     weights = np.ones(space.num_outputs, dtype=np.float32)
     names: Mapping[str, int] = {name: i for i, name in enumerate(space.names)} | dict(space.values)
-    for part in text.split(","):
-        name, _, number = part.rpartition("=")
-        try:
-            index, weight = names[name.strip()], float(number)
-        except (KeyError, ValueError):
-            raise OptionError(
-                f"--class-weights: {printable(part)!r} is not a label of the data with a number",
-                hint="write balanced, or label=weight for each label, e.g. spam=3,ham=1; the labels are "
-                + ", ".join(printable(n, 40) for n in list(names)[:20]),
-            ) from None
+    for name, weight in _weights_in(text, names):
+        index = names[name]
         if not 0 < weight < float("inf"):
             raise OptionError(
                 f"--class-weights: the weight of {printable(name)!r} is {weight}: it must be above 0",
@@ -155,6 +149,42 @@ def _class_weights_C(text: str | None, space: LabelSpace, targets_N: np.ndarray)
             )
         weights[index] = weight
     return weights
+
+
+def _weights_in(text: str, names: Collection[str]) -> Iterator[tuple[str, float]]:
+    """Label and weight of each part of `a=3,b=1`, or of a JSON object. Labels may have commas, and quotation marks
+    around them. Raises: OptionError."""
+    if text.lstrip().startswith("{"):
+        parts = _weights_in_json(text)
+    else:
+        parts, begun = [], None
+        for piece in text.split(","):
+            begun = piece if begun is None else f"{begun},{piece}"
+            name, _, number = begun.rpartition("=")
+            if (bare := name.strip().strip('"')) in names:
+                parts.append((bare, number))
+                begun = None
+        parts += [] if begun is None else [(begun, "")]
+    for name, number in parts:
+        try:
+            if name not in names:
+                raise ValueError
+            yield name, float(number)
+        except (ValueError, TypeError):
+            shown = f"{name}={number}" if number != "" else name
+            raise OptionError(
+                f"--class-weights: {printable(shown)!r} is not a label of the data with a number",
+                hint="write balanced, or label=weight for each label, e.g. spam=3,ham=1; the labels are "
+                + ", ".join(printable(n, 40) for n in list(names)[:20]),
+            ) from None
+
+
+def _weights_in_json(text: str) -> list[tuple[str, Any]]:
+    try:
+        return list(json.loads(text).items())
+    except ValueError as error:
+        said = f"--class-weights is no JSON object: {printable(error)}"
+        raise OptionError(said, hint='as in {"sports, games": 3, "other": 1}') from error
 
 
 def _balanced_weights_C(space: LabelSpace, targets_N: np.ndarray) -> np.ndarray:

@@ -36,6 +36,9 @@ from brimful.data.readers.parts import BATCH_ROWS, Part, Piece, RowsRead, in_ord
 
 #: Places in a large file where lines are read to see types and keys that its first rows do not have.
 _WINDOWS = 16
+_PLAIN_LINES = (
+    f"{ONE_PER_LINE}; of plain lines make it by jq -Rc '{{text: .}}', or write them to a .txt file and name that"
+)
 
 
 class JsonLinesPart(Part):
@@ -130,7 +133,10 @@ def _keys_in(file: str, lines: bytes | None) -> Keys:
     if keys is None:
         line = parse_line(lines.strip().split(b"\n")[0]) if lines else Line(None)
         without = "is an object without keys" if line.value == {} else "is not a JSON object"
-        raise (line.fault or DataError(without, hint=ONE_PER_LINE)).at(file, 1)
+        fault = line.fault or DataError(without, hint=ONE_PER_LINE)
+        if file == PipeLines.file:
+            fault = DataError(fault.message, value=fault.value, hint=_PLAIN_LINES)
+        raise fault.at(file, 1)
     return keys
 
 
