@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,14 @@ from brimful.tasks.task import SingleLabel
 USES = (False, False, True, False, False, True)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Inputs of a batch, and whether it uses the second expert."""
+
+    x_S4: Tensor
+    uses: bool
+
+
 class Experts(LayoutModel):
     """A model whose second part is used by some batches only, as experts and optional embeddings are."""
 
@@ -30,9 +39,8 @@ class Experts(LayoutModel):
         self.model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
 
     def __call__(self, inputs: Any, context: ForwardContext | None = None) -> ForwardOutputs:
-        x_S4, uses = inputs
-        logits: Tensor = self.model[0](x_S4)
-        return ForwardOutputs(logits=logits + self.model[1](x_S4) if uses else logits)
+        logits: Tensor = self.model[0](inputs.x_S4)
+        return ForwardOutputs(logits=logits + self.model[1](inputs.x_S4) if inputs.uses else logits)
 
 
 def make_step(optim: Any, *, fused: bool = False) -> Step:
@@ -46,7 +54,7 @@ def make_step(optim: Any, *, fused: bool = False) -> Step:
 
 def batch(number: int) -> Batch:
     x_S4 = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
-    inputs: Any = (x_S4, USES[number])
+    inputs: Any = Rows(x_S4, USES[number])
     micro = MicroBatch(
         inputs=inputs,
         targets_S=torch.tensor([0, 1, 1]),

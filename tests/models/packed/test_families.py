@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification
 from brimful.kernels.attention.dispatch import Attention
 from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.layout import PackedShape, Segments, packed_inputs, padded_inputs
-from brimful.models.packed import equivalence, packed_forward
+from brimful.models.packed import equivalence, equivalence_cache, packed_forward
 from brimful.models.packed.check_inputs import one_layer_of_each_kind
 from brimful.models.packed.equivalence import Equivalence, check_equivalence
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
@@ -413,10 +413,11 @@ def test_a_check_is_remembered(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert files(cache) == 1
     monkeypatch.setattr(equivalence, "_check", lambda *_: 1 / 0)  # would be a refusal
     assert check_here(model, cache=True) == first
-    other = FAMILIES["bert"].model(seed=5)  # other weights, other names of labels: the same architecture
+    other = FAMILIES["bert"].model()  # other names of labels: the same body
     other.config.id2label, other.config.label2id = {0: "x", 1: "y", 2: "z"}, {"x": 0, "y": 1, "z": 2}
     other.config._name_or_path = "elsewhere"
     assert check_here(other, cache=True) == first
+    assert not check_here(FAMILIES["bert"].model(seed=5), cache=True).packed  # other weights are checked anew
     assert model.config._attn_implementation != packed_forward.PACKED
 
 
@@ -438,7 +439,7 @@ def test_refusals_are_remembered_and_accidents_are_not(cache: Path, monkeypatch:
 
 
 def kept(model: Any) -> Path | None:
-    return equivalence._cache_path(model, LONGEST, torch.device("cpu"), "fp32", None)
+    return equivalence_cache.path_of(model, LONGEST, torch.device("cpu"), "fp32", (None, None))
 
 
 def test_what_a_check_depends_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,11 +458,11 @@ def test_what_a_check_depends_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     assert files(cache) == 7
     places = [kept(bert)]
     for module, name in (
-        (equivalence, "_REVISION"),
-        (equivalence.transformers, "__version__"),
-        (equivalence.torch, "__version__"),
+        (equivalence_cache, "_source"),
+        (equivalence_cache.transformers, "__version__"),
+        (equivalence_cache.torch, "__version__"),
     ):
-        monkeypatch.setattr(module, name, "0")
+        monkeypatch.setattr(module, name, (lambda: "0") if name == "_source" else "0")
         places.append(kept(bert))
     assert len(set(places)) == 4
 
