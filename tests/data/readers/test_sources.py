@@ -624,7 +624,7 @@ REFUSED = "try: read_rows({!r})\nexcept DataError as error: print(error, '|', er
 def test_hub_name_without_a_network(tmp_path: Path) -> None:
     said = in_a_process(REFUSED.format("owner/reviews:train"), HF_HOME=str(tmp_path))
     assert said.count("\n") == 1
-    assert said.startswith("there is no such file or folder, and the hub gave no such data set (")
+    assert said.startswith("there is no such file or folder, and the hub cannot be reached: ")
     assert "'owner/reviews:train'" in said
 
 
