@@ -7,7 +7,6 @@ saved weights was made by this process, such as after a resume, one more pass is
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ import pyarrow as pa
 from brimful.core import atomic_files
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DiskFullError, OutputError
-from brimful.core.evaluation import Baseline, Evaluation
+from brimful.core.evaluation import Evaluation
 from brimful.core.options import TrainOptions
 from brimful.core.records import Run, to_json
 from brimful.diagnosis.learning import Losses, findings_of_learning
 from brimful.engine.prepare import Part, Prepared
 from brimful.engine.scoring import PredictionFile, evaluation_of, truth_column
+from brimful.engine.training.baselines import Baselines
 from brimful.tasks.answers import AnswerForm
-from brimful.tasks.scoring.baselines import Labelled, constant_baseline, linear_baseline
 from brimful.tasks.scoring.choose import make_scorer
 
 RECORD, PREDICTIONS = "evaluation.json", "predictions.parquet"
@@ -67,8 +66,9 @@ class RowScores:
 
 
 def final_evaluation(
-    scores: RowScores, prepared: Prepared, options: TrainOptions, run: Run, folder: Path, callbacks: Callbacks
-) -> Evaluation:
+    scores: RowScores, prepared: Prepared, options: TrainOptions, run: Run, folder: Path, callbacks: Callbacks,
+    baselines: Baselines,
+) -> Evaluation:  # fmt: skip
     """Make the record of the run's evaluation, write it into the run's folder with each row's answer, and return it.
 
     A folder that cannot be written costs these two files, not the run.
@@ -82,7 +82,7 @@ def final_evaluation(
         data=options.eval_data or f"{options.eval_split:g} of {options.data}",
         command=run.command,
         labels=prepared.space,
-        baselines=_baselines(prepared, evaluation, options, callbacks),
+        baselines=baselines.result(callbacks),
         findings=findings_of_learning(training, evaluated, picks_best=picks_best),
         predictions=str(folder / PREDICTIONS),
         options={"seed": options.seed},
@@ -114,28 +114,3 @@ def _losses(events: Path) -> tuple[Losses, Losses]:
             evaluated.append((event["step"], float(event["metrics"]["loss"])))
     finite = [[each for each in losses if np.isfinite(each[1])] for losses in (training, evaluated)]
     return finite[0], finite[1]
-
-
-def _baselines(
-    prepared: Prepared, evaluation: Part, options: TrainOptions, callbacks: Callbacks
-) -> tuple[Baseline, ...]:
-    if not options.baselines:
-        return ()
-    callbacks.stage("fitting a linear model of words to compare with (--no-baselines leaves it out)")
-    training = prepared.training
-    constant = constant_baseline(prepared.space, training.targets_N, evaluation.targets_N)
-    linear = linear_baseline(prepared.space, _labelled(training), _labelled(evaluation), seed=options.seed)
-    return (constant,) if linear is None else (constant, linear)
-
-
-def _labelled(part: Part) -> Labelled:
-    """Texts of a part, each with its pair behind it, made for the rows that are asked for."""
-
-    def texts(rows: npt.NDArray[np.int64]) -> Sequence[str]:
-        chosen = pa.array(rows)
-        first = part.examples.texts.take(chosen).to_pylist()
-        if part.examples.pairs is None:
-            return list(first)
-        return [f"{a} {b}" for a, b in zip(first, part.examples.pairs.take(chosen).to_pylist(), strict=True)]
-
-    return Labelled(texts=texts, targets_N=part.targets_N)

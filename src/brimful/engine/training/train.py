@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from brimful.engine.fitted_step import FittedStep
 from brimful.engine.inference import evaluate_rows, evaluating, evaluation_forward, predict
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.signals import StopSignals
+from brimful.engine.training.baselines import Baselines
 from brimful.engine.training.checkpoint import (
     Checkpoint,
     checkpoint_path,
@@ -115,7 +116,7 @@ def train(
         built = build(options, prepared, precision, callbacks, phases)
         callbacks.recipe(built.recipe)
         return _record(options, prepared, built, command, run="", status="planned")
-    with RunFolder(path) as folder, deterministic(options.deterministic):
+    with RunFolder(path) as folder, deterministic(options.deterministic), ExitStack() as stack:
         check_free(path, resume=options.resume)  # again: another process may have been here since, and gone
         before, steps_before = folder.read() if options.resume else None, prepared.num_steps
         if before is not None:
@@ -128,6 +129,8 @@ def train(
             steps_before = num_steps_before(before, prepared.order.batches_per_epoch)
             if (longer := length_note(prepared.num_steps, steps_before, options.lr_scheduler_type)) is not None:
                 callbacks.note(longer)
+        baselines = stack.enter_context(closing(Baselines(prepared, options, beside=device.type == "cuda")))
+        baselines.begin()
         callbacks.stage("loading the model")
         built, first_batch = checked_build(options, prepared, precision, callbacks, phases)
         callbacks.recipe(built.recipe)
@@ -139,7 +142,9 @@ def train(
         folder.write(run)
         with EventLog(folder.events, report=callbacks.warning) as events:
             is_longer = prepared.num_steps > steps_before
-            loop = _Loop(options, prepared, built, folder, events, callbacks, run, phases, is_longer=is_longer)
+            loop = _Loop(
+                options, prepared, built, folder, events, callbacks, run, phases, baselines, is_longer=is_longer
+            )
             return loop.run()
 
 
@@ -163,6 +168,7 @@ class _Loop:
         callbacks: Callbacks,
         run: Run,
         phases: Phases,
+        baselines: Baselines,
         *,
         is_longer: bool,
     ) -> None:
@@ -173,7 +179,7 @@ class _Loop:
         self._forward = evaluation_forward(built, most_rows=options.batch_size, note=callbacks.warning)
         self._forward.hear = self._out_of_memory
         self._state = LoopState()
-        self._phases = phases
+        self._phases, self._baselines = phases, baselines
         self._writer = CheckpointWriter(folder.checkpoints, run.run, keep=options.save_total_limit)
         self._saved_step: int | None = None
         self._scores: dict[int, RowScores] = {}  # by step, of the last evaluation and of the best one
@@ -439,7 +445,7 @@ class _Loop:
         with self._phases.during("evaluation"):
             step = state.best_step if self._took_best and state.best_step is not None else state.applied
             scores = self._scores_of_saved(step)
-            found = final_evaluation(scores, self._prepared, options, run, path, self._callbacks)
+            found = final_evaluation(scores, self._prepared, options, run, path, self._callbacks, self._baselines)
         self._callbacks.evaluation(found)
         baselines = {each.name: each.metrics for each in found.baselines}
         return dataclasses.replace(run, baselines=baselines, findings=found.findings)

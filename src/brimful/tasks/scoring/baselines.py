@@ -74,48 +74,80 @@ def constant_baseline(space: LabelSpace, training: npt.NDArray[Any], targets_N: 
     )
 
 
-def linear_baseline(space: LabelSpace, training: Labelled, evaluation: Labelled, *, seed: int) -> Baseline | None:
-    """A linear model of the words. None where there is nothing to learn from: no words, or a single label."""
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.feature_extraction.text import TfidfVectorizer
+@dataclass(frozen=True, kw_only=True)
+class LinearTask:
+    """Rows that the linear model learns from and is scored on, drawn and shortened: plain data, for any process.
 
-    began = time.perf_counter()
+    limits: what was left out of them, in words.
+    """
+
+    space: LabelSpace
+    texts: Sequence[str]
+    targets_N: npt.NDArray[Any]
+    eval_texts: Sequence[str]
+    eval_targets_N: npt.NDArray[Any]
+    seed: int
+    limits: tuple[str, ...]
+
+    def fit(self) -> Baseline | None:
+        """Train the model and score it. None where there is nothing to learn from: no words, or a single label."""
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.feature_extraction.text import TfidfVectorizer
+
+        began = time.perf_counter()
+        words = TfidfVectorizer(
+            sublinear_tf=True,
+            ngram_range=(1, 2),
+            min_df=2 if len(self.texts) >= _MANY_ROWS else 1,
+            max_features=_MOST_FEATURES,
+            dtype=np.float32,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            warnings.simplefilter("ignore", UserWarning)  # of labels that each row has
+            try:
+                features = words.fit_transform(self.texts)
+                predict = _fitted(self.space, features, self.targets_N, self.seed)
+            except ValueError:  # no words, or one label only
+                return None
+            logits_NC = predict(words.transform(self.eval_texts))
+        scorer = make_scorer(self.space, self.eval_targets_N, seed=self.seed, resamples=0)
+        scorer.add(np.arange(len(self.eval_texts)), logits_NC.astype(np.float32))
+        return Baseline(
+            name=LINEAR,
+            metrics=_known(scorer.values()),
+            num_rows=len(self.texts),
+            train_s=time.perf_counter() - began,
+            note="; ".join(self.limits) or None,
+        )
+
+
+def linear_task(space: LabelSpace, training: Labelled, evaluation: Labelled, *, seed: int) -> LinearTask:
+    """Draw the rows of a linear model."""
     draw = np.random.default_rng([seed, 4])
     rows, eval_rows = (_sample(len(part), space.num_outputs, draw) for part in (training, evaluation))
     texts, eval_texts = training.texts(rows), evaluation.texts(eval_rows)
     longest = max(_SHORTEST, min(_LONGEST, _MOST_CHARACTERS // max(1, len(texts))))
-    shortened = sum(len(text) > longest for text in texts)
-    words = TfidfVectorizer(
-        sublinear_tf=True,
-        ngram_range=(1, 2),
-        min_df=2 if len(texts) >= _MANY_ROWS else 1,
-        max_features=_MOST_FEATURES,
-        dtype=np.float32,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        warnings.simplefilter("ignore", UserWarning)  # of labels that each row has
-        try:
-            features = words.fit_transform([text[:longest] for text in texts])
-            predict = _fitted(space, features, training.targets_N[rows], seed)
-        except ValueError:  # no words, or one label only
-            return None
-        logits_NC = predict(words.transform([text[:longest] for text in eval_texts]))
-    scorer = make_scorer(space, evaluation.targets_N[eval_rows], seed=seed, resamples=0)
-    scorer.add(np.arange(len(eval_rows)), logits_NC.astype(np.float32))
     limits = [
         f"{did} {len(some):,} of {len(part):,} rows"
         for did, some, part in (("learned from", rows, training), ("scored on", eval_rows, evaluation))
         if len(some) < len(part)
     ]
-    limits += [f"read the first {longest:,} characters of a text"] if shortened else []
-    return Baseline(
-        name=LINEAR,
-        metrics=_known(scorer.values()),
-        num_rows=len(rows),
-        train_s=time.perf_counter() - began,
-        note="; ".join(limits) or None,
+    limits += [f"read the first {longest:,} characters of a text"] if any(len(text) > longest for text in texts) else []
+    return LinearTask(
+        space=space,
+        texts=[text[:longest] for text in texts],
+        targets_N=training.targets_N[rows],
+        eval_texts=[text[:longest] for text in eval_texts],
+        eval_targets_N=evaluation.targets_N[eval_rows],
+        seed=seed,
+        limits=tuple(limits),
     )
+
+
+def linear_baseline(space: LabelSpace, training: Labelled, evaluation: Labelled, *, seed: int) -> Baseline | None:
+    """A linear model of the words. None where there is nothing to learn from: no words, or a single label."""
+    return linear_task(space, training, evaluation, seed=seed).fit()
 
 
 def _known(values: dict[str, float]) -> dict[str, float | None]:
