@@ -230,3 +230,14 @@ def test_in_one_line() -> None:
     on_cpu = PeakMemory(resident=1 << 30, total=1 << 30, components={"weights": 1 << 29, "all_else": 1 << 29})
     assert memory_text(on_cpu) == "1.0 GiB resident: weights 512.0 MiB, all else 512.0 MiB"
     assert memory_text(PeakMemory()) is None
+
+
+def test_a_reading_beside_a_run_counts() -> None:
+    run = Run()
+    run.step(activations=50)
+    run.records.of_process = 9000
+    run.watch.look_beside()
+    assert run.watch._reading is not None
+    run.watch._reading.join()
+    run.records.of_process = 3000
+    assert run.watch.peak().nvml == 9000

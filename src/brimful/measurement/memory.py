@@ -8,7 +8,10 @@ kernels, libraries) is read from NVML.
 
 from __future__ import annotations
 
+import math
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +28,8 @@ from brimful.hardware.memory import process_bytes
 
 #: Steps of a shape that are watched: the eager one when it is first met, and its capture.
 _WATCHED = 2
+#: Seconds between readings of the driver beside a run: each asks for all processes on the GPU.
+_BETWEEN_LOOKS_S = 1.0
 
 
 class AllocatorRecords(Protocol):
@@ -310,7 +315,8 @@ class PhaseMemory:
 class MemoryWatch:
     """Peaks on one device since it was made, of what is in use by then and comes to it; on a CPU of the whole process.
 
-    torch keeps its own peaks; the driver's is the highest of the readings, and `look` takes one. What torch has
+    torch keeps its own peaks; the driver's is the highest of the readings. `look` takes one, and `look_beside` has a
+    thread take one, as it takes as long as some steps, if there was none within the last second. What torch has
     reserved it gives back only when told to. While shapes are first met and captured it is, so that the driver's peak
     may be of later steps, and below what was reserved.
 
@@ -321,6 +327,8 @@ class MemoryWatch:
         self.phases = phases
         self._nvml_bytes: int | None = None
         self._outside_bytes = 0
+        self._reading: threading.Thread | None = None
+        self._began_at = -math.inf
         if records is None and device.type == "cuda":
             torch.cuda.empty_cache()  # kept from what the process did before
             torch.cuda.reset_peak_memory_stats(device)
@@ -331,15 +339,31 @@ class MemoryWatch:
 
     def look(self) -> None:
         """Takes a reading from the driver."""
-        if self._records is not None and (now := self._records.process()) is not None:
+        if self._records is None:
+            return
+        reserved = self._records.reserved()
+        if (now := self._records.process()) is not None:
+            reserved = max(reserved, self._records.reserved())  # what was given back meanwhile is not outside of torch
             self._nvml_bytes = max(now, self._nvml_bytes or 0)
-            self._outside_bytes = max(now - self._records.reserved(), self._outside_bytes)
+            self._outside_bytes = max(now - reserved, self._outside_bytes)
+
+    def look_beside(self) -> None:
+        """Begin a reading from the driver, if it is time for one."""
+        now = time.monotonic()
+        if self._records is None or now - self._began_at < _BETWEEN_LOOKS_S:
+            return
+        if self._reading is None or not self._reading.is_alive():
+            self._began_at = now
+            self._reading = threading.Thread(target=self.look, name="memory-watch", daemon=True)
+            self._reading.start()
 
     def peak(self) -> PeakMemory:
         """The peaks so far."""
         return self._of_host() if self._records is None else self._of_device(self._records)
 
     def _of_device(self, records: AllocatorRecords) -> PeakMemory:
+        if self._reading is not None:
+            self._reading.join()
         self.look()
         self.phases.close()
         highest = self.phases.highest

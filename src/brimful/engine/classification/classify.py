@@ -387,7 +387,7 @@ class _Pass:
         self._output.write(table, counts)
         self._counts += counts
         self._operations += self._runner.operations(asked.sequences.lengths)
-        self._memory.look()
+        self._memory.look_beside()
         done = self._done + self._counts.num_rows
         self._callbacks.count(done, self._rows.num_rows, self._rows.progress(done))
         most, found = self._options.max_errors, self._earlier.num_errors + self._counts.num_errors

@@ -368,7 +368,7 @@ class _Loop:
         )
         self._events.write("step", **dataclasses.asdict(progress))
         self._callbacks.progress(progress)
-        self._memory.look()
+        self._memory.look_beside()
         self._logged = (now, state.samples, state.tokens)
         state.window_loss, state.window_batches = 0.0, 0
 
