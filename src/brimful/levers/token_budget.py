@@ -8,19 +8,28 @@ from typing import Any
 import torch
 
 from brimful.data.batches.batch import PackedLayout, PaddedLayout
-from brimful.data.batches.packing import TILE, Budgets, choose_budgets
+from brimful.data.batches.packing import MAX_BUDGETS, TILE, Budgets, choose_budgets
 from brimful.data.batches.padding import PaddedShapes
+from brimful.hardware.probe import device_name
+from brimful.hardware.specs import datasheet_flops_per_s
 from brimful.levers.checkpointing import Checkpointing
 from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import Packing
 from brimful.levers.padded_rows import padded_shapes
 from brimful.levers.weights import cpu_budget
+from brimful.models.model_stats import matmul_parameters
 from brimful.models.packed.packed_forward import padding_id_of
 
 #: Most tokens of a micro-batch unless --token-budget says otherwise: on a GPU enough to fill it, in training on a CPU
 #: few enough to stay near the caches.
 _DEFAULT = {"cuda": 32768, "cpu": 4096}
+#: Seconds of one shape before it is replayed, its first eager step and its capture: MiniLM-L6 on an H200
+#: (benchmarks/whole_command).
+_CAPTURE_S = 0.1
+#: Share of the datasheet's peak that steps of small models reach, where a budget costs the most beside them (MiniLM-L6
+#: on an H200, 7 %; BERT-base reaches 25 %), and operations per second of a GPU that is not in it.
+_SHARE_REACHED, _REACHED = 0.1, 30e12
 #: Most sequences of a micro-batch of a model that is only read.
 _MOST_TEXTS = 512
 
@@ -68,10 +77,14 @@ class TokenBudget(Lever):
                 "tokens of a micro-batch; texts are put in order of length within a window, so that few are missing"
             )
             return cls(value=str(tokens), reason=reason, tokens=tokens, token_bytes=token_bytes)
-        budgets = choose_budgets(assembly.batches(tokens), tokens, assembly.usual_length)
+        batches = assembly.batches(tokens)
+        share = sum(int(lengths.sum()) for lengths in batches) / max(1, assembly.num_tokens)
+        cost = min(1.0, share) * _budget_tokens(assembly)
+        budgets = choose_budgets(batches, tokens, assembly.usual_length, budget_tokens=cost)
+        more = ", and more would take longer than they save" if cost and len(budgets.tokens) < MAX_BUDGETS else ""
         return cls(
             value=", ".join(map(str, budgets.tokens)),
-            reason=f"tokens of a micro-batch, from the data's lengths; {100 * budgets.fill:.1f} % filled",
+            reason=f"tokens of a micro-batch, from the data's lengths; {100 * budgets.fill:.1f} % filled{more}",
             tokens=budgets.tokens[-1],
             token_bytes=token_bytes,
             budgets=budgets,
@@ -121,6 +134,15 @@ def most_rows(assembly: Assembly) -> int:
     if assembly.training:
         return assembly.options.batch_size  # type: ignore[union-attr]
     return _MOST_TEXTS if assembly.lever(Packing).equivalence.independent else 1
+
+
+def _budget_tokens(assembly: Assembly) -> float:
+    """Return how many tokens a run could compute in the time in which a shape is run eagerly and captured."""
+    if assembly.device.type != "cuda" or not assembly.training or assembly.options.execution == "eager":
+        return 0.0
+    peak = datasheet_flops_per_s(device_name(assembly.device), assembly.precision.value)
+    reached = _REACHED if peak is None else _SHARE_REACHED * peak
+    return _CAPTURE_S * reached / (6 * max(1, matmul_parameters(assembly.model)))
 
 
 def _largest(assembly: Assembly) -> int:

@@ -57,10 +57,14 @@ def test_a_sequence_longer_than_every_budget_is_an_error() -> None:
     st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=12),
     st.integers(1, 4),
     st.integers(40, 200),
+    st.sampled_from([0.0, 20.0, 100.0]),
 )
-def test_budgets_are_the_best_there_are(batches: list[list[int]], most: int, largest: int) -> None:
+def test_budgets_are_the_best_there_are(batches: list[list[int]], most: int, largest: int, cost: float) -> None:
+    """Of all choices: the fewest tokens, and `cost` for each budget."""
     tile, longest = 8, 40
-    found = choose_budgets([np.array(b) for b in batches], largest, longest, tile=tile, max_budgets=most)
+    found = choose_budgets(
+        [np.array(b) for b in batches], largest, longest, tile=tile, max_budgets=most, budget_tokens=cost
+    )
     ceiling = Budgets(tokens=(largest // tile * tile,), fill=1.0)
     used = [sum(batch[i] for i in members) for batch in batches for _, members in pack(batch, ceiling)]
     sizes = sorted({-(-n // tile) * tile for n in used})
@@ -70,9 +74,10 @@ def test_budgets_are_the_best_there_are(batches: list[list[int]], most: int, lar
     for number in range(1, room + 1):
         for chosen in itertools.combinations(sizes, min(number, len(sizes))):
             if chosen[-1] == sizes[-1]:
-                costs.append(sum(next(c for c in chosen if c >= n) for n in used))
-    assert sum(found.smallest_for(n) for n in used) == min(costs)
-    assert found.fill == pytest.approx(sum(used) / min(costs))
+                costs.append(sum(next(c for c in chosen if c >= n) for n in used) + cost * len(chosen))
+    computed = sum(found.smallest_for(n) for n in used)
+    assert computed + cost * (len(found.tokens) - len(needed)) == min(costs)
+    assert found.fill == pytest.approx(sum(used) / computed)
     assert len(found.tokens) <= room + len(needed)
     assert found.tokens[-1] >= longest
     assert found.tokens[-1] <= largest

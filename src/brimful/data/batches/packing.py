@@ -68,9 +68,13 @@ def pack(lengths: Sequence[int] | np.ndarray, budgets: Budgets) -> list[tuple[in
 
 
 def choose_budgets(
-    batches: Sequence[np.ndarray], largest: int, longest: int, *, tile: int = TILE, max_budgets: int = MAX_BUDGETS
-) -> Budgets:
+    batches: Sequence[np.ndarray], largest: int, longest: int, *, tile: int = TILE, max_budgets: int = MAX_BUDGETS,
+    budget_tokens: float = 0.0,
+) -> Budgets:  # fmt: skip
     """Budgets that waste the fewest tokens on these batches (the lengths of each batch's sequences).
+
+    budget_tokens: tokens that could be computed in the time that one more budget costs, where a run is as long as these
+    batches: what a budget does not save, it is not worth.
 
     largest: most tokens a micro-batch may have, cut to whole tiles; raised to the tiles of `longest`, the longest
     sequence there can be. A batch that is larger is split by `pack`, and what is budgeted are its micro-batches; so is,
@@ -81,19 +85,20 @@ def choose_budgets(
     used = [sum(int(lengths[i]) for i in members) for lengths in batches for _, members in pack(lengths, ceiling)]
     sizes, counts = np.unique([round_up(tokens, tile) for tokens in used], return_counts=True)
     if sizes[-1] < least:  # no batch seen has the longest sequence there can be, but one may
-        chosen = [*partition(sizes, counts, max_budgets - 1), least]
+        chosen = [*partition(sizes, counts, max_budgets - 1, part_cost=budget_tokens), least]
     else:
-        chosen = partition(sizes, counts, max_budgets)
+        chosen = partition(sizes, counts, max_budgets, part_cost=budget_tokens)
     budgets = Budgets(tokens=tuple(chosen), fill=1.0)
     return Budgets(tokens=budgets.tokens, fill=sum(used) / sum(budgets.smallest_for(n) for n in used))
 
 
-def partition(sizes: np.ndarray, counts: np.ndarray, parts: int) -> list[int]:
+def partition(sizes: np.ndarray, counts: np.ndarray, parts: int, *, part_cost: float = 0.0) -> list[int]:
     """At most `parts` of the ascending `sizes`, the last one among them, so that rounding each size up to the next
-    chosen one adds as little as possible. Dynamic programming over (sizes, parts)."""
+    chosen one, and `part_cost` for each, add as little as possible. Dynamic programming over (sizes, parts)."""
     number = len(sizes)
-    if number <= parts:
+    if number <= parts and not part_cost:
         return [int(s) for s in sizes]
+    parts = min(number, parts)
     seen = np.concatenate([[0], np.cumsum(counts)])
     # cost[k, j]: tokens when the first j sizes are covered by k budgets, the last of them sizes[j - 1].
     cost = np.full((parts + 1, number + 1), np.inf)
@@ -104,7 +109,8 @@ def partition(sizes: np.ndarray, counts: np.ndarray, parts: int) -> list[int]:
             options = cost[k - 1, :j] + sizes[j - 1] * (seen[j] - seen[:j])
             came[k, j] = int(options.argmin())
             cost[k, j] = options[came[k, j]]
-    k, j, chosen = int(cost[:, number].argmin()), number, []
+    totals = cost[:, number] + part_cost * np.arange(parts + 1)
+    k, j, chosen = int(totals.argmin()), number, []
     while j > 0:
         chosen.append(int(sizes[j - 1]))
         j, k = int(came[k, j]), k - 1
