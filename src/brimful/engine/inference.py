@@ -19,15 +19,19 @@ from brimful.step.graphs.captured_step import CapturedStep
 from brimful.tasks.evaluation import Evaluation
 from brimful.tasks.task import Task
 
+#: Tokens of a packed pass on a GPU that fill it, if its memory holds as many.
+_PASS_TOKENS = 8192
 #: Tokens of padded rows that are laid out at once.
 _PADDED_TOKENS = 4096
 
 
 def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str], None]) -> Forward:
-    """The forward pass of a model in training, as large as its largest micro-batch.
+    """The forward pass of a model in training.
 
-    Captured where its steps are, in the memory of their graphs. Layers compiled for training run as they are: compiling
-    them for evaluation too would cost more than it saves. most_rows: sequences of an effective batch.
+    Captured where its steps are, in the memory of their graphs, and as large as has room there. Layers compiled for
+    training run as they are: compiling them for evaluation too would cost more than it saves.
+
+    most_rows: sequences of an effective batch.
     """
     layout, step = built.layout, built.step
     on_gpu = built.precision.device.type == "cuda"
@@ -37,7 +41,7 @@ def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str]
         forward = PackedForward(
             built.execution,
             built.precision,
-            budget=layout.most_tokens,
+            budget=_most_tokens(built),
             longest=layout.max_length,
             padding_id=layout.padding_id,
             typical_length=layout.typical_length,
@@ -61,6 +65,17 @@ def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str]
         forward = LayoutForward(built.execution, layout, built.precision, batch_tokens=tokens, most_rows=most_rows)
     forward.compiled, forward.where = False, "evaluation"
     return forward
+
+
+def _most_tokens(built: Assembled) -> int:
+    """Tokens of a pass that takes no more memory than a step, where steps are small: fewer passes, of fewer shapes.
+
+    A step keeps 34 bytes a hidden unit and token in each layer (Korthikanti et al. 2022, arXiv 2205.05198); a pass has
+    one layer at a time, its residual and fp32 casts besides: less than two of those.
+    """
+    depth = getattr(built.model.config.get_text_config(), "num_hidden_layers", None)
+    most = built.layout.most_tokens
+    return max(most, min(_PASS_TOKENS, most * (depth // 2))) if isinstance(depth, int) else most
 
 
 def keep_modes(model: nn.Module) -> Callable[[], None]:
