@@ -10,8 +10,8 @@ from brimful.levers.lever import Assembly
 from brimful.models.model_stats import matmul_parameters
 
 #: Seconds that a forward and backward pass spends on each module without parts, whatever the number of tokens: about
-#: eight kernels of 3 us in a graph, of 10 us as the host launches them; on a CPU operators of 20 us: with a fourth of it,
-#: four passes over 32 short texts took a small encoder-decoder 1.22 times as long as one, and with this two 0.97 times.
+#: eight kernels of 3 us in a graph, of 10 us as the host launches them; on a CPU operators of 20 us: four passes over
+#: 32 short texts took a small encoder-decoder 1.22 times as long as one, and two 0.97 times.
 _MODULE_S = {"captured": 24e-6, "cuda": 80e-6, "cpu": 160e-6}
 #: Operations per second that products reach: on a GPU, and of each core of a CPU.
 _REACHED, _CORE_REACHED = 250e12, 50e9
