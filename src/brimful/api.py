@@ -50,14 +50,14 @@ _ALWAYS = {"train": ("model", "output"), "classify": (), "evaluate": ()}
 #: Fields of a run that `--json` shows.
 _RESULTS = (
     *("status", "metrics", "steps", "skipped_steps", "train_s", "samples_per_s", "tokens_per_s", "peak_bytes"),
-    *("phases_s", "baselines", "findings", "compilations", "packed", "packed_reason", "recipe"),
+    *("phases_s", "input_wait_s", "baselines", "findings", "compilations", "packed", "packed_reason", "recipe"),
 )
 #: Fields of ClassifyOptions that describe a file, or that a Classifier takes per call.
 _OF_A_FILE = (
     *("model", "data", "header", "column_names", "delimiter", "encoding", "sheet", "limit", "output", "text_column"),
     *("pair_column", "labels"),
     *("hypothesis_template", "multi_label", "top_k", "threshold", "logits", "resume", "max_errors", "shard_rows"),
-    *("verify", "overwrite", "report", "json", "num_gpus"),
+    *("verify", "overwrite", "report", "json", "num_gpus", "memory_limit", "allocator"),
 )
 
 

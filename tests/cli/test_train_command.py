@@ -85,6 +85,7 @@ def test_one_json_document(brimful: Brimful, files: Files, tmp_path: Path) -> No
     assert {"loss", "accuracy", "f1_macro"} <= found["metrics"].keys()
     assert (found["steps"], found["packed"]) == (5, True)
     assert all(found[name] > 0 for name in ("train_s", "samples_per_s", "tokens_per_s"))
+    assert 0 <= found["input_wait_s"] <= found["train_s"]
     peak = found["peak_bytes"]
     assert peak["total"] == sum(peak["components"].values())
     assert peak["components"]["weights"] > 0

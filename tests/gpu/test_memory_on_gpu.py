@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,10 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from brimful.api import train
+from brimful.core.errors import DeviceError, OptionError
 from brimful.core.records import PeakMemory
+from brimful.hardware.device_memory import check_expandable
+from brimful.hardware.memory import process_bytes
 from brimful.measurement.memory import Kept, MemoryWatch, PhaseMemory
 from tiny_files import save_classifier, write_reviews
 
@@ -74,6 +79,65 @@ def test_a_run_explains_its_memory(tmp_path: Path, execution: str, budget: int |
     assert parts["weights"] >= 4 * num_parameters
     assert 8 * num_parameters <= parts["optimizer_states"] <= 9 * num_parameters + (1 << 20)
     assert parts["activations"] > 0
+
+
+@pytest.mark.parametrize("execution", ["eager", "captured"])
+def test_a_run_keeps_to_its_limit(tmp_path: Path, execution: str) -> None:
+    """With a budget that would take more: memory runs out, the budget is halved, and the driver sees the limit kept."""
+    fraction = torch.cuda.get_per_process_memory_fraction()
+    model = save_classifier(tmp_path / "model", ["bad", "good"])
+    data = write_reviews(tmp_path / "rows.csv", 4000)
+    torch.cuda.empty_cache()
+    outside = (process_bytes(GPU) or 0) - torch.cuda.memory_reserved()
+    limit_bytes = max(outside, 600 << 20) + (400 << 20)
+    run = train(
+        data, model=model, output=tmp_path / "run", device="cuda", execution=execution, token_budget=1 << 20,
+        batch_size=2000, baselines=False, memory_limit=str(limit_bytes),
+    )  # fmt: skip
+    sums_up(run.peak_bytes)
+    print(run.peak_bytes, run.out_of_memory)
+    assert (run.peak_bytes.nvml or 0) <= limit_bytes
+    assert run.recipe.value("memory_limit") == str(limit_bytes)
+    assert torch.cuda.get_per_process_memory_fraction() == fraction
+
+
+def test_a_limit_below_what_the_process_has(tmp_path: Path) -> None:
+    model, data = save_classifier(tmp_path / "model", ["bad", "good"]), write_reviews(tmp_path / "rows.csv")
+    with pytest.raises(OptionError, match=r"--memory-limit is 1MB, and .* in use outside torch already"):
+        train(data, model=model, output=tmp_path / "run", device="cuda", memory_limit="1MB")
+
+
+@pytest.mark.parametrize("execution", ["eager", "captured"])
+def test_expandable_segments_are_there_and_given_back(tmp_path: Path, execution: str) -> None:
+    model, data = save_classifier(tmp_path / "model", ["bad", "good"]), write_reviews(tmp_path / "rows.csv", 200)
+    run = train(
+        data, model=model, output=tmp_path / "run", device="cuda", execution=execution, allocator="expandable",
+        baselines=False,
+    )  # fmt: skip
+    assert run.recipe.value("allocator") == "expandable"
+    assert run.recipe.value("execution") == execution
+    sums_up(run.peak_bytes)
+    with pytest.raises(DeviceError, match="did not take effect"):
+        check_expandable(GPU)
+
+
+def test_the_allocator_by_the_command_line(tmp_path: Path) -> None:
+    model, data = save_classifier(tmp_path / "model", ["bad", "good"]), write_reviews(tmp_path / "rows.csv", 200)
+    words = ["train", data, "--model", model, "--output", tmp_path / "run", "--no-baselines", "--device", "cuda"]
+    words += ["--allocator", "expandable", "--memory-limit", "8GB"]
+    done = subprocess.run(
+        [sys.executable, "-m", "brimful", *map(str, words)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "within --memory-limit 8GB" in done.stderr
+    assert "peak memory" in done.stderr
+    words = ["classify", tmp_path / "run" / "model", data, "-o", tmp_path / "out.csv", "--device", "cuda"]
+    words += ["--allocator", "expandable", "--memory-limit", "8GB"]
+    done = subprocess.run(
+        [sys.executable, "-m", "brimful", *map(str, words)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "within --memory-limit 8GB" in done.stderr
 
 
 def run_parameters(folder: Path) -> int:

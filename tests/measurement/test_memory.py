@@ -18,7 +18,7 @@ from brimful.measurement.memory import (
     workspace_bytes,
     workspace_sizes,
 )
-from brimful.reports.memory_text import memory_text
+from brimful.reports.memory_text import limit_text, memory_text
 
 CPU = torch.device("cpu")
 
@@ -241,3 +241,13 @@ def test_a_reading_beside_a_run_counts() -> None:
     run.watch._reading.join()
     run.records.of_process = 3000
     assert run.watch.peak().nvml == 9000
+
+
+def test_a_limit_is_held_against_the_driver() -> None:
+    peak = PeakMemory(reserved=1 << 30, nvml=3 << 29)
+    assert limit_text(peak, None) is None
+    assert limit_text(peak, "2GiB") == "1.5 GiB by the driver at most, within --memory-limit 2GiB"
+    assert limit_text(peak, "1GiB") == "1.5 GiB by the driver at most, MORE THAN --memory-limit 1GiB"
+    assert limit_text(PeakMemory(reserved=1 << 30), "1GiB") == (
+        "--memory-limit 1GiB: the driver cannot be read, torch reserved 1.0 GiB at most"
+    )

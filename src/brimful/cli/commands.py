@@ -117,6 +117,9 @@ def _run(name: str, words: list[str]) -> None:
     from brimful.reports.terminal import Terminal
 
     phases = Phases(process_began())
+    if getattr(options, "allocator", "default") == "expandable" and "torch" not in sys.modules:
+        given = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")  # read when torch starts; later it is set again, and checked
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(filter(None, (given, "expandable_segments:True")))
     with closing(Terminal()) as terminal:
         with _importing(), _device_starting(name, options):
             from brimful.cli.actions import act

@@ -19,7 +19,7 @@ from brimful.cli.config_file import read_configuration
 from brimful.core.errors import OptionError, did_you_mean, printable
 from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.export_options import ExportOptions
-from brimful.core.option_checks import flag
+from brimful.core.option_checks import batch_conflict, flag
 from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flags_of
 
 _CONFIG_HELP = "TOML or YAML file with any of these options, by the same names; flags override it."
@@ -115,6 +115,8 @@ COMMANDS = (
     ),
 )
 
+#: Flags of transformers' that mean the same.
+_ALSO: Mapping[str, str] = {"--per-device-train-batch-size": "--per-device-batch-size"}
 _SHOWN_AS: Mapping[str, str] = {"output": "PATH", "trace": "FILE", "metric_for_best_model": "METRIC"}
 #: Numbers that make sense, where 8 does not.
 _EXAMPLES = {"--max-length": 256, "--max-steps": 1000, "--limit": 500, "--seed": 42, "--save-steps": 500} | {
@@ -147,7 +149,11 @@ def parse_options(name: str, words: Sequence[str]) -> Any:
         raise OptionError(f"brimful {command.name} needs {shown}", hint=command.example)
     if command.options is ClassifyOptions and given.get("output") == "-":
         given["output"] = None  # stdout, the default
-    return command.options(**{name: _value(flag(name), hints[name], value) for name, value in given.items()})
+    values = {name: _value(flag(name), hints[name], value) for name, value in given.items()}
+    options = command.options(**values)
+    if "per_device_batch_size" in values and values.get("batch_size", options.batch_size) != options.batch_size:
+        raise batch_conflict(str(values["batch_size"]), options.batch_size)  # given, though it is the default
+    return options
 
 
 def help_texts(options: type[Any]) -> dict[str, str]:
@@ -175,9 +181,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _with_dashes(word: str) -> str:
-    """`--batch_size=3` as `--batch-size=3`."""
+    """`--batch_size=3` as `--batch-size=3`, and names of transformers' as ours."""
+    if not word.startswith("--"):
+        return word
     name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+    name = name.replace("_", "-")
+    return _ALSO.get(name, name) + equals + value
 
 
 def _check_known(command: Command, hints: Mapping[str, Any], words: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from brimful.core.errors import OptionError, encodes, printable
+from brimful.core.units import parse_bytes
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False", type(None): "nothing"}
 
@@ -102,6 +103,46 @@ def refused(options: object, name: str, value: object, wanted: str) -> OptionErr
     else:
         hint = f"the default is {default}"
     return OptionError(f"{flag(name)} is {printable(value)}: it must be {wanted}", hint=hint)
+
+
+def check_size(options: object, name: str) -> None:
+    """Check that a field is a size greater than 0, as 8GB, where it is given."""
+    value = getattr(options, name)
+    if value is None:
+        return
+    try:
+        fits = parse_bytes(value) > 0
+    except ValueError:
+        fits = False
+    if not fits:
+        raise refused(options, name, value, "a size, as 8GB, 7.5GiB or 500MB")
+
+
+def effective_batch(options: Any, default: int) -> int:
+    """The effective batch size: as given, or the product of micro-batch and accumulation. default: of batch_size.
+
+    Raises: OptionError if both are given and differ.
+    """
+    rows, times, given = options.per_device_batch_size, options.gradient_accumulation_steps, int(options.batch_size)
+    if rows is None:
+        if times is not None:
+            raise OptionError(
+                "--gradient-accumulation-steps is given without --per-device-batch-size",
+                hint="give both: their product is the effective batch; or --batch-size, which is split as it fits",
+            )
+        return given
+    product = int(rows * (times or 1))
+    if given not in (default, product):
+        raise batch_conflict(given, product)
+    return product
+
+
+def batch_conflict(given: int | str, product: int) -> OptionError:
+    """The error about an effective batch that is said in two ways."""
+    return OptionError(
+        f"--batch-size is {given}, and --per-device-batch-size x --gradient-accumulation-steps is {product}",
+        hint="leave --batch-size out: the product is the effective batch",
+    )
 
 
 def flag(field: str) -> str:

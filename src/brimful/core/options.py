@@ -12,8 +12,10 @@ from brimful.core.option_checks import (
     check_header,
     check_numbers,
     check_positive,
+    check_size,
     check_text_format,
     check_types,
+    effective_batch,
     flag,
     refused,
 )
@@ -23,6 +25,7 @@ MissingLabels = Literal["error", "drop", "none"]
 PrecisionChoice = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 ExecutionChoice = Literal["auto", "eager", "captured", "compiled"]
+AllocatorChoice = Literal["default", "expandable"]
 OptimizerChoice = Literal[
     "adamw_torch_fused", "adamw_torch", "sgd", "adafactor", "adagrad", "rmsprop", "adamw_torch_8bit",
     "adamw_torch_4bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "lion_32bit",
@@ -87,6 +90,11 @@ class TrainOptions:
 
     batch_size: int = 32
     """Effective batch size: samples per optimizer step, however it is split into micro-batches."""
+    per_device_batch_size: int | None = None
+    """Most rows of a micro-batch; the effective batch is this times --gradient-accumulation-steps. Also accepted as
+    transformers' --per-device-train-batch-size. Default: as many as --token-budget holds."""
+    gradient_accumulation_steps: int | None = None
+    """Micro-batches of --per-device-batch-size rows in an effective batch. Default: 1 with it."""
     learning_rate: float = 5e-5
     """Peak learning rate."""
     num_train_epochs: float = 3.0
@@ -156,11 +164,17 @@ class TrainOptions:
     execution: ExecutionChoice = "auto"
     """Launch mode on a GPU. eager: one kernel after another; captured: CUDA graphs; compiled: CUDA graphs of compiled
     layers. auto: captured, or compiled if the run is long enough to save time."""
+    memory_limit: str | None = None
+    """Most memory of the process on a GPU, as 8GB or 7.5GiB: it behaves as a smaller one. Default: all of it."""
+    allocator: AllocatorChoice = "default"
+    """Segments that torch takes from a GPU's driver. expandable: they grow, and fragment less."""
     transform: str | None = None
     """Function applied to each text at each epoch, in worker processes: `file.py:function` or `module:function`,
     called with the text and a random.Random seeded by seed, epoch and sample."""
     num_workers: int | None = None
     """Worker processes for --transform. Default: one per core, at most 8."""
+    prefetch: int = 3
+    """Batches made and sent to the device ahead of the step. More help where a --transform takes uneven time."""
 
     resume: bool = False
     """Resume from the newest complete checkpoint in the output folder, or start if there is none."""
@@ -179,6 +193,9 @@ class TrainOptions:
         check_types(self)
         check_header(self.header, self.column_names)
         check_text_format(self.delimiter, self.encoding)
+        check_size(self, "memory_limit")
+        check_positive(self, "per_device_batch_size", "gradient_accumulation_steps", "prefetch")
+        object.__setattr__(self, "batch_size", effective_batch(self, TrainOptions.batch_size))
         check_positive(self, "batch_size", "num_train_epochs", "learning_rate", "save_total_limit", "logging_steps")
         check_positive(self, "max_steps", "eval_steps", "save_steps", "max_length", "token_budget", "num_workers")
         check_positive(self, "early_stopping_patience", "adam_epsilon", "limit")
@@ -282,6 +299,10 @@ class ClassifyOptions:
     execution: ExecutionChoice = "auto"
     """Launch mode on a GPU. eager: one kernel after another; captured: CUDA graphs; compiled: CUDA graphs of compiled
     layers. auto: captured, or compiled if the input is long enough to save time."""
+    memory_limit: str | None = None
+    """Most memory of the process on a GPU, as 8GB or 7.5GiB: it behaves as a smaller one. Default: all of it."""
+    allocator: AllocatorChoice = "default"
+    """Segments that torch takes from a GPU's driver. expandable: they grow, and fragment less."""
     num_workers: int | None = None
     """Tokeniser processes; 0: threads of this process. Default: chosen by the number of cores and the device."""
     trust_remote_code: bool = False
@@ -295,6 +316,7 @@ class ClassifyOptions:
         check_types(self)
         check_header(self.header, self.column_names)
         check_text_format(self.delimiter, self.encoding)
+        check_size(self, "memory_limit")
         check_positive(self, "max_length", "token_budget", "num_gpus", "shard_rows", "limit")
         if self.output == "":
             raise OptionError("--output is empty", hint="give a name, or leave it out for JSONL on stdout")
@@ -374,6 +396,7 @@ NOT_PART_OF_THE_RUN = frozenset(
     | {"device", "execution", "packing", "token_budget", "gradient_checkpointing", "deterministic"}
     | {"trust_remote_code", "allow_pickle", "num_train_epochs", "max_steps"}
     | {"baselines", "report"}
+    | {"memory_limit", "allocator", "prefetch", "per_device_batch_size", "gradient_accumulation_steps"}
 )
 
 

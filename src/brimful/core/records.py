@@ -185,6 +185,8 @@ class Run:
     train_s: seconds in the training loop, without loading, tokenising and evaluation.
     compilations: of the process that finished the run. phases_s: seconds of that process by phase, from its start until
     the model was saved (`core.phases`).
+    input_wait_s: of that process, seconds in which its loop waited for a batch that was not ready; a GPU has work for
+    two steps more.
     out_of_memory: each time that memory ran out, in order.
     packed: True, or False with the reason in `packed_reason`. first_batch: None in a dry run.
     """
@@ -210,6 +212,7 @@ class Run:
     peak_bytes: PeakMemory = field(default_factory=PeakMemory)
     compilations: Compilations = field(default_factory=Compilations)
     phases_s: Mapping[str, float] = field(default_factory=dict)
+    input_wait_s: float | None = None
     out_of_memory: tuple[OutOfMemory, ...] = ()
     packed: bool = False
     packed_reason: str | None = None

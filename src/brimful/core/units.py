@@ -1,6 +1,19 @@
-"""Numbers into text: the only place that formats bytes, seconds, counts and shares for people."""
+"""Numbers into text, and sizes back: the only place that formats bytes, seconds, counts and shares for people."""
 
 from __future__ import annotations
+
+import re
+
+_SIZES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BINARY = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of `8GB` (10^9 each), `7.5GiB` (2^30 each), `500 MB` or `1000000`. Raises: ValueError for anything else."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) ?(?:([kmgt]?)(i?)b?)", text.strip().lower())
+    if found is None or (found[3] and not found[2]):
+        raise ValueError(f"{text} is no size, as 8GB, 7.5GiB or 500MB")
+    return int(float(found[1]) * (_BINARY if found[3] else _SIZES)[found[2]])
 
 
 def bytes_text(num_bytes: float | None) -> str:

@@ -22,6 +22,7 @@ from brimful.engine.prepare import Prepared
 from brimful.hardware.probe import device_name
 from brimful.levers.attention import Attention
 from brimful.levers.checkpointing import Checkpointing, seeds_dropout
+from brimful.levers.device_memory import Allocator, MemoryLimit
 from brimful.levers.dropout import Dropout
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.float8 import Float8
@@ -42,7 +43,7 @@ from brimful.tasks.task import Task
 #: All levers, in the order of their lines in the recipe.
 LEVERS: tuple[type[Lever], ...] = (
     *(Packing, TokenBudget, Checkpointing, PrecisionLever, Float8, Optimizer, Attention, Weights, ExecutionMode),
-    Dropout,
+    *(Dropout, MemoryLimit, Allocator),
 )
 #: Batches looked at to choose token budgets.
 _LOOKED_AT = 2000
@@ -174,5 +175,12 @@ def _source(options: TrainOptions, prepared: Prepared, layout: Layout) -> Source
         )
 
     return Source(
-        training.tokens, training.targets_N, prepared.task, layout, prepared.order, augmenter=augmenter, texts=texts
+        training.tokens,
+        training.targets_N,
+        prepared.task,
+        layout,
+        prepared.order,
+        augmenter=augmenter,
+        texts=texts,
+        ahead=options.prefetch,
     )

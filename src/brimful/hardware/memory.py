@@ -41,10 +41,17 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         try:
             idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            return int(torch.cuda.mem_get_info(device)[0]) + idle
+            return device_free_bytes(device) + idle
         except (RuntimeError, torch.AcceleratorError):
             return None
     return free_host_bytes()
+
+
+def device_free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that torch can still reserve: what the driver has, within the process's limit if it has one."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(0, min(free, allowed - torch.cuda.memory_reserved(device)))
 
 
 def once_more(work: Callable[[], T], device: torch.device) -> T:

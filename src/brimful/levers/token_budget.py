@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from brimful.core.errors import OptionError
+from brimful.core.options import TrainOptions
 from brimful.data.batches.batch import PackedLayout, PaddedLayout
 from brimful.data.batches.packing import MAX_BUDGETS, TILE, Budgets, choose_budgets
 from brimful.data.batches.padding import PaddedShapes
+from brimful.hardware.memory import device_free_bytes
 from brimful.hardware.probe import device_name
 from brimful.hardware.specs import datasheet_flops_per_s
 from brimful.levers.checkpointing import Checkpointing
 from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.optimizer import asked_optimizer
 from brimful.levers.packing import Packing
 from brimful.levers.padded_rows import padded_shapes
 from brimful.levers.weights import cpu_budget
@@ -62,12 +64,18 @@ class TokenBudget(Lever):
         """Choose sizes that the lengths of batches to come fill well, for training as many as are needed."""
         packing, verdict = assembly.lever(Packing), cls.supports(assembly)
         tokens = assembly.options.token_budget or _largest(assembly)
-        token_bytes = _token_bytes(assembly) or 0
+        token_bytes, rows = _token_bytes(assembly) or 0, _asked_rows(assembly)
+        if rows is not None and not verdict.ok and rows < assembly.options.batch_size:  # type: ignore[union-attr]
+            raise OptionError(
+                f"--gradient-accumulation-steps splits batches, and this model's must stay whole: {verdict.because}",
+                hint="give --batch-size instead",
+            )
+        said = "" if rows is None else f"at most {rows} rows each, as asked; "
         if not packing.packed:
             shapes, reason = padded_shapes(assembly, tokens, most_rows(assembly))
             return cls(
                 value=str(tokens) if verdict.ok else "whole batch",
-                reason=reason if verdict.ok else verdict.because,
+                reason=said + reason if verdict.ok else verdict.because,
                 tokens=tokens,
                 token_bytes=token_bytes,
                 shapes=shapes,
@@ -80,11 +88,11 @@ class TokenBudget(Lever):
         batches = assembly.batches(tokens)
         share = sum(int(lengths.sum()) for lengths in batches) / max(1, assembly.num_tokens)
         cost = min(1.0, share) * _budget_tokens(assembly)
-        budgets = choose_budgets(batches, tokens, assembly.usual_length, budget_tokens=cost)
+        budgets = choose_budgets(batches, tokens, assembly.usual_length, most_rows=rows, budget_tokens=cost)
         more = ", and more would take longer than they save" if cost and len(budgets.tokens) < MAX_BUDGETS else ""
         return cls(
             value=", ".join(map(str, budgets.tokens)),
-            reason=f"tokens of a micro-batch, from the data's lengths; {100 * budgets.fill:.1f} % filled{more}",
+            reason=f"tokens of a micro-batch, from the data's lengths; {said}{100 * budgets.fill:.1f} % filled{more}",
             tokens=budgets.tokens[-1],
             token_bytes=token_bytes,
             budgets=budgets,
@@ -132,8 +140,13 @@ def most_rows(assembly: Assembly) -> int:
     A model that is only read has a text a batch where rows influence one another: an answer must not depend on others.
     """
     if assembly.training:
-        return assembly.options.batch_size  # type: ignore[union-attr]
+        return _asked_rows(assembly) or assembly.options.batch_size  # type: ignore[union-attr]
     return _MOST_TEXTS if assembly.lever(Packing).equivalence.independent else 1
+
+
+def _asked_rows(assembly: Assembly) -> int | None:
+    """Sequences of a micro-batch that training was asked to keep to; None for as many as its tokens hold."""
+    return assembly.options.per_device_batch_size if isinstance(assembly.options, TrainOptions) else None
 
 
 def _budget_tokens(assembly: Assembly) -> float:
@@ -148,7 +161,8 @@ def _budget_tokens(assembly: Assembly) -> float:
 def _largest(assembly: Assembly) -> int:
     """Return the device's default, for training no more than half of its free memory holds activations of.
 
-    The optimizer has taken no part of that memory yet.
+    The optimizer has taken no part of that memory yet: no more than nine tenths of what it, gradients and copies of
+    weights leave, either.
     """
     device = assembly.device
     if not assembly.training and device.type == "cpu":
@@ -156,8 +170,18 @@ def _largest(assembly: Assembly) -> int:
     token_bytes = _token_bytes(assembly)
     if not assembly.training or device.type != "cuda" or token_bytes is None:
         return _DEFAULT[device.type]
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    return max(TILE, min(_DEFAULT["cuda"], free_bytes // 2 // token_bytes // TILE * TILE))
+    free_bytes = device_free_bytes(device)
+    room_bytes = min(free_bytes // 2, free_bytes * 9 // 10 - _state_bytes(assembly))
+    return max(TILE, min(_DEFAULT["cuda"], room_bytes // token_bytes // TILE * TILE))
+
+
+def _state_bytes(assembly: Assembly) -> int:
+    """Bytes that training adds: masters, half-precision copies, gradients, and the optimizer's states."""
+    parameters = list(assembly.model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    each = 4 + assembly.precision.dtype.itemsize + 4 + asked_optimizer(assembly.options).state_bytes  # type: ignore[arg-type]
+    frozen = sum(p.nbytes for p in parameters if not (p.requires_grad or p.is_cuda))
+    return int(trained * each + frozen)
 
 
 def _token_bytes(assembly: Assembly) -> int | None:

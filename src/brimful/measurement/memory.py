@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from brimful.core.records import PeakMemory
+from brimful.core.units import parse_bytes
+from brimful.hardware.device_memory import hold_limit
 from brimful.hardware.memory import process_bytes
 
 #: Steps of a shape that are watched: the eager one when it is first met, and its capture.
@@ -320,11 +322,20 @@ class MemoryWatch:
     reserved it gives back only when told to. While shapes are first met and captured it is, so that the driver's peak
     may be of later steps, and below what was reserved.
 
-    phases: of the work to be watched. records: of the allocator, those of `device` unless given.
+    phases: of the work to be watched. records: of the allocator, those of `device` unless given. limit: of the process,
+    as 8GB, which torch is held to with each look: what the rest of the process takes grows.
     """
 
-    def __init__(self, device: torch.device, phases: PhaseMemory, *, records: AllocatorRecords | None = None) -> None:
-        self.phases = phases
+    def __init__(
+        self,
+        device: torch.device,
+        phases: PhaseMemory,
+        *,
+        records: AllocatorRecords | None = None,
+        limit: str | None = None,
+    ) -> None:
+        self.phases, self._device = phases, device
+        self._limit_bytes = None if limit is None else parse_bytes(limit)
         self._nvml_bytes: int | None = None
         self._outside_bytes = 0
         self._reading: threading.Thread | None = None
@@ -346,6 +357,8 @@ class MemoryWatch:
             reserved = max(reserved, self._records.reserved())  # what was given back meanwhile is not outside of torch
             self._nvml_bytes = max(now, self._nvml_bytes or 0)
             self._outside_bytes = max(now - reserved, self._outside_bytes)
+            if self._limit_bytes is not None:
+                hold_limit(self._device, self._limit_bytes)
 
     def look_beside(self) -> None:
         """Begin a reading from the driver, if it is time for one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from brimful.core.records import PeakMemory
-from brimful.core.units import bytes_text
+from brimful.core.units import bytes_text, parse_bytes
 
 _NAMES = {"optimizer_states": "optimizer states", "outside_torch": "outside torch", "all_else": "all else"}
 
@@ -26,6 +26,16 @@ def memory_text(peak: PeakMemory) -> str | None:
         if value >= 0.05 * (1 << 20)
     ]
     return f"{_of_all(peak, readings)}: {', '.join(parts)}" if parts else _of_all(peak, readings)
+
+
+def limit_text(peak: PeakMemory, limit: str | None) -> str | None:
+    """Say whether a run kept to its limit, by the driver's highest reading; None without a limit."""
+    if limit is None:
+        return None
+    if peak.nvml is None:
+        return f"--memory-limit {limit}: the driver cannot be read, torch reserved {bytes_text(peak.reserved)} at most"
+    kept = "within" if peak.nvml <= parse_bytes(limit) else "MORE THAN"
+    return f"{bytes_text(peak.nvml)} by the driver at most, {kept} --memory-limit {limit}"
 
 
 def _of_all(peak: PeakMemory, readings: str) -> str:

@@ -167,6 +167,10 @@ class Terminal(Callbacks):
             rows.append(("peak memory", memory))
         if run.phases_s:
             rows.append(("time", phases_text(run.phases_s)))
+        in_steps = sum(run.phases_s.get(name, 0.0) for name in ("capture", "steps"))
+        if run.input_wait_s is not None and in_steps:
+            share = share_text(min(1.0, run.input_wait_s / in_steps))
+            rows.append(("input", f"steps waited {seconds_text(run.input_wait_s)} for batches, {share} of their time"))
         rows += [("model", printable(f"{folder}/model", 1000)), ("record", printable(f"{folder}/run.json", 1000))]
         for line in aligned([(printable(name), value) for name, value in rows]):
             self._say(line, indent=2)

@@ -44,6 +44,28 @@ def source(encoder: Encoder) -> Source:
     return Source(tokens, TARGETS, TASK, LAYOUT, ORDER)
 
 
+@pytest.mark.parametrize("ahead", [1, 7])
+def test_as_many_ahead_as_asked(source: Source, ahead: int) -> None:
+    """One more is made, and waits for room."""
+    made = 0
+
+    class Counted:
+        def batches(self, start: int, stop: int | None) -> Iterator[Batch]:
+            nonlocal made
+            for batch in source.batches(start, stop):
+                made += 1
+                yield batch
+
+    with Feed(Counted(), CPU, stop=20, ahead=ahead) as feed:
+        deadline = time.monotonic() + 20
+        while made < ahead + 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert made == ahead + 1
+        assert len(list(feed)) == 20
+        assert feed.wait_s >= 0
+
+
 def describe(batch: Batch) -> list[Any]:
     """All of a batch that a step sees."""
     micros = [

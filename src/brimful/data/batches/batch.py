@@ -255,7 +255,7 @@ class PackedLayout:
         """As `Layout` has it. The longest sequence always fits."""
         if not len(batches):
             return replace(self, budgets=self.budgets.up_to(num_tokens, longest))
-        return replace(self, budgets=choose_budgets(batches, num_tokens, longest))
+        return replace(self, budgets=choose_budgets(batches, num_tokens, longest, most_rows=self.budgets.most_rows))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,10 +25,14 @@ Numbers = TypeVar("Numbers", int, np.ndarray)
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """Token budgets in ascending order, and the share of their tokens that the run's own batches fill."""
+    """Token budgets in ascending order, and the share of their tokens that the run's own batches fill.
+
+    most_rows: sequences of a micro-batch; None for as many as fit.
+    """
 
     tokens: tuple[int, ...]
     fill: float
+    most_rows: int | None = None
 
     def smallest_for(self, num_tokens: int) -> int:
         """The smallest budget that holds `num_tokens`. Raises: ValueError if none does."""
@@ -50,14 +54,15 @@ def pack(lengths: Sequence[int] | np.ndarray, budgets: Budgets) -> list[tuple[in
     All in one where they fit the largest budget; otherwise first-fit-decreasing into largest budgets, the last one
     shrunk to the smallest that holds it.
     """
-    largest = budgets.tokens[-1]
+    largest, most = budgets.tokens[-1], budgets.most_rows or len(lengths)
     total = int(sum(lengths))
-    if total <= largest:
+    if total <= largest and len(lengths) <= most:
         return [(budgets.smallest_for(total), list(range(len(lengths))))]
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = next((b for b, left in enumerate(room) if left >= lengths[index]), None)
+        fits = (b for b, left in enumerate(room) if left >= lengths[index] and len(bins[b]) < most)
+        place = next(fits, None)
         if place is None:
             bins.append([])
             room.append(largest)
@@ -68,8 +73,8 @@ def pack(lengths: Sequence[int] | np.ndarray, budgets: Budgets) -> list[tuple[in
 
 
 def choose_budgets(
-    batches: Sequence[np.ndarray], largest: int, longest: int, *, tile: int = TILE, max_budgets: int = MAX_BUDGETS,
-    budget_tokens: float = 0.0,
+    batches: Sequence[np.ndarray], largest: int, longest: int, *, most_rows: int | None = None, tile: int = TILE,
+    max_budgets: int = MAX_BUDGETS, budget_tokens: float = 0.0,
 ) -> Budgets:  # fmt: skip
     """Budgets that waste the fewest tokens on these batches (the lengths of each batch's sequences).
 
@@ -81,15 +86,15 @@ def choose_budgets(
     when it comes, a batch larger than all that were looked at.
     """
     least = round_up(longest, tile)
-    ceiling = Budgets(tokens=(max(largest // tile * tile, least),), fill=1.0)
+    ceiling = Budgets(tokens=(max(largest // tile * tile, least),), fill=1.0, most_rows=most_rows)
     used = [sum(int(lengths[i]) for i in members) for lengths in batches for _, members in pack(lengths, ceiling)]
     sizes, counts = np.unique([round_up(tokens, tile) for tokens in used], return_counts=True)
     if sizes[-1] < least:  # no batch seen has the longest sequence there can be, but one may
         chosen = [*partition(sizes, counts, max_budgets - 1, part_cost=budget_tokens), least]
     else:
         chosen = partition(sizes, counts, max_budgets, part_cost=budget_tokens)
-    budgets = Budgets(tokens=tuple(chosen), fill=1.0)
-    return Budgets(tokens=budgets.tokens, fill=sum(used) / sum(budgets.smallest_for(n) for n in used))
+    budgets = Budgets(tokens=tuple(chosen), fill=1.0, most_rows=most_rows)
+    return replace(budgets, fill=sum(used) / sum(budgets.smallest_for(n) for n in used))
 
 
 def partition(sizes: np.ndarray, counts: np.ndarray, parts: int, *, part_cost: float = 0.0) -> list[int]:

@@ -29,9 +29,9 @@ from brimful.hardware.memory import is_out_of_memory
 from brimful.tasks.task import Task
 
 #: Batches that wait, staged, for the step.
-_AHEAD = 3
-#: Places on a GPU: of those that wait, of the one being staged, and of the one that the step was given.
-_PLACES = _AHEAD + 2
+AHEAD = 3
+#: Places on a GPU besides those that wait: of the one being staged, and of the one that the step was given.
+_MORE_PLACES = 2
 
 
 class Batches(Protocol):
@@ -46,6 +46,7 @@ class Source:
     """Effective batches by number: samples, ids and targets put together, still on the host.
 
     texts: where a transform is given, what it is applied to: a function from sample indices to texts and pairs.
+    ahead: batches that will wait, staged, for the step; a transform works on twice as many.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class Source:
         *,
         augmenter: Augmenter | None = None,
         texts: Callable[[np.ndarray], tuple[list[str], list[str] | None]] | None = None,
+        ahead: int = AHEAD,
     ) -> None:
         self.tokens, self.targets_N, self.task, self.layout, self.order = tokens, targets_N, task, layout, order
-        self.augmenter, self._texts = augmenter, texts
+        self.augmenter, self._texts, self._ahead = augmenter, texts, ahead
 
     def close(self) -> None:
         """Ends the processes of a transform."""
@@ -75,7 +77,7 @@ class Source:
                 yield self._batch(number, None)
             return
         futures = ((number, self._submit(self.augmenter, number)) for number in numbers)
-        waiting = deque(itertools.islice(futures, 2 * _AHEAD + 1))
+        waiting = deque(itertools.islice(futures, 2 * self._ahead + 1))
         while waiting:
             number, future = waiting.popleft()
             with worker_errors():
@@ -120,21 +122,24 @@ class Feed:
     A batch's tensors on a GPU are there for what is queued on the current stream until the next batch is asked for, or
     the iterator is dropped. One that the GPU has no room for comes as it is on the host: whoever runs it can make room.
 
-    wait_s: seconds the consumer has waited for a batch that was not ready.
+    ahead: batches that wait, staged. wait_s: seconds the consumer has waited for a batch that was not ready.
     """
 
-    def __init__(self, source: Batches, device: torch.device, *, start: int = 0, stop: int | None = None) -> None:
+    def __init__(
+        self, source: Batches, device: torch.device, *, start: int = 0, stop: int | None = None, ahead: int = AHEAD
+    ) -> None:
         self._source, self._device, self._range = source, device, (start, stop)
         self._ahead: Ahead[_Staged] | None = None
+        self._depth = ahead
         self._stream = _copy_stream(device) if device.type == "cuda" else None
         self._places: queue.SimpleQueue[_Place] = queue.SimpleQueue()
-        for _ in range(_PLACES):
+        for _ in range(ahead + _MORE_PLACES):
             self._places.put(_Place())
         self._room = 0
         self.wait_s = 0.0
 
     def __enter__(self) -> Feed:
-        self._ahead = Ahead(self._staged(), _AHEAD, name="brimful-feed")
+        self._ahead = Ahead(self._staged(), self._depth, name="brimful-feed")
         return self
 
     def __exit__(self, *_: object) -> None:

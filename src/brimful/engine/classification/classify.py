@@ -53,11 +53,13 @@ from brimful.engine.classification.verify import rows_to_compare, verified_runne
 from brimful.engine.classification.windows import Reading, Window, WindowSize, answered
 from brimful.engine.prepare import report_columns
 from brimful.engine.signals import StopSignals
+from brimful.hardware.device_memory import device_memory
 from brimful.hardware.probe import choose_device, num_gpus_of, probe
 from brimful.hardware.specs import datasheet_flops_per_s
 from brimful.levers.precision import choose_forward_precision
 from brimful.measurement.memory import Kept, MemoryWatch, PhaseMemory
 from brimful.models.model_stats import matmul_parameters
+from brimful.reports.memory_text import limit_text
 from brimful.step.precision import Precision
 from brimful.step.recovery import OutOfMemoryLog, out_of_memory_text
 from brimful.tasks.answers import answer_form
@@ -75,6 +77,7 @@ _STEP = 256
 #: Options that do not change an answer.
 _NOT_OF_AN_ANSWER = frozenset(
     {"data", "output", "overwrite", "resume", "max_errors", "shard_rows", "report", "json", "num_workers", "num_gpus"}
+    | {"allocator"}
 )
 
 
@@ -92,8 +95,10 @@ def classify_file(
     a damaged file, or for more rows than --max-errors that have an error. What was written before is kept.
     """
     began = time.perf_counter()
-    given = _look(options, callbacks, tables)
     with ExitStack() as stack:
+        device = choose_device(options.device)
+        stack.enter_context(device_memory(device, options.memory_limit, options.allocator))
+        given = _look(options, callbacks, tables)
         request = _request(given, options, stack, callbacks)
         sample = request.submit(given.sample, Busy())()
         kept: ShardedOutput | LineOutput | TableOutput
@@ -133,6 +138,8 @@ def classify_file(
         start_s = time.perf_counter() - began
         run.through()
         record = replace(run.record(command, equivalence, checked.fallback, start_s), verify_s=checked.seconds)
+        if (said := limit_text(record.peak_bytes, options.memory_limit)) is not None:
+            callbacks.note(said)
         for path in kept.finish(record):
             callbacks.note(f"written: {path}")
         return record
@@ -309,7 +316,7 @@ class _Pass:
         self._stages, self._counts, self._operations, self._wall_s = Stages(), Counts(), 0.0, 0.0
         device, model = runner.precision.device, runner.model
         kept = PhaseMemory(lambda: Kept.of(device, [*model.parameters(), *model.buffers()]))
-        self._memory = MemoryWatch(device, kept)
+        self._memory = MemoryWatch(device, kept, limit=options.memory_limit)
         self._done = output.rows_done
         self._earlier = output.counts if isinstance(output, ShardedOutput) else Counts()
 

@@ -19,15 +19,22 @@ from brimful.data.tokens.encoder import Tokens
 from brimful.engine.classification.gpu_workers import READY, Job
 from brimful.engine.classification.runner import Result, Runner, check_model, make_runner
 from brimful.engine.inference import Done
+from brimful.hardware.device_memory import device_memory
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_forward_precision
+from brimful.step.precision import Precision
 
 
 def main(connection: Connection[Any, Any]) -> None:
     """Says READY, then answers each window with its logits, in order; an exception with itself."""
     heard: list[OutOfMemory] = []
     job: Job = connection.recv()
-    precision = choose_forward_precision(job.precision, choose_device(job.options.device))  # type: ignore[arg-type]
+    device = choose_device(job.options.device)
+    with device_memory(device, job.options.memory_limit, job.options.allocator):
+        _work(connection, job, choose_forward_precision(job.precision, device), heard)  # type: ignore[arg-type]
+
+
+def _work(connection: Connection[Any, Any], job: Job, precision: Precision, heard: list[OutOfMemory]) -> None:
     runner = make_runner(
         check_model(job.options),
         job.options,

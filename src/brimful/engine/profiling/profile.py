@@ -25,6 +25,7 @@ from brimful.data.readers.in_memory import Tables
 from brimful.engine.assemble import Built, build
 from brimful.engine.prepare import prepare
 from brimful.engine.profiling.timing import Round, run_steps, time_steps, warm_up
+from brimful.hardware.device_memory import device_memory
 from brimful.hardware.probe import choose_device, device_name, probe
 from brimful.hardware.process_settings import deterministic
 from brimful.hardware.specs import datasheet_flops_per_s
@@ -55,7 +56,7 @@ def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None
     device = choose_device(options.device)
     precision = choose_precision(options.precision, device)
     prepared = prepare(options, callbacks, tables=tables)
-    with deterministic(options.deterministic):
+    with deterministic(options.deterministic), device_memory(device, options.memory_limit, options.allocator):
         callbacks.stage("loading the model")
         built = build(options, prepared, precision, callbacks)
         callbacks.recipe(built.recipe)
@@ -85,7 +86,7 @@ def _profile(built: Built, options: ProfileOptions, callbacks: Callbacks) -> tup
                 device_name(device), built.precision.value.replace("fp8", "bf16")
             ),
         )
-    memory = MemoryWatch(device, built.step.memory)
+    memory = MemoryWatch(device, built.step.memory, limit=options.memory_limit)
     callbacks.stage("warming up")
     warm_up(built, steps, callbacks)
     callbacks.stage(f"timing {steps} steps")

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from brimful.core.callbacks import Callbacks, Progress
 from brimful.core.errors import (
     BrimfulError,
@@ -63,6 +65,7 @@ from brimful.engine.training.resume import (
     require_checkpoint,
 )
 from brimful.engine.training.run_folder import RunFolder, check_free, check_space, differences_of_machine
+from brimful.hardware.device_memory import device_memory
 from brimful.hardware.probe import choose_device, probe
 from brimful.hardware.process_settings import deterministic
 from brimful.levers.optimizer import asked_optimizer
@@ -71,6 +74,7 @@ from brimful.levers.precision import choose_precision
 from brimful.measurement.memory import MemoryWatch
 from brimful.models.hub.save import save_model
 from brimful.reports.card import model_card
+from brimful.reports.memory_text import limit_text
 from brimful.step.recovery import out_of_memory_text
 from brimful.step.step import Outcome, Pending
 from brimful.tasks.task import LOWER_IS_BETTER
@@ -101,6 +105,19 @@ def train(
     check_free(path, resume=options.resume)
     check_installed(options.optim)
     device = choose_device(options.device)
+    with device_memory(device, options.memory_limit, options.allocator):
+        return _train_on(device, options, command, callbacks, phases, tables)
+
+
+def _train_on(
+    device: torch.device,
+    options: TrainOptions,
+    command: str,
+    callbacks: Callbacks,
+    phases: Phases,
+    tables: Tables | None,
+) -> Run:
+    path = Path(options.output)
     precision = choose_precision(options.precision, device)
     found = RunFolder(path).read() if options.resume else None
     if found is not None:
@@ -190,8 +207,9 @@ class _Loop:
         self._passed_over: set[int] = set()  # steps whose checkpoints were found damaged
         self._signals = StopSignals(lambda: callbacks.stage("stopping: this step ends, and all is saved"))
         self._flying: deque[Pending] = deque()
-        self._memory = MemoryWatch(built.step.device, built.step.memory)
+        self._memory = MemoryWatch(built.step.device, built.step.memory, limit=options.memory_limit)
         self._compilations = CompilationWatch(built.step)
+        self._input_wait_s = 0.0
         self._clock = Clock()
         self._logged = (0.0, 0, 0)  # seconds, samples and tokens when progress was last told
 
@@ -211,12 +229,14 @@ class _Loop:
         self._do_what_is_due()  # a signal to stop may have come before it was done
         if not self._ended():
             device, start, stop = self._built.step.device, self._state.consumed, self._prepared.num_batches
-            with Feed(source, device, start=start, stop=stop) as feed:
+            with Feed(source, device, start=start, stop=stop, ahead=self._options.prefetch) as feed:
                 try:
                     self._train(feed)
                 except DataError:
                     self._stop_if_told()  # the workers of a transform may have ended of the same signal
                     raise
+                finally:
+                    self._input_wait_s = feed.wait_s
         self._state.train_s = self._clock.seconds
         with self._clock.paused():
             return self._finish()
@@ -535,6 +555,8 @@ class _Loop:
         """Evaluates and saves what is to be kept, and closes the record."""
         state = self._state
         peak = self._memory.peak()
+        if (said := limit_text(peak, self._options.memory_limit)) is not None:
+            self._callbacks.note(said)
         if self._prepared.evaluation is not None and state.metrics_step != state.applied:
             self._settle()
             self._evaluate()
@@ -553,6 +575,7 @@ class _Loop:
             tokens_per_s=state.tokens / state.train_s if state.train_s else None,
             peak_bytes=peak,
             compilations=self._compilations.found,
+            input_wait_s=self._input_wait_s,
         )
         run = self._final_evaluation(run)
         self._built.step.release()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from brimful.hardware.capture import capture
-from brimful.hardware.memory import CaptureMemoryError, is_out_of_memory
+from brimful.hardware.memory import CaptureMemoryError, device_free_bytes, is_out_of_memory
 
 Outputs = TypeVar("Outputs")
 
@@ -84,7 +84,7 @@ class GraphPool:
             return 0
         room_bytes = self._measured_bytes * self._most_tokens // self._measured_tokens
         torch.cuda.empty_cache()
-        return room_bytes if 2 * room_bytes < torch.cuda.mem_get_info(self.device)[0] else 0
+        return room_bytes if 2 * room_bytes < device_free_bytes(self.device) else 0
 
 
 class Graph(Generic[Outputs]):
