@@ -57,7 +57,7 @@ _OF_A_FILE = (
     *("model", "data", "header", "column_names", "delimiter", "encoding", "sheet", "limit", "output", "text_column"),
     *("pair_column", "labels"),
     *("hypothesis_template", "multi_label", "top_k", "threshold", "logits", "resume", "max_errors", "shard_rows"),
-    *("verify", "overwrite", "report", "json", "num_gpus", "memory_limit", "allocator"),
+    *("overwrite", "report", "json", "num_gpus", "memory_limit", "allocator"),
 )
 
 
@@ -303,8 +303,9 @@ class Classifier(ModelClassifier):
         classifier("a text", top_k=None)                        all labels, the likeliest first
         classifier(["a text"], labels=["sport", "politics"])    zero-shot, with a model of natural-language inference
 
-    options: max_length, precision, device, packing, token_budget, execution, num_workers,
-    trust_remote_code, allow_pickle, as in ClassifyOptions. callbacks: as for `train`.
+    options: max_length, precision, device, packing, token_budget, execution, num_workers, verify,
+    trust_remote_code, allow_pickle, as in ClassifyOptions. Of the first texts, `verify` are compared with the plain
+    model (`equivalence`), and a slower path runs where answers differ (`fallback`). callbacks: as for `train`.
     Raises: BrimfulError; OptionError for an unknown option. Weights are loaded at the first call.
     """
 

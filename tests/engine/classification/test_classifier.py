@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -22,7 +23,9 @@ from hypothesis import strategies as st
 import brimful as package
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DataError, ModelError, OptionError
+from brimful.levers import facts
 from brimful.models import onednn_prepack
+from brimful.models.packed import packed_forward
 from same import SCORE, same_objects
 from tiny import FAMILIES
 from tiny_files import BAD, GOOD, review, save_base, save_classifier, save_tokenizer
@@ -168,6 +171,9 @@ def test_logits_are_the_models_own(tmp_path: Path) -> None:
         np.testing.assert_allclose(classifier.logits(TEXTS), expected_NC, atol=1e-5)
         assert np.isnan(classifier.logits([None, "good"])).tolist() == [[True] * 3, [False] * 3]
         assert classifier.logits([]).shape == (0, 3)
+        assert classifier.equivalence is not None
+        assert classifier.equivalence.passed
+        assert classifier.fallback is None
         equivalence = classifier.verify(TEXTS)
     assert (equivalence.num_rows, equivalence.num_flips, equivalence.passed) == (len(TEXTS), 0, True)
 
@@ -474,3 +480,37 @@ def test_a_model_that_is_none(tmp_path: Path) -> None:
         package.Classifier(tmp_path)
     with pytest.raises(ModelError, match="no classification head"):
         package.Classifier(save_base(tmp_path / "base"))
+
+
+# What runs is what was compared
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_first_texts_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    """Admitted at load, and wrong from then on: the plain path answers, and it is said."""
+    model = save_classifier(tmp_path / "model", ["a", "b", "c"])
+    with fp32(model) as classifier:
+        expected_NC = classifier.logits(TEXTS)
+    choose, check = packed_forward.choose_attention, facts.check_equivalence
+
+    def blind(q: Any, k: Any, v: Any, segments: Any, pattern: Any) -> Any:
+        one = dataclasses.replace(segments, segment_T=torch.zeros_like(segments.segment_T))
+        return packed_forward.reference_attention(q, k, v, one, pattern)
+
+    def admitted(*given: Any, **named: Any) -> Any:
+        monkeypatch.setattr(packed_forward, "choose_attention", choose)
+        found = check(*given, **named)
+        monkeypatch.setattr(packed_forward, "choose_attention", lambda *_: blind)
+        return found
+
+    monkeypatch.setattr(facts, "check_equivalence", admitted)
+    heard: list[str] = []
+    callbacks = Callbacks()
+    callbacks.warning = heard.append  # type: ignore[method-assign]
+    with package.Classifier(model, device="cpu", precision=precision, callbacks=callbacks) as classifier:
+        np.testing.assert_allclose(classifier.logits(TEXTS), expected_NC, atol=1e-5)
+        assert classifier.fallback in heard
+        assert classifier.equivalence is not None
+        assert classifier.equivalence.passed
+        assert classifier.recipe is not None
+        assert classifier.recipe.value("packing") == "padded"

@@ -30,9 +30,9 @@ from brimful.engine.classification.request import (
     make_zero_shot,
     zero_shot_encoder,
 )
-from brimful.engine.classification.runner import Runner, check_model, make_runner
+from brimful.engine.classification.runner import Runner, check_model
 from brimful.engine.classification.stages import Busy, Stages, run_stages
-from brimful.engine.classification.verify import Logits, compare, plain_logits
+from brimful.engine.classification.verify import Logits, compare, plain_logits, rows_to_compare, verified_runner
 from brimful.engine.classification.windows import WindowSize
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_forward_precision
@@ -75,6 +75,8 @@ class ModelClassifier:
         self._warned_of_pairs = False
         self._tokens = _KeptTokens(lambda: self._checked.encoder, callbacks)
         self._zero_shot_tokens = _KeptTokens(lambda: self._pair_encoder.without_special_tokens(), callbacks)
+        self._equivalence: AnswerEquivalence | None = None
+        self._fallback: str | None = None
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -98,6 +100,16 @@ class ModelClassifier:
     def recipe(self) -> Recipe | None:
         """The recipe; None before the first call."""
         return None if self._runner is None else self._runner.recipe
+
+    @property
+    def equivalence(self) -> AnswerEquivalence | None:
+        """Comparison of the first texts' answers with those of the plain model; None before the first call."""
+        return self._equivalence
+
+    @property
+    def fallback(self) -> str | None:
+        """The reason why a slower path runs, where answers of a faster one differed."""
+        return self._fallback
 
     def __call__(
         self,
@@ -257,14 +269,17 @@ class ModelClassifier:
         """The one of all calls, made by the first texts of the first one."""
         if self._runner is None:
             sample = request.submit(window.slice(0, _SAMPLE), Busy())()
-            self._runner = make_runner(
-                self._checked,
-                self._options,
-                self._precision,
-                sample=sample.sequences,
-                num_tokens=int(float(sample.num_tokens_N.mean()) * len(window)),
+            first, mean_tokens = window.slice(0, _SAMPLE), float(sample.num_tokens_N.mean())
+            num_tokens, on = mean_tokens * len(window), self._precision.device.type
+            num_compared = rows_to_compare(self._options.verify, on, num_tokens, mean_tokens)
+            made = verified_runner(
+                *(self._checked, self._options, self._precision, request, first),
+                asked=sample,
+                num_compared=num_compared if first.asked_N().any() else 0,
+                num_tokens=int(num_tokens),
                 callbacks=self._callbacks,
             )
+            self._runner, self._equivalence, self._fallback = made.runner, made.equivalence, made.fallback
         return self._runner
 
     def _num_workers(self, window: Texts) -> int:

@@ -119,9 +119,9 @@ class Runner:
 
 def make_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, *, sample: Tokens, num_tokens: int,
-    callbacks: Callbacks, hear: Callable[[OutOfMemory], None] | None = None,
+    callbacks: Callbacks, hear: Callable[[OutOfMemory], None] | None = None, model: Any = None,
 ) -> Runner:  # fmt: skip
-    """Load the weights of a checked model and put together how they run.
+    """Load the weights of a checked model, unless it is in memory as `model`, and put together how they run.
 
     sample: the first texts of the input, by which kernels and shapes are chosen. num_tokens: of the whole input, about.
     hear: called with each time that memory runs out; without it, they are said by `callbacks`.
@@ -130,7 +130,7 @@ def make_runner(
     lengths_N = sample.lengths[sample.lengths > 0]
     assembly = Assembly(
         options=options,
-        model=load_model(checked.facts, checked.space, head="kept", seed=0).requires_grad_(False),
+        model=model or load_model(checked.facts, checked.space, head="kept", seed=0).requires_grad_(False),
         precision=precision,
         max_length=checked.max_length,
         shaped_length=_shaped_length(lengths_N, checked.max_length),

@@ -60,7 +60,7 @@ def rows_to_compare(asked: int | None, device_type: str, num_tokens: float, mean
 def verified_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, request: Request, sample: Texts, *,
     asked: Asked, num_compared: int, num_tokens: int, callbacks: Callbacks,
-    hear: Callable[[OutOfMemory], None],
+    hear: Callable[[OutOfMemory], None] | None = None,
 ) -> Verified:  # fmt: skip
     """Return the fastest runner that agrees with the plain model, and the comparison.
 
@@ -76,7 +76,7 @@ def verified_runner(
         callbacks.warning(
             f"nothing was compared with the plain model: none of the first {len(sample):,} rows can be asked about"
         )
-    plain_PC, fallback = None, None
+    plain_PC, fallback, model = None, None, None
     if compared is not None:
         plain = _plain_runner(checked, options, precision, compared, callbacks, hear)
         num_rows = len(compared.num_tokens_N)
@@ -84,7 +84,8 @@ def verified_runner(
         began = time.perf_counter()
         plain_PC = plain.submit(compared.sequences).result()
         seconds += time.perf_counter() - began
-        del plain  # frees its memory for the next one
+        model = plain.model  # the first attempt makes it its own: it need not be read again
+        del plain
         callbacks.stage("loading the model for the pass")
     for attempt, how_it_runs in _attempts(options, precision):
         runner = make_runner(
@@ -93,8 +94,9 @@ def verified_runner(
             num_tokens=num_tokens,
             callbacks=callbacks,
             hear=hear,
+            model=model,
         )
-        equivalence = None
+        model, equivalence = None, None
         if compared is not None and plain_PC is not None:
             began = time.perf_counter()
             equivalence = compare(runner, request, compared, plain_PC)
@@ -114,8 +116,10 @@ def verified_runner(
 
 
 def compare(runner: Runner, request: Request, asked: Asked, plain_PC: Logits) -> AnswerEquivalence:
-    """Compare a runner's answers with those of the plain model's logits."""
+    """Compare a runner's answers with those of the plain model's logits: replayed ones, where passes are captured."""
     found_PC = runner.submit(asked.sequences).result()
+    if runner.execution in ("captured", "compiled"):  # a shape that is met first runs eagerly
+        found_PC = runner.submit(asked.sequences).result()
     scores, plain = (request.form.score_blocks(logits_PC, asked.candidates) for logits_PC in (found_PC, plain_PC))
     return compare_answers(request.form, scores, plain, precision=runner.precision.value)
 
