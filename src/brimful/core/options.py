@@ -19,6 +19,7 @@ from brimful.core.option_checks import (
     flag,
     refused,
 )
+from brimful.core.trained_part import check_trained_part
 
 TaskChoice = Literal["auto", "single_label", "multi_label", "regression"]
 MissingLabels = Literal["error", "drop", "none"]
@@ -87,6 +88,26 @@ class TrainOptions:
     """Replace the model's classification head by a new one for the labels in the data."""
     max_length: int | None = None
     """Longest sequence in tokens; longer ones are truncated, and counted. Default: the model's limit, at most 512."""
+
+    peft: str | None = None
+    """Train an adapter of the peft library: `lora`, `rslora`, `dora`, `ia3`, `loha`, ... with peft's own settings, or a
+    peft config file (adapter_config.json). model/ then holds the adapter. The head is trained too."""
+    lora_r: int | None = None
+    """Rank of the adapter's matrices. Default: peft's, 8."""
+    lora_alpha: float | None = None
+    """Scale of the adapter, divided by its rank. Default: peft's, 8."""
+    lora_dropout: float | None = None
+    """Dropout of the adapter's inputs. Default: peft's, 0."""
+    lora_target_modules: str | None = None
+    """Modules that are given an adapter, as ends of names separated by commas, `all-linear`, or a regular expression
+    after `regex:`. Default: peft's for this type of model, all-linear where it has none."""
+    lora_modules_to_save: str | None = None
+    """Modules that are trained whole besides the head and are saved with the adapter, separated by commas."""
+    merge: bool = False
+    """Merge the adapter into the model at the end: model/ is then a plain model."""
+    freeze: str | None = None
+    """Weights that are not trained: `all-but-head`, or `embeddings`, `layers 0-5`, separated by commas, or parameters
+    by a regular expression after `regex:`."""
 
     batch_size: int = 32
     """Effective batch size: samples per optimizer step, however it is split into micro-batches."""
@@ -196,6 +217,7 @@ class TrainOptions:
         check_size(self, "memory_limit")
         check_positive(self, "per_device_batch_size", "gradient_accumulation_steps", "prefetch")
         object.__setattr__(self, "batch_size", effective_batch(self, TrainOptions.batch_size))
+        check_trained_part(self)
         check_positive(self, "batch_size", "num_train_epochs", "learning_rate", "save_total_limit", "logging_steps")
         check_positive(self, "max_steps", "eval_steps", "save_steps", "max_length", "token_budget", "num_workers")
         check_positive(self, "early_stopping_patience", "adam_epsilon", "limit")

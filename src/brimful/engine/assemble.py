@@ -29,9 +29,11 @@ from brimful.levers.float8 import Float8
 from brimful.levers.lever import Assembly, Lever
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing
+from brimful.levers.parameter_efficient import FrozenWeights, TrainedPart
 from brimful.levers.precision import PrecisionLever
 from brimful.levers.token_budget import TokenBudget
 from brimful.levers.weights import Weights
+from brimful.models.hub.inspection import ModelFacts
 from brimful.models.hub.load import load_model
 from brimful.models.packed.packed_forward import LayoutModel
 from brimful.step.graphs.captured_step import CapturedStep
@@ -42,8 +44,8 @@ from brimful.tasks.task import Task
 
 #: All levers, in the order of their lines in the recipe.
 LEVERS: tuple[type[Lever], ...] = (
-    *(Packing, TokenBudget, Checkpointing, PrecisionLever, Float8, Optimizer, Attention, Weights, ExecutionMode),
-    *(Dropout, MemoryLimit, Allocator),
+    *(TrainedPart, Packing, TokenBudget, Checkpointing, PrecisionLever, FrozenWeights, Float8, Optimizer),
+    *(Attention, Weights, ExecutionMode, Dropout, MemoryLimit, Allocator),
 )
 #: Batches looked at to choose token budgets.
 _LOOKED_AT = 2000
@@ -53,7 +55,8 @@ _LOOKED_AT = 2000
 class Assembled:
     """A model on its device, and the step that trains it.
 
-    lengths: of the sequences of batches to come, or like them. longest: most tokens of a sequence to come.
+    lengths: of the sequences of batches to come, or like them. longest: most tokens of a sequence to come. adapter:
+    peft's wrapper around the model, if any.
     """
 
     model: Any
@@ -65,6 +68,7 @@ class Assembled:
     packing: Packing
     lengths: Sequence[np.ndarray]
     longest: int
+    adapter: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,7 @@ def build(
         num_steps=prepared.num_steps,
         num_warmup_steps=prepared.num_warmup_steps,
         eager_attention=eager_attention,
+        loaded=prepared.facts,
     )
     return Built(**vars(assembled), source=_source(options, prepared, assembled.layout))
 
@@ -109,7 +114,7 @@ def build(
 def assemble(
     model: Any, options: TrainOptions, precision: Precision, callbacks: Callbacks, *, task: Task,
     batches: list[np.ndarray], mean_length: float, max_length: int, longest: int, num_steps: int,
-    num_warmup_steps: int, cache: bool = True, eager_attention: bool = False,
+    num_warmup_steps: int, cache: bool = True, eager_attention: bool = False, loaded: ModelFacts | None = None,
 ) -> Assembled:  # fmt: skip
     """Put together how a model in memory learns. Its parameters become the step's.
 
@@ -117,6 +122,7 @@ def assemble(
     a sequence, in tokens. max_length, longest: most tokens that a sequence may have, and that one will have. num_steps:
     applied ones, the warm-up's among them. cache: whether an equivalence check of the same architecture holds for it
     too. eager_attention: whether padded rows must have it.
+    loaded: facts of the files that the model was read from, if it can be again.
     """
     assembly = Assembly(
         options=options,
@@ -130,6 +136,9 @@ def assemble(
         warn=callbacks.warning,
         cache=cache,
         eager_attention=eager_attention,
+        new_parameters=() if loaded is None else loaded.new_parameters,
+        base_name="" if loaded is None else loaded.base_name,
+        weights_on_disk=loaded is not None,
     )
     with whole_model_fits(precision.device):
         recipe = assembly.recipe(LEVERS, device_name(precision.device))
@@ -160,6 +169,7 @@ def assemble(
         packing=assembly.lever(Packing),
         lengths=batches,
         longest=longest,
+        adapter=assembly.adapter,
     )
 
 

@@ -269,13 +269,15 @@ class _Plain(nn.Module):
 def _plain_losses(
     model: nn.Module, weights: dict[str, Tensor], rows: Rows, members: np.ndarray, task: Task, device: torch.device
 ) -> Tensor:
-    """(R,) addends to the loss sum of some rows."""
+    """(R,) addends to the loss sum of some rows. Frozen weights are as they are kept, in fp32."""
     ids = [rows.ids[i] for i in members]
     types = None if rows.types is None else [rows.types[i] for i in members]
     longest, padding_id = max(len(each) for each in ids), padding_id_of(model.config)
     inputs = padded_inputs(ids, len(ids), longest, padding_id=padding_id, types=types)
     inputs = map_tensors(inputs, lambda tensor: tensor.to(device))
-    by_name = {f"model.{name}": weight for name, weight in weights.items()}
+    frozen = {name: p for name, p in model.named_parameters() if name not in weights and p.dtype.itemsize == 2}
+    by_name = {f"model.{name}": weight.float() for name, weight in frozen.items()}
+    by_name |= {f"model.{name}": weight for name, weight in weights.items()}
     logits_RC = torch.func.functional_call(_Plain(model), by_name, (inputs,))
     logits_RC = logits_RC if logits_RC.dtype == torch.float64 else logits_RC.float()
     rows_R: Tensor = task.loss_rows_S(logits_RC, torch.from_numpy(rows.targets_N[members]).to(device))

@@ -113,6 +113,11 @@ def prepare(
     Raises: InputError for anything that cannot be done as asked.
     """
     facts = inspect_model(options.model, trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle)
+    if options.peft is not None and facts.adapter is not None:
+        raise ModelError(
+            f"{printable(options.model)} is an adapter itself, and --peft would put another on it",
+            hint=f"begin with its model, {printable(facts.adapter.base)}, or train the first one with --merge",
+        )
     tokenizer = load_tokenizer(facts)
     max_length = longest_sequence(options.max_length, facts, options.model)
     encoder = make_encoder(tokenizer, facts, max_length)
@@ -168,10 +173,17 @@ def prepare(
 def _hashes(options: TrainOptions, facts: ModelFacts) -> dict[str, str]:
     """SHA-256 of the files that decide what is learned and can change."""
     files = {"model's config.json": facts.folder / "config.json"}
+    if options.peft is not None or options.freeze is not None:  # checkpoints do not hold what is frozen
+        files |= {f"model's {path.name}": path for path in facts.weight_files}
     if options.transform is not None:
         with suppress(TypeError):  # not written in Python
             files["file of --transform"] = Path(inspect.getsourcefile(load_transform(options.transform)) or "")
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
+    return {name: _sha256(path) for name, path in files.items() if path.is_file()}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_encoder(tokenizer: Any, facts: ModelFacts, max_length: int) -> Encoder:

@@ -30,6 +30,7 @@ from brimful.engine.inference import evaluating, evaluation_forward, keep_modes,
 from brimful.engine.prepare import DEFAULT_MAX_LENGTH
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_precision
+from brimful.models.hub.adapters import unwrapped
 from brimful.models.hub.inspection import max_positions
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.layer_calls import remove_calls
@@ -72,6 +73,8 @@ _FEW_LENGTHS = 64
 class Step:
     """One optimizer step of an `AutoModelForSequenceClassification`, packed where the equivalence check allows it.
 
+    A model may be in peft's wrapper: then its adapter is trained.
+
     num_steps: of the learning-rate schedule. lengths: tokens of the sequences to come, by which token budgets and
     kernels are chosen; by default all lengths up to `max_length` are expected alike. callbacks: hears warnings.
     options: fields of TrainOptions that a step depends on (`OPTIONS`).
@@ -93,6 +96,7 @@ class Step:
     ) -> None:
         if unknown := sorted(set(options) - set(OPTIONS)):
             raise OptionError(f"Step has no option {unknown[0]!r}", hint="the options are " + ", ".join(OPTIONS))
+        self._given, model = model, unwrapped(model)
         self._options = asked = TrainOptions(data="", model="", output="", **options)
         callbacks = callbacks or Callbacks()
         precision = choose_precision(asked.precision, choose_device(asked.device))
@@ -197,7 +201,7 @@ class Step:
         remove_calls(self._built.model)
         keep_all(list(layers_of(self._built.model) or ()))
         restore_modes()
-        return self._built.model
+        return self._given
 
     def _sequences(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """Token ids of each row without padding, and token types if the model has any and they are given."""

@@ -24,6 +24,7 @@ from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing
+from brimful.levers.parameter_efficient import TrainedPart
 from brimful.levers.token_budget import cuts_windows
 from brimful.models.model_stats import embeddings_of, layer_lists, layers_of, matmul_parameters
 from brimful.models.packed.host_decisions import HostDecisions
@@ -134,7 +135,9 @@ class ExecutionMode(Lever):
         if not self.compiled or execution is None:
             return
         if isinstance(execution, PackedModel):
-            compile_layers(execution, fused=self.fused, note=assembly.warn, forward_only=not assembly.training)
+            part = assembly.find(TrainedPart)
+            fused = self.fused and not (part is not None and part.adapter)  # sums stay in fp32 around an adapter
+            compile_layers(execution, fused=fused, note=assembly.warn, forward_only=not assembly.training)
         else:
             compile_padded_layers(execution, note=assembly.warn)
 

@@ -38,7 +38,8 @@ class Verdict:
 class StepWork:
     """One training step of a model in numbers, or one forward pass, and what its device reaches.
 
-    lengths_N: tokens of each sequence. linear_parameters: those that autocast casts. token_matrices: how many matrices
+    lengths_N: tokens of each sequence. linear_parameters: those that autocast casts, trained_linear_parameters:
+    those of them that are trained, None for all. token_matrices: how many matrices
     of each shape every token is multiplied with. flops_per_s: of products. bytes_per_s: of memory.
     """
 
@@ -52,6 +53,7 @@ class StepWork:
     depth: int
     flops_per_s: float
     bytes_per_s: float
+    trained_linear_parameters: int | None = None
 
     @classmethod
     def of(cls, model: Any, lengths_N: np.ndarray, *, flops_per_s: float, bytes_per_s: float) -> StepWork:
@@ -68,12 +70,21 @@ class StepWork:
             depth=getattr(model.config, "num_hidden_layers", None) or 0,
             flops_per_s=flops_per_s,
             bytes_per_s=bytes_per_s,
+            trained_linear_parameters=sum(p.numel() for p in parameters if id(p) in linear and p.requires_grad),
         )
 
     @property
-    def passes(self) -> int:
-        """Passes worth one forward pass: a backward pass is two."""
-        return 3 if self.num_trained else 1
+    def trained_linear(self) -> int:
+        """Parameters of Linear layers that are trained."""
+        known = self.trained_linear_parameters
+        return self.linear_parameters if known is None else known
+
+    @property
+    def passes(self) -> float:
+        """Passes worth one forward pass: a backward pass is two, of which one is for gradients of trained weights."""
+        if not self.num_trained:
+            return 1
+        return 2 + self.trained_linear / max(1, self.linear_parameters)
 
     @property
     def num_tokens(self) -> int:
@@ -172,6 +183,9 @@ class Assembly:
     sequence that shapes are chosen for, None for max_length: of texts to read, the rare longer one has its own.
 
     eager_attention: whether padded rows must have it, where torch's fused one computes something else.
+    new_parameters: names of the base model's that were drawn when it was loaded. base_name: by which an adapter finds
+    its model. weights_on_disk: whether all else can be read again. adapter: peft's wrapper around the model, if any.
+
     precision: asked for, later with its fp8 products. budget: most tokens of a micro-batch.
     """
 
@@ -187,6 +201,10 @@ class Assembly:
     cache: bool = True
     eager_attention: bool = False
     shaped_length: int | None = None
+    new_parameters: Sequence[str] = ()
+    base_name: str = ""
+    weights_on_disk: bool = False
+    adapter: Any = None
     execution: LayoutModel | None = None
     layout: Layout | None = None
     budget: int = 0

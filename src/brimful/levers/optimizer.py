@@ -109,8 +109,8 @@ class Optimizer(Lever):
 
         With copies, gradients of these weights are in half precision too, and autocast casts nothing.
         """
-        copies = 2 * work.linear_parameters if self.fused and self.copies else 0
-        in_32_bits = max(0, work.num_trained - work.linear_parameters) if self.value in WITH_32_BITS else 0
+        copies = 2 * work.trained_linear if self.fused and self.copies else 0
+        in_32_bits = max(0, work.num_trained - work.trained_linear) if self.value in WITH_32_BITS else 0
         wide = OPTIMIZERS.get(WITH_32_BITS.get(self.value, ""), _IN_FP32).state_bytes
         return Cost(
             resident_bytes=self.state_bytes * (work.num_trained - in_32_bits) + wide * in_32_bits + copies,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.parameter_efficient import FrozenWeights
 from brimful.levers.weights import Weights
 from brimful.models.packed.equivalence import Equivalence
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
@@ -49,6 +50,7 @@ class Packing(Lever):
 
     def apply(self, assembly: Assembly) -> None:
         """Put the model on its device, and make the execution that runs it."""
+        assembly.find(FrozenWeights)  # before the device has room for them
         model = assembly.model = assembly.model.to(assembly.device)
         if not (assembly.training and model.training):  # what is in eval mode in a model in train mode stays so
             model.train(assembly.training)

@@ -15,8 +15,8 @@ ALIGNMENT = 16
 
 
 def halve_linears(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces the Linear weights of a model that is only read by copies in `dtype`, sibling layers' side by side."""
-    copied = linear_parameters(model)
+    """Replaces the Linear weights that are only read by copies in `dtype`, sibling layers' side by side."""
+    copied = linear_parameters(model) - {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     named = dict(model.named_parameters())
     parameters = list(named.values())
     order = [i for i in sorted(range(len(parameters)), key=arena_order(named, copied)) if id(parameters[i]) in copied]

@@ -27,13 +27,23 @@ def _head(run: Run, inputs: TrainedInputs) -> str:
     kind, asked = "A text classifier", '"a text"'
     if inputs.pair_column is not None:
         kind, asked = "A classifier of pairs of texts", '{"text": "a text", "text_pair": "its pair"}'
+    use = (
+        "from transformers import pipeline\n\n"
+        'classify = pipeline("text-classification", model="path/to/this/folder", truncation=True)\n'
+        f"classify({asked})\n```\n\n`truncation=True` cuts"
+    )
+    if run.options.get("peft") and not run.options.get("merge"):
+        use = (
+            "from peft import AutoPeftModelForSequenceClassification\n\n"
+            "model = AutoPeftModelForSequenceClassification.from_pretrained(\n"
+            f'    "path/to/this/folder", num_labels={run.labels.num_outputs}\n)\n```\n\n'
+            "An adapter of the peft library, for the model named in adapter_config.json. The tokenizer's\n"
+            "`truncation=True` cuts"
+        )
     return (
         f"# {_text(run.model)}, fine-tuned\n\n{kind} that answers {task} {names}. Fine-tuned from"
         f" {_code(run.model)} with brimful {run.machine.versions.get('brimful', '')}.\n\n"
-        "```python\nfrom transformers import pipeline\n\n"
-        f'classify = pipeline("text-classification", model="path/to/this/folder", truncation=True)\n'
-        f"classify({asked})\n```\n\n"
-        f"`truncation=True` cuts texts at {inputs.max_length:,} tokens, as in training; `brimful classify` does so by"
+        f"```python\n{use} texts at {inputs.max_length:,} tokens, as in training; `brimful classify` does so by"
         " itself."
     )
 

@@ -290,7 +290,10 @@ def _fingerprint(checked: Checked) -> str:
     """Of names, sizes and times of change of the weights, and of all that the small files beside them hold."""
     digest = hashlib.sha256()
     weights = set(checked.facts.weight_files)
-    for path in sorted(path for path in checked.facts.folder.iterdir() if path.is_file()):
+    adapter = checked.facts.adapter
+    folders = {checked.facts.folder} if adapter is None else {checked.facts.folder, adapter.folder}
+    beside = {path for folder in folders for path in folder.iterdir() if path.is_file()}
+    for path in sorted(beside if adapter is None else beside | weights):
         facts = path.stat()
         digest.update(f"{path.name}\0{facts.st_size}\0".encode(errors="surrogateescape"))
         digest.update(

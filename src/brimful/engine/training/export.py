@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +12,9 @@ from brimful.core.atomic_files import path_text
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import CheckpointError, ModelError, OutputError, listed, printable
 from brimful.core.export_options import ExportOptions
+from brimful.core.options import TrainOptions
 from brimful.core.records import Run, TrainedInputs
+from brimful.core.trained_part import ADAPTER_SETTINGS
 from brimful.engine.training.checkpoint import (
     Checkpoint,
     checkpoint_path,
@@ -20,9 +23,11 @@ from brimful.engine.training.checkpoint import (
     saved_steps,
 )
 from brimful.engine.training.run_folder import RunFolder
-from brimful.models.hub.inspection import inspect_model, load_tokenizer
+from brimful.levers.parameter_efficient import choose_part
+from brimful.models.hub.adapters import merge_adapter
+from brimful.models.hub.inspection import ModelFacts, head_parameters, inspect_model, load_tokenizer
 from brimful.models.hub.load import load_model
-from brimful.models.hub.save import save_model
+from brimful.models.hub.save import save_adapted_model, save_model
 from brimful.reports.card import model_card
 
 
@@ -48,12 +53,32 @@ def export(options: ExportOptions, callbacks: Callbacks) -> Path:
         allow_pickle=bool(given.get("allow_pickle")),
     )
     model = load_model(facts, run.labels, head="new", seed=0)
+    wrapped = _choose_part(model, facts, run)
     _take_weights(model, checkpoint, run)
     inputs = _inputs(run)
     so_far = replace(run, steps=checkpoint.step, metrics=dict(checkpoint.loop.get("metrics") or {}))
-    save_model(model, load_tokenizer(facts), run.labels, output, model_card(so_far, inputs), inputs)
+    beside = (load_tokenizer(facts), run.labels, output, model_card(so_far, inputs), inputs)
+    if wrapped is not None and not given.get("merge"):
+        save_adapted_model(wrapped, *beside)
+    else:
+        save_model(model if wrapped is None else merge_adapter(wrapped), *beside)
     callbacks.note(f"step {checkpoint.step:,} of {path_text(folder.path)} is now a model: {path_text(output)}")
     return output
+
+
+def _choose_part(model: Any, facts: ModelFacts, run: Run) -> Any:
+    """Put the run's adapter into the model; return peft's wrapper, None without one. Frozen weights are the files' own.
+
+    Raises: OutputError for a frozen head, which is drawn from data that are not read here.
+    """
+    kept = ("peft", "freeze", "merge", "seed", *ADAPTER_SETTINGS)
+    asked: Any = {name: run.options[name] for name in kept if run.options.get(name) is not None}
+    head = tuple(head_parameters(model))
+    part = TrainOptions(data="", model="", output="", **asked)
+    wrapped = choose_part(model, part, new_parameters=facts.new_parameters, base=facts.base_name)
+    if wrapped is None and not all(dict(model.named_parameters())[name].requires_grad for name in head):
+        raise OutputError("the head of the run is frozen", hint="finish it with --resume first")
+    return wrapped
 
 
 def _checkpoint(folder: RunFolder, run: Run, step: int | None, callbacks: Callbacks) -> Checkpoint:
@@ -80,7 +105,7 @@ def _take_weights(model: torch.nn.Module, checkpoint: Checkpoint, run: Run) -> N
     own = model.state_dict()
     saved = {**checkpoint.state.weights, **checkpoint.state.buffers}
     wrong = [name for name, tensor in saved.items() if name in own and own[name].shape != tensor.shape]
-    wrong += [name for name, _ in model.named_parameters() if name not in saved]
+    wrong += [name for name, p in model.named_parameters() if p.requires_grad and name not in saved]
     if wrong:
         raise ModelError(
             f"{printable(run.model)} is not the model that the run was started with: {printable(wrong[0])} differs",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from brimful.core import atomic_files
 from brimful.core.errors import OutputError, printable
+from brimful.core.options import TrainOptions
 from brimful.core.records import Run, from_json, to_json
 from brimful.core.units import bytes_text
 
@@ -106,13 +107,17 @@ def differences_of_machine(before: Run, now: Run) -> list[str]:
     return [f"{name} was {then.get(name)}, is {fact}" for name, fact in facts(now).items() if fact != then.get(name)]
 
 
-def check_space(path: Path, num_parameters: int, optimizer_bytes: int, num_checkpoints: int) -> None:
+def check_space(path: Path, options: TrainOptions, num_parameters: int, state_bytes: int) -> None:
     """Check that the checkpoints and the model of a run fit on the disk of `path`, which may hold some already.
 
+    state_bytes: of the optimizer's states of a parameter. An adapter's are few, and so are not counted.
     Raises: OutputError with both numbers.
     """
-    weights = 4 * num_parameters
-    needed = weights + num_checkpoints * (weights + optimizer_bytes) + (64 << 20)
+    # Besides those kept, the one being written, and the best one where it is looked for.
+    num_checkpoints = options.save_total_limit + 1 + (options.metric_for_best_model is not None)
+    saved = num_parameters if options.peft is None or options.merge else 0
+    trained = num_parameters if options.peft is None and options.freeze is None else 0
+    needed = 4 * saved + num_checkpoints * (4 + state_bytes) * trained + (64 << 20)
     free = atomic_files.free_bytes(path)
     held = 0
     for file in itertools.chain((path / "checkpoints").rglob("*"), (path / "model").rglob("*")):

@@ -65,6 +65,7 @@ from brimful.engine.training.resume import (
     require_checkpoint,
 )
 from brimful.engine.training.run_folder import RunFolder, check_free, check_space, differences_of_machine
+from brimful.engine.training.saved_model import save_trained
 from brimful.hardware.device_memory import device_memory
 from brimful.hardware.probe import choose_device, probe
 from brimful.hardware.process_settings import deterministic
@@ -72,7 +73,7 @@ from brimful.levers.optimizer import asked_optimizer
 from brimful.levers.optimizer_names import check_installed
 from brimful.levers.precision import choose_precision
 from brimful.measurement.memory import MemoryWatch
-from brimful.models.hub.save import save_model
+from brimful.models.hub.adapters import check_adapter
 from brimful.reports.card import model_card
 from brimful.reports.memory_text import limit_text
 from brimful.step.recovery import out_of_memory_text
@@ -104,6 +105,7 @@ def train(
     phases.enter("data")
     check_free(path, resume=options.resume)
     check_installed(options.optim)
+    check_adapter(options)
     device = choose_device(options.device)
     with device_memory(device, options.memory_limit, options.allocator):
         return _train_on(device, options, command, callbacks, phases, tables)
@@ -125,10 +127,7 @@ def _train_on(
     check = None if found is None else partial(check_data, found, options)
     prepared = prepare(options, callbacks, phases, check, tables)
     if not _is_finished(found, path, prepared):
-        num_parameters = prepared.facts.num_parameters
-        # Besides those kept, the one being written, and the best one where it is looked for.
-        num_checkpoints = options.save_total_limit + 1 + (options.metric_for_best_model is not None)
-        check_space(path, num_parameters, asked_optimizer(options).state_bytes * num_parameters, num_checkpoints)
+        check_space(path, options, prepared.facts.num_parameters, asked_optimizer(options).state_bytes)
     if options.dry_run:
         built = build(options, prepared, precision, callbacks, phases)
         callbacks.recipe(built.recipe)
@@ -580,10 +579,9 @@ class _Loop:
         run = self._final_evaluation(run)
         self._built.step.release()
         self._built.model.eval()
-        prepared, card = self._prepared, model_card(run, self._prepared.inputs)
+        card = model_card(run, self._prepared.inputs)
         with self._phases.during("export"):  # beside the last checkpoint
-            folder = self._folder.model
-            save_model(self._built.model, prepared.tokenizer, prepared.space, folder, card, prepared.inputs)
+            save_trained(self._built, self._prepared, self._options, self._folder.model, card)
         self._settle(must=True)
         run = dataclasses.replace(run, phases_s=self._phases.seconds)
         self._events.write("finished", step=state.applied, metrics=metrics, phases_s=run.phases_s)

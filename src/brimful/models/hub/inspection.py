@@ -21,6 +21,7 @@ from brimful.core.atomic_files import path_text
 from brimful.core.errors import ModelError, printable
 from brimful.core.records import TrainedInputs
 from brimful.core.units import count_text
+from brimful.models.hub.adapters import AdapterFiles, find_adapter
 from brimful.models.hub.model_config import build_config, read_config
 from brimful.models.hub.quiet import first_line, quiet_transformers
 from brimful.models.hub.resolve import find_folder
@@ -54,6 +55,8 @@ class ModelFacts:
     num_embedded: tokens that the model has embeddings of; None where it has none, or they are not a table.
     runs_own_code: the model is built by Python code that came with it.
     inputs: those that brimful trained it on; None where it did not.
+    adapter: of peft, to be merged into the weights, which are those of its base model; None for a model without one.
+    new_parameters: those of the body that the files do not hold, and that loading draws: a pooler's.
     """
 
     name: str
@@ -71,6 +74,13 @@ class ModelFacts:
     num_embedded: int | None
     runs_own_code: bool
     inputs: TrainedInputs | None = None
+    adapter: AdapterFiles | None = None
+    new_parameters: tuple[str, ...] = ()
+
+    @property
+    def base_name(self) -> str:
+        """Name by which an adapter finds this model again: that on the hub, or the whole path of a folder."""
+        return str(self.folder) if Path(self.name).expanduser().is_dir() else self.name
 
 
 def inspect_model(name: str, *, trust_remote_code: bool, allow_pickle: bool) -> ModelFacts:
@@ -78,12 +88,21 @@ def inspect_model(name: str, *, trust_remote_code: bool, allow_pickle: bool) -> 
 
     Raises: ModelError for whatever is missing, torn, unknown or not allowed.
     """
-    folder = find_folder(name, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    given = folder = base = find_folder(name, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    adapter = find_adapter(folder)
+    if adapter is not None:
+        base = find_folder(adapter.base, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+        folder = given if (given / "config.json").is_file() and _tokenizer_files(given) else base
     raw = read_config(folder)
-    weights = find_weights(folder, allow_pickle=allow_pickle)
+    weights = find_weights(base, allow_pickle=allow_pickle)
+    if adapter is not None:
+        weights = weights.with_adapter(adapter.shapes)
     _require_tokenizer_files(folder)
     config, own_code = build_config(folder, raw, trust_remote_code=trust_remote_code)
     model = empty_model(folder, config, own_code)
+    if adapter is not None and (outputs := _outputs_of(adapter, model)) != config.num_labels:
+        config.num_labels = outputs
+        model = empty_model(folder, config, own_code)
     has_head, note = _find_head(folder, model, weights)
     _require_body(folder, model, weights)
     names = _label_names(config) if has_head else None
@@ -102,7 +121,9 @@ def inspect_model(name: str, *, trust_remote_code: bool, allow_pickle: bool) -> 
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_embedded=_num_embedded(model),
         runs_own_code=own_code,
-        inputs=read_trained_inputs(folder),
+        inputs=read_trained_inputs(given),
+        adapter=adapter,
+        new_parameters=_new_parameters(model, weights),
     )
 
 
@@ -143,8 +164,28 @@ def head_parameters(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters() if id(p) not in base}
 
 
+def _outputs_of(adapter: AdapterFiles, model: PreTrainedModel) -> int:
+    """Outputs of the head in an adapter; the model's own where it holds none."""
+    num_labels = int(model.config.num_labels)
+    for name, shape in head_parameters(model).items():
+        if shape[:1] == (num_labels,) and name in adapter.shapes:
+            return adapter.shapes[name][0]
+    return num_labels
+
+
+def _new_parameters(model: PreTrainedModel, weights: Weights) -> tuple[str, ...]:
+    """Names of the pooler's parameters that no file holds."""
+    prefix, named = model.base_model_prefix + ".", model.base_model.named_parameters()
+    absent = (name for name, _ in named if POOLER.search(name) and not {name, prefix + name} & weights.shapes.keys())
+    return tuple(prefix + name for name in absent)
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file() and _TOKENIZER_FILE.fullmatch(path.name))
+
+
 def _require_tokenizer_files(folder: Path) -> None:
-    found = sorted(path for path in folder.iterdir() if path.is_file() and _TOKENIZER_FILE.fullmatch(path.name))
+    found = _tokenizer_files(folder)
     if not found:
         raise ModelError(
             f"{path_text(folder)} has no tokenizer files", hint="copy tokenizer.json and tokenizer_config.json there"

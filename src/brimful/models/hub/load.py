@@ -43,8 +43,15 @@ def load_model(facts: ModelFacts, space: LabelSpace, *, head: Literal["kept", "n
     config = config_for(facts.config, space)
     empty = empty_model(facts.folder, config, facts.runs_own_code)
     head_names = head_parameters(empty).keys()
+    if facts.adapter is not None and head == "new":
+        raise ModelError(
+            f"{path_text(facts.adapter.folder)}: the head of an adapter cannot be replaced",
+            hint="train it with --merge, or begin with its base model",
+        )
     try:
         state = _read_tensors(facts.weight_files)
+        if facts.adapter is not None:
+            state |= facts.adapter.tensors([name for name, _ in empty.named_parameters()])
         if head == "new" and head_names <= state.keys():
             state = {name: tensor for name, tensor in state.items() if name not in head_names}
         with quiet_transformers(), unchanged_random_streams():
@@ -63,7 +70,7 @@ def load_model(facts: ModelFacts, space: LabelSpace, *, head: Literal["kept", "n
         ) from error
     _require_whole(facts, info, head_names if head == "new" else ())
     _record_padding_token(model, facts)
-    return model
+    return model if facts.adapter is None else facts.adapter.merged_into(model)
 
 
 def config_for(config: PreTrainedConfig, space: LabelSpace) -> PreTrainedConfig:

@@ -13,6 +13,7 @@ from brimful.models.hub.quiet import first_line
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 #: Small files, and weights under the names that transformers looks for; not the other exports that many models carry.
 _FILES = ["*.json", "*.txt", "*.model", "*.bpe", "*.py", "model.safetensors", "model-*-of-*.safetensors"]
+_FILES += ["adapter_model.safetensors"]
 _PICKLES = ["pytorch_model.bin", "pytorch_model-*-of-*.bin"]
 
 

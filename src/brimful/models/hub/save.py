@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ from brimful.core.atomic_files import (
     temporary_path,
 )
 from brimful.core.records import LabelSpace, TrainedInputs
+from brimful.models.hub.adapters import save_adapter
 from brimful.models.hub.load import config_for
 from brimful.models.hub.quiet import quiet_transformers
 from brimful.models.hub.trained_inputs import write_trained_inputs
@@ -49,11 +50,37 @@ def save_model(
 
     Raises: DiskFullError or OutputError naming `folder`.
     """
+
+    def write(temporary: Path) -> None:
+        _write(model, tokenizer, space, temporary, card, inputs)
+
+    _replace(folder, write)
+
+
+def save_adapted_model(
+    wrapped: Any, tokenizer: PreTrainedTokenizerFast, space: LabelSpace, folder: Path, card: str,
+    inputs: TrainedInputs | None = None,
+) -> None:  # fmt: skip
+    """The same of an adapter: its weights and those of its head, in peft's form, and the name of its model.
+
+    wrapped: peft's wrapper around the model.
+    """
+
+    def write(temporary: Path) -> None:
+        temporary.mkdir()
+        save_adapter(wrapped, temporary)
+        _write_beside(wrapped.get_base_model(), tokenizer, space, temporary, card, inputs)
+
+    _replace(folder, write)
+
+
+def _replace(folder: Path, write: Callable[[Path], None]) -> None:
+    """Have a folder written under another name, and put in its place when all of it is on the disk."""
     temporary = temporary_path(folder)
     try:
         with file_errors(folder), _system_errors(), quiet_transformers():
             make_folder(folder.parent)
-            _write(model, tokenizer, space, temporary, card, inputs)
+            write(temporary)
             replace_folder(temporary, folder)
             for path in list(folder.parent.iterdir()):  # left by saves that were killed
                 if path.name.startswith(f"{TEMPORARY}{folder.name}-") or path.name == REPLACED + folder.name:
@@ -74,6 +101,14 @@ def _write(
         for name, tensor in model.state_dict().items()
     }
     model.save_pretrained(folder, state_dict=state)
+    _write_beside(model, tokenizer, space, folder, card, inputs)
+
+
+def _write_beside(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, space: LabelSpace, folder: Path, card: str,
+    inputs: TrainedInputs | None,
+) -> None:  # fmt: skip
+    """All that lies beside the weights: configuration, tokenizer, inputs of training and card."""
     config = config_for(model.config, space)
     config.dtype = torch.float32
     config._attn_implementation = None

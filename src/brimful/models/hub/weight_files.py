@@ -43,6 +43,10 @@ class Weights:
     def total_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.files)
 
+    def with_adapter(self, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
+        """The same beside an adapter's tensors, whose head stands in the place of the model's own."""
+        return Weights(files=self.files, shapes={**self.shapes, **shapes})
+
 
 def find_weights(folder: Path, *, allow_pickle: bool) -> Weights:
     """The weights of the model in `folder`, in the order of preference of transformers.

@@ -124,8 +124,9 @@ class Update:
         """End training: the model's parameters are plain fp32 ones again, and nothing may be updated."""
 
     def state(self) -> StepState:
-        """Everything an exact continuation needs, of the tensors as they are: no copies. Waits for the device."""
-        weights = dict(self.model.named_parameters()) | self._masters()
+        """Everything an exact continuation needs, of the tensors as they are: no copies, and no weight that is frozen.
+        Waits for the device."""
+        weights = self.named | self._masters()
         return StepState(
             weights={name: tensor.detach() for name, tensor in weights.items()},
             buffers=dict(self.model.named_buffers()),
@@ -141,7 +142,7 @@ class Update:
         if state.weights_shard != Shard() or state.optimizer_shard != Shard():
             raise ValueError(f"a whole state is needed, and this is part of one: {state.weights_shard}")
         with torch.no_grad():
-            for name, weight in (dict(self.model.named_parameters()) | self._masters()).items():
+            for name, weight in (self.named | self._masters()).items():
                 weight.copy_(state.weights[name])
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(state.buffers[name])

@@ -1,0 +1,315 @@
+"""Adapters of the peft library: put into a model in place, saved beside nothing else, and merged when they are read.
+
+    wrapped = add_adapter(model, make_config(options), new_parameters=(), base="bert-base-uncased", seed=0)
+    wrapped.get_base_model()     # `model`, with modules of peft in the place of its own
+
+peft replaces modules within the model, whose own class, forward and configuration stay: what runs the model need not
+know of it. Methods that wrap its forward instead (prompts, prefixes) are refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from brimful.core.atomic_files import path_text
+from brimful.core.errors import ModelError, OptionError, listed, printable
+from brimful.core.option_checks import flag, split_names
+from brimful.core.options import TrainOptions
+from brimful.core.trained_part import ADAPTER_SETTINGS, REGEX
+from brimful.models.hub.quiet import first_line, quiet_transformers
+from brimful.models.hub.weight_files import read_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: Before the names of a model's parameters in the file of an adapter.
+PREFIX = "base_model.model."
+INSTALL = "pip install 'brimful[peft]'"
+#: Names of --peft that are settings of another method.
+_VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "rslora": ("lora", {"use_rslora": True}),
+    "dora": ("lora", {"use_dora": True}),
+}
+#: Methods that need a call of their own in each step, or a second pass.
+_NEED_CALLS = {
+    "ADALORA": "it changes ranks in every step",
+    "XLORA": "it runs the model twice",
+    "POLY": "it needs tasks",
+}
+#: Modules that peft trains in every sequence classifier.
+_ALWAYS_SAVED = ("classifier", "score")
+_ALL_LINEAR = "all-linear"
+#: Numbers of each parameter that are looked at.
+_LOOKED_AT = 1000
+
+
+def check_adapter(options: TrainOptions) -> None:
+    """Check --peft before anything is read. Raises: OptionError."""
+    if options.peft is not None:
+        make_config(options)
+
+
+def make_config(options: TrainOptions) -> Any:
+    """Return the configuration of the adapter that was asked for, as peft has it.
+
+    Raises: OptionError without the package, for a method that is not known or cannot work here, and for settings that
+    the method does not have.
+    """
+    assert options.peft is not None
+    if importlib.util.find_spec("peft") is None:
+        raise OptionError("--peft needs the package peft, which is not installed", hint=INSTALL)
+    values = _asked_values(options.peft)
+    kind = str(values.pop("peft_type", ""))
+    with _quiet_peft():
+        from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+    known = {getattr(name, "value", str(name)): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    in_place = {getattr(name, "value", str(name)) for name in PEFT_TYPE_TO_TUNER_MAPPING}
+    if kind not in known:
+        raise OptionError(
+            f"--peft names no method and no file: {printable(options.peft)}",
+            hint=f"lora, rslora, dora, {', '.join(sorted(name.lower() for name in in_place - _NEED_CALLS.keys())[:12])}"
+            ", ... or a peft config file",
+        )
+    _require_in_place(kind, in_place, known[kind])
+    for field, name in ADAPTER_SETTINGS.items():
+        if (given := getattr(options, field)) is None:
+            continue
+        if name not in known[kind].__dataclass_fields__:
+            raise OptionError(f"{flag(field)} is given, and {kind.lower()} has no {name}", hint="leave it out")
+        values[name] = _setting(name, given)
+    if values.get("task_type") not in (None, "SEQ_CLS"):
+        raise OptionError(
+            f"the adapter in --peft is for {printable(values['task_type'])}", hint='"task_type": "SEQ_CLS"'
+        )
+    values |= {"task_type": "SEQ_CLS", "inference_mode": False, "base_model_name_or_path": None, "revision": None}
+    try:
+        return known[kind](**{key: value for key, value in values.items() if key in known[kind].__dataclass_fields__})
+    except (TypeError, ValueError, ImportError) as error:
+        raise OptionError(f"--peft {printable(options.peft)} is refused by peft: {first_line(error)}") from error
+
+
+def _asked_values(asked: str) -> dict[str, Any]:
+    """Values of a configuration, by a method's name or from a file."""
+    path = Path(asked).expanduser()
+    path = path / CONFIG if path.is_dir() else path
+    if not path.is_file() and path.suffix != ".json":
+        kind, values = _VARIANTS.get(asked.lower(), (asked.lower(), {}))
+        return {"peft_type": kind.upper(), **values}
+    return _read_json(path, OptionError)
+
+
+def _read_json(path: Path, error: type[OptionError] | type[ModelError]) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as failure:
+        raise error(f"{path_text(path)} cannot be read: {first_line(failure)}", hint="a peft config file") from failure
+    if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
+        raise error(f"{path_text(path)} has no peft_type", hint='as in {"peft_type": "LORA", "r": 16}')
+    return values
+
+
+def _require_in_place(kind: str, in_place: Collection[str], config: Any) -> None:
+    said = _NEED_CALLS.get(kind)
+    if said is None and kind not in in_place:
+        said = "it does not replace modules"
+    if said is None and issubclass(config, _prompt_learning()):
+        said = "it puts tokens of its own before each text"
+    if said is not None:
+        raise OptionError(f"--peft {kind.lower()} does not work here: {said}", hint="use lora, or train without --peft")
+
+
+def _prompt_learning() -> type[Any]:
+    from peft import PromptLearningConfig
+
+    return PromptLearningConfig  # type: ignore[no-any-return]
+
+
+def _setting(name: str, given: Any) -> Any:
+    """A setting as peft takes it."""
+    if name == "lora_alpha" and given == int(given):
+        return int(given)
+    if not isinstance(given, str):
+        return given
+    if name == "target_modules" and (given == _ALL_LINEAR or given.startswith(REGEX)):
+        return given.removeprefix(REGEX)
+    return list(split_names(given))
+
+
+def add_adapter(
+    model: Any, config: Any, *, head: Collection[str], new_parameters: Collection[str], base: str, seed: int
+) -> Any:
+    """Put an adapter into `model` in place, and return peft's wrapper around it.
+
+    Weights are drawn as peft draws them after `torch.manual_seed(seed)`. head: parameters outside the base model, which
+    are trained and saved with the adapter, as are modules of new_parameters: those that the model's files do not hold.
+    base: name by which the adapter finds its model.
+
+    Raises: OptionError for what peft refuses, and for an adapter that changes the base model's weights.
+    """
+    import torch
+
+    from brimful.hardware.process_settings import unchanged_random_streams
+
+    with _quiet_peft():
+        import peft
+
+    _save_head(config, head, new_parameters)
+    if getattr(config, "target_modules", "") is None and not _has_default(config, model):
+        config.target_modules = _ALL_LINEAR
+    before = [(name, p, _some_of(p).clone()) for name, p in model.named_parameters()]
+    try:
+        with _quiet_peft(), unchanged_random_streams():
+            torch.default_generator.manual_seed(seed)
+            wrapped = peft.get_peft_model(model, config)
+    except Exception as error:  # peft raises what it likes: ValueError for targets, TypeError for modules
+        raise OptionError(
+            f"--peft does not work on this model: {first_line(error)}",
+            hint="name the modules: --lora-target-modules all-linear, or ends of their names",
+        ) from error
+    wrapped.peft_config["default"].base_model_name_or_path = base  # peft takes the model's own, which was given weights
+    if changed := [name for name, p, some in before if not torch.equal(_some_of(p), some)]:
+        raise OptionError(
+            f"the adapter changes the base model's weights, {len(changed)} of them, first {changed[0]}: it could not"
+            " be loaded on the model again",
+            hint="use the default init_lora_weights",
+        )
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    plain = {name.replace(".modules_to_save.default", "") for name in trained}
+    if left := [name for name in (*head, *new_parameters) if name not in plain]:
+        raise OptionError(
+            f"the adapter leaves {listed(left, 3)} untrained, which the model's files may not hold",
+            hint="name its module in --lora-modules-to-save",
+        )
+    return wrapped
+
+
+def _some_of(parameter: Tensor) -> Tensor:
+    """Some numbers of a parameter: an initialisation that changes it changes them all."""
+    flat = parameter.detach().flatten()
+    return flat[:: max(1, len(flat) // _LOOKED_AT)]
+
+
+def _save_head(config: Any, head: Collection[str], new_parameters: Collection[str]) -> None:
+    """Have the head trained and saved: peft does so itself for modules of two names."""
+    if not hasattr(config, "modules_to_save"):
+        return
+    wanted = [name.partition(".")[0] for name in head] + [name.rpartition(".")[0] for name in new_parameters]
+    modules = dict.fromkeys([*(config.modules_to_save or ()), *wanted])
+    config.modules_to_save = [name for name in modules if name not in _ALWAYS_SAVED] or None
+
+
+def _has_default(config: Any, model: Any) -> bool:
+    """Return whether peft knows which modules of this type of model are given such an adapter."""
+    with _quiet_peft():
+        from peft import PEFT_TYPE_TO_TUNER_MAPPING
+
+    tuner = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+    known = getattr(tuner, "target_module_mapping", None) or {}
+    return model.config.model_type in known
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model within peft's wrapper, whose modules peft has replaced; any other model as it is.
+
+    Raises: OptionError for a wrapper that does more than that.
+    """
+    if type(model).__module__.partition(".")[0] != "peft" or not hasattr(model, "get_base_model"):
+        return model
+    kind = str(getattr(model.active_peft_config.peft_type, "value", model.active_peft_config.peft_type))
+    if model.active_peft_config.is_prompt_learning or kind in _NEED_CALLS:
+        raise OptionError(f"an adapter of peft's {kind.lower()} does not work here", hint="use lora")
+    return model.get_base_model()
+
+
+def merge_adapter(wrapped: Any) -> nn.Module:
+    """Add an adapter to the weights it stands beside; return the plain model, without modules of peft.
+
+    Raises: OptionError for a method that peft cannot merge.
+    """
+    try:
+        with _quiet_peft():
+            merged: nn.Module = wrapped.merge_and_unload()
+    except Exception as error:
+        raise OptionError(f"the adapter cannot be merged: {first_line(error)}", hint="leave out --merge") from error
+    return merged
+
+
+def save_adapter(wrapped: Any, folder: Path) -> None:
+    """Write the adapter's weights and configuration in peft's form."""
+    with _quiet_peft():
+        wrapped.save_pretrained(str(folder), save_embedding_layers=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFiles:
+    """An adapter on the disk. base: name of its model. weights: its file, whose tensors have these shapes by their
+    names in the model, where it has them too."""
+
+    folder: Path
+    base: str
+    weights: Path
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Those of these names in the model, in fp32 and in memory of their own."""
+        with safe_open(self.weights, framework="pt", device="cpu") as opened:
+            return {name: opened.get_tensor(PREFIX + name).float().clone() for name in names if name in self.shapes}
+
+    def merged_into(self, model: Any) -> Any:
+        """Load the adapter on its model and merge it. Raises: ModelError."""
+        if importlib.util.find_spec("peft") is None:
+            raise ModelError(f"{path_text(self.folder)} is an adapter of peft, which is not installed", hint=INSTALL)
+        from brimful.hardware.process_settings import unchanged_random_streams
+
+        try:
+            with _quiet_peft(), unchanged_random_streams():
+                from peft import PeftModel
+
+                wrapped = PeftModel.from_pretrained(model, str(self.folder))
+                return merge_adapter(wrapped).eval()
+        except Exception as error:  # peft, and torch under it, raise what they like
+            raise ModelError(
+                f"{path_text(self.folder)}: the adapter cannot be loaded on {printable(self.base)}:"
+                f" {first_line(error)}",
+                hint="is base_model_name_or_path in its adapter_config.json the model that it was trained on?",
+            ) from error
+
+
+def find_adapter(folder: Path) -> AdapterFiles | None:
+    """Return the adapter in a folder; None for one with a model's own weights, or without an adapter.
+
+    Raises: ModelError for an adapter whose files are torn or missing, or that names no model.
+    """
+    if not (folder / CONFIG).is_file() or any(folder.glob("model*.safetensors*")):
+        return None
+    values, weights = _read_json(folder / CONFIG, ModelError), folder / WEIGHTS
+    if not weights.is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        hint = "load it with peft and save it again, as safetensors" if pickled else "copy the adapter again"
+        raise ModelError(f"{path_text(folder)} is an adapter, and has no {WEIGHTS}", hint=hint)
+    base = values.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"{path_text(folder)} is an adapter, and does not say of which model",
+            hint=f"set base_model_name_or_path in its {CONFIG}",
+        )
+    found = {name.removeprefix(PREFIX): shape for name, shape in read_shapes(weights).items()}
+    return AdapterFiles(folder=folder, base=base, weights=weights, shapes=found)
+
+
+@contextmanager
+def _quiet_peft() -> Iterator[None]:
+    """Keep warnings of peft, and of what it imports, off the terminal: what matters of them is checked here."""
+    with warnings.catch_warnings(), quiet_transformers():
+        warnings.simplefilter("ignore")
+        yield
