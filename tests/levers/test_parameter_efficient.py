@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,13 @@ def test_checkpoints_hold_what_is_trained_and_resume_bit_for_bit(folder: Path, t
         run_adapter(folder, "again", resume=True)
     resumed = load_file(again / "model" / "adapter_model.safetensors")
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_the_command_line_takes_an_adapter(folder: Path) -> None:
+    command = [sys.executable, "-m", "brimful", "classify", str(folder / "run" / "model"), str(folder / "rows.jsonl")]
+    done = subprocess.run([*command, "--limit", "3"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["label"] in ("low", "middle", "high") for line in done.stdout.splitlines()] == [True] * 3
 
 
 def test_a_checkpoint_becomes_an_adapter(folder: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from brimful.data.readers.sources import can_have_header, open_stream
 from brimful.data.writers.output_path import check_output, check_replaced
 from brimful.engine.training.resume import check_options
 from brimful.engine.training.run_folder import RunFolder, check_free
+from brimful.models.hub.adapters import find_adapter
 from brimful.models.hub.model_config import read_config
 from brimful.models.hub.resolve import find_folder
 from brimful.models.hub.weight_files import find_weights
@@ -78,6 +79,8 @@ def _check_model(options: ClassifyOptions | EvaluateOptions | TrainOptions) -> N
     if (given / "run.json").is_file() and not (given / "config.json").is_file():
         raise _run_as_model(given)
     folder = find_folder(options.model, trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle)
+    if find_adapter(folder) is not None:
+        return  # its model is looked for when it is loaded
     read_config(folder)
     find_weights(folder, allow_pickle=options.allow_pickle)
 
