@@ -261,13 +261,13 @@ class Step:
         compiled = compiled_modules(model)
         self._keeps_all = True
         try:
-            with update.undisturbed(), without_dropout(model, but=compiled), self._one_scale():
+            with update.undisturbed(), without_dropout(model, but=compiled):
+                self._hold_scale()
                 if compiled and self._differs_by_seed(batch):  # torch's compiler has dropout in its code: other code
                     with without_dropout(model):
                         rows, gradients = self._probed(batch)
                 else:
                     rows, gradients = self._probed(batch)
-                scale = float(update.scale)
         finally:
             self._keeps_all = False
             with torch.no_grad():
@@ -277,6 +277,7 @@ class Step:
         micros = zip(batch.micro_batches, rows, strict=True)
         losses_N = torch.cat([rows_S[: len(micro.samples)].double().cpu() for micro, rows_S in micros])
         losses_N = losses_N[torch.from_numpy(np.argsort(batch.samples, kind="stable"))]
+        scale = _PROBE_SCALE if self.precision.scaled else 1.0
         return Probed(losses_N=losses_N, gradients=[g.float() / scale for g in gradients])
 
     def _prepare(self, batch: Batch) -> None:
@@ -292,12 +293,10 @@ class Step:
         self.reduce()
         return rows, self.update.gradients(gathered=several)
 
-    @contextmanager
-    def _one_scale(self) -> Iterator[None]:
-        """Within, the loss scale of fp16 is one that no first gradient overflows under."""
+    def _hold_scale(self) -> None:
+        """Set the loss scale of fp16 to one that no first gradient overflows under. A skipped update lowers it."""
         if self.precision.scaled:
             self.update.scale.fill_(_PROBE_SCALE)
-        yield
 
     def _differs_by_seed(self, batch: Batch) -> bool:
         """True if dropout is still at work."""

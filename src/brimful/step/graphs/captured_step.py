@@ -85,6 +85,7 @@ class CapturedStep(Step):
             with self.pool.measured(max(micro.inputs.num_tokens for micro in batch.micro_batches)):
                 super().run(batch)  # as a shape that is met first: it warms up what capture must not
             self.update.hold_back()
+            self._hold_scale()
             pending = self._replayed(batch)
             if pending is None:
                 return super()._probed(batch)
