@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
 from brimful.kernels.attention.pattern import Pattern, RelativeBias
 from brimful.models.packed.packed_row import Buckets, Form, Listener, PackedRow, causal, in_heads, probability, reach
@@ -167,6 +166,8 @@ class FalconAttention(Listener):
             return super().forward(hidden_states, *args, **kwargs)
         if kwargs.get("alibi") is not None:
             raise TypeError("packed attention does not know falcon's alibi")
+        from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb  # loaded with the model, not before
+
         q, k, v = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
         q, k = apply_rotary_pos_emb(q, k, *kwargs["position_embeddings"])
         context = _on_heads(self.told, (q, k, v), Pattern(scale=self.head_dim**-0.5, causal=True))
