@@ -32,8 +32,10 @@ from brimful.engine.assemble import Assembled, Built, build
 from brimful.engine.prepare import Prepared
 from brimful.kernels.layout import Inputs, map_tensors, padded_inputs
 from brimful.levers.precision import choose_precision
+from brimful.models.model_stats import layers_of
 from brimful.models.packed.layer_calls import as_they_were
 from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
+from brimful.models.packed.recompute import all_kept
 from brimful.models.packed.training_check import without_dropout
 from brimful.step.precision import Precision
 from brimful.step.step import Probed
@@ -295,9 +297,9 @@ def _cut(ids: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
 
 @contextmanager
 def _plain_form(model: Any) -> Iterator[None]:
-    """Within, nothing of a model that trains is compiled; its attention is given back."""
+    """Within, nothing of a model that trains is compiled or recomputed; its attention is given back."""
     before = model.config._attn_implementation
-    with as_they_were(model):
+    with as_they_were(model), all_kept(list(layers_of(model) or ())):
         try:
             yield
         finally:

@@ -37,6 +37,19 @@ def keep_all(layers: Sequence[nn.Module]) -> None:
             vars(layer).pop(name, None)
 
 
+@contextmanager
+def all_kept(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, no layer is recomputed."""
+    recomputed: list[Any] = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
+    for layer in recomputed:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in recomputed:
+            layer.gradient_checkpointing = True
+
+
 def call_recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function whose activations are computed again in the backward pass, and not kept until then.
 
