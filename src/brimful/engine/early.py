@@ -30,9 +30,11 @@ def check_early(options: ClassifyOptions | EvaluateOptions | TrainOptions) -> No
     """
     if isinstance(options, EvaluateOptions):
         names = {"--text-column": options.text_column, "--pair-column": options.pair_column}
-        _check_data(options.model if options.data is None else options.data, FileFormat.of(options), names)
         if options.data is not None:
+            _check_data(options.data, FileFormat.of(options), names)
             _check_model(options)
+        elif not (Path(options.model) / "config.json").exists():  # answers that were given before
+            _check_data(options.model, FileFormat.of(options), names)
         return
     if isinstance(options, ClassifyOptions):
         if options.output is not None:
