@@ -170,11 +170,11 @@ def test_a_hub_name_without_a_network(monkeypatch, refused, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     with refused(
-        "there is no folder someone/some-model, and the hub cannot give it",
+        "there is no folder someone/some-model, and the hub cannot be reached",
         hint="download it once where there is a network",
     ):
         inspect("someone/some-model")
-    with refused("there is no folder bert-base, and the hub cannot give it", hint="download it once"):
+    with refused("there is no folder bert-base, and the hub cannot be reached", hint="download it once"):
         inspect("bert-base")
 
 

@@ -204,7 +204,7 @@ class _Loop:
         self._unsettled = False
         self._unless_saved: tuple[int | None, tuple[Any, ...] | None] = (None, None)
         self._passed_over: set[int] = set()  # steps whose checkpoints were found damaged
-        self._signals = StopSignals(lambda: callbacks.stage("stopping: this step ends, and all is saved"))
+        self._signals = StopSignals(lambda: callbacks.stage("stopping after this step"))
         self._flying: deque[Pending] = deque()
         self._memory = MemoryWatch(built.step.device, built.step.memory, limit=options.memory_limit)
         self._compilations = CompilationWatch(built.step)

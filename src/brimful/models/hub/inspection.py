@@ -71,8 +71,8 @@ class ModelFacts:
     weight_files: tuple[Path, ...]
     weight_bytes: int
     num_parameters: int
-    num_embedded: int | None
     runs_own_code: bool
+    num_embedded: int | None = None
     inputs: TrainedInputs | None = None
     adapter: AdapterFiles | None = None
     new_parameters: tuple[str, ...] = ()
