@@ -201,5 +201,5 @@ def test_a_model_alone_and_wrong_options_are_one_line(brimful: Brimful, files: F
         said = brimful("evaluate", files.classifier, files.reviews, *words)
         assert said.code == 2
         assert part in said.err
-    with pytest.raises(OptionError, match="evaluate has no option 'labels'"):
+    with pytest.raises(OptionError, match="labels go with a list of texts"):
         package.evaluate(files.classifier, files.reviews, labels="a,b")
