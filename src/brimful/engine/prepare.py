@@ -113,11 +113,7 @@ def prepare(
     Raises: InputError for anything that cannot be done as asked.
     """
     facts = inspect_model(options.model, trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle)
-    if options.peft is not None and facts.adapter is not None:
-        raise ModelError(
-            f"{printable(options.model)} is an adapter itself, and --peft would put another on it",
-            hint=f"begin with its model, {printable(facts.adapter.base)}, or train the first one with --merge",
-        )
+    _check_no_second_adapter(options, facts)
     tokenizer = load_tokenizer(facts)
     max_length = longest_sequence(options.max_length, facts, options.model)
     encoder = make_encoder(tokenizer, facts, max_length)
@@ -133,13 +129,8 @@ def prepare(
     order = Sampler(num_samples=len(training), batch_size=options.batch_size, seed=options.seed)
     num_batches = None if options.max_steps else math.ceil(options.num_train_epochs * order.batches_per_epoch)
     num_steps = options.max_steps or num_batches or 1
-    ratio = options.warmup_ratio
-    num_warmup_steps = options.warmup_steps or 0 if ratio is None else math.ceil(ratio * num_steps)
+    num_warmup_steps = _num_warmup_steps(options, num_steps, callbacks)
     callbacks.note(_steps_text(options, order, num_steps, num_warmup_steps))
-    if num_warmup_steps > num_steps:
-        callbacks.warning(
-            f"the warm-up is longer than the run: the learning rate never reaches {options.learning_rate:g}"
-        )
     with (phases or Phases()).during("tokens"):
         training_part = _tokenized(training, alignment.space, encoder, options, callbacks, "training")
         evaluation_part = None
@@ -168,6 +159,24 @@ def prepare(
     report["inputs"] = dataclasses.asdict(prepared.inputs) | {"label_columns": list(prepared.inputs.label_columns)}
     callbacks.data(report)
     return prepared
+
+
+def _check_no_second_adapter(options: TrainOptions, facts: ModelFacts) -> None:
+    if options.peft is not None and facts.adapter is not None:
+        raise ModelError(
+            f"{printable(options.model)} is an adapter itself, and --peft would put another on it",
+            hint=f"begin with its model, {printable(facts.adapter.base)}, or train the first one with --merge",
+        )
+
+
+def _num_warmup_steps(options: TrainOptions, num_steps: int, callbacks: Callbacks) -> int:
+    ratio = options.warmup_ratio
+    found = options.warmup_steps or 0 if ratio is None else math.ceil(ratio * num_steps)
+    if found > num_steps:
+        callbacks.warning(
+            f"the warm-up is longer than the run: the learning rate never reaches {options.learning_rate:g}"
+        )
+    return found
 
 
 def _hashes(options: TrainOptions, facts: ModelFacts) -> dict[str, str]:

@@ -308,10 +308,10 @@ def pad_numbers(
     for part, values, empty in ((ids_RL, ids, padding_id), (types_RL, types, 0)):
         if values is None:
             continue
-        rows = part.reshape(num_rows, length)
-        rows[:count] = empty
-        rows[:count][real] = values
-        rows[count:] = rows[0]
+        part_RL = part.reshape(num_rows, length)
+        part_RL[:count] = empty
+        part_RL[:count][real] = values
+        part_RL[count:] = part_RL[0]
     return memory
 
 

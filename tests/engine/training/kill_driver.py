@@ -8,7 +8,7 @@ A plan is empty, or `ACT:OPERATION:NAME:COUNT`:
     ACT        kill   SIGKILL before the operation          term, int  send the signal before it
                tear   write half of it, sync, then SIGKILL     count      nothing: COUNT is a file for the number
     OPERATION  open write fsync replace rename unlink rmdir mkdir ftruncate, `any` of these, `event`,
-               or `call` of a function of brimful.engine.training.train
+               or `call` of a function of brimful.engine.training.loop
     NAME       of the file it is about (for a rename the new one), temporary marks left out, as a pattern; for `event`
                the kind of event, after it was written
     COUNT      which one of these, from 1
@@ -118,10 +118,10 @@ def run(plan: str, arguments: list[str]) -> None:
 
 
 def _arrange_call(plan: str) -> None:
-    from brimful.engine.training import train
+    from brimful.engine.training import loop
 
     act, _, name, count = plan.split(":")
-    left, original = [int(count)], getattr(train, name)
+    left, original = [int(count)], getattr(loop, name)
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
         left[0] -= 1
@@ -129,7 +129,7 @@ def _arrange_call(plan: str) -> None:
             os.kill(os.getpid(), _SIGNALS[act])
         return original(*arguments, **options)
 
-    setattr(train, name, wrapped)
+    setattr(loop, name, wrapped)
 
 
 # --- the server ------------------------------------------------------------------------------------------------------

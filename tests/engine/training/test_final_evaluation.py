@@ -14,7 +14,7 @@ import brimful as package
 from brimful.core.callbacks import Callbacks
 from brimful.core.evaluation import Evaluation
 from brimful.core.records import Run, from_json
-from brimful.engine.training import train as training
+from brimful.engine.training import loop as training
 from runs import single_label_rows, write_rows
 
 
@@ -91,13 +91,13 @@ def test_of_the_best_model_where_it_is_not_the_last(
 ) -> None:
     passes = Passes(monkeypatch)
     calls = iter([0.1, 0.9, 0.9])  # the first evaluation stays the best
-    original = training._Loop._is_best
+    original = training.TrainingLoop._is_best
 
     def first_is_best(loop: Any) -> bool:
         loop._state.metrics = {**loop._state.metrics, "loss": next(calls)}
         return original(loop)
 
-    monkeypatch.setattr(training._Loop, "_is_best", first_is_best)
+    monkeypatch.setattr(training.TrainingLoop, "_is_best", first_is_best)
     run = train(model, tmp_path, num_train_epochs=3, metric_for_best_model="loss", baselines=False)
     assert passes.count == 3
     record = evaluation(tmp_path)

@@ -101,13 +101,7 @@ def classify_file(
         given = _look(options, callbacks, tables)
         request = _request(given, options, stack, callbacks)
         sample = request.submit(given.sample, Busy())()
-        kept: ShardedOutput | LineOutput | TableOutput
-        if options.output is None:
-            assert output is not None
-            kept = output
-        else:
-            path, identity = Path(options.output), _identity(options, given)
-            kept = ShardedOutput(path, identity=identity, resume=options.resume, shard_rows=options.shard_rows)
+        kept = _kept(options, given, output)
         stack.enter_context(kept)
         if kept.finished is not None:
             callbacks.note(f"{options.output} is finished: there is nothing to do")
@@ -143,6 +137,21 @@ def classify_file(
         for path in kept.finish(record):
             callbacks.note(f"written: {path}")
         return record
+
+
+def _kept(
+    options: ClassifyOptions, given: _Given, output: LineOutput | TableOutput | None
+) -> ShardedOutput | LineOutput | TableOutput:
+    """Return the place of answers: the files that options name, else in `output`."""
+    if options.output is None:
+        assert output is not None
+        return output
+    return ShardedOutput(
+        Path(options.output),
+        identity=_identity(options, given),
+        resume=options.resume,
+        shard_rows=options.shard_rows,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

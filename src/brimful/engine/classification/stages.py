@@ -102,15 +102,6 @@ def run_stages(
     writing: deque[Future[None]] = deque()
     failed = threading.Event()
 
-    def submitted() -> Iterator[tuple[Item, Callable[[], Any]]]:
-        coming = iter(windows)
-        while True:
-            with stages.read.working():
-                window = next(coming, None)
-            if window is None:
-                return
-            yield window, tokenise(window)
-
     def finish(window: Item, asked: Any, pending: Any) -> None:
         if failed.is_set():
             return
@@ -124,7 +115,7 @@ def run_stages(
             raise
 
     # The thread that reads ahead holds one more window than there is room for.
-    ahead = Ahead(submitted(), _AHEAD * most_devices - 1, name="brimful-read")
+    ahead = Ahead(_submitted(windows, tokenise, stages), _AHEAD * most_devices - 1, name="brimful-read")
     with ExitStack() as stack:
         stack.callback(ahead.close, _END_S)
         writer = stack.enter_context(ThreadPoolExecutor(1, "brimful-write"))
@@ -142,3 +133,16 @@ def run_stages(
                 writing.popleft().result()
         for future in writing:
             future.result()
+
+
+def _submitted(
+    windows: Iterable[Item], tokenise: Callable[[Item], Callable[[], Any]], stages: Stages
+) -> Iterator[tuple[Item, Callable[[], Any]]]:
+    """Each window as it is read, with what waits for its tokens."""
+    coming = iter(windows)
+    while True:
+        with stages.read.working():
+            window = next(coming, None)
+        if window is None:
+            return
+        yield window, tokenise(window)

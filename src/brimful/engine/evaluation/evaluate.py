@@ -76,8 +76,7 @@ def evaluate_model(
         request = TextRequest(form, tokens)
         sample = given.texts.slice(0, max(_SAMPLE, options.verify or 0))
         first = request.submit(sample, Busy())()
-        mean_tokens = float(first.num_tokens_N.mean())
-        num_tokens = mean_tokens * len(given.texts)
+        num_tokens = (mean_tokens := float(first.num_tokens_N.mean())) * len(given.texts)
         num_compared = rows_to_compare(options.verify, precision.device.type, num_tokens, mean_tokens)
         callbacks.stage("loading the model")
         verified = verified_runner(

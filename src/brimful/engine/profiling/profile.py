@@ -75,17 +75,7 @@ def _profile(built: Built, options: ProfileOptions, callbacks: Callbacks) -> tup
     sizes = [(_lengths(micro), micro.inputs.num_tokens) for batch in batches for micro in batch.micro_batches]
     lengths, computed = [length for each, _ in sizes for length in each], [num_tokens for _, num_tokens in sizes]
     callbacks.stage("measuring what the device can do")
-    with built.precision.apply():
-        limits = measure_limits(
-            device,
-            built.precision.dtype,
-            shapes=token_matrices(built.model) or {},
-            num_tokens=round(statistics.median(computed)),
-            # A step in fp8 is held against the limits of bf16.
-            datasheet_flops_per_s=datasheet_flops_per_s(
-                device_name(device), built.precision.value.replace("fp8", "bf16")
-            ),
-        )
+    limits = _limits(built, num_tokens=round(statistics.median(computed)))
     memory = MemoryWatch(device, built.step.memory, limit=options.memory_limit)
     callbacks.stage("warming up")
     warm_up(built, steps, callbacks)
@@ -131,6 +121,19 @@ def _profile(built: Built, options: ProfileOptions, callbacks: Callbacks) -> tup
         peak_bytes=peak,
     )
     return result, trace.document
+
+
+def _limits(built: Built, *, num_tokens: int) -> Limits:
+    """Measure the device; a step in fp8 is held against the limits of bf16."""
+    device, precision = built.step.device, built.precision
+    with precision.apply():
+        return measure_limits(
+            device,
+            precision.dtype,
+            shapes=token_matrices(built.model) or {},
+            num_tokens=num_tokens,
+            datasheet_flops_per_s=datasheet_flops_per_s(device_name(device), precision.value.replace("fp8", "bf16")),
+        )
 
 
 def _time(rounds: Sequence[Round], recorded_s: float) -> StepTime:

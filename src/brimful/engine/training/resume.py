@@ -10,6 +10,8 @@ from brimful.core.errors import CheckpointError, OutputError, printable
 from brimful.core.option_checks import flag
 from brimful.core.options import TrainOptions, differences
 from brimful.core.records import LabelSpace, Run
+from brimful.engine.training.checkpoint import Checkpoint
+from brimful.step.state import StepState
 
 _HINT = "resume with what the run was started with, or start another one in a new folder"
 
@@ -77,4 +79,18 @@ def require_checkpoint(folder: Path, saved: list[int]) -> None:
         raise CheckpointError(
             f"{printable(folder, 200)} has no checkpoint left to go on from",
             hint=f"train its model further in a new folder: --model {printable(folder, 200)}/model",
+        )
+
+
+def check_weights(own: StepState, checkpoint: Checkpoint, output: str) -> None:
+    """Check that a checkpoint has weights for this model. Raises: OutputError."""
+    shapes, saved = (
+        {name: tensor.shape for name, tensor in {**state.weights, **state.buffers}.items()}
+        for state in (own, checkpoint.state)
+    )
+    if other := sorted(name for name in {*shapes, *saved} if shapes.get(name) != saved.get(name)):
+        raise OutputError(
+            f"{printable(output, 200)} cannot be resumed: {printable(other[0])} of the model is not what it is in the"
+            f" checkpoint, one of {len(other)} such weights",
+            hint="resume with the model that the run was started with, or start another one in a new folder",
         )

@@ -36,7 +36,7 @@ def seeded_dropout_reference(x_TH: Tensor, p: float, seed: Tensor, site: int) ->
 
 
 @triton.jit(do_not_specialize=["site"])
-def drop(X, Y, SEED, site, num_rows, width, drop_below, more, COLUMNS: tl.constexpr, STEP: tl.constexpr):
+def apply_dropout(X, Y, SEED, site, num_rows, width, drop_below, more, COLUMNS: tl.constexpr, STEP: tl.constexpr):
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.program_id(0) * STEP + tl.arange(0, STEP)
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
@@ -52,7 +52,7 @@ def _dropped(x: Tensor, p: float, seed: Tensor, site: int) -> Tensor:
     y, rows = torch.empty_like(x), x.numel() // max(width, 1)
     if rows:
         grid = (triton.cdiv(rows, _STEP), triton.cdiv(width, _COLUMNS))
-        drop[grid](x, y, seed, site, rows, width, threshold(p), kept_factor(p), COLUMNS=_COLUMNS, STEP=_STEP)
+        apply_dropout[grid](x, y, seed, site, rows, width, threshold(p), kept_factor(p), COLUMNS=_COLUMNS, STEP=_STEP)
     return y
 
 
