@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from brimful.core.errors import CheckpointError, OutputError, printable
 from brimful.core.option_checks import flag
 from brimful.core.options import TrainOptions, differences
 from brimful.core.records import LabelSpace, Run
-from brimful.engine.training.checkpoint import Checkpoint
-from brimful.step.state import StepState
+
+if TYPE_CHECKING:  # they import torch, which options are checked without
+    from brimful.engine.training.checkpoint import Checkpoint
+    from brimful.step.state import StepState
 
 _HINT = "resume with what the run was started with, or start another one in a new folder"
 
