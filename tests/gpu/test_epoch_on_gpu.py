@@ -87,7 +87,7 @@ def test_evaluations_logs_and_checkpoints_make_nothing_anew(execution: str, arti
     assert 1 < found.captured <= len(budgets) <= 12
     if execution == "compiled":
         assert found.traced > 0
-        assert found.last_traced == 1
+        assert found.last_traced in (0, 1)  # by its comparison with the plain model, and by the first step
     else:
         assert found.traced == 0
 

@@ -18,6 +18,7 @@ from brimful.core.records import Recipe
 from brimful.data.batches.batch import Layout
 from brimful.data.batches.prefetch import Source
 from brimful.data.tokens.augment import Augmenter
+from brimful.engine.compilations import CompilationWatch
 from brimful.engine.prepare import Prepared
 from brimful.hardware.probe import device_name
 from brimful.levers.attention import Attention
@@ -73,9 +74,10 @@ class Assembled:
 
 @dataclass(frozen=True, kw_only=True)
 class Built(Assembled):
-    """A run that could begin."""
+    """A run that could begin. compilations: of its step, its comparison with the plain model included."""
 
     source: Source
+    compilations: CompilationWatch
 
 
 def build(
@@ -108,7 +110,8 @@ def build(
         eager_attention=eager_attention,
         loaded=prepared.facts,
     )
-    return Built(**vars(assembled), source=_source(options, prepared, assembled.layout))
+    source, compilations = _source(options, prepared, assembled.layout), CompilationWatch(assembled.step)
+    return Built(**vars(assembled), source=source, compilations=compilations)
 
 
 def assemble(

@@ -32,7 +32,6 @@ from brimful.data.batches.batch import Batch
 from brimful.data.batches.prefetch import Feed, Source
 from brimful.engine.assemble import Built
 from brimful.engine.clock import Clock
-from brimful.engine.compilations import CompilationWatch
 from brimful.engine.fitted_step import FittedStep
 from brimful.engine.inference import evaluate_rows, evaluating, evaluation_forward, predict
 from brimful.engine.prepare import Prepared
@@ -100,7 +99,8 @@ class TrainingLoop:
         self._signals = StopSignals(lambda: callbacks.stage("stopping after this step"))
         self._flying: deque[Pending] = deque()
         self._memory = MemoryWatch(built.step.device, built.step.memory, limit=options.memory_limit)
-        self._compilations = CompilationWatch(built.step)
+        self._compilations = built.compilations
+        self._compilations.look(0)
         self._input_wait_s = 0.0
         self._clock = Clock()
         self._logged = (0.0, 0, 0)  # seconds, samples and tokens when progress was last told
