@@ -26,8 +26,10 @@ def padded(ids: list[np.ndarray], types: list[np.ndarray] | None, padding_id: in
     return {"input_ids": ids_BL, "attention_mask": mask_BL} | ({} if types is None else {"token_type_ids": types_BL})
 
 
-def plain_loss(task: Task, logits_BC: Tensor, targets_B: np.ndarray) -> Tensor:
-    """The mean loss of one batch by torch's own modules."""
+def plain_loss(task: Task, logits_BC: Tensor, targets_B: np.ndarray, weights_B: np.ndarray | None = None) -> Tensor:
+    """The mean loss of one batch by torch's own modules. weights_B: of its rows, by which each counts."""
+    if weights_B is not None:
+        return _weighted_loss(task, logits_BC, targets_B, torch.from_numpy(weights_B).to(logits_BC.dtype))
     targets = torch.from_numpy(np.asarray(targets_B))
     weights = getattr(task, "class_weights_C", None)
     weights_C = None if weights is None else torch.from_numpy(weights).to(logits_BC.dtype)
@@ -38,6 +40,21 @@ def plain_loss(task: Task, logits_BC: Tensor, targets_B: np.ndarray) -> Tensor:
         smooth = targets * (1 - task.smoothing) + task.smoothing / 2
         return F.binary_cross_entropy_with_logits(logits_BC, smooth, pos_weight=weights_C)
     return F.mse_loss(logits_BC, targets)
+
+
+def _weighted_loss(task: Task, logits_BC: Tensor, targets_B: np.ndarray, weights_B: Tensor) -> Tensor:
+    """The mean of the losses of rows, each a batch of its own, by their weights.
+
+    Of classes with weights, a row's own mean has lost the weight of its class: it counts beside the row's.
+    """
+    class_weights = getattr(task, "class_weights_C", None)
+    if isinstance(task, SingleLabel) and class_weights is not None:
+        weights_C, targets = torch.from_numpy(class_weights).to(logits_BC.dtype), torch.from_numpy(targets_B)
+        smoothing = task.smoothing
+        sums_B = F.cross_entropy(logits_BC, targets, weights_C, reduction="none", label_smoothing=smoothing)
+        return (sums_B * weights_B).sum() / (weights_C[targets] * weights_B).sum()
+    each = [plain_loss(task, logits_BC[i : i + 1], targets_B[i : i + 1]) for i in range(len(targets_B))]
+    return (torch.stack(each) * weights_B).sum() / weights_B.sum()
 
 
 def gradient(model: Any) -> Tensor:

@@ -41,7 +41,12 @@ STEPS = 40
 
 
 def source(
-    token_budget: int, batch_size: int = 16, budgets: Budgets | None = None, typical_length: int | None = None
+    token_budget: int,
+    batch_size: int = 16,
+    budgets: Budgets | None = None,
+    typical_length: int | None = None,
+    *,
+    weighted: bool = False,
 ) -> Source:
     """Rows of 3 to 120 tokens. typical_length: 60 chooses our attention, which fused layers are made around."""
     random = np.random.default_rng(0)
@@ -64,7 +69,9 @@ def source(
         groups=False,
         typical_length=typical_length,
     )
-    return Source(tokens, random.integers(0, 3, size=300), SingleLabel(space), layout, order)
+    targets = random.integers(0, 3, size=300)
+    weights = random.choice([0.1, 1.0, 7.0], 300).astype(np.float32) if weighted else None
+    return Source(tokens, targets, SingleLabel(space), layout, order, weights_N=weights)
 
 
 #: Configuration and first position of families: attention of its own, with a bias by distance, with position tables.
@@ -143,6 +150,18 @@ def test_captured_is_the_eager_step(token_budget: int, compiled: bool) -> None:
     assert isinstance(step, CapturedStep)
     assert step.num_graphs >= 2
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    for one, other in zip(found[:20], expected[:20], strict=True):
+        assert one == pytest.approx(other, rel=1e-3)
+
+
+@pytest.mark.parametrize("token_budget", [8192, 256], ids=["whole", "pieces"])
+def test_weights_of_rows_are_read_at_each_replay(token_budget: int) -> None:
+    expected = outcomes(make_step(Step, dropout=0.0, precision="fp32"), source(token_budget, weighted=True))
+    step = make_step(CapturedStep, dropout=0.0, precision="fp32")
+    found = outcomes(step, source(token_budget, weighted=True))
+    alike = outcomes(make_step(Step, dropout=0.0, precision="fp32"), source(token_budget), number=1)
+    assert step.num_graphs >= 2
+    assert expected[0] != pytest.approx(alike[0], rel=1e-2)
     for one, other in zip(found[:20], expected[:20], strict=True):
         assert one == pytest.approx(other, rel=1e-3)
 

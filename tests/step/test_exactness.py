@@ -53,11 +53,13 @@ class Case:
     room: int
     spare_slots: int
     seed: int
+    weights: np.ndarray | None = None
 
     def batch(self, layout: Layout) -> Batch:
         ids = sequences(list(self.lengths), self.seed)
         types = pair_types(ids) if self.pairs else None
-        return make_batch(self.seed, np.arange(len(ids)) + 100, ids, types, self.targets, self.task, layout)
+        given = (np.arange(len(ids)) + 100, ids, types, self.targets, self.task, layout)
+        return make_batch(self.seed, *given, weights_N=self.weights)
 
     def packed(self) -> Batch:
         most = max(self.lengths) + self.room
@@ -109,7 +111,9 @@ def cases(draw: st.DrawFn, kind: str, longest: int = 30) -> Case:
         outputs = int(kind[-1])
         task = Regression(_label_space("regression", outputs))
         targets = random.normal(0, 3, (len(lengths), outputs)).astype(np.float32)
+    of_rows = random.choice([0.1, 1.0, 2.5, 40.0], len(lengths)).astype(np.float32) if draw(st.booleans()) else None
     return Case(
+        weights=of_rows,
         lengths=lengths,
         pairs=draw(st.booleans()),
         task=task,
@@ -157,7 +161,7 @@ def check(family: str, case: Case, batch: Batch, tolerance: float) -> None:
     ids = sequences(list(case.lengths), case.seed)
     types = pair_types(ids) if case.pairs and has_token_types(plain.config) else None
     plain.zero_grad()
-    expected = plain_loss(case.task, plain_logits_BC(family, plain, ids, types), case.targets)
+    expected = plain_loss(case.task, plain_logits_BC(family, plain, ids, types), case.targets, case.weights)
     expected.backward()
     known = FAMILIES[family]
     form = known.form

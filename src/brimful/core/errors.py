@@ -184,6 +184,7 @@ _ALSO_CALLED = {
     **dict.fromkeys(("eval", "validation", "valid", "val", "dev", "test", "test_data", "eval_dataset"), "eval_data"),
     **dict.fromkeys(("label", "target", "labels_column", "y"), "label_column"),
     **dict.fromkeys(("text", "texts", "text_field"), "text_column"),
+    **dict.fromkeys(("sample_weight", "sample_weights", "weights_column"), "weight_column"),
     **dict.fromkeys(("scheduler", "schedule", "lr_scheduler"), "lr_scheduler_type"),
     **dict.fromkeys(("warmup", "warmup_proportion"), "warmup_ratio"),
     **dict.fromkeys(("patience", "early_stopping"), "early_stopping_patience"),

@@ -63,6 +63,9 @@ class TrainOptions:
     """Column with the second text of a pair. Default: found by name."""
     label_column: str | None = None
     """Column with the label, or several separated by commas, one per output. Default: found by name."""
+    weight_column: str | None = None
+    """Column with the weight of each training row in the loss, above 0; rows of weight 0 are left out. Times the weight
+    of its class, if both are given. Default: all count alike."""
     header: bool | None = None
     """Take the first line of CSV and TSV files as column names. --no-header: it is a row, and columns are called
     column_1, column_2, ... Default: names, with a warning if it looks like a row."""

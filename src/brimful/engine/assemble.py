@@ -196,4 +196,5 @@ def _source(options: TrainOptions, prepared: Prepared, layout: Layout) -> Source
         augmenter=augmenter,
         texts=texts,
         ahead=options.prefetch,
+        weights_N=training.examples.weights,
     )

@@ -51,7 +51,7 @@ def check_early(options: ClassifyOptions | EvaluateOptions | TrainOptions) -> No
             check_options(run, options)
     form, splits = FileFormat.of(options), None if options.eval_data is not None else find_splits(options.data)
     names = {"--text-column": options.text_column, "--pair-column": options.pair_column}
-    names["--label-column"] = options.label_column
+    names |= {"--label-column": options.label_column, "--weight-column": options.weight_column}
     _check_data(options.data if splits is None else splits.training, form, names)
     if options.eval_data is not None:
         _check_data(options.eval_data, form if can_have_header(options.eval_data) else FileFormat(), {})
@@ -71,7 +71,8 @@ def _check_data(spec: str, form: FileFormat, names: dict[str, str | None]) -> No
 
 
 def _check_named(rows: Rows, name: str, flag: str) -> None:
-    for part in text_parts(rows.table.column_names, name) if flag != "--pair-column" else (name,):
+    is_one = flag in ("--pair-column", "--weight-column")
+    for part in (name,) if is_one else text_parts(rows.table.column_names, name):
         check_exists(rows, part, flag)
 
 

@@ -54,11 +54,12 @@ _MARGIN, _MARGIN_OF_ONE = 3.0, 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Rows of a batch: ids and token types of each, and all targets."""
+    """Rows of a batch: ids and token types of each, all targets, and weights, if rows have any."""
 
     ids: Sequence[np.ndarray]
     types: Sequence[np.ndarray] | None
     targets_N: np.ndarray
+    weights_N: np.ndarray | None = None
 
     def some(self, device_type: str) -> Rows:
         """As many of the first as are compared, cut where they are too long; at least one."""
@@ -69,6 +70,7 @@ class Rows:
             ids=[each[:longest] for each in self.ids[:count]],
             types=None if self.types is None else [each[:longest] for each in self.types[:count]],
             targets_N=self.targets_N[:count],
+            weights_N=None if self.weights_N is None else self.weights_N[:count],
         )
 
 
@@ -109,7 +111,13 @@ def checked_build(
 
     training, samples = prepared.training, prepared.order.samples(0)
     ids, types = training.tokens.sequences(samples)
-    rows = Rows(ids=ids, types=types, targets_N=training.targets_N[samples])
+    weights_N = training.examples.weights
+    rows = Rows(
+        ids=ids,
+        types=types,
+        targets_N=training.targets_N[samples],
+        weights_N=None if weights_N is None else weights_N[samples],
+    )
     return checked(make, options, precision, rows, callbacks)
 
 
@@ -157,9 +165,8 @@ def compare(made: Assembled, rows: Rows) -> FirstBatch:
         lost = None
         if made.precision.value not in ("fp32", "fp64"):
             lost = plain(made, rows, replace(made.precision, plan=None))
-        batch = make_batch(
-            0, np.arange(len(rows.ids)), rows.ids, rows.types, rows.targets_N, made.step.task, made.layout
-        )
+        given = (rows.ids, rows.types, rows.targets_N, made.step.task, made.layout)
+        batch = make_batch(0, np.arange(len(rows.ids)), *given, weights_N=rows.weights_N)
         ours = made.step.probe(batch.sent(device) if device.type == "cuda" else batch)
         found = _judged(found, made, ours, expected, lost)
         if not found.passed:
@@ -234,7 +241,7 @@ def plain(made: Assembled, rows: Rows, precision: Precision) -> Probed:
     step, model = made.step, made.model
     weights = {name: w.detach().requires_grad_(True) for name, w in step.update.weights().items()}
     task, device = step.task, step.device
-    denominator = task.denominator(rows.targets_N)
+    denominator = task.denominator(rows.targets_N, rows.weights_N)
     losses_N = torch.zeros(len(rows.ids), dtype=torch.float64)
     gradients: list[Tensor] | None = None
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
@@ -283,6 +290,8 @@ def _plain_losses(
     logits_RC = torch.func.functional_call(_Plain(model), by_name, (inputs,))
     logits_RC = logits_RC if logits_RC.dtype == torch.float64 else logits_RC.float()
     rows_R: Tensor = task.loss_rows_S(logits_RC, torch.from_numpy(rows.targets_N[members]).to(device))
+    if rows.weights_N is not None:
+        rows_R = rows_R * torch.from_numpy(rows.weights_N[members]).to(rows_R)
     return rows_R
 
 

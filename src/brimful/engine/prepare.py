@@ -28,6 +28,7 @@ from brimful.data.labels.columns import Columns, describe_columns, find_columns
 from brimful.data.labels.doubts import data_doubts, label_doubts
 from brimful.data.labels.examples import Examples, describe, draw, make_examples, split_examples
 from brimful.data.labels.label_space import detect_labels, label_doubt
+from brimful.data.labels.weights import weighted
 from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.in_memory import Tables
 from brimful.data.readers.locations import find_splits
@@ -136,7 +137,8 @@ def prepare(
         evaluation_part = None
         if evaluation is not None:
             evaluation_part = _tokenized(evaluation, alignment.space, encoder, options, callbacks, "evaluation")
-    task = make_task(alignment.space, training_part.targets_N, options.class_weights, options.label_smoothing_factor)
+    weighing = (options.class_weights, options.label_smoothing_factor, training.weights)
+    task = make_task(alignment.space, training_part.targets_N, *weighing)
     _check_metric(options, task, evaluation_part)
     report = _report(training_part, evaluation_part, max_length, num_empty, given=options.max_length is not None)
     report["sha256"] = sha256
@@ -262,7 +264,13 @@ def _examples(
         callbacks.note(f"splits: {data} to train on{held_out} (by their names; --eval-data names another)")
     rows = read_rows(data, form, tables)
     _tell_reading(rows, callbacks)
-    columns = find_columns(rows, text=options.text_column, pair=options.pair_column, label=options.label_column)
+    columns = find_columns(
+        rows,
+        text=options.text_column,
+        pair=options.pair_column,
+        label=options.label_column,
+        weight=options.weight_column,
+    )
     report_columns(columns, callbacks)
     space = detect_labels(rows, columns, options.task)
     if (doubt := label_doubt(rows, columns, options.task, space)) is not None:
@@ -273,6 +281,7 @@ def _examples(
     for doubt in label_doubts(rows, columns, space):
         callbacks.warning(doubt)
     training, num_empty = make_examples(rows, columns, space, options.missing_labels)
+    training = weighted(training, callbacks.note)
     training = draw(training, options.limit, options.seed)
     fingerprint = rows.fingerprint
     evaluation: Examples | None = None

@@ -10,7 +10,8 @@ from brimful.core.units import count_text, number_text, seconds_text, share_text
 
 _SHOWN_OPTIONS = (
     "batch_size", "learning_rate", "num_train_epochs", "max_steps", "lr_scheduler_type", "warmup_steps",
-    "warmup_ratio", "optim", "weight_decay", "max_grad_norm", "label_smoothing_factor", "class_weights", "seed",
+    "warmup_ratio", "optim", "weight_decay", "max_grad_norm", "label_smoothing_factor", "class_weights",
+    "weight_column", "seed",
 )  # fmt: skip
 
 

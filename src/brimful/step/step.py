@@ -223,6 +223,8 @@ class Step:
         if logits_SC.dtype != torch.float64:
             logits_SC = logits_SC.float()
         rows_S = self.task.loss_rows_S(logits_SC, micro.targets_S)
+        if micro.weights_S is not None:
+            rows_S = rows_S * micro.weights_S.to(rows_S.dtype)
         return torch.where(micro.valid_S, rows_S, 0.0)
 
     def compile_kernels(self, batch: Batch) -> None:

@@ -1,7 +1,8 @@
 """Tasks: the loss as a sum over rows, its denominator, and the metrics.
 
 The plain Hugging Face loss is a mean. Here it is `loss_rows_S(...).sum() / denominator`, with the denominator of the
-whole effective batch: whatever the split into micro-batches, the gradients add up to the one of the plain batch.
+whole effective batch: whatever the split into micro-batches, the gradients add up to the one of the plain batch. Where
+rows have weights of their own, each addend is times its row's weight, and the denominator sums these in place of rows.
 
     task           row's addend to the sum               denominator              targets
     single_label   cross entropy x weight of its class   sum of those weights     (S,)   int64
@@ -39,9 +40,10 @@ class Task(ABC):
     def loss_rows_S(self, logits_SC: Tensor, targets_S: Tensor) -> Tensor:
         """Each row's addend to the loss sum, in the dtype of the logits."""
 
-    def denominator(self, targets_N: np.ndarray) -> float:
-        """Denominator of the loss of an effective batch with these targets."""
-        return float(len(targets_N) * self.space.num_outputs)
+    def denominator(self, targets_N: np.ndarray, weights_N: np.ndarray | None = None) -> float:
+        """Denominator of the loss of an effective batch with these targets. weights_N: of its rows; None: 1 each."""
+        rows = len(targets_N) if weights_N is None else weights_N.sum(dtype=np.float64)
+        return float(rows * self.space.num_outputs)
 
     @abstractmethod
     def accumulator(self) -> Accumulator:
@@ -78,10 +80,10 @@ class SingleLabel(Task):
         weights_C = _like(self.class_weights_C, logits_SC)
         return F.cross_entropy(logits_SC, targets_S, weights_C, reduction="none", label_smoothing=self.smoothing)
 
-    def denominator(self, targets_N: np.ndarray) -> float:
-        if self.class_weights_C is None:
-            return float(len(targets_N))
-        return float(self.class_weights_C[targets_N].sum(dtype=np.float64))
+    def denominator(self, targets_N: np.ndarray, weights_N: np.ndarray | None = None) -> float:
+        class_weights_C = np.ones(self.space.num_outputs) if self.class_weights_C is None else self.class_weights_C
+        of_class_N = class_weights_C[targets_N].astype(np.float64)
+        return float(of_class_N.sum() if weights_N is None else (of_class_N * weights_N).sum())
 
     def empty_targets(self, num_rows: int) -> np.ndarray:
         return np.zeros(num_rows, dtype=np.int64)
@@ -118,10 +120,12 @@ class Regression(Task):
 
 
 def make_task(
-    space: LabelSpace, targets_N: np.ndarray, class_weights: str | None = None, smoothing: float = 0.0
-) -> Task:
+    space: LabelSpace, targets_N: np.ndarray, class_weights: str | None = None, smoothing: float = 0.0,
+    weights_N: np.ndarray | None = None,
+) -> Task:  # fmt: skip
     """The task of a label space. `targets_N`, the training targets, are what `balanced` weights are counted on.
 
+    weights_N: of the training rows, which count as so many rows each; None: as one.
     Raises: OptionError for class weights or label smoothing that the task does not have.
     """
     if space.task == "regression":
@@ -130,14 +134,16 @@ def make_task(
             raise OptionError(f"{given} is for labels, and the task is regression", hint=f"leave {given} out")
         return Regression(space)
     kind = SingleLabel if space.task == "single_label" else MultiLabel
-    return kind(space, _class_weights_C(class_weights, space, targets_N), smoothing)
+    return kind(space, _class_weights_C(class_weights, space, targets_N, weights_N), smoothing)
 
 
-def _class_weights_C(text: str | None, space: LabelSpace, targets_N: np.ndarray) -> np.ndarray | None:
+def _class_weights_C(
+    text: str | None, space: LabelSpace, targets_N: np.ndarray, weights_N: np.ndarray | None
+) -> np.ndarray | None:
     if text is None:
         return None
     if text == "balanced":
-        return _balanced_weights_C(space, targets_N)
+        return _balanced_weights_C(space, targets_N, np.ones(len(targets_N)) if weights_N is None else weights_N)
     weights = np.ones(space.num_outputs, dtype=np.float32)
     names: Mapping[str, int] = {name: i for i, name in enumerate(space.names)} | dict(space.values)
     for name, weight in _weights_in(text, names):
@@ -187,14 +193,20 @@ def _weights_in_json(text: str) -> list[tuple[str, Any]]:
         raise OptionError(said, hint='as in {"sports, games": 3, "other": 1}') from error
 
 
-def _balanced_weights_C(space: LabelSpace, targets_N: np.ndarray) -> np.ndarray:
-    """Single label: rows / (classes x rows of the class). Multi-label: negatives / positives. 1 for one not seen."""
+def _balanced_weights_C(space: LabelSpace, targets_N: np.ndarray, weights_N: np.ndarray) -> np.ndarray:
+    """Single label: rows / (classes x rows of the class). Multi-label: negatives / positives. 1 for one not seen.
+
+    weights_N: rows that each row counts as.
+    """
+    num_rows = weights_N.sum(dtype=np.float64)
     if space.task == "single_label":
-        counts_C = np.bincount(targets_N, minlength=space.num_outputs)
-        weights_C = len(targets_N) / (max(1, np.count_nonzero(counts_C)) * np.maximum(counts_C, 1))
+        counts_C = np.bincount(targets_N, weights=weights_N, minlength=space.num_outputs)
+        seen_C = np.where(counts_C > 0, counts_C, 1.0)
+        weights_C = num_rows / (max(1, np.count_nonzero(counts_C)) * seen_C)
     else:
-        counts_C = targets_N.sum(0)
-        weights_C = np.maximum(len(targets_N) - counts_C, 1) / np.maximum(counts_C, 1)
+        counts_C = weights_N.astype(np.float64) @ targets_N
+        seen_C, least = np.where(counts_C > 0, counts_C, 1.0), num_rows / max(1, len(targets_N))
+        weights_C = np.maximum(num_rows - counts_C, least) / seen_C
     return np.where(counts_C > 0, weights_C, 1.0).astype(np.float32)
 
 

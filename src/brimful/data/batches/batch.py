@@ -31,7 +31,7 @@ class MicroBatch:
 
     targets_S: the task's targets, any valid value in empty slots. valid_S: (S,) bool, True where there is a sample.
     denominator: () fp64, what the whole effective batch's loss is over. samples: dataset index of each sample, on the
-    host, in slot order.
+    host, in slot order. weights_S: fp32, what each row counts as in the loss, 0 in empty slots; None: all as one.
     """
 
     inputs: Inputs
@@ -39,6 +39,7 @@ class MicroBatch:
     valid_S: Tensor
     denominator: Tensor
     samples: np.ndarray
+    weights_S: Tensor | None = None
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -65,6 +66,7 @@ class MicroBatch:
             valid_S=change(self.valid_S),
             denominator=change(self.denominator),
             samples=self.samples,
+            weights_S=None if self.weights_S is None else change(self.weights_S),
         )
 
     @property
@@ -103,13 +105,14 @@ def _room(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """N samples of a batch before it is laid out: their ids, token types and targets, and their task."""
+    """N samples of a batch before it is laid out: ids, token types, targets and weights of each, and their task."""
 
     samples: np.ndarray
     ids: Sequence[np.ndarray]
     types: Sequence[np.ndarray] | None
     targets_N: np.ndarray
     task: Task
+    weights_N: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,13 +313,22 @@ def make_batch(
     targets_N: np.ndarray,
     task: Task,
     layout: Layout,
+    *,
+    weights_N: np.ndarray | None = None,
 ) -> Batch:
-    """The effective batch of these samples: their ids, token types and targets, laid out in micro-batches."""
+    """The effective batch of these samples: their ids, token types and targets, laid out in micro-batches.
+
+    weights_N: fp32, what each sample counts as in the loss; None: all as one.
+    """
     micro_batches, num_computed = [], 0
-    denominator = torch.tensor(task.denominator(targets_N), dtype=torch.float64)
+    denominator = torch.tensor(task.denominator(targets_N, weights_N), dtype=torch.float64)
     for inputs, members in layout.arrange(ids, types):
         targets_S = task.empty_targets(inputs.num_slots)
         targets_S[: len(members)] = targets_N[members]
+        weights_S = None
+        if weights_N is not None:
+            weights_S = torch.zeros(inputs.num_slots, dtype=torch.float32)
+            weights_S[: len(members)] = torch.from_numpy(weights_N[members])
         micro_batches.append(
             MicroBatch(
                 inputs=inputs,
@@ -324,12 +336,13 @@ def make_batch(
                 valid_S=torch.arange(inputs.num_slots) < len(members),
                 denominator=denominator,
                 samples=samples[members],
+                weights_S=weights_S,
             )
         )
         num_computed += inputs.num_tokens
     return Batch(
         number=number,
-        rows=Rows(samples=samples, ids=ids, types=types, targets_N=targets_N, task=task),
+        rows=Rows(samples=samples, ids=ids, types=types, targets_N=targets_N, task=task, weights_N=weights_N),
         layout=layout,
         micro_batches=tuple(micro_batches),
         num_samples=len(samples),

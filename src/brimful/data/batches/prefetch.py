@@ -46,7 +46,7 @@ class Source:
     """Effective batches by number: samples, ids and targets put together, still on the host.
 
     texts: where a transform is given, what it is applied to: a function from sample indices to texts and pairs.
-    ahead: batches that will wait, staged, for the step; a transform works on twice as many.
+    ahead: batches that will wait, staged, for the step; a transform works on twice as many. weights_N: of the samples.
     """
 
     def __init__(
@@ -60,9 +60,10 @@ class Source:
         augmenter: Augmenter | None = None,
         texts: Callable[[np.ndarray], tuple[list[str], list[str] | None]] | None = None,
         ahead: int = AHEAD,
+        weights_N: np.ndarray | None = None,
     ) -> None:
         self.tokens, self.targets_N, self.task, self.layout, self.order = tokens, targets_N, task, layout, order
-        self.augmenter, self._texts, self._ahead = augmenter, texts, ahead
+        self.augmenter, self._texts, self._ahead, self.weights_N = augmenter, texts, ahead, weights_N
 
     def close(self) -> None:
         """Ends the processes of a transform."""
@@ -94,7 +95,10 @@ class Source:
         samples = self.order.samples(number)
         tokens, rows = (self.tokens, samples) if encoded is None else (encoded, np.arange(len(samples)))
         ids, types = tokens.sequences(rows)
-        return make_batch(number, samples, ids, types, self.targets_N[samples], self.task, self.layout)
+        weights_N = None if self.weights_N is None else self.weights_N[samples]
+        return make_batch(
+            number, samples, ids, types, self.targets_N[samples], self.task, self.layout, weights_N=weights_N
+        )
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -25,7 +25,8 @@ class Columns:
 
     text: of several columns, whose texts are joined, their names with commas between them (`text_parts`).
     labels: one per output, or the one with the label; empty if there is none and none is needed.
-    reasons: why each was taken, by "text", "pair" and "label". doubts: likely mistakes among these, a line each.
+    reasons: why each was taken, by "text", "pair", "label" and "weight". doubts: likely mistakes among these, a line
+    each. weight: what rows count as in the loss.
     """
 
     text: str
@@ -33,6 +34,7 @@ class Columns:
     labels: tuple[str, ...]
     reasons: Mapping[str, str]
     doubts: tuple[str, ...] = ()
+    weight: str | None = None
 
 
 def text_parts(names: Collection[str], text: str) -> tuple[str, ...]:
@@ -55,7 +57,7 @@ def joined_texts(table: pa.Table, text: str) -> pa.ChunkedArray:
 
 def describe_columns(columns: Columns) -> list[str]:
     """One line for each column that is read: why it was taken, and the flag that names another."""
-    named = {"text": columns.text, "pair": columns.pair, "label": ", ".join(columns.labels)}
+    named = {"text": columns.text, "pair": columns.pair, "label": ", ".join(columns.labels), "weight": columns.weight}
     lines = []
     for role, reason in columns.reasons.items():
         other = " (none: single texts)" if role == "pair" else ""
@@ -65,17 +67,18 @@ def describe_columns(columns: Columns) -> list[str]:
 
 
 def find_columns(
-    rows: Rows, *, text: str | None = None, pair: str | None = None, label: str | None = None, need_labels: bool = True
-) -> Columns:
+    rows: Rows, *, text: str | None = None, pair: str | None = None, label: str | None = None,
+    weight: str | None = None, need_labels: bool = True,
+) -> Columns:  # fmt: skip
     """The columns of `rows` to read. Names are compared without regard to case.
 
-    text, pair, label: names given by the user; text and label may be several, separated by commas. The pair `none` is
-    none, unless there is a column of this name.
+    text, pair, label, weight: names given by the user; text and label may be several, separated by commas. The pair
+    `none` is none, unless there is a column of this name.
     need_labels: False for rows to classify: then labels are those that `label` names, or none.
 
     Raises: DataError for a name that is not there, and where no column, or more than one, can be meant.
     """
-    given = {"text": text, "pair": pair, "label": label}
+    given = {"text": text, "pair": pair, "label": label, "weight": weight}
     reasons = {role: "given" for role, name in given.items() if name is not None}
     labels = _given_labels(rows, label) if label is not None else ()
     is_single = pair == NO_PAIR and NO_PAIR not in rows.table.column_names
@@ -87,20 +90,28 @@ def find_columns(
     if text in rows.table.column_names:
         _check_given(rows, text, "--text-column")
     _check_given(rows, pair, "--pair-column")
+    if weight is not None:
+        check_exists(rows, weight, "--weight-column")
+    others = {*labels, *({weight} if weight else ())}
     if text is None:
-        text, reasons["text"] = _find_text(rows, taken={*labels, *({pair} if pair else ())})
-    if pair is None and not is_single and (pair := _find_pair(rows, text, labels)):
+        text, reasons["text"] = _find_text(rows, taken={*others, *({pair} if pair else ())})
+    if pair is None and not is_single and (pair := _find_pair(rows, text, others)):
         reasons["pair"] = f"the pair of {text!r} by name"
-    names = [*text_parts(rows.table.column_names, text), *([] if pair is None else [pair]), *labels]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        hint = "the text, its pair and the label or labels each need a column of their own"
-        raise DataError("one column cannot have two roles", value=twice, hint=hint)
+    names = [*text_parts(rows.table.column_names, text), *(each for each in (pair, weight) if each is not None)]
+    _check_roles([*names, *labels])
     doubts: tuple[str, ...] = ()
     if need_labels and not labels:
         found, reasons["label"], doubts = _find_label(rows, taken={*names})
         labels = (found,)
-    return Columns(text=text, pair=pair, labels=labels, reasons=reasons, doubts=doubts)
+    return Columns(text=text, pair=pair, labels=labels, reasons=reasons, doubts=doubts, weight=weight)
+
+
+def _check_roles(names: Sequence[str]) -> None:
+    """Raises: DataError for a column that is read for two things."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        hint = "the text, its pair, the label or labels and the weight each need a column of their own"
+        raise DataError("one column cannot have two roles", value=twice, hint=hint)
 
 
 def _given_labels(rows: Rows, label: str) -> tuple[str, ...]:

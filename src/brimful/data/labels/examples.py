@@ -34,6 +34,7 @@ class Examples:
     texts, pairs: (N,) large_string; pairs is None without a second column.
     targets: as `encode_labels` gives them; None without a label space.
     row_numbers: (N,) int64, the row of `rows` that each is. num_unlabelled: rows left out for want of a label.
+    weights: (N,) float32 above 0, what each counts as in the loss; None: all as one.
     """
 
     rows: Rows
@@ -44,6 +45,7 @@ class Examples:
     targets: npt.NDArray[Any] | None
     row_numbers: npt.NDArray[np.int64]
     num_unlabelled: int = 0
+    weights: npt.NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.row_numbers)
@@ -56,6 +58,7 @@ class Examples:
             texts=self.texts.filter(mask),
             pairs=None if self.pairs is None else self.pairs.filter(mask),
             targets=None if self.targets is None else self.targets[chosen_N],
+            weights=None if self.weights is None else self.weights[chosen_N],
             row_numbers=self.row_numbers[chosen_N],
         )
 
@@ -156,6 +159,7 @@ def describe(train: Examples, evaluation: Examples | None, empty_rows: int = 0) 
 
     rows, eval_rows: examples; eval_rows is None without an evaluation. empty_rows: rows left out for want of text.
     unlabelled_rows: for want of a label.
+    weights: of training examples, min, mean and max, where they have any.
     labels, eval_labels: examples by label; for regression target and eval_target, with min, mean and max by output.
     duplicate_texts: training examples whose text (with its pair) stood in an earlier one.
     eval_texts_in_train: evaluation examples whose text (with its pair) is trained on: too good a score.
@@ -169,6 +173,7 @@ def describe(train: Examples, evaluation: Examples | None, empty_rows: int = 0) 
         "eval_rows": None if evaluation is None else len(evaluation),
         "empty_rows": empty_rows,
         "unlabelled_rows": train.num_unlabelled + (other.num_unlabelled if other else 0),
+        **({} if train.weights is None else {"weights": _spread(train.weights)}),
         **_balance(train, ""),
         **({} if evaluation is None else _balance(evaluation, "eval_")),
         "duplicate_texts": len(train) - pc.count_distinct(keys).as_py(),
