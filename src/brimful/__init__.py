@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from brimful.core.records import Run
     from brimful.data.batches.batch import Batch
     from brimful.integrations.custom_loop import Feed, Step
+    from brimful.integrations.packed import packed
 
 __version__ = "0.1.0"
 
@@ -66,6 +67,7 @@ _PUBLIC = {
     "classify": "brimful.api",
     "evaluate": "brimful.api",
     "export": "brimful.api",
+    "packed": "brimful.integrations.packed",
     "profile": "brimful.api",
     "train": "brimful.api",
 }
@@ -96,6 +98,7 @@ __all__ = [
     "classify",
     "evaluate",
     "export",
+    "packed",
     "profile",
     "train",
 ]

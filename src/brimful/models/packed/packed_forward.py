@@ -382,18 +382,22 @@ class PackedModel(LayoutModel):
 
     def head(self, states_SH: Tensor) -> Tensor:
         """Logits (S, C) of the model's own classification code on pooled states."""
-        self._head.training = self.model.training
         if self.model.config.is_encoder_decoder and hasattr(self.model, "classification_head"):
             # Around it is a search for end tokens, with a host that waits.
             found: Tensor = self.model.classification_head(states_SH)
             return found
+        logits: Tensor = self.head_outputs(states_SH).logits
+        return logits
+
+    def head_outputs(self, states_SH: Tensor, **arguments: Any) -> Any:
+        """All that the model's own classification code returns for pooled states. arguments: of its forward."""
+        self._head.training = self.model.training
         self._given.states_S1H = states_SH[:, None]
         ids_S1 = torch.full((states_SH.shape[0], 1), self._dummy_id, device=states_SH.device)
         try:
-            logits: Tensor = self._head(input_ids=ids_S1, attention_mask=torch.ones_like(ids_S1)).logits
+            return self._head(input_ids=ids_S1, attention_mask=torch.ones_like(ids_S1), **arguments)
         finally:
             self._given.states_S1H = None
-        return logits
 
 
 def what_follows_attention(model: Any) -> nn.Module | None:

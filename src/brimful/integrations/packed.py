@@ -1,0 +1,434 @@
+"""A model that computes packed behind its own forward: one line for any loop.
+
+model = brimful.packed(model)          # padded tensors in, transformers' outputs out
+loss = model(**batch).loss             # no padding is computed
+model = model.unpacked()               # as it was
+
+The model stays the object that it was: its class is one of the same name in front of its own, so that saving, peft,
+Accelerate and what else looks at it see the model they know. Each call is read on the host once, laid out in one packed
+row, and run by the model's own modules and its own head, which also computes the loss. What the equivalence check does
+not allow, and each call whose answer a packed row does not give, runs by the model's own forward; the reason is a
+Python warning, once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
+
+from brimful.core.errors import ModelError, OptionError
+from brimful.core.tolerances import TOLERANCES
+from brimful.engine.prepare import DEFAULT_MAX_LENGTH
+from brimful.hardware.process_settings import matmul_precision
+from brimful.integrations.padded_batch import CannotPackError, LeftPositions, PaddedBatch
+from brimful.kernels.layout import map_tensors
+from brimful.levers.facts import choose_kernels
+from brimful.models.hub.adapters import unwrapped
+from brimful.models.hub.inspection import max_positions
+from brimful.models.packed.check_inputs import make_sequences, one_layer_of_each_kind, wake
+from brimful.models.packed.equivalence import Equivalence, check_equivalence, relative_error
+from brimful.models.packed.layer_calls import remove_calls
+from brimful.models.packed.packed_forward import PackedForm, PackedModel, PaddedModel, padding_id_of
+from brimful.models.packed.training_check import without_dropout
+from brimful.step.precision import Precision
+
+M = TypeVar("M")
+
+#: Attribute of a packed model that holds its `_Behind`.
+_PLACE = "_brimful_packed"
+#: Arguments of a call that a packed pass reads itself, and those that the model's own head is given.
+_READ = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "return_dict"})
+_FOR_HEAD = frozenset({"labels", "num_items_in_batch"})
+#: Arguments that ask for nothing where they are false.
+_SWITCHES = frozenset({"output_attentions", "output_hidden_states", "use_cache"})
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def packed(model: M) -> M:
+    """Return the same model, which from now on computes packed wherever that is shown equal to its own forward.
+
+    model: an `AutoModelForSequenceClassification`, or peft's wrapper around one. Calls, outputs, weights, saved files
+    and random streams are the model's own; `model.unpacked()` undoes it.
+    Where it cannot run packed, the model's own forward runs and a Python warning says why, once for each reason.
+    Raises: OptionError for a model that is wrapped already, ModelError for what is no sequence classifier.
+    """
+    _refuse_wrapped(model)
+    inner = unwrapped(model)
+    if isinstance(inner, _PackedForward):
+        return model
+    config = getattr(inner, "config", None)
+    if not hasattr(inner, "base_model_prefix") or not hasattr(config, "num_labels"):
+        raise ModelError(
+            f"{type(inner).__name__} is not a transformers sequence classifier",
+            hint="AutoModelForSequenceClassification.from_pretrained(...) makes one",
+        )
+    _refuse_wrapped(inner)
+    object.__setattr__(inner, _PLACE, _Behind())
+    plain: Any = type(inner)
+    inner.__class__ = _packed_class(plain)
+    parameter = next(inner.parameters())
+    if parameter.device.type == "cuda" or (parameter.device.type == "cpu" and not torch.cuda.is_available()):
+        behind: _Behind = getattr(inner, _PLACE)
+        with inner._as_it_was():
+            behind.check(inner, DEFAULT_MAX_LENGTH)
+    return model
+
+
+def _refuse_wrapped(model: Any) -> None:
+    hint = "call brimful.packed first, then wrap or prepare what it returns"
+    if hasattr(model, "_orig_mod") or type(model).__name__ in _WRAPPERS:
+        raise OptionError(f"the model is wrapped in {type(model).__name__} already", hint=hint)
+    if "forward" in vars(model):
+        raise OptionError("the model's forward was replaced already, as Accelerate's prepare does", hint=hint)
+
+
+_WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
+
+
+class _PackedForward:
+    """Stands in front of a classifier's own class."""
+
+    _plain: type[Any]
+    _signature: inspect.Signature
+
+    def unpacked(self) -> Any:
+        """Undo `brimful.packed`. Return the model: its own forward runs again."""
+        model: Any = self
+        remove_calls(model)
+        vars(model).pop(_PLACE, None)
+        model.__class__ = self._plain
+        return model
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made = super().__reduce_ex__(protocol)
+        assert isinstance(made, tuple)
+        return (_made_anew, (self._plain,), *made[2:])
+
+    @contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """Within, the model is of its own class: for copies of it that are to be plain ones."""
+        model: Any = self
+        own = {name: vars(model).pop(name) for name in (_PLACE, "forward") if name in vars(model)}
+        mine, model.__class__ = type(model), self._plain
+        try:
+            yield
+        finally:
+            model.__class__ = mine
+            vars(model).update(own)
+
+
+def _made_anew(plain: Any) -> Any:
+    cls: Any = _packed_class(plain)
+    return cls.__new__(cls)
+
+
+@functools.cache
+def _packed_class(plain: Any) -> type[Any]:
+    """A class that runs packed, and is otherwise `plain`, under its name."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a packed row's shape is read on the host
+    @functools.wraps(plain.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        behind: _Behind | None = vars(self).get(_PLACE)
+        if behind is None or getattr(self, "_is_replica", False):  # DataParallel's replicas share what is behind
+            return plain.forward(self, *args, **kwargs)
+        return behind(self, args, kwargs)
+
+    signature = inspect.signature(plain.forward)
+    forward.__signature__ = signature
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    made = {"forward": forward, "_plain": plain, "_signature": signature}
+    return type(plain.__name__, (_PackedForward, plain), names | made)
+
+
+class _Behind:
+    """Packed passes of one model, and the checks that they rest on.
+
+    num_packed, num_plain: calls so far. reasons: of plain ones, each said once.
+    """
+
+    def __init__(self) -> None:
+        self.num_packed = self.num_plain = 0
+        self.reasons: list[str] = []
+        self._execution: _Execution | None = None
+        self._typical: int | None = None
+        self._left: tuple[LeftPositions | None, ...] = ()  # empty before it was looked for
+        self._structure: tuple[int, ...] = ()
+        self._limit: int | None = None
+        self._checked: dict[tuple[str, str, int], Equivalence] = {}
+
+    def __reduce__(self) -> Any:
+        return _Behind, ()  # a copy of the model is checked and run for itself
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of the model's forward."""
+        try:
+            found = self._packed_call(model, args, kwargs)
+            self.num_packed += 1
+            return found
+        except CannotPackError as refused:
+            self._say(str(refused))
+        self.num_plain += 1
+        if self._execution is not None:
+            self._execution.attend(None)
+        return model._plain.forward(model, *args, **kwargs)
+
+    def check(self, model: Any, length: int) -> Equivalence:
+        """Return what the equivalence check finds for sequences of up to `length` tokens on the model's device."""
+        self._look(model)
+        device, precision = next(model.parameters()).device, _precision_of(model)
+        longest = max(DEFAULT_MAX_LENGTH, 1 << (length - 1).bit_length())
+        longest = longest if self._limit is None else min(longest, self._limit)
+        key = (str(device), precision, longest)
+        if key not in self._checked:
+            if (why := _why_not(model, device)) is not None:
+                self._checked[key] = Equivalence(packed=False, independent=True, reason=why)
+            else:
+                with torch.inference_mode(False), torch.enable_grad(), _no_autocast():
+                    self._checked[key] = check_equivalence(
+                        model, max_length=longest, device=device, precision=precision,
+                        typical_length=self._typical, cache=False,
+                    )  # fmt: skip
+            if not (found := self._checked[key]).packed:
+                self._say(found.reason)
+        return self._checked[key]
+
+    def _look(self, model: Any) -> None:
+        """Forget all that was found of other modules: peft, and others, replace some."""
+        structure = (id(model), *map(id, model.modules()))
+        if structure != self._structure:
+            self._structure, self._limit = structure, max_positions(model.config, model)
+            self._execution, self._checked, self._left = None, {}, ()
+
+    def _packed_call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = _bound(model._signature, model, args, kwargs)
+        head = {name: value for name, value in given.items() if name in _FOR_HEAD and value is not None}
+        _require_known(model, given)
+        batch = PaddedBatch.read(given)
+        self._look(model)
+        if self._limit is not None and batch.ids_BL.shape[1] > self._limit:
+            columns = batch.ids_BL.shape[1]
+            raise CannotPackError(f"rows are of {columns} columns, and the model has {self._limit} positions")
+        if self._typical is None:
+            self._typical = round(float(batch.lengths_B.mean()))
+        with model._as_it_was():
+            equivalence = self.check(model, batch.ids_BL.shape[1])
+            equivalence = equivalence.for_training() if model.training else equivalence
+            form = equivalence.form
+            if not equivalence.packed or form is None:
+                raise CannotPackError(equivalence.reason)
+            batch.require_pooling(model.config, form, masked=given.get("attention_mask") is not None)
+            left = self._left_positions(model, form) if batch.padded_on_the_left else None
+            execution = self._executed(model, form)
+        if given.get("position_ids") is not None and not execution.takes_positions:
+            raise CannotPackError("the model is not known to read position_ids")
+        if execution.recomputed_elsewhere:
+            raise CannotPackError("gradient checkpointing of this family's layers is its own")
+        device = next(model.parameters()).device
+        inputs, positions_T = batch.pack(
+            model.config, form, device.type, groups=_groups(model, device, self._typical),
+            typical_length=self._typical, left=left,
+        )  # fmt: skip
+        inputs = map_tensors(inputs, lambda tensor: tensor.to(device, non_blocking=True))
+        found = execution.outputs(inputs, None if positions_T is None else positions_T.to(device), head)
+        asked = given.get("return_dict")
+        as_dict = bool(getattr(model.config, "return_dict", True)) if asked is None else asked
+        return found if as_dict else found.to_tuple()
+
+    def _executed(self, model: Any, form: PackedForm) -> _Execution:
+        if self._execution is None or self._execution.form != form:
+            self._execution = _Execution(model, form)
+        return self._execution
+
+    def _left_positions(self, model: Any, form: PackedForm) -> LeftPositions:
+        if not self._left:
+            with torch.inference_mode(False), _no_autocast():
+                self._left = (_find_left_positions(model, form),)
+        if (found := self._left[0]) is None:
+            raise CannotPackError("the plain forward reads rows that are padded on the left otherwise")
+        return found
+
+    def _say(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+            warnings.warn(f"brimful.packed: {reason}; the model's own forward runs", stacklevel=2)
+
+
+class _Execution(PackedModel):
+    """A packed pass that answers as the model's own forward does."""
+
+    def __init__(self, model: Any, form: PackedForm) -> None:
+        configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if c is not None}
+        configs[id(model.config)] = model.config
+        self._own = [(config, config._attn_implementation) for config in configs.values() if _has_attention(config)]
+        super().__init__(model, form)
+        vars(self._head).pop("forward", None)
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            setattr(self._head, name, type(getattr(self._head, name))())  # the model's own call runs them
+        self._in_row = [(config, config._attn_implementation) for config, _ in self._own]
+        self._checkpointable: list[Any] = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+        self._positions, self._arguments, self._found = None, {}, None
+        self.attend(None)
+
+    _positions: Tensor | None
+    _arguments: dict[str, Any]
+    _found: Any
+
+    @property
+    def takes_positions(self) -> bool:
+        """True if the base model reads position_ids."""
+        return self._takes_positions
+
+    @property
+    def recomputed_elsewhere(self) -> bool:
+        """True where layers are recomputed that must be told of the row."""
+        return self._family is not None and self._recomputes
+
+    @property
+    def _recomputes(self) -> bool:
+        """True if layers are computed again in the backward pass."""
+        layers = any(module.gradient_checkpointing for module in self._checkpointable)
+        return layers and bool(self.model.training) and torch.is_grad_enabled()
+
+    def attend(self, row: Any) -> None:
+        """Have layers attend as on a packed row, or with None as the model's own forward has them."""
+        for config, name in self._own if row is None else self._in_row:
+            config._attn_implementation = name
+
+    def outputs(self, inputs: Any, positions_T: Tensor | None, arguments: Mapping[str, Any]) -> Any:
+        """Return what the model's own forward returns. arguments: labels, and others of the head."""
+        self._positions, self._arguments, self._found = positions_T, dict(arguments), None
+        self.attend(inputs)
+        try:
+            logits = self(inputs).logits
+            found = self._found
+            if self.form.pooling == "late":  # the head has seen tokens, and labels are of rows
+                loss = {"loss": _loss(logits, **arguments, config=self.model.config)} if arguments else {}
+                found = type(found)(**loss, logits=logits)
+            return found
+        finally:
+            self._positions, self._arguments, self._found = None, {}, None
+            # Layers that are recomputed in the backward pass must find the attention that they had.
+            if not self._recomputes:
+                self.attend(None)
+
+    def head(self, states_SH: Tensor) -> Tensor:
+        """Logits of pooled states; with labels, where the head is given rows."""
+        arguments = {} if self.form.pooling == "late" else self._arguments
+        self._found = self.head_outputs(states_SH, **arguments, return_dict=True)
+        logits: Tensor = self._found.logits
+        return logits
+
+    def _positions_T(self, inputs: Any) -> Tensor:
+        return super()._positions_T(inputs) if self._positions is None else self._positions
+
+
+def _loss(logits: Tensor, *, labels: Tensor | None = None, config: Any, **others: Any) -> Tensor | None:
+    """The loss that transformers computes of logits of rows."""
+    if labels is None:
+        return None
+    found: Tensor = ForSequenceClassificationLoss(labels, logits, config, **others)
+    return found
+
+
+def _bound(signature: inspect.Signature, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by name."""
+    try:
+        found = dict(signature.bind(model, *args, **kwargs).arguments)
+    except TypeError as error:
+        raise CannotPackError(str(error)) from error
+    found.pop("self", None)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            found |= found.pop(name, {})
+    return found
+
+
+def _require_known(model: Any, given: Mapping[str, Any]) -> None:
+    """Refuse a call that asks for more than logits and loss. Raises: CannotPackError."""
+    for name, value in given.items():
+        if name in _READ | _FOR_HEAD or value is None or (name in _SWITCHES and not value):
+            continue
+        raise CannotPackError(f"a call gives {name}")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(model.config, name, False) and given.get(name) is None:
+            raise CannotPackError(f"the model's configuration has {name}")
+
+
+def _why_not(model: Any, device: torch.device) -> str | None:
+    """The reason that this kind of model is not tried; None if it is."""
+    if device.type not in ("cpu", "cuda"):
+        return f"packed rows do not run on {device.type}"
+    if model.config.is_encoder_decoder:
+        return "the head of an encoder-decoder looks for end tokens in the padded batch"
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        return "its weights are quantized"
+    if any(parameter.dtype not in _DTYPES for parameter in model.parameters() if parameter.is_floating_point()):
+        return "its weights are in a dtype that is not checked"
+    return None
+
+
+def _precision_of(model: Any) -> str:
+    """The precision of products as the call has it: of autocast, or of the weights."""
+    parameter = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    kind, dtype = parameter.device.type, parameter.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    found = _DTYPES.get(dtype, "fp32")
+    loose = kind == "cuda" and found == "fp32" and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if loose else found
+
+
+def _groups(model: Any, device: torch.device, typical_length: int | None) -> bool:
+    """True if attention wants rows of similar length beside the packed one."""
+    precision = Precision(value=_precision_of(model), device=device, reason="")
+    return not choose_kernels(model.config, precision, typical_length or 1).variable_length.ok
+
+
+def _has_attention(config: Any) -> bool:
+    return hasattr(config, "_attn_implementation")
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+def _find_left_positions(model: Any, form: PackedForm) -> LeftPositions | None:
+    """Return how the plain forward numbers rows that are padded on the left; None where no packed row gives its answer.
+
+    Tried on a copy with few layers, in fp32 on the CPU with eager attention.
+    """
+    small = one_layer_of_each_kind(model).to("cpu", torch.float32).eval()
+    wake(small)
+    sequences = [ids[:40] for ids in make_sequences(small.config, DEFAULT_MAX_LENGTH)]
+    longest, padding_id = max(map(len, sequences)), padding_id_of(small.config)
+    ids_BL = np.full((len(sequences), longest), padding_id, dtype=np.int64)
+    for row, ids in enumerate(sequences):
+        ids_BL[row, longest - len(ids) :] = ids
+    mask_BL = np.arange(longest) >= longest - np.array([len(ids) for ids in sequences])[:, None]
+    batch = PaddedBatch(ids_BL=ids_BL, mask_BL=mask_BL, types_BL=None, positions_BL=None)
+    with torch.no_grad(), matmul_precision("highest"), without_dropout(small):
+        plain = PaddedModel(small, "eager").model(
+            input_ids=torch.from_numpy(ids_BL), attention_mask=torch.from_numpy(mask_BL.astype(np.int64))
+        )
+        for left in _LEFT:
+            inputs, positions_T = batch.pack(small.config, form, "cpu", groups=True, left=left)
+            run = _Execution(small, form)
+            run.plain = True
+            if relative_error(run.outputs(inputs, positions_T, {}).logits, plain.logits) <= TOLERANCES["fp32"].logits:
+                return left
+    return None
+
+
+_LEFT: Sequence[LeftPositions] = ("columns", "counted")
