@@ -74,11 +74,13 @@ def test_a_run_explains_its_memory(tmp_path: Path, execution: str, budget: int |
         baselines=False,
     )  # fmt: skip
     sums_up(run.peak_bytes)
+    print(run.peak_bytes)
     parts = run.peak_bytes.components
     num_parameters = run_parameters(tmp_path / "run" / "model")
     assert parts["weights"] >= 4 * num_parameters
     assert 8 * num_parameters <= parts["optimizer_states"] <= 9 * num_parameters + (1 << 20)
-    assert parts["activations"] > 0
+    in_pass = run.peak_bytes.moment in ("forward pass", "backward pass")
+    assert (parts["activations"] > 0) == in_pass  # an evaluation, or an update, may need more than steps so small
 
 
 @pytest.mark.parametrize("execution", ["eager", "captured"])
