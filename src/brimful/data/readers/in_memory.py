@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -84,7 +85,9 @@ def _table(data: Any) -> InMemory | None:
             "columns", pa.table({str(name): pa.array(list(values)) for name, values in data.items()}), "list"
         )
     if isinstance(data, Sequence) and data and all(isinstance(row, Mapping) for row in data):
-        return InMemory("list of rows", pa.Table.from_pylist(list(data)), "list")
+        # Arrow would take the columns of the first row alone.
+        columns = {str(name): [row.get(name) for row in data] for name in dict.fromkeys(chain.from_iterable(data))}
+        return InMemory("list of rows", pa.table({name: pa.array(each) for name, each in columns.items()}), "list")
     return None
 
 
