@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer
 
 import brimful
-from brimful.core.errors import OptionError
+from brimful.core.errors import Interrupted, OptionError
 from brimful.core.options import OptimizerChoice
+from brimful.engine.inference import evaluate_rows
+from brimful.engine.training import loop
+from brimful.engine.training.checkpoint import load_checkpoint
 from brimful.levers import optimizer_names
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.optimizer_names import OPTIMIZERS, WITH_32_BITS, make_optimizers
@@ -121,6 +126,31 @@ def test_what_is_judged_without_a_schedule_is_an_average() -> None:
     assert difference(weights(model), trained) < RUN_WEIGHTS_FP32
     step.release()
     assert difference(weights(model), judged) < RUN_WEIGHTS_FP32
+
+
+def test_a_checkpoint_without_a_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the weights that are trained, also where a run is stopped while averages of them are evaluated; a model
+    made of it has the averages."""
+    pytest.importorskip("schedulefree")
+    data = write_rows(tmp_path / "rows.jsonl", single_label_rows(48))
+    asked: dict[str, Any] = {
+        "model": save_tiny_model(tmp_path / "base"), "batch_size": 8, "optim": "schedule_free_adamw", "device": "cpu",
+        "learning_rate": RATE, "max_steps": 4, "eval_steps": 2,
+    }  # fmt: skip
+    brimful.train(data, output=tmp_path / "run", **asked)
+    folders = brimful.export(tmp_path / "run"), tmp_path / "run" / "model"
+    exported, saved = (load_file(folder / "model.safetensors") for folder in folders)
+    assert max(difference(exported[name], saved[name]) for name in saved) < RUN_WEIGHTS_FP32
+
+    def told(*given: Any, **named: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return evaluate_rows(*given, **named)
+
+    monkeypatch.setattr(loop, "evaluate_rows", told)
+    with pytest.raises(Interrupted):
+        brimful.train(data, output=tmp_path / "stopped", **asked)
+    state = load_checkpoint(tmp_path / "stopped" / "checkpoints" / "step-00000002").state
+    assert [group["train_mode"] for group in state.groups] == [True, True]
 
 
 def test_every_name_is_trainers_and_has_its_facts() -> None:

@@ -23,12 +23,14 @@ from brimful.engine.training.checkpoint import (
     saved_steps,
 )
 from brimful.engine.training.run_folder import RunFolder
+from brimful.levers.optimizer import asked_optimizer
 from brimful.levers.parameter_efficient import choose_part
 from brimful.models.hub.adapters import merge_adapter
 from brimful.models.hub.inspection import ModelFacts, head_parameters, inspect_model, load_tokenizer
 from brimful.models.hub.load import load_model
 from brimful.models.hub.save import save_adapted_model, save_model
 from brimful.reports.card import model_card
+from brimful.step.precision import Precision
 
 
 def export(options: ExportOptions, callbacks: Callbacks) -> Path:
@@ -55,6 +57,7 @@ def export(options: ExportOptions, callbacks: Callbacks) -> Path:
     model = load_model(facts, run.labels, head="new", seed=0)
     wrapped = _choose_part(model, facts, run)
     _take_weights(model, checkpoint, run)
+    _take_averages(model, checkpoint, run)
     inputs = _inputs(run)
     so_far = replace(run, steps=checkpoint.step, metrics=dict(checkpoint.loop.get("metrics") or {}))
     beside = (load_tokenizer(facts), run.labels, output, model_card(so_far, inputs), inputs)
@@ -112,6 +115,20 @@ def _take_weights(model: torch.nn.Module, checkpoint: Checkpoint, run: Run) -> N
             hint="put the model back where it was",
         )
     model.load_state_dict({name: tensor for name, tensor in saved.items() if name in own}, strict=False)
+
+
+def _take_averages(model: torch.nn.Module, checkpoint: Checkpoint, run: Run) -> None:
+    """Put the weights into the model that it is judged by, where its optimizer trains others: those without a schedule
+    judge by an average, which they make of their states."""
+    kept = ("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon")
+    asked: Any = {name: run.options[name] for name in kept if run.options.get(name) is not None}
+    optimizer = asked_optimizer(TrainOptions(data="", model="", output="", **asked))
+    if optimizer.named is None or optimizer.named.package != "schedulefree":
+        return
+    precision = Precision(value="fp32", device=torch.device("cpu"), reason="nothing is computed")
+    update = optimizer.update(model, torch.zeros(1), precision, max_grad_norm=0.0)
+    update.load_state(checkpoint.state)
+    update.release()
 
 
 def _inputs(run: Run) -> TrainedInputs:

@@ -63,6 +63,10 @@ _IN_FLIGHT = 2
 _MOST_NON_FINITE = 5
 
 
+class _ToldToStopError(Exception):
+    """A signal to stop has come while weights are read."""
+
+
 class TrainingLoop:
     """One run from its first step, or the one after its newest checkpoint, to its saved model."""
 
@@ -307,12 +311,16 @@ class TrainingLoop:
         assert evaluation is not None
         scores, reading = RowScores(self._prepared, self._options.seed), self._built.step.update.reading()
         memory = self._memory.phases.phase("evaluation")
-        with self._phases.during("evaluation"), memory, evaluating(self._built.model), reading:
-            found = evaluate_rows(
-                self._forward, evaluation.tokens, evaluation.targets_N, task, progress=self._stop_if_told,
-                also=scores.add,
-            )  # fmt: skip
-            state.metrics = found.result()
+        try:
+            with self._phases.during("evaluation"), memory, evaluating(self._built.model), reading:
+                found = evaluate_rows(
+                    self._forward, evaluation.tokens, evaluation.targets_N, task, progress=self._leave_if_told,
+                    also=scores.add,
+                )  # fmt: skip
+                state.metrics = found.result()
+        except _ToldToStopError:
+            self._stop_if_told()
+            raise
         for note in found.accumulator.notes:
             self._callbacks.note(note)
         state.metrics_step = state.applied
@@ -412,6 +420,11 @@ class TrainingLoop:
         if most_steps is not None and state.applied >= most_steps:
             return True
         return state.ended_early or (most_batches is not None and state.consumed >= most_batches)
+
+    def _leave_if_told(self) -> None:
+        """Raises: _ToldToStopError if a signal to stop has come: weights that are read are not those to be saved."""
+        if self._signals.received is not None:
+            raise _ToldToStopError
 
     def _stop_if_told(self) -> None:
         """Raises: Interrupted if a signal to stop has come, when all is saved."""
