@@ -100,13 +100,14 @@ def make_step(
     our_update: bool = True,
     optim: Any = "adamw_torch_fused",
     note: Callable[[str], object] = pytest.fail,
+    num_layers: int = 2,
 ) -> Step:
     torch.manual_seed(0)
     make_config, first_position = CONFIGS[family]
     config = make_config(
         vocab_size=1000,
         hidden_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         intermediate_size=256,
         num_labels=3,

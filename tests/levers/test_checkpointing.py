@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,21 @@ from torch.utils.flop_counter import FlopCounterMode
 import brimful
 from brimful.core.errors import OptionError
 from brimful.core.options import TrainOptions
+from brimful.kernels.layout import padded_inputs
+from brimful.levers.activations import offloaded_layers, recomputed_layers
 from brimful.levers.checkpointing import Checkpointing
 from brimful.levers.lever import StepWork
 from brimful.levers.token_budget import TokenBudget
 from brimful.models.model_stats import layers_of
+from brimful.models.packed.activations import Activations, LayerActivations
+from brimful.models.packed.offload import offload
+from brimful.models.packed.packed_forward import PaddedModel
 from brimful.models.packed.recompute import keep_all, recompute
 from levers.assemblies import assembly_of
 from runs import save_tiny_model, single_label_rows, write_rows
 from tiny import FAMILIES
 
+ASKED = ("none", "full", "selective", "offload")
 DEEP = {"hidden_size": 32, "num_hidden_layers": 4}
 
 
@@ -41,27 +46,37 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "packing"),
-    [("bert", "auto"), ("bert", "off"), ("modernbert", "auto"), ("deberta-v2", "auto"), ("llama", "off")],
+    ("family", "packing", "limit"),
+    [
+        ("bert", "auto", "700KB"),
+        ("bert", "off", "700KB"),
+        ("modernbert", "auto", "700KB"),
+        ("deberta-v2", "auto", "1500KB"),
+        ("llama", "off", "700KB"),
+    ],
 )
-def test_a_run_learns_the_same_bit_for_bit(family: str, packing: Any, data: Path, tmp_path: Path) -> None:
+def test_a_run_learns_the_same_bit_for_bit(
+    family: str, packing: Any, limit: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With dropout on."""
-    model = save_tiny_model(tmp_path / "base", family=family, dropout=0.2, num_hidden_layers=2)
+    monkeypatch.setattr("brimful.models.packed.offload.LEAST_BYTES", 1)
+    model = save_tiny_model(tmp_path / "base", family=family, dropout=0.2, num_hidden_layers=4)
     found = []
-    for asked in ("none", "full", "every-2"):
+    for asked in ASKED:
         run = brimful.train(
             data, model=model, output=tmp_path / asked, max_steps=4, batch_size=8, packing=packing, eval_split=0.0,
-            device="cpu", gradient_checkpointing=asked, execution="eager",
+            device="cpu", gradient_checkpointing=asked, activation_memory=limit if asked == "selective" else None,
+            execution="eager", token_budget=128,
         )  # fmt: skip
-        lines = {lever.name: lever.value for lever in run.recipe.levers}
-        assert lines.get("gradient_checkpointing", "none") == asked
+        lines = {lever.name: lever for lever in run.recipe.levers}
+        if asked != "none":
+            line = lines["gradient_checkpointing"]
+            assert (line.value, line.arithmetic) == (asked, "exact")
+            assert {"selective": "again and free", "offload": "layers 1, 2 of 4"}.get(asked, "") in line.reason
         found.append(weights_of(tmp_path / asked))
     plain, *others = found
     for other in others:
         assert all(torch.equal(plain[name], other[name]) for name in plain)
-    record = json.loads((tmp_path / "full" / "run.json").read_text())
-    (line,) = [each for each in record["recipe"]["levers"] if each["name"] == "gradient_checkpointing"]
-    assert line["arithmetic"] == "exact"
 
 
 class Kept:
@@ -77,7 +92,7 @@ def kept_bytes(step: brimful.Step, rows: list[dict[str, Any]]) -> int:
     alive: weakref.WeakSet[Kept] = weakref.WeakSet()
 
     def pack(x: Tensor) -> Kept:
-        kept = Kept(x)
+        kept = Kept(x.detach())  # an output that is kept would keep what keeps it
         alive.add(kept)
         return kept
 
@@ -103,6 +118,56 @@ def test_less_is_kept_and_release_undoes_it() -> None:
         assert not any(getattr(m, "gradient_checkpointing", False) for m in released.modules())
     assert kept["full"] < 0.6 * kept["none"]  # the rest is outside of layers
     assert kept["full"] < kept["every-2"] < kept["none"]
+    limit = round(0.6 * kept["none"])
+    model = FAMILIES["bert"].model(**DEEP).train()
+    step = brimful.Step(
+        model, num_steps=2, batch_size=8, device="cpu", gradient_checkpointing="selective", lengths=[30] * 8,
+        activation_memory=str(limit), token_budget=256,
+    )  # fmt: skip
+    (line,) = [lever for lever in step.recipe.levers if lever.name == "gradient_checkpointing"]
+    assert "are computed again" in line.reason
+    assert kept["full"] < kept_bytes(step, rows) < limit
+
+
+FREES = Activations(
+    layers=tuple(LayerActivations(kept=kept, input=10, forward_s=s) for kept, s in ((100, 1), (90, 0.5), (100, 1))),
+    outside=5, fixed=1000,
+)  # fmt: skip
+
+
+def test_what_frees_most_for_a_second_is_recomputed_first() -> None:
+    """And of equal layers the first: when it is whole again, what later ones kept is gone."""
+    assert FREES.bytes(10) == 1000 + 10 * (5 + 30 + 290)
+    assert recomputed_layers(FREES, 10, 4250) == ((), 4250)
+    assert recomputed_layers(FREES, 10, 4000) == ((1,), 1000 + 10 * (5 + 30 + 200))
+    assert recomputed_layers(FREES, 10, 3000) == ((0, 1), 1000 + 10 * (5 + 30 + 100))
+    assert recomputed_layers(FREES, 10, 1) == ((0, 1, 2), 1000 + 10 * (5 + 30 + 100))  # the last one is whole first
+    assert offloaded_layers(FREES, 10, None) == ((0,), 4250)  # three are on the device at once
+    deep = Activations(layers=FREES.layers[:1] * 8, outside=0, fixed=0)
+    assert offloaded_layers(deep, 1, None) == (tuple(range(6)), 330)
+    assert offloaded_layers(deep, 1, 600) == ((0, 1, 2), 550)
+
+
+def test_activations_are_in_host_memory_and_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("brimful.models.packed.offload.LEAST_BYTES", 1)
+    model = FAMILIES["bert"].model(**DEEP, dropout=0.2).train()
+    layers, gradients = layers_of(model), []
+    assert layers is not None
+    for moved in (0, 3):
+        store = offload(layers, moved, torch.device("cpu"))
+        torch.manual_seed(0)
+        model.zero_grad()
+        PaddedModel(model)(padded_inputs([np.arange(5, 40)] * 2, 2, 40, padding_id=0)).logits.sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        assert (store.num_bytes > 0) == (moved > 0)
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    before = store.num_bytes
+    run = PaddedModel(model)
+    stale = run(padded_inputs([np.arange(5, 40)] * 2, 2, 40, padding_id=0)).logits.sum()
+    run(padded_inputs([np.arange(5, 40)] * 2, 2, 40, padding_id=0)).logits.sum().backward()
+    assert store.num_bytes == before  # the same buffers again
+    with pytest.raises(RuntimeError, match="another one has taken their place"):
+        stale.backward()
 
 
 @pytest.mark.parametrize(("asked", "share"), [("full", 1.0), ("every-2", 0.5)])
@@ -145,3 +210,29 @@ def test_what_cannot_be_meant_is_refused(asked: str) -> None:
 def test_a_distance_beyond_the_depth_is_refused() -> None:
     with pytest.raises(OptionError, match="2 layers"):
         assembly_of(FAMILIES["bert"].model(), gradient_checkpointing="every-3").find(Checkpointing)
+
+
+def test_limits_that_cannot_be_kept_are_refused() -> None:
+    with pytest.raises(OptionError, match="needs a limit") as error:
+        TrainOptions(data="", model="", output="", gradient_checkpointing="selective")
+    assert "--activation-memory" in (error.value.hint or "")
+    with pytest.raises(OptionError, match="--activation-memory is given, and --gradient-checkpointing is none"):
+        TrainOptions(data="", model="", output="", activation_memory="1GB")
+    model = FAMILIES["bert"].model(**DEEP)
+    with pytest.raises(OptionError, match="a micro-batch of 64 tokens keeps"):
+        assembly_of(
+            model, gradient_checkpointing="selective", activation_memory="10KB", token_budget=64, lengths=(64,)
+        ).find(Checkpointing)
+
+
+def test_micro_batches_are_made_to_fit_a_limit() -> None:
+    """Unless asked for: as many tokens as can be kept whole, or as fill the device with layers recomputed."""
+    model, lengths = FAMILIES["bert"].model(**DEEP), (32,) * 64
+    found = [
+        assembly_of(model, gradient_checkpointing="selective", activation_memory=limit, lengths=lengths)
+        for limit in ("1MB", "100MB")
+    ]
+    small, large = (each.lever(TokenBudget).tokens for each in found)
+    assert small < large == 2048
+    assert found[0].lever(Checkpointing).layers
+    assert not found[1].lever(Checkpointing).layers

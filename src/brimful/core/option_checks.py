@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -116,6 +117,22 @@ def check_size(options: object, name: str) -> None:
         fits = False
     if not fits:
         raise refused(options, name, value, "a size, as 8GB, 7.5GiB or 500MB")
+
+
+def check_checkpointing(options: Any) -> None:
+    """Check that --gradient-checkpointing is known, and has --activation-memory where it needs it."""
+    given, memory = options.gradient_checkpointing, options.activation_memory
+    if not re.fullmatch(r"none|full|selective|offload|every-[1-9]\d{0,5}", given):
+        raise refused(options, "gradient_checkpointing", given, "none, full, selective, offload, or every-N as every-2")
+    if given == "selective" and memory is None:
+        raise OptionError(
+            "--gradient-checkpointing selective needs a limit to keep to", hint="add --activation-memory, as 4GB"
+        )
+    if memory is not None and given not in ("selective", "offload"):
+        raise OptionError(
+            f"--activation-memory is given, and --gradient-checkpointing is {given}",
+            hint="add --gradient-checkpointing selective, or offload",
+        )
 
 
 def effective_batch(options: Any, default: int) -> int:

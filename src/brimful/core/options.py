@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from brimful.core.errors import OptionError
 from brimful.core.option_checks import (
+    check_checkpointing,
     check_header,
     check_numbers,
     check_positive,
@@ -17,7 +17,6 @@ from brimful.core.option_checks import (
     check_types,
     effective_batch,
     flag,
-    refused,
 )
 from brimful.core.trained_part import check_trained_part
 
@@ -183,8 +182,11 @@ class TrainOptions:
     """Most tokens of a micro-batch; halved where memory runs out. Default: chosen from the data's lengths and the
     device."""
     gradient_checkpointing: str = "none"
-    """Layers whose activations are computed again in the backward pass instead of being kept: `none`, `full` or
-    `every-N` (every N-th layer). Less memory, the same gradient."""
+    """Layers whose activations are computed again in the backward pass instead of being kept: `none`, `full`, `every-N`
+    (every N-th layer), or `selective` (as few as --activation-memory allows). `offload`: they wait in host memory. Less
+    memory, the same gradient."""
+    activation_memory: str | None = None
+    """Most memory of activations of a micro-batch, as 4GB, for --gradient-checkpointing selective or offload."""
     execution: ExecutionChoice = "auto"
     """Launch mode on a GPU. eager: one kernel after another; captured: CUDA graphs; compiled: CUDA graphs of compiled
     layers. auto: captured, or compiled if the run is long enough to save time."""
@@ -218,6 +220,7 @@ class TrainOptions:
         check_header(self.header, self.column_names)
         check_text_format(self.delimiter, self.encoding)
         check_size(self, "memory_limit")
+        check_size(self, "activation_memory")
         check_positive(self, "per_device_batch_size", "gradient_accumulation_steps", "prefetch")
         object.__setattr__(self, "batch_size", effective_batch(self, TrainOptions.batch_size))
         check_trained_part(self)
@@ -230,9 +233,7 @@ class TrainOptions:
         check_numbers(self, below_one, lambda value: 0 <= value < 1, "at least 0 and below 1")
         check_numbers(self, ("seed",), lambda value: value < 1 << 63, "below 2^63")
         check_numbers(self, ("warmup_ratio",), lambda value: 0 <= value <= 1, "between 0 and 1")
-        if not re.fullmatch(r"none|full|every-[1-9]\d{0,5}", self.gradient_checkpointing):
-            given = self.gradient_checkpointing
-            raise refused(self, "gradient_checkpointing", given, "none, full, or every-N as every-2")
+        check_checkpointing(self)
         if self.warmup_ratio is not None and self.warmup_steps is not None:
             raise OptionError("--warmup-ratio and --warmup-steps are both given", hint="give one of them")
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
@@ -421,7 +422,14 @@ NOT_PART_OF_THE_RUN = frozenset(
     | {"device", "execution", "packing", "token_budget", "gradient_checkpointing", "deterministic"}
     | {"trust_remote_code", "allow_pickle", "num_train_epochs", "max_steps"}
     | {"baselines", "report"}
-    | {"memory_limit", "allocator", "prefetch", "per_device_batch_size", "gradient_accumulation_steps"}
+    | {
+        "memory_limit",
+        "activation_memory",
+        "allocator",
+        "prefetch",
+        "per_device_batch_size",
+        "gradient_accumulation_steps",
+    }
 )
 
 

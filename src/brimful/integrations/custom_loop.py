@@ -59,6 +59,7 @@ OPTIONS = (
     ),
     *("seed", "precision", "device", "packing", "token_budget", "execution"),
     "gradient_checkpointing",
+    "activation_memory",
 )
 _PROBLEMS: dict[str, TaskName] = {
     "regression": "regression",

@@ -1,32 +1,60 @@
-"""Gradient checkpointing: layers whose activations are computed again in the backward pass instead of being kept.
+"""Gradient checkpointing: layers whose activations are computed again in the backward pass instead of being kept, or
+wait for it in host memory.
 
-A layer keeps its input alone and runs forward once more: a third of its products again. Gradients are the same bit for
-bit, with dropout on: masks are drawn again.
+A layer that is recomputed keeps its input alone and runs forward once more. Gradients are the same bit for bit, with
+dropout on: masks are drawn again. Under a limit of bytes (`selective`) those layers are recomputed that free the most
+bytes for a second of it; of equal ones the first, as their turn in the backward pass comes when all others are gone.
+Parts of layers are not told apart: attention and the products after it free about as much a second as each other, and a
+compiled layer is one function.
+
+`offload` copies what a layer keeps to the host while later layers run. Nothing is computed twice; the link is what it
+costs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from brimful.core import records
 from brimful.core.errors import OptionError
 from brimful.core.options import TrainOptions
+from brimful.core.units import bytes_text
+from brimful.hardware.memory import free_host_bytes
+from brimful.levers.activations import (
+    activations_of,
+    budget_bytes,
+    offloaded_layers,
+    recomputed_every,
+    recomputed_layers,
+)
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.token_budget import TokenBudget
 from brimful.models.model_stats import layers_of
+from brimful.models.packed.offload import offload
 from brimful.models.packed.recompute import call_recomputed, recompute
+
+_SOURCES = {"selective": "Korthikanti et al. 2022, arXiv 2205.05198", "offload": "Rhu et al. 2016, arXiv 1602.08124"}
+#: Share of free host memory that activations may take.
+_HOST_SHARE = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing(Lever):
-    """The layers that are recomputed, by number, of `depth` layers; all there are in a model without a list of them."""
+    """The layers that are recomputed, or offloaded, by number, of `depth` layers; all there are in a model without a
+    list of them.
+
+    freed: bytes of a micro-batch that a limit leaves out, None where no limit was given and nothing was measured.
+    """
 
     name = "gradient_checkpointing"
     source = "Chen et al. 2016, arXiv 1604.06174"
     layers: tuple[int, ...]
     depth: int
+    freed: int | None = None
 
     @property
     def share(self) -> float:
-        """Share of the layers that are recomputed."""
+        """Share of the layers that are recomputed, or offloaded."""
         return len(self.layers) / self.depth
 
     @classmethod
@@ -34,6 +62,8 @@ class Checkpointing(Lever):
         """Return whether layers can be told apart, or Hugging Face's own code recomputes them all."""
         if layers_of(assembly.model) is not None:
             return Verdict(ok=True, because="each layer is recomputed in the context of its forward pass")
+        if assembly.options.gradient_checkpointing in _SOURCES:  # type: ignore[union-attr]
+            return Verdict(ok=False, because="the model has no list of layers of its own to choose from")
         if assembly.device.type != "cpu":
             because = "the model has no list of layers of its own, by which masks of dropout could be drawn again"
             return Verdict(ok=False, because=because)
@@ -43,47 +73,102 @@ class Checkpointing(Lever):
 
     @classmethod
     def choose(cls, assembly: Assembly) -> Checkpointing | None:
-        """Recompute what was asked for; nothing unless it was."""
+        """Take what was asked for; nothing unless it was."""
         if not assembly.training:
             return None
-        every = recomputed_every(assembly.options)  # type: ignore[arg-type]
-        if every is None:
+        options: TrainOptions = assembly.options  # type: ignore[assignment]
+        asked, every = options.gradient_checkpointing, recomputed_every(options)
+        if asked == "none":
             return None
         layers, verdict = layers_of(assembly.model), cls.supports(assembly)
-        asked: str = assembly.options.gradient_checkpointing  # type: ignore[union-attr]
-        if verdict.ok and layers is None and every > 1:
+        if verdict.ok and layers is None and every is not None and every > 1:
             verdict = Verdict(ok=False, because="the model has no list of layers of its own")
         if not verdict.ok:
             hint = "leave it out, or lower --token-budget: a smaller micro-batch keeps less"
             raise OptionError(f"--gradient-checkpointing {asked} does not work here: {verdict.because}", hint=hint)
         depth = 1 if layers is None else len(layers)
+        if every is None:
+            return cls._by_bytes(assembly, asked, depth)
         numbers = tuple(range(every - 1, depth, every))
         if not numbers:
             raise OptionError(f"--gradient-checkpointing is {asked}, and the model has {depth} layers", hint="full")
         reason = f"asked for: {len(numbers)} of {depth} layers keep their input alone, and are computed again"
         return cls(value=asked, reason=reason, layers=numbers, depth=depth)
 
+    @classmethod
+    def _by_bytes(cls, assembly: Assembly, asked: str, depth: int) -> Checkpointing:
+        """Choose layers by what they were measured to keep."""
+        tokens, found = assembly.lever(TokenBudget).tokens, assembly.fact(activations_of)
+        budget = budget_bytes(assembly.options)  # type: ignore[arg-type]
+        numbers, left = (recomputed_layers if asked == "selective" else offloaded_layers)(found, tokens, budget)
+        if budget is not None and left > budget:
+            raise OptionError(
+                f"--activation-memory is {bytes_text(budget)}, and a micro-batch of {tokens:,} tokens keeps"
+                f" {bytes_text(left)} at least",
+                hint="give more, or lower --token-budget or --max-length",
+            )
+        freed = round(found.bytes(tokens) - left)
+        limit = "" if budget is None else f", of {bytes_text(budget)}"
+        said = f"asked for: {bytes_text(left)} of activations a micro-batch of {tokens:,} tokens{limit}, measured;"
+        each = found.layers[numbers[0]] if numbers else found.layers[0]
+        if not numbers:
+            said += " all of it is kept"
+        elif asked == "selective":
+            said += f" layers {_numbered(numbers)} of {depth} are computed again and free {bytes_text(freed)},"
+            said += f" the first of them {bytes_text(each.kept / each.forward_s)} for a second of it"
+        else:
+            _check_host(freed)
+            said += f" layers {_numbered(numbers)} of {depth} have theirs in host memory"
+        return cls(value=asked, reason=said, layers=numbers, depth=depth, freed=freed)
+
+    @property
+    def recomputes(self) -> bool:
+        """True where layers run twice."""
+        return self.value != "offload"
+
+    def line(self) -> records.Lever:
+        """Its line in the recipe, with the source of what was chosen."""
+        return replace(super().line(), source=_SOURCES.get(self.value, self.source))
+
     def cost(self, work: StepWork) -> Cost:
-        """Seconds of the forward passes of these layers once more. What they keep is counted with the token budget."""
-        return Cost(step_s=self.share * work.products_s(work.num_tokens) / work.passes)
+        """Seconds of the forward passes of these layers once more; copies are taken to be hidden. What they keep is
+        counted with the token budget, less what was measured to be freed."""
+        freed = -(self.freed or 0)
+        if self.recomputes:
+            return Cost(step_bytes=freed, step_s=self.share * work.products_s(work.num_tokens) / work.passes)
+        return Cost(step_bytes=freed)
 
     def apply(self, assembly: Assembly) -> None:
         """Turn it on in these layers."""
         layers = layers_of(assembly.model)
         if layers is None:
             assembly.model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=call_recomputed)
-            return
-        recompute(list(layers), self.layers)
-
-
-def recomputed_every(options: TrainOptions) -> int | None:
-    """Return the distance of recomputed layers from one another, None where none is recomputed."""
-    asked = options.gradient_checkpointing
-    if asked == "none":
-        return None
-    return 1 if asked == "full" else int(asked.removeprefix("every-"))
+        elif self.recomputes:
+            recompute(list(layers), self.layers)
+        else:
+            offload(layers, len(self.layers), assembly.device)
 
 
 def seeds_dropout(assembly: Assembly) -> bool:
     """Return whether dropout of the model's own code must be drawn by its place in the pass."""
-    return assembly.device.type == "cuda" and assembly.find(Checkpointing) is not None
+    found = assembly.find(Checkpointing)
+    return assembly.device.type == "cuda" and found is not None and found.recomputes
+
+
+def _numbered(numbers: tuple[int, ...]) -> str:
+    """Layers as people count them: `1 to 4`, or `1, 3, 5`."""
+    counted = [number + 1 for number in numbers]
+    if len(counted) > 2 and counted == list(range(counted[0], counted[-1] + 1)):
+        return f"{counted[0]} to {counted[-1]}"
+    return ", ".join(map(str, counted))
+
+
+def _check_host(num_bytes: int) -> None:
+    """Check that activations fit in host memory. Raises: OptionError."""
+    free = free_host_bytes()
+    if free is not None and num_bytes > _HOST_SHARE * free:
+        raise OptionError(
+            f"--gradient-checkpointing offload needs {bytes_text(num_bytes)} of host memory, and {bytes_text(free)} are"
+            " free",
+            hint="lower --token-budget, or recompute: --gradient-checkpointing full",
+        )

@@ -71,7 +71,9 @@ class ExecutionMode(Lever):
             return Verdict(ok=False, because=because)
         if assembly.training:
             assembly.lever(Optimizer)
-            if assembly.find(Checkpointing) is not None and not assembly.fact(kernels_of).fused:
+            checkpointing = assembly.find(Checkpointing)
+            again = checkpointing is not None and checkpointing.recomputes
+            if again and not assembly.fact(kernels_of).fused:
                 return Verdict(ok=False, because="masks of attention could not be drawn again in a graph")
         if assembly.lever(Packing).packed:
             return assembly.fact(kernels_of).variable_length

@@ -78,7 +78,7 @@ def kernels_of(assembly: Assembly) -> AttentionKernels:
     model, precision, length = assembly.model, assembly.precision, assembly.typical_length
     if not (assembly.training and assembly.packing_wanted):
         measured = None
-    elif assembly.options.gradient_checkpointing == "none":  # type: ignore[union-attr]
+    elif assembly.options.gradient_checkpointing in ("none", "offload"):  # type: ignore[union-attr]
         measured = measure_attention(model, precision, length)
     else:
         measured = Measured(fastest="triton_attention", said="it draws the masks of a recomputed layer again")

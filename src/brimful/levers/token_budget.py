@@ -13,7 +13,7 @@ from brimful.data.batches.padding import PaddedShapes
 from brimful.hardware.memory import device_free_bytes
 from brimful.hardware.probe import device_name
 from brimful.hardware.specs import datasheet_flops_per_s
-from brimful.levers.checkpointing import Checkpointing
+from brimful.levers.activations import fitting_tokens, recomputed_every
 from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer import asked_optimizer
@@ -63,7 +63,7 @@ class TokenBudget(Lever):
     def choose(cls, assembly: Assembly) -> TokenBudget:
         """Choose sizes that the lengths of batches to come fill well, for training as many as are needed."""
         packing, verdict = assembly.lever(Packing), cls.supports(assembly)
-        tokens = assembly.options.token_budget or _largest(assembly)
+        tokens = assembly.options.token_budget or _largest_kept(assembly)
         token_bytes, rows = _token_bytes(assembly) or 0, _asked_rows(assembly)
         if rows is not None and not verdict.ok and rows < assembly.options.batch_size:  # type: ignore[union-attr]
             raise OptionError(
@@ -158,6 +158,13 @@ def _budget_tokens(assembly: Assembly) -> float:
     return _CAPTURE_S * reached / (6 * max(1, matmul_parameters(assembly.model)))
 
 
+def _largest_kept(assembly: Assembly) -> int:
+    """Return as `_largest` does, within the limit of activations, in whole tiles."""
+    most = _largest(assembly)
+    fitting = fitting_tokens(assembly, most) if assembly.training else most
+    return most if fitting == most else max(TILE, fitting // TILE * TILE)
+
+
 def _largest(assembly: Assembly) -> int:
     """Return the device's default, for training no more than half of its free memory holds activations of.
 
@@ -196,8 +203,8 @@ def _token_bytes(assembly: Assembly) -> int | None:
     if not isinstance(width, int) or not isinstance(depth, int):
         return None
     whole = 45 * width * (assembly.precision.dtype.itemsize // 2)
-    recomputed = assembly.find(Checkpointing)
-    if recomputed is None:
+    every = recomputed_every(assembly.options) if isinstance(assembly.options, TrainOptions) else None
+    if every is None:
         return whole * depth
-    again = round(depth * recomputed.share)
+    again = depth // every
     return whole * min(depth, depth - again + 1) + 4 * width * again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,12 @@ def make_sequences(whole_config: Any, max_length: int) -> list[np.ndarray]:
     windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_window")]
     windows += [getattr(config, "window_size", None), farthest_bucket(whole_config), full_attention_limit(whole_config)]
     longest = max([48, *(w + 40 for w in windows if isinstance(w, int))])
-    lengths = [min(n, max_length) for n in (5, 17, longest, 2, 31)]
+    return random_sequences(whole_config, [min(n, max_length) for n in (5, 17, longest, 2, 31)])
+
+
+def random_sequences(whole_config: Any, lengths: Iterable[int]) -> list[np.ndarray]:
+    """Random token ids as `make_sequences` has them, of these lengths."""
+    config = whole_config.get_text_config()
     avoided = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
     ids = np.arange(getattr(config, "vocab_size", None) or _LETTERS)
     allowed = np.setdiff1d(ids, [a for a in avoided if isinstance(a, int)])
@@ -101,10 +106,22 @@ def packed_row(sequences: Sequence[np.ndarray], config: Any, max_length: int, ke
     if isinstance(positions, int) and positions <= _SHORT_TABLE:
         total = max(total, positions + 1)
     total += -total % float8.ALIGNMENT
+    return _row(sequences, config, kernel, total, len(sequences) + 2, min(max_length, longest))
+
+
+def filled_row(sequences: Sequence[np.ndarray], config: Any, kernel: Kernel = (None, None)) -> Inputs:
+    """The sequences in one row that they fill."""
+    lengths = [len(s) for s in sequences]
+    return _row(sequences, config, kernel, sum(lengths), len(lengths), max(lengths))
+
+
+def _row(
+    sequences: Sequence[np.ndarray], config: Any, kernel: Kernel, num_tokens: int, num_slots: int, max_length: int
+) -> Inputs:
     shape = PackedShape(
-        num_tokens=total,
-        num_slots=len(sequences) + 2,
-        max_length=min(max_length, longest),
+        num_tokens=num_tokens,
+        num_slots=num_slots,
+        max_length=max_length,
         typical_length=kernel[0],
         attention=kernel[1],
     )

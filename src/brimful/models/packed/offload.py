@@ -1,0 +1,211 @@
+"""Activations in host memory between a layer's forward and backward pass.
+
+What a layer saves for its backward pass is copied to pinned host memory on a stream of its own, while the layers after
+it run, and fetched again two layers ahead of the backward pass. The bits are the same. On a CPU it is a plain copy.
+
+Copies go to buffers that stay: a CUDA graph holds their addresses. So one pass is under way at a time, forward and
+backward, as in a step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from brimful.models.packed.recompute import recompute
+
+#: Smaller tensors stay: a copy costs more than the bytes are worth.
+LEAST_BYTES = 64 << 10
+#: Layers that are on the device beside the one that runs: leaving it in a forward pass, coming back in a backward pass.
+AHEAD = 2
+
+
+def offload(layers: nn.ModuleList, count: int, device: torch.device) -> HostActivations:
+    """Have the first `count` layers keep their activations in host memory, and no others."""
+    store = HostActivations(device)
+    recompute(list(layers), range(len(layers)))
+    for number, layer in enumerate(layers):
+        changed: Any = layer
+        changed._gradient_checkpointing_func = partial(store.call, number, weakref.ref(layer), number < count)
+    return store
+
+
+class HostActivations:
+    """Buffers of one model's layers, and the pass that uses them.
+
+    num_bytes: of host memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_bytes = 0
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._buffers: dict[tuple[int, int], list[Tensor]] = {}
+        self._layers: dict[int, _Layer] = {}
+        self._number = -1
+
+    def call(
+        self, number: int, layer: weakref.ref[nn.Module], moved: bool, function: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """Call a layer: in the place of Hugging Face's function for gradient checkpointing. moved: False to keep all
+        on the device."""
+        if number <= self._number:
+            self._layers = {}  # another pass: what was saved before it must not be read any more
+        self._number = number
+        if (left := self._layers.get(number - AHEAD)) is not None:
+            left.leave()
+        if not moved:
+            return self._hooked(number, function(*arguments))
+        module = layer()
+        assert module is not None
+        weights = {each.untyped_storage().data_ptr() for each in (*module.parameters(), *module.buffers())}
+        self._layers[number] = saved = _Layer(self, number, weights)
+        with saved_tensors_hooks(saved.pack, _unpack):
+            return self._hooked(number, function(*arguments))
+
+    def _hooked(self, number: int, results: Any) -> Any:
+        """Results of a layer whose gradient, when it comes, says that the layer's turn has come."""
+        layers = self._layers
+        for leaf in pytree.tree_leaves(results):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: self._bring(layers, number))
+        return results
+
+    def is_worth(self, x: Tensor, weights: set[int]) -> bool:
+        """True for a tensor that is to be moved."""
+        return (
+            x.device.type == self._device.type
+            and x.nbytes >= LEAST_BYTES
+            and type(x) in (Tensor, nn.Parameter)
+            and x.layout == torch.strided
+            and x.untyped_storage().data_ptr() not in weights
+        )
+
+    def out(self, storage: Tensor, number: int, place: int) -> tuple[Tensor, Any]:
+        """Copy bytes to the buffer of a place in a layer; the buffer, and the event after which it holds them."""
+        host = self._buffer(number, place, storage.nbytes)[: storage.nbytes]
+        if self._stream is None:
+            host.copy_(storage)
+            return host, None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(storage, non_blocking=True)
+            return host, self._stream.record_event()
+
+    def back(self, host: Tensor) -> tuple[Tensor, Any]:
+        """Copy bytes to the device; a tensor of them, and the event after which it has them."""
+        found = torch.empty(host.nbytes, dtype=torch.uint8, device=self._device)
+        if self._stream is None:
+            return found.copy_(host), None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what had this memory before may use it yet
+        with torch.cuda.stream(self._stream):
+            found.copy_(host, non_blocking=True)
+            return found, self._stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Have the current stream wait for a copy."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def fetch(self, layer: _Layer) -> None:
+        """Begin to bring back a layer that a backward pass has come to, and those that come next."""
+        if self._layers.get(layer.number) is not layer:
+            raise RuntimeError("activations were saved by an earlier pass, and another one has taken their place")
+        self._bring(self._layers, layer.number)
+
+    def _bring(self, layers: dict[int, _Layer], number: int) -> None:
+        if layers is self._layers:
+            for each in range(number, number - AHEAD - 1, -1):
+                if (layer := layers.get(each)) is not None:
+                    layer.come_back()
+
+    def _buffer(self, number: int, place: int, num_bytes: int) -> Tensor:
+        """The smallest buffer that holds as many bytes. Graphs may have the address of any that there ever was."""
+        found = self._buffers.setdefault((number, place), [])
+        fitting = [each for each in found if each.nbytes >= num_bytes]
+        if fitting:
+            return min(fitting, key=lambda each: each.nbytes)
+        found.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None))
+        self.num_bytes += num_bytes
+        return found[-1]
+
+
+class _Layer:
+    """Storages that one layer saved in one pass. Those that no backward pass needs any more are gone."""
+
+    def __init__(self, store: HostActivations, number: int, weights: set[int]) -> None:
+        self.store, self.number, self._weights = store, number, weights
+        self._saved: weakref.WeakValueDictionary[tuple[int, int], _Storage] = weakref.WeakValueDictionary()
+        self._num_places, self._is_back = 0, False
+
+    def pack(self, x: Tensor) -> Any:
+        """Take in a tensor; several of one storage are views of one copy."""
+        if not self.store.is_worth(x, self._weights):
+            return x.detach()  # an output would keep the graph that keeps it
+        key = (x.untyped_storage().data_ptr(), x._version)
+        storage = self._saved.get(key)
+        if storage is None:
+            storage = self._saved[key] = _Storage(self, x, self._num_places)
+            self._num_places += 1
+        return _View(storage, x)
+
+    def leave(self) -> None:
+        """Give the device's memory back, once copies are there."""
+        for storage in list(self._saved.values()):
+            storage.leave()
+
+    def come_back(self) -> None:
+        """Bring all back that is needed yet."""
+        if not self._is_back:
+            self._is_back = True
+            for storage in list(self._saved.values()):
+                storage.come_back()
+
+
+class _Storage:
+    """The bytes of a storage: on the device, in host memory or on their way."""
+
+    def __init__(self, layer: _Layer, x: Tensor, place: int) -> None:
+        self.layer = layer
+        self._bytes: Tensor | None = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+        self._host, self._event = layer.store.out(self._bytes, layer.number, place)
+
+    def leave(self) -> None:
+        self.layer.store.wait(self._event)
+        self._bytes = self._event = None
+
+    def come_back(self) -> None:
+        if self._bytes is None:
+            self._bytes, self._event = self.layer.store.back(self._host)
+
+    def read(self) -> Tensor:
+        """(bytes) on the device."""
+        self.layer.store.fetch(self.layer)
+        self.layer.store.wait(self._event)  # of the copy that left, too: a capture must end with all streams joined
+        self._event = None
+        assert self._bytes is not None
+        return self._bytes
+
+
+class _View:
+    """A tensor, as a view of bytes."""
+
+    def __init__(self, storage: _Storage, x: Tensor) -> None:
+        self._storage, self._dtype = storage, x.dtype
+        self._size, self._stride, self._offset = x.size(), x.stride(), x.storage_offset()
+
+    def tensor(self) -> Tensor:
+        plain = torch.empty(0, dtype=self._dtype, device=self._storage.read().device)
+        return plain.set_(self._storage.read().untyped_storage(), self._offset, self._size, self._stride)
+
+
+def _unpack(saved: Any) -> Tensor:
+    found: Tensor = saved.tensor() if isinstance(saved, _View) else saved
+    return found
