@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from brimful.core.profile import Profile
     from brimful.core.records import Run
     from brimful.data.batches.batch import Batch
+    from brimful.drop_in.estimator import TextClassifier
     from brimful.integrations.custom_loop import Feed, Step
     from brimful.integrations.packed import packed
 
@@ -63,6 +64,7 @@ _PUBLIC = {
     "Profile": "brimful.core.profile",
     "Run": "brimful.core.records",
     "Step": "brimful.integrations.custom_loop",
+    "TextClassifier": "brimful.drop_in.estimator",
     "TrainOptions": "brimful.core.options",
     "classify": "brimful.api",
     "evaluate": "brimful.api",
@@ -94,6 +96,7 @@ __all__ = [
     "Profile",
     "Run",
     "Step",
+    "TextClassifier",
     "TrainOptions",
     "classify",
     "evaluate",

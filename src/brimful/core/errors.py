@@ -3,6 +3,7 @@
     BrimfulError                 exit  what happened
     ├── InputError                2    something asked for cannot be done as asked
     │   ├── OptionError           2    a flag, a configuration key or an argument
+    │   │   └── ArgumentError     2    one of an estimator or a pipeline: also a ValueError
     │   ├── DataError             2    rows, columns, labels, files of text
     │   ├── ModelError            2    weights, configuration, tokenizer
     │   ├── OutputError           2    the output folder, or the disk under it
@@ -84,6 +85,10 @@ class InputError(BrimfulError):
 
 class OptionError(InputError):
     """A flag, a configuration key or an argument."""
+
+
+class ArgumentError(OptionError, ValueError):
+    """An argument of a call that has the form of another library's, whose callers expect a ValueError."""
 
 
 class DataError(InputError):
