@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.options import TrainOptions
@@ -118,6 +119,7 @@ def assemble(
     model: Any, options: TrainOptions, precision: Precision, callbacks: Callbacks, *, task: Task,
     batches: list[np.ndarray], mean_length: float, max_length: int, longest: int, num_steps: int,
     num_warmup_steps: int, cache: bool = True, eager_attention: bool = False, loaded: ModelFacts | None = None,
+    optimizer: torch.optim.Optimizer | Literal["elsewhere"] | None = None,
 ) -> Assembled:  # fmt: skip
     """Put together how a model in memory learns. Its parameters become the step's.
 
@@ -125,7 +127,7 @@ def assemble(
     a sequence, in tokens. max_length, longest: most tokens that a sequence may have, and that one will have. num_steps:
     applied ones, the warm-up's among them. cache: whether an equivalence check of the same architecture holds for it
     too. eager_attention: whether padded rows must have it.
-    loaded: facts of the files that the model was read from, if it can be again.
+    loaded: facts of the files that the model was read from, if it can be again. optimizer: as of `Assembly`.
     """
     assembly = Assembly(
         options=options,
@@ -142,6 +144,7 @@ def assemble(
         new_parameters=() if loaded is None else loaded.new_parameters,
         base_name="" if loaded is None else loaded.base_name,
         weights_on_disk=loaded is not None,
+        optimizer=optimizer,
     )
     with whole_model_fits(precision.device):
         recipe = assembly.recipe(LEVERS, device_name(precision.device))

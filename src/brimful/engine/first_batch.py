@@ -76,15 +76,16 @@ class Rows:
 
 def checked(
     make: Callable[[TrainOptions, Precision, bool], A], options: TrainOptions, precision: Precision, rows: Rows,
-    callbacks: Callbacks,
+    callbacks: Callbacks, made: A | None = None,
 ) -> tuple[A, FirstBatch]:  # fmt: skip
     """Assemble a run whose first batch is the plain model's, on slower paths where it must be, and say so.
 
-    make: assembles with options, a precision, and whether padded rows must have eager attention.
+    make: assembles with options, a precision, and whether padded rows must have eager attention. made: what it made
+    with the options that were asked for, if it did already.
     """
     eager, fallbacks = False, tuple[str, ...]()
     while True:
-        made = make(options, precision, eager)
+        made = made or make(options, precision, eager)
         found = replace(compare(made, rows), fallbacks=fallbacks)
         if found.passed is not False or eager:
             _tell(found, callbacks)
@@ -95,7 +96,7 @@ def checked(
         fallbacks = (*fallbacks, said)
         options, precision, eager, _ = slower
         made.step.release()
-        del made
+        made = None
         gc.collect()  # graphs, and a copy of the weights
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

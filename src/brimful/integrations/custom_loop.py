@@ -1,9 +1,10 @@
-"""The step of a training loop of your own: a model in memory and tokenised rows in, one optimizer step out.
+"""The step of a training loop of your own: a model and an optimizer in memory, tokenised rows in, optimizer steps out.
 
-step = brimful.Step(model, num_steps=300, batch_size=32, learning_rate=2e-5)
-with brimful.Feed(step, batches) as feed:
-    for batch in feed:
-        outcome = step.run(batch).read()
+step = brimful.Step(model, torch.optim.AdamW(model.parameters(), lr=2e-5), accumulation=4)
+for batch in loader:                   # dictionaries, or padded tensors
+    outcome = step(batch)              # every fourth call updates, with the gradient of all four batches
+    if outcome.updated:
+        scheduler.step()
 step.release()
 """
 
@@ -15,34 +16,41 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
 
-from brimful.core.callbacks import Callbacks
+from brimful.core.callbacks import Callbacks, PythonWarnings
 from brimful.core.errors import OptionError
 from brimful.core.options import TrainOptions
-from brimful.core.records import LabelSpace, TaskName
+from brimful.core.records import FirstBatch, LabelSpace, Recipe, TaskName
 from brimful.data.batches import prefetch
 from brimful.data.batches.batch import Batch, make_batch
 from brimful.data.tokens.encoder import Tokens, offsets_of
-from brimful.engine.assemble import assemble
+from brimful.engine import first_batch
+from brimful.engine.assemble import Assembled, assemble
 from brimful.engine.fitted_step import FittedStep
 from brimful.engine.inference import evaluating, evaluation_forward, keep_modes, predict_logits
 from brimful.engine.prepare import DEFAULT_MAX_LENGTH
 from brimful.hardware.probe import choose_device
+from brimful.integrations.rows import ReadRows, RowReader, Rows, joined
+from brimful.integrations.step_parts import (
+    StepOutcome,
+    Unwrapped,
+    asked_precision,
+    readable_state,
+    state_of,
+    unwrapped_optimizer,
+)
 from brimful.levers.precision import choose_precision
-from brimful.models.hub.adapters import unwrapped
 from brimful.models.hub.inspection import max_positions
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.layer_calls import remove_calls
 from brimful.models.packed.packed_forward import has_token_types
 from brimful.models.packed.recompute import keep_all
+from brimful.step.precision import Precision
 from brimful.step.recovery import OutOfMemoryLog
 from brimful.step.state import StepState
 from brimful.step.step import Pending
 from brimful.tasks.task import make_task
-
-#: Tokenised rows: a dictionary each, with `input_ids`, or columns of them such as padded tensors.
-Rows = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 #: Fields of TrainOptions that a step depends on.
 OPTIONS = (
@@ -68,20 +76,27 @@ _PROBLEMS: dict[str, TaskName] = {
 }
 #: Batches that token budgets are chosen by.
 _MOST_BATCHES = 2000
+#: Steps that a loop with a schedule of its own is taken to have, by which compiling is judged.
+_SOME_STEPS = 1000
 _FEW_LENGTHS = 64
 
 
 class Step:
     """One optimizer step of an `AutoModelForSequenceClassification`, packed where the equivalence check allows it.
 
-    A model may be in peft's wrapper: then its adapter is trained.
+    optimizer: an optimizer of torch, whose groups' learning rates hold at each step, so that any schedule can set them;
+    or a name of transformers' `optim`, with the learning rate and schedule that the options say. accumulation: calls
+    that make one update, whose gradient is that of their batches as one. num_steps: of the learning-rate schedule; with
+    an optimizer of your own, about how many there will be. lengths: tokens of the sequences to come, by which token
+    budgets and kernels are chosen; by default all lengths up to `max_length` are expected alike. callbacks: hears
+    warnings; by default they are Python's. options: fields of TrainOptions that a step depends on (`OPTIONS`).
 
-    num_steps: of the learning-rate schedule. lengths: tokens of the sequences to come, by which token budgets and
-    kernels are chosen; by default all lengths up to `max_length` are expected alike. callbacks: hears warnings.
-    options: fields of TrainOptions that a step depends on (`OPTIONS`).
-
-    The model is moved to the device, its weights are in fp32, and until `release` it belongs to the step: logits come
-    from `predict`. A model in eval mode is put in train mode; in a model in train mode, submodules keep their modes.
+    model: it may be in peft's wrapper, which then is what is trained, or prepared by Accelerate for one process, whose
+    mixed precision then holds. It is moved to the device, its weights are in fp32, and until `release` it belongs to
+    the step: logits come from `predict`. A model in eval mode is put in train mode; in a model in train mode,
+    submodules keep their modes.
+    Before the first update its batch goes through the very step, and through the plain model; where they differ a
+    slower path runs. first_batch: the comparison.
     out_of_memory: each time that memory ran out, and the token budget that the step went on with.
     Raises: OptionError for an option that does not work here.
     """
@@ -89,48 +104,80 @@ class Step:
     def __init__(
         self,
         model: Any,
+        optimizer: str | torch.optim.Optimizer | None = None,
         *,
-        num_steps: int,
+        num_steps: int | None = None,
+        accumulation: int = 1,
         lengths: Sequence[int] | np.ndarray | None = None,
         callbacks: Callbacks | None = None,
         **options: Any,
     ) -> None:
         if unknown := sorted(set(options) - set(OPTIONS)):
             raise OptionError(f"Step has no option {unknown[0]!r}", hint="the options are " + ", ".join(OPTIONS))
-        self._given, model = model, unwrapped(model)
-        self._options = asked = TrainOptions(data="", model="", output="", **options)
-        callbacks = callbacks or Callbacks()
-        precision = choose_precision(asked.precision, choose_device(asked.device))
-        limit = max_positions(model.config, model)
-        if asked.max_length is not None and limit is not None and asked.max_length > limit:
-            raise OptionError(f"max_length is {asked.max_length}, and the model has positions for {limit} tokens")
-        self._max_length = asked.max_length or min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH)
-        self._vocab_size = getattr(model.config.get_text_config(), "vocab_size", None) or 1 << 31
-        self._with_types = has_token_types(model.config)
-        self._before = (model.config._attn_implementation, keep_modes(model))
-        space = _label_space(model.config, asked)
-        self._task = make_task(space, np.zeros(0, dtype=np.int64), None, asked.label_smoothing_factor)
-        batches = _expected_batches(lengths, asked.batch_size, self._max_length)
-        built = assemble(
-            model.float(),
+        if accumulation < 1:
+            raise OptionError(f"accumulation is {accumulation}, and an update is made of one call at least")
+        if isinstance(optimizer, str):
+            options, optimizer = options | {"optim": optimizer}, None
+        if num_steps is None and optimizer is None:
+            raise OptionError(
+                "num_steps is missing, and the learning-rate schedule ends there",
+                hint="pass num_steps=..., or an optimizer of torch and its scheduler",
+            )
+        self._callbacks, self._options = callbacks or PythonWarnings(), _options(options)
+        self._given = Unwrapped.of(model)
+        options_asked, self._optimizer = self._options, unwrapped_optimizer(optimizer)
+        self._num_steps = _SOME_STEPS if num_steps is None else num_steps
+        self._accumulation, self._most_rows = accumulation, options_asked.batch_size
+        self._options = dataclasses.replace(options_asked, batch_size=accumulation * options_asked.batch_size)
+        model, config = self._given.model, self._given.model.config
+        self._reader = _reader(model, options_asked)
+        self._before = (config._attn_implementation, keep_modes(model))
+        smoothing = options_asked.label_smoothing_factor
+        self._task = make_task(self._reader.space, np.zeros(0, dtype=np.int64), None, smoothing)
+        self._batches = _expected_batches(lengths, self._options.batch_size, self._reader.max_length)
+        asked = asked_precision(options_asked.precision, optimizer)
+        precision = choose_precision(asked, choose_device(options_asked.device))
+        self._num_made = self._num_run = 0
+        self._waiting: list[ReadRows] = []
+        self.first_batch: FirstBatch | None = None
+        log = OutOfMemoryLog(warn=self._callbacks.warning)
+        self.out_of_memory, self._log = log.found, log
+        self._take(self._assembled(self._options, precision, eager_attention=False))
+
+    def _assembled(self, options: TrainOptions, precision: Precision, eager_attention: bool) -> Assembled:
+        asked, longest = options, self._reader.max_length
+        return assemble(
+            self._given.model.float(),
             asked,
             precision,
-            callbacks,
+            self._callbacks,
             task=self._task,
-            batches=batches,
-            mean_length=float(np.concatenate(batches).mean()),
-            max_length=self._max_length,
-            longest=self._max_length,
-            num_steps=num_steps,
-            num_warmup_steps=asked.warmup_steps or math.ceil((asked.warmup_ratio or 0.0) * num_steps),
+            batches=self._batches,
+            mean_length=float(np.concatenate(self._batches).mean()),
+            max_length=longest,
+            longest=longest,
+            num_steps=self._num_steps,
+            num_warmup_steps=asked.warmup_steps or math.ceil((asked.warmup_ratio or 0.0) * self._num_steps),
             cache=False,  # what is in memory need not be what its configuration says
+            eager_attention=eager_attention,
+            optimizer=self._optimizer,
         )
-        self._built, self._num_made, self._num_run = built, 0, 0
-        log = OutOfMemoryLog(warn=callbacks.warning)
-        self.out_of_memory, self._fitted = log.found, FittedStep(built, log)
-        self._forward = evaluation_forward(built, most_rows=asked.batch_size, note=callbacks.warning)
-        self._forward.hear = log
-        self.device, self.recipe = precision.device, built.recipe
+
+    def _take(self, built: Assembled) -> None:
+        """Run this from now on."""
+        self._built, self._fitted = built, FittedStep(built, self._log)
+        self._forward = evaluation_forward(built, most_rows=self._options.batch_size, note=self._callbacks.warning)
+        self._forward.hear = self._log
+
+    @property
+    def device(self) -> torch.device:
+        """Device that it runs on."""
+        return self._built.precision.device
+
+    @property
+    def recipe(self) -> Recipe:
+        """All that was chosen, with reasons."""
+        return self._built.recipe
 
     @property
     def packed(self) -> bool:
@@ -141,6 +188,22 @@ class Step:
     def next_number(self) -> int:
         """Number of the next batch, after those that were run and those that `batch` made."""
         return max(self._num_made, self._num_run)
+
+    def __call__(self, rows: Rows) -> StepOutcome:
+        """Take one batch of the loop; every `accumulation`-th call is an optimizer step on all since the last one.
+
+        rows: as of `batch`. Returns at once; reading the outcome waits for the device. Raises: as `batch` and `run`.
+        """
+        self._waiting.append(self._read(rows, self._most_rows))
+        return self.flush() if len(self._waiting) == self._accumulation else StepOutcome(None)
+
+    def flush(self) -> StepOutcome:
+        """Make the optimizer step of the batches that wait for more, as at the end of an epoch; none if none do."""
+        if not self._waiting:
+            return StepOutcome(None)
+        rows, self._waiting = joined(self._waiting), []
+        self._num_made = self.next_number + 1
+        return StepOutcome(self.run(self._made(rows, self._num_made - 1)))
 
     def batch(self, rows: Rows, *, number: int | None = None) -> Batch:
         """One effective batch, laid out in micro-batches, on the host.
@@ -155,12 +218,17 @@ class Step:
         return self._make(rows, number)
 
     def _make(self, rows: Rows, number: int) -> Batch:
-        each = _each_row(rows)
-        if not 0 < len(each) <= self._options.batch_size:
-            raise OptionError(f"a batch has {len(each)} rows, and batch_size is {self._options.batch_size}")
-        ids, types = self._sequences(each)
+        return self._made(self._read(rows, self._options.batch_size), number)
+
+    def _read(self, rows: Rows, most: int) -> ReadRows:
+        read = self._reader.read(rows)
+        if not 0 < len(read) <= most:
+            raise OptionError(f"a batch has {len(read)} rows, and batch_size is {most}")
+        return read
+
+    def _made(self, rows: ReadRows, number: int) -> Batch:
         layout = self._fitted.layout
-        return make_batch(number, np.arange(len(each)), ids, types, self._targets(each), self._task, layout)
+        return make_batch(number, np.arange(len(rows)), rows.ids, rows.types, rows.targets_N, self._task, layout)
 
     def run(self, batch: Batch) -> Pending:
         """Run one optimizer step. Return at once; `read()` of the result waits for the outcome.
@@ -168,13 +236,34 @@ class Step:
         Where memory runs out, the batch is run in smaller micro-batches, as are all that follow: callbacks hear it.
         Raises: MemoryFullError if it cannot be split any further; the weights are those of before.
         """
+        if self.first_batch is None:
+            self._compare(batch)
         pending = self._fitted.run(batch)
         self._num_run = max(self._num_run, batch.number + 1)
         return pending
 
+    def _compare(self, batch: Batch) -> None:
+        """Hold the step to the plain model on a batch, and go down to a slower one where they differ."""
+        assert batch.rows is not None
+        rows = first_batch.Rows(ids=batch.rows.ids, types=batch.rows.types, targets_N=batch.rows.targets_N)
+        before, states = self._built, list[StepState]()
+
+        def make(options: TrainOptions, precision: Precision, eager: bool) -> Assembled:
+            if not states:  # weights, and an optimizer's states that were loaded
+                states.append(before.step.state())
+            self._put_back()
+            return self._assembled(options, precision, eager)
+
+        built, self.first_batch = first_batch.checked(
+            make, self._options, before.precision, rows, self._callbacks, made=before
+        )
+        if built is not before:
+            self._take(built)
+            built.step.load_state(states[0])
+
     def predict(self, rows: Rows) -> np.ndarray:
         """(N, C) fp32 logits of any number of rows, in their order, by the weights of now. Labels are not needed."""
-        ids, types = self._sequences(_each_row(rows))
+        ids, types = self._reader.sequences(rows)
         tokens = Tokens(
             ids=np.concatenate(ids).astype(np.int32),
             offsets=offsets_of(np.array([len(each) for each in ids])),
@@ -185,69 +274,44 @@ class Step:
             return predict_logits(self._forward, tokens)
 
     def state(self) -> StepState:
-        """Everything an exact continuation needs."""
+        """Everything an exact continuation needs, of the tensors as they are: no copies."""
+        self._require_none_waiting()
         state = self._built.step.state()
         return dataclasses.replace(state, counters=dataclasses.replace(state.counters, batches=self._num_run))
 
     def load_state(self, state: StepState) -> None:
         """Take up where `state` was taken."""
+        self._waiting.clear()
         self._built.step.load_state(state)
         self._num_made = self._num_run = state.counters.batches
 
+    def state_dict(self) -> dict[str, Any]:
+        """The same as plain dictionaries of tensors and numbers, for `torch.save`: weights, buffers, the optimizer's
+        states and groups, counters."""
+        return readable_state(self.state())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where `state_dict` was taken."""
+        self.load_state(state_of(state))
+
+    def _require_none_waiting(self) -> None:
+        if self._waiting:
+            raise OptionError(
+                f"{len(self._waiting)} of {self._accumulation} batches of an update are waiting",
+                hint="call flush(), or save after a call whose outcome says updated",
+            )
+
     def release(self) -> Any:
         """End training. Return the model: its weights are plain fp32 parameters, and its own forward works again."""
-        attention, restore_modes = self._before
         self._built.step.release()
-        self._built.model.set_attn_implementation(attention)
+        self._put_back()
+        self._before[1]()
+        return self._given.restored()
+
+    def _put_back(self) -> None:
+        self._built.model.set_attn_implementation(self._before[0])
         remove_calls(self._built.model)
         keep_all(list(layers_of(self._built.model) or ()))
-        restore_modes()
-        return self._given
-
-    def _sequences(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-        """Token ids of each row without padding, and token types if the model has any and they are given."""
-        ids, types = [], []
-        for number, row in enumerate(rows):
-            found = _array(row["input_ids"])
-            mask = np.ones(len(found), np.bool_) if row.get("attention_mask") is None else _array(row["attention_mask"])
-            length = int(mask.astype(bool).sum())
-            if not mask[:length].all():
-                raise OptionError(f"attention_mask of row {number} is not ones, then zeros", hint="pad on the right")
-            if not 0 < length <= self._max_length:
-                raise OptionError(
-                    f"row {number} has {length} tokens, and max_length is {self._max_length}",
-                    hint="truncate when you tokenise",
-                )
-            ids.append(found[:length])
-            if not 0 <= ids[-1].min() <= ids[-1].max() < self._vocab_size:
-                raise OptionError(
-                    f"row {number} has a token outside of the model's vocabulary of {self._vocab_size}",
-                    hint="use the model's own tokenizer",
-                )
-            if self._with_types and row.get("token_type_ids") is not None:
-                types.append(_array(row["token_type_ids"])[:length])
-        if types and len(types) != len(ids):
-            raise OptionError("some rows have token_type_ids, and some have none", hint="give them all, or none")
-        if self._with_types and not types:
-            types = [np.zeros_like(each) for each in ids]
-        return ids, types if self._with_types else None
-
-    def _targets(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """(N,) int64 classes, or (N, C) fp32."""
-        if missing := [number for number, row in enumerate(rows) if "labels" not in row and "label" not in row]:
-            raise OptionError(f"row {missing[0]} has no labels")
-        labels = np.stack([_array(row.get("labels", row.get("label"))) for row in rows])
-        space = self._task.space
-        if space.task == "single_label":
-            if labels.ndim > 1 or not np.issubdtype(labels.dtype, np.integer):
-                raise OptionError("labels are not one integer a row", hint='is it task="multi_label" or "regression"?')
-            if not 0 <= labels.min() <= labels.max() < space.num_outputs:
-                raise OptionError(f"labels are {labels.min()} to {labels.max()}, and there are {space.num_outputs}")
-            return labels.astype(np.int64)
-        labels = labels.reshape(len(rows), -1).astype(np.float32)
-        if labels.shape[1] != space.num_outputs:
-            raise OptionError(f"each row has {labels.shape[1]} labels, and the model has {space.num_outputs} outputs")
-        return labels
 
 
 class Feed(prefetch.Feed):
@@ -278,20 +342,22 @@ class _Made:
             yield self.step._make(rows, number)
 
 
-def _each_row(rows: Rows) -> Sequence[Mapping[str, Any]]:
-    """A dictionary for each row."""
-    if not isinstance(rows, Mapping):
-        return rows
-    columns = {
-        name: list(_array(values)) if isinstance(values, Tensor) else values
-        for name, values in rows.items()
-        if values is not None
-    }
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+def _options(options: Mapping[str, Any]) -> TrainOptions:
+    return TrainOptions(data="", model="", output="", **options)
 
 
-def _array(value: Any) -> np.ndarray:
-    return value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+def _reader(model: Any, options: TrainOptions) -> RowReader:
+    """A reader of a model's rows. Raises: OptionError for sequences longer than its positions."""
+    config, limit = model.config, max_positions(model.config, model)
+    if options.max_length is not None and limit is not None and options.max_length > limit:
+        raise OptionError(f"max_length is {options.max_length}, and the model has positions for {limit} tokens")
+    return RowReader(
+        max_length=options.max_length or min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH),
+        vocab_size=getattr(config.get_text_config(), "vocab_size", None) or 1 << 31,
+        with_types=has_token_types(config),
+        types_are_words=getattr(config, "type_vocab_size", None) is None,
+        space=_label_space(config, options),
+    )
 
 
 def _label_space(config: Any, options: TrainOptions) -> LabelSpace:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer as TorchOptimizer
 
 from brimful.core import records
 from brimful.core.options import ClassifyOptions, TrainOptions
@@ -186,6 +187,8 @@ class Assembly:
     new_parameters: names of the base model's that were drawn when it was loaded. base_name: by which an adapter finds
     its model. weights_on_disk: whether all else can be read again. adapter: peft's wrapper around the model, if any.
 
+    optimizer: the owner's, or `elsewhere` for gradients alone; None for the one that the options name.
+
     precision: asked for, later with its fp8 products. budget: most tokens of a micro-batch.
     """
 
@@ -205,6 +208,7 @@ class Assembly:
     base_name: str = ""
     weights_on_disk: bool = False
     adapter: Any = None
+    optimizer: TorchOptimizer | Literal["elsewhere"] | None = None
     execution: LayoutModel | None = None
     layout: Layout | None = None
     budget: int = 0

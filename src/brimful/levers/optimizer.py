@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from brimful.levers.optimizer_names import OPTIMIZERS, WITH_32_BITS, NamedOptimi
 from brimful.levers.packing import Packing
 from brimful.step.precision import Precision
 from brimful.step.updates.fused_adamw import FusedAdamW, can_fuse
+from brimful.step.updates.given_update import GivenUpdate, Gradients
 from brimful.step.updates.torch_update import TorchUpdate
 from brimful.step.updates.update import Update
 
@@ -79,6 +80,8 @@ class Optimizer(Lever):
         if not assembly.training:
             return None
         assembly.lever(Packing)  # puts the model on its device
+        if assembly.optimizer is not None:
+            return _given(assembly.optimizer)
         asked, verdict = asked_optimizer(assembly.options), cls.supports(assembly)  # type: ignore[arg-type]
         kernels = "our fused kernels" if verdict.ok else f"torch's fused kernels ({verdict.because})"
         whose = "the default" if asked.value == TrainOptions.optim else "asked for"
@@ -130,11 +133,20 @@ class Optimizer(Lever):
     def apply(self, assembly: Assembly) -> None:
         """Make the update of the model's trained parameters."""
         assert assembly.schedule is not None
+        max_grad_norm = assembly.options.max_grad_norm  # type: ignore[union-attr]
+        if assembly.optimizer == "elsewhere":
+            assembly.update = Gradients(assembly.model)
+            return
+        if assembly.optimizer is not None:
+            assembly.update = GivenUpdate(
+                assembly.model, assembly.optimizer, max_grad_norm=max_grad_norm, scaled=assembly.precision.scaled
+            )
+            return
         assembly.update = self.update(
             assembly.model,
             assembly.schedule,
             assembly.precision,
-            max_grad_norm=assembly.options.max_grad_norm,  # type: ignore[union-attr]
+            max_grad_norm=max_grad_norm,
         )
 
     def update(self, model: nn.Module, schedule: Tensor, precision: Precision, *, max_grad_norm: float) -> Update:
@@ -183,6 +195,14 @@ class Optimizer(Lever):
             "weight_decay": self.weight_decay,
             "warmup_steps": 0,  # of an optimizer's own: the schedule has one
         }
+
+
+def _given(optimizer: torch.optim.Optimizer | str) -> Optimizer:
+    """The lever of an optimizer that is not ours to make."""
+    if isinstance(optimizer, str):
+        return Optimizer(value=cast(Any, "none"), reason="the loop updates by itself; gradients are left in .grad")
+    reason = "the loop's own, by the learning rates of its groups"
+    return Optimizer(value=cast(Any, type(optimizer).__name__), reason=reason)
 
 
 def asked_optimizer(options: TrainOptions) -> Optimizer:

@@ -146,6 +146,7 @@ class Step:
     def run(self, batch: Batch) -> Pending:
         """One step on one effective batch. Returns at once; the outcome is read later."""
         several, room = len(batch.micro_batches) > 1, Pending.room(self.device)
+        self.update.begin()
         rows = []
         for index in range(len(batch.micro_batches)):
             rows.append(self.accumulate(batch, index))

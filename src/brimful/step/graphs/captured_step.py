@@ -71,6 +71,7 @@ class CapturedStep(Step):
             self.compile_kernels(batch)
 
     def _replayed(self, batch: Batch) -> Pending | None:
+        self.update.begin()
         whole = len(batch.micro_batches) == 1 and self.update.on_device
         return self._whole(batch) if whole else self._pieces(batch)
 

@@ -42,9 +42,7 @@ class TorchUpdate(Update):
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True) / self.scale
         skipped = (~(torch.isfinite(norm) & torch.isfinite(self.loss))).float()
         clip = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm else torch.ones_like(norm)
-        place = self.applied.clamp(max=len(self.schedule) - 1)
-        self._learning_rate.copy_(self.schedule.index_select(0, place.view(1))[0])
-        readings = torch.stack([t.double() for t in (self.loss, norm, self._learning_rate, self.scale, skipped)])
+        readings = torch.stack([t.double() for t in (self.loss, norm, self._rate(), self.scale, skipped)])
         applied, factor = self.applied + (1 - skipped).long(), clip / self.scale
         if self.on_device:
             self._prepare(used)
@@ -53,8 +51,7 @@ class TorchUpdate(Update):
                 optimizer.grad_scale, optimizer.found_inf = scale, skipped
         self.committed = True
         if self.on_device:
-            for optimizer in self._optimizers:
-                optimizer.step()
+            self._step_on_device()
         elif not skipped.item():
             torch._foreach_mul_(gradients, float(factor))
             self._step_on_host(float(self._learning_rate))
@@ -64,6 +61,16 @@ class TorchUpdate(Update):
         torch._foreach_zero_(gradients)
         self._used = used
         return readings
+
+    def _rate(self) -> Tensor:
+        """The learning rate of this step, where the optimizers read it."""
+        place = self.applied.clamp(max=len(self.schedule) - 1)
+        self._learning_rate.copy_(self.schedule.index_select(0, place.view(1))[0])
+        return self._learning_rate
+
+    def _step_on_device(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
 
     def _prepare(self, used: Sequence[Tensor]) -> None:
         """Have optimizers make their states before the update, by a step that they skip.

@@ -49,6 +49,9 @@ class Update:
         for parameter in self.parameters:
             parameter.grad = None  # made by the first backward: what a model does not use is never decayed
 
+    def begin(self) -> None:
+        """Prepare for a step, on the host, before anything of it is launched. Unless overridden, nothing."""
+
     def before(self) -> None:
         """Prepare for a backward pass. Unless overridden, gradients are kept, and added to."""
 

@@ -1,0 +1,156 @@
+"""Rows of a loop's batches as a step reads them: dictionaries, or columns of padded tensors.
+
+Legend: B rows, L columns of a padded batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from brimful.core.errors import OptionError
+from brimful.core.records import LabelSpace
+
+#: Tokenised rows: a dictionary each, with `input_ids`, or columns of them such as padded tensors.
+Rows = Sequence[Mapping[str, Any]] | Mapping[str, Any]
+
+_TASK_HINT = 'is it task="multi_label" or "regression"?'
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadRows:
+    """Token ids of each row without padding, token types if the model has any, and targets if they were read."""
+
+    ids: list[np.ndarray]
+    types: list[np.ndarray] | None
+    targets_N: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def joined(parts: Sequence[ReadRows]) -> ReadRows:
+    """All rows of several, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    types = [each for part in parts for each in part.types or ()]
+    return ReadRows(
+        ids=[each for part in parts for each in part.ids],
+        types=None if parts[0].types is None else types,
+        targets_N=np.concatenate([part.targets_N for part in parts]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowReader:
+    """Reads rows for one model. with_types: it has token types. Raises: OptionError for rows that it cannot take."""
+
+    max_length: int
+    vocab_size: int
+    with_types: bool
+    types_are_words: bool
+    space: LabelSpace
+
+    def read(self, rows: Rows) -> ReadRows:
+        """Rows with their targets."""
+        ids, types = self.sequences(rows)
+        return ReadRows(ids=ids, types=types, targets_N=self._targets(rows, len(ids)))
+
+    def sequences(self, rows: Rows) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        """Token ids of each row without padding, and token types if the model has any and they are given."""
+        each = _columns(rows) if isinstance(rows, Mapping) else _dictionaries(rows)
+        ids, types = each
+        for number, sequence in enumerate(ids):
+            length = len(sequence)
+            if not 0 < length <= self.max_length:
+                raise OptionError(
+                    f"row {number} has {length} tokens, and max_length is {self.max_length}",
+                    hint="truncate when you tokenise",
+                )
+            if not 0 <= sequence.min() <= sequence.max() < self.vocab_size:
+                raise OptionError(
+                    f"row {number} has a token outside of the model's vocabulary of {self.vocab_size}",
+                    hint="use the model's own tokenizer",
+                )
+        if not self.with_types or (types is None and self.types_are_words):
+            return ids, None
+        return ids, [np.zeros_like(sequence) for sequence in ids] if types is None else types
+
+    def _targets(self, rows: Rows, number: int) -> np.ndarray:
+        """(N,) int64 classes, or (N, C) fp32."""
+        labels = _labels(rows)
+        if len(labels) != number:
+            raise OptionError(f"there are {len(labels)} labels of {number} rows")
+        outputs = self.space.num_outputs
+        if self.space.task == "single_label":
+            if labels.ndim > 1 or not np.issubdtype(labels.dtype, np.integer):
+                raise OptionError("labels are not one integer a row", hint=_TASK_HINT)
+            if not 0 <= labels.min() <= labels.max() < outputs:
+                raise OptionError(
+                    f"labels are {labels.min()} to {labels.max()}, and there are {self.space.num_outputs}"
+                )
+            return labels.astype(np.int64)
+        labels = labels.reshape(number, -1).astype(np.float32)
+        if labels.shape[1] != outputs:
+            raise OptionError(f"each row has {labels.shape[1]} labels, and the model has {outputs} outputs")
+        return labels
+
+
+def _columns(rows: Mapping[str, Any]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    """Ids and types of columns: padded rows, or lists of sequences."""
+    given = {name: rows.get(name) for name in ("input_ids", "attention_mask", "token_type_ids")}
+    if given["input_ids"] is None:
+        raise OptionError("a batch has no input_ids", hint="pass what the model's forward takes")
+    if not all(value is None or isinstance(value, Tensor | np.ndarray) for value in given.values()):
+        names = [name for name, value in given.items() if value is not None]
+        found = [dict(zip(names, values, strict=True)) for values in zip(*(given[n] for n in names), strict=True)]
+        return _dictionaries(found)
+    ids_BL = array(given["input_ids"])
+    mask_BL = np.ones_like(ids_BL) if given["attention_mask"] is None else array(given["attention_mask"])
+    mask_BL = mask_BL.astype(bool)
+    lengths_B = mask_BL.sum(axis=1)
+    if (wrong := np.flatnonzero((mask_BL != (np.arange(ids_BL.shape[1]) < lengths_B[:, None])).any(axis=1))).size:
+        raise _holes(int(wrong[0]))
+    places = np.cumsum(lengths_B)[:-1]
+    types_BL = None if given["token_type_ids"] is None else array(given["token_type_ids"])
+    return np.split(ids_BL[mask_BL], places), None if types_BL is None else np.split(types_BL[mask_BL], places)
+
+
+def _dictionaries(rows: Sequence[Mapping[str, Any]]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    ids, types = [], []
+    for number, row in enumerate(rows):
+        found = array(row["input_ids"])
+        mask = np.ones(len(found), np.bool_) if row.get("attention_mask") is None else array(row["attention_mask"])
+        length = int(mask.astype(bool).sum())
+        if not mask[:length].all():
+            raise _holes(number)
+        ids.append(found[:length])
+        if row.get("token_type_ids") is not None:
+            types.append(array(row["token_type_ids"])[:length])
+    if types and len(types) != len(ids):
+        raise OptionError("some rows have token_type_ids, and some have none", hint="give them all, or none")
+    return ids, types or None
+
+
+def _holes(number: int) -> OptionError:
+    return OptionError(f"attention_mask of row {number} is not ones, then zeros", hint="pad on the right")
+
+
+def _labels(rows: Rows) -> np.ndarray:
+    if isinstance(rows, Mapping):
+        found = rows.get("labels", rows.get("label"))
+        if found is None:
+            raise OptionError("a batch has no labels")
+        return array(found) if isinstance(found, Tensor | np.ndarray) else np.stack([array(each) for each in found])
+    if missing := [number for number, row in enumerate(rows) if "labels" not in row and "label" not in row]:
+        raise OptionError(f"row {missing[0]} has no labels")
+    return np.stack([array(row.get("labels", row.get("label"))) for row in rows])
+
+
+def array(value: Any) -> np.ndarray:
+    """A tensor of any device, or numbers, as an array on the host."""
+    return value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)

@@ -1,0 +1,248 @@
+"""A loop's own optimizer, schedule, accumulation and Accelerate around the step: what the plain loop learns."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import get_scheduler
+
+import brimful
+from brimful.core.records import FirstBatch
+from brimful.engine import first_batch
+from brimful.integrations import custom_loop
+from plain import padded
+from tiny import FAMILIES, sequences
+from tolerances import RUN_LOSS_FP32, difference
+
+NUM_UPDATES, ACCUMULATION = 3, 2
+SETTINGS: dict[str, Any] = {"batch_size": 4, "max_length": 40, "device": "cpu", "precision": "fp32"}
+Optimizer = torch.optim.Optimizer
+
+
+def batch_of(number: int, size: int = 4) -> dict[str, torch.Tensor]:
+    random = np.random.default_rng(number)
+    ids = sequences(random.integers(1, 30, size=size).tolist(), seed=number)
+    return padded(ids, None, 0) | {"labels": torch.from_numpy(random.integers(0, 3, size=size))}
+
+
+def together(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    longest = max(batch["input_ids"].shape[1] for batch in batches)
+
+    def wide(value: torch.Tensor) -> torch.Tensor:
+        return value if value.ndim == 1 else torch.nn.functional.pad(value, (0, longest - value.shape[1]))
+
+    return {name: torch.cat([wide(batch[name]) for batch in batches]) for name in batches[0]}
+
+
+def adamw(model: Any) -> Optimizer:
+    head, body = list(model.classifier.parameters()), list(model.bert.parameters())
+    return torch.optim.AdamW([{"params": head, "lr": 1e-2}, {"params": body, "weight_decay": 0.1}], lr=1e-3)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "groups": adamw,
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=1e-3),
+}
+
+
+def weights(model: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for n, p in model.named_parameters() if "key.bias" not in n])
+
+
+def plain_loop(model: Any, optimizer: Optimizer, num_updates: int) -> list[float]:
+    """Losses of a plain loop on batches as large as an update's; the model is trained."""
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=5)
+    losses = []
+    for number in range(num_updates):
+        rows = [batch_of(number * ACCUMULATION + part, size=4 - part) for part in range(ACCUMULATION)]
+        loss = model(**together(rows)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_and_a_schedule_of_ones_own(name: str) -> None:
+    """With accumulation over batches of different sizes, by the rates that the scheduler sets."""
+    plain = FAMILIES["bert"].model().train()
+    model = copy.deepcopy(plain)
+    expected = plain_loop(plain, OPTIMIZERS[name](plain), NUM_UPDATES)
+    optimizer = OPTIMIZERS[name](model)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=5)
+    step = brimful.Step(model, optimizer, accumulation=ACCUMULATION, max_grad_norm=0.5, **SETTINGS)
+    assert step.packed
+    losses, updated, rates = [], [], []
+    for number in range(NUM_UPDATES * ACCUMULATION):
+        rate = optimizer.param_groups[0]["lr"]
+        outcome = step(batch_of(number, size=4 - number % ACCUMULATION))
+        updated.append(outcome.updated)
+        if outcome.updated:
+            scheduler.step()
+            losses.append(outcome.loss)
+            rates.append((outcome.learning_rate, rate))
+    assert updated == [False, True] * NUM_UPDATES
+    assert all(found == pytest.approx(expected) for found, expected in rates)
+    assert losses == pytest.approx(expected, rel=10 * RUN_LOSS_FP32)
+    assert difference(weights(step.release()), weights(plain)) < 1e-4
+    assert isinstance(optimizer.param_groups[0]["lr"], float)
+    assert step.first_batch is not None
+    assert step.first_batch.passed
+
+
+def test_an_optimizer_by_name() -> None:
+    model = FAMILIES["bert"].model().train()
+    step = brimful.Step(model, "sgd", num_steps=4, learning_rate=1e-2, **SETTINGS)
+    outcome = step(batch_of(0))
+    assert outcome.updated
+    assert outcome.applied
+    assert step.recipe.value("optimizer") == "sgd"
+    with pytest.raises(brimful.OptionError, match="num_steps is missing"):
+        brimful.Step(model, "sgd", **SETTINGS)
+
+
+def test_the_last_batches_of_an_epoch() -> None:
+    """`flush` makes an update of fewer batches, with the gradient of these."""
+    plain = FAMILIES["bert"].model().train()
+    model = copy.deepcopy(plain)
+    plain(**batch_of(0)).loss.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = brimful.Step(model, optimizer, accumulation=8, max_grad_norm=0.0, **SETTINGS)
+    assert not step.flush().updated
+    assert step(batch_of(0)).loss is None
+    with pytest.raises(brimful.OptionError, match="1 of 8 batches of an update are waiting"):
+        step.state_dict()
+    assert step.flush().updated
+    assert difference(weights(model), weights(plain)) < 1e-5
+
+
+def test_it_goes_on_from_a_file() -> None:
+    """Bit for bit, with the optimizer's states, its learning rate, and dropout masks that follow."""
+    model = FAMILIES["bert"].model(dropout=0.3).train()
+    steps, schedulers = [], []
+    for _ in range(2):
+        twin = copy.deepcopy(model)
+        optimizer = adamw(twin)
+        steps.append(brimful.Step(twin, optimizer, **SETTINGS))
+        schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    for number in range(2):
+        steps[0](batch_of(number))
+        schedulers[0].step()
+    file = io.BytesIO()
+    torch.save((steps[0].state_dict(), schedulers[0].state_dict()), file)
+    file.seek(0)
+    state, schedule = torch.load(file, weights_only=True)
+    steps[1].load_state_dict(state)
+    schedulers[1].load_state_dict(schedule)
+    losses = [[step(batch_of(number)).loss for number in range(2, 5)] for step in steps]
+    assert losses[0] == losses[1]
+    with pytest.raises(brimful.OptionError, match="not the state of a step"):
+        steps[1].load_state_dict({"weights": {}})
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_what_accelerate_prepared(mixed_precision: str) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    batches = [batch_of(number) for number in range(2)]
+    losses = []
+    for ours in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
+        model = FAMILIES["bert"].model().train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=2)
+        rows = [{name: value[i] for name, value in batches[0].items()} for i in range(4)]
+        model, optimizer, loader, scheduler = accelerator.prepare(
+            model, optimizer, DataLoader(rows, batch_size=2), scheduler
+        )
+        step = brimful.Step(model, optimizer, max_grad_norm=0.0, max_length=40, device="cpu") if ours else None
+        losses.append([])
+        for batch in loader:
+            if step is None:
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[-1].append(loss.item())
+            else:
+                losses[-1].append(step(batch).loss)
+            scheduler.step()
+    assert step is not None
+    assert step.recipe.value("precision") == ("fp32" if mixed_precision == "no" else "bf16")
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5 if mixed_precision == "no" else 2e-2)
+    assert step.release() is model
+    assert model(**batches[0]).loss.isfinite()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_first_batch_that_differs_goes_down_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes on with the weights and states that were loaded before it."""
+    real, made = first_batch.compare, []
+
+    def compare(built: Any, rows: Any) -> FirstBatch:
+        found = real(built, rows)
+        made.append(built.packing.packed)
+        return found if len(made) > 1 else FirstBatch(**{**vars(found), "passed": False, "reason": "made up"})
+
+    monkeypatch.setattr(first_batch, "compare", compare)
+    model = FAMILIES["bert"].model().train()
+    twin = copy.deepcopy(model)
+    before = brimful.Step(twin, adamw(twin), **SETTINGS | {"packing": "off"})
+    monkeypatch.setattr(custom_loop.Step, "_compare", lambda *_: None)
+    before(batch_of(0))
+    monkeypatch.undo()
+    monkeypatch.setattr(first_batch, "compare", compare)
+    step = brimful.Step(model, adamw(model), **SETTINGS)
+    step.load_state_dict(before.state_dict())
+    with pytest.warns(UserWarning, match="differs from the plain model on the first batch: made up; .* padded rows"):
+        found = step(batch_of(1)).loss
+    assert made == [True, False]
+    assert found == pytest.approx(before(batch_of(1)).loss, rel=1e-6)
+    assert difference(weights(step.release()), weights(before.release())) < 1e-6
+
+
+def test_a_packed_model_is_packed_again_afterwards() -> None:
+    model = brimful.packed(FAMILIES["bert"].model().train())
+    step = brimful.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), **SETTINGS)
+    step(batch_of(0))
+    assert hasattr(step.release(), "unpacked")
+    assert model(**batch_of(0)).loss.isfinite()
+
+
+def test_what_it_cannot_take() -> None:
+    model = FAMILIES["bert"].model()
+    other = torch.optim.SGD(FAMILIES["bert"].model().parameters(), lr=0.1)
+    cases: list[tuple[Any, Any, str]] = [
+        (model, other, "parameters that are not the model's"),
+        (model, [1], "the optimizer is a list"),
+        (torch.nn.DataParallel(model), other, "wrapped in DataParallel"),
+        (torch.compile(model), other, "wrapped in OptimizedModule"),
+    ]
+    for given, optimizer, message in cases:
+        with pytest.raises(brimful.OptionError, match=re.escape(message)):
+            brimful.Step(given, optimizer, **SETTINGS)
+    with pytest.raises(brimful.OptionError, match="accumulation is 0"):
+        brimful.Step(model, torch.optim.SGD(model.parameters()), accumulation=0, **SETTINGS)
+    step = brimful.Step(model, torch.optim.SGD(model.parameters()), **SETTINGS)
+    with pytest.raises(brimful.OptionError, match="a batch has no input_ids"):
+        step({"labels": torch.zeros(2)})
+    batch = batch_of(0)
+    batch["attention_mask"] = batch["attention_mask"].flip(1)
+    with pytest.raises(brimful.OptionError, match="is not ones, then zeros"):
+        step(batch)
