@@ -23,12 +23,15 @@ from brimful.levers.lever import StepWork
 from brimful.levers.token_budget import TokenBudget
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.activations import Activations, LayerActivations
+from brimful.models.packed.check_inputs import packed_row, padded_rows
+from brimful.models.packed.family_forms import has_form
 from brimful.models.packed.offload import offload
-from brimful.models.packed.packed_forward import PaddedModel
+from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 from brimful.models.packed.recompute import keep_all, recompute
 from levers.assemblies import assembly_of
 from runs import save_tiny_model, single_label_rows, write_rows
-from tiny import FAMILIES
+from tiny import FAMILIES, LONGEST
+from tolerances import MODEL_FP32, difference
 
 ASKED = ("none", "full", "selective", "offload")
 DEEP = {"hidden_size": 32, "num_hidden_layers": 4}
@@ -77,6 +80,29 @@ def test_a_run_learns_the_same_bit_for_bit(
     plain, *others = found
     for other in others:
         assert all(torch.equal(plain[name], other[name]) for name in plain)
+
+
+#: Families whose own modules are told of a packed row.
+TOLD = [name for name in FAMILIES if has_form(FAMILIES[name].model().config)]
+
+
+@pytest.mark.parametrize(("name", "packed"), [*((name, True) for name in TOLD), ("xlm", False)])
+def test_a_layer_is_recomputed_as_it_was_told(name: str, packed: bool) -> None:
+    """With dropout on. By the backward pass what modules were told is forgotten, and a cache, as of XLM, is full."""
+    family, draw = FAMILIES[name], np.random.default_rng(0)
+    ids = family.ended([draw.integers(5, 40, length).astype(np.int32) for length in (30, 7, 18, 11)])
+    gradients = []
+    for number_of_recomputed in (0, 2):
+        model = family.model(3, dropout=0.2).train()
+        execution = PackedModel(model, family.form) if packed else PaddedModel(model)
+        recompute(list(layers_of(model) or ()), range(number_of_recomputed))
+        row = packed_row(ids, model.config, LONGEST) if packed else padded_rows(ids, model.config)
+        torch.manual_seed(1)
+        logits_SC = execution(row).logits[: len(ids)]
+        logits_SC.logsumexp(1).sum().backward()
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        gradients.append(torch.cat([gradient.flatten() for gradient in found]))
+    assert difference(gradients[1], gradients[0]) < MODEL_FP32
 
 
 class Kept:

@@ -46,6 +46,7 @@ class ForwardContext:
     own code is drawn by sites too: in layers that are recomputed. keeps_all: True where dropout of our kernels keeps
     all, in the same compiled code. inputs: the packed row, where it is one. outside: within it compiled layers are
     called, outside of modes that look on. attention: what attention is told, for layers that do not hand it on.
+    told: within it modules of the model that must know the packed row do.
     pooled_S: places of the tokens that what follows attention in the last layer is given, None for all.
     sites: of dropout. layer, places: the layer that runs, and the numbers of its uses of dropout.
     """
@@ -59,6 +60,7 @@ class ForwardContext:
     inputs: PackedInputs | None = None
     outside: Callable[[], AbstractContextManager[None]] = nullcontext
     attention: Any = None
+    told: Callable[[], AbstractContextManager[None]] = nullcontext
     pooled_S: Tensor | None = None
     sites: DropoutSites = field(default_factory=DropoutSites)
     layer_number: int | None = None

@@ -1,11 +1,12 @@
 """Gradient checkpointing: layers whose activations are computed again in the backward pass instead of being kept, or
 wait for it in host memory.
 
-A layer that is recomputed keeps its input alone and runs forward once more. Gradients are the same bit for bit, with
-dropout on: masks are drawn again. Under a limit of bytes (`selective`) those layers are recomputed that free the most
-bytes for a second of it; of equal ones the first, as their turn in the backward pass comes when all others are gone.
-Parts of layers are not told apart: attention and the products after it free about as much a second as each other, and a
-compiled layer is one function.
+A layer that is recomputed keeps its input alone and runs forward once more. Gradients are the same, with dropout on:
+masks are drawn again. Where layers share a table of positions, its gradient is summed in another order.
+
+Under a limit of bytes (`selective`) those layers are recomputed that free the most bytes for a second of it; of equal
+ones the first, as their turn in the backward pass comes when all others are gone. Parts of layers are not told apart:
+attention and the products after it free about as much a second as each other, and a compiled layer is one function.
 
 `offload` copies what a layer keeps to the host while later layers run. Nothing is computed twice; the link is what it
 costs.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -99,20 +99,30 @@ class FamilyForm:
         self._listening = [module for module in model.base_model.modules() if isinstance(module, Listener)]
         self._known: dict[tuple[int, int, torch.device], Buckets | None] = {}
 
-    @contextmanager
-    def told(self, inputs: PackedInputs, positions_T: Tensor, *, plain: bool) -> Iterator[None]:
-        """Within, the model runs on one packed row. positions_T: as the model numbers them."""
+    def rows(self, inputs: PackedInputs, positions_T: Tensor, *, plain: bool) -> list[PackedRow]:
+        """One packed row, as each module is told of it. positions_T: as the model numbers them."""
         full = full_attention_limit(self._config)
         if full is not None and inputs.segments.max_length > full:
             raise TypeError(f"beyond {full} tokens its attention is sparse")
         row = PackedRow(inputs=inputs, plain=plain, attend=self._attend, positions_1T=positions_T[None])
-        for number, module in enumerate(self._listening):
-            module.told = replace(row, buckets=self._buckets(number, inputs))
+        return [replace(row, buckets=self._buckets(number, inputs)) for number in range(len(self._listening))]
+
+    @contextmanager
+    def told(self, rows: Sequence[PackedRow], implementation: str) -> Iterator[None]:
+        """Within, the model runs on one packed row: in its forward pass, and where a layer is recomputed after it.
+
+        implementation: of attention where the model asks for one, so that it makes no mask of T x T.
+        """
+        before, was = [module.told for module in self._listening], self._config._attn_implementation
+        self._config._attn_implementation = self.mask or implementation
+        for module, row in zip(self._listening, rows, strict=True):
+            module.told = row
         try:
             yield
         finally:
-            for module in self._listening:
-                module.told = None
+            self._config._attn_implementation = was
+            for module, told in zip(self._listening, before, strict=True):
+                module.told = told
 
     def _buckets(self, number: int, inputs: PackedInputs) -> Buckets | None:
         """On the inputs' device; made once for all passes, those that are captured or differentiated among them."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache
 
 from brimful.kernels.forward_context import ForwardContext, active_context
 
@@ -40,13 +42,16 @@ class LayerCall:
         if context is None:  # the model's owner runs it
             return (self.compiled or module._call_impl)(*args, **kwargs)
         if module.training and getattr(module, "gradient_checkpointing", False):
+            # As transformers' own checkpointed layers: a second call must not find what the first one has stored.
+            args, kwargs = pytree.tree_map(_no_cache, (args, kwargs), is_leaf=_is_cache)
             return module._gradient_checkpointing_func(partial(self._checkpointed, context, module, **kwargs), *args)
         return self._run(context, module, *args, **kwargs)
 
     def _checkpointed(self, context: ForwardContext, module: Any, *args: Any, **kwargs: Any) -> Any:
         module.gradient_checkpointing = False  # this call is the checkpoint
         try:
-            return self._run(context, module, *args, **kwargs)
+            with context.told():  # the forward pass may be over
+                return self._run(context, module, *args, **kwargs)
         finally:
             module.gradient_checkpointing = True
 
@@ -124,6 +129,14 @@ def many_compiled_forms(layers: Sequence[nn.Module]) -> AbstractContextManager[A
     config: Any = torch._dynamo.config
     patched: AbstractContextManager[Any] = config.patch(recompile_limit=max(config.recompile_limit, _MOST_COMPILED))
     return patched
+
+
+def _is_cache(given: Any) -> bool:
+    return isinstance(given, Cache)
+
+
+def _no_cache(given: Any) -> Any:
+    return None if _is_cache(given) else given
 
 
 def _own_dropout() -> AbstractContextManager[Any]:

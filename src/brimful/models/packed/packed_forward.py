@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -26,7 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from brimful.hardware.capture import is_capturing
 from brimful.kernels.attention.dispatch import Attention, choose_attention, reference_attention
 from brimful.kernels.attention.pattern import Pattern
-from brimful.kernels.forward_context import ForwardContext, active_context
+from brimful.kernels.forward_context import ForwardContext, active_context, current
 from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments, map_tensors
 from brimful.models.model_stats import embeddings_of, layer_lists, layers_of, matmul_parameters
 from brimful.models.packed.attention_check import Watch
@@ -317,7 +317,7 @@ class PackedModel(LayoutModel):
         assert isinstance(inputs, PackedInputs)
         pooled_S = None if self._follows is None else self._chosen_S(inputs)
         context = replace(context or ForwardContext(), inputs=inputs, pooled_S=pooled_S)
-        context = replace(context, attention=(inputs.segments, self.plain, self._watch))
+        context = replace(context, attention=(inputs.segments, self.plain, self._watch), told=self._told(inputs))
         if self.last is not None:
             self.last.pooled = False  # it says so itself, where what it was compiled to is run
         place_calls(self._layers, self._embeddings, self._after_attention)
@@ -334,8 +334,9 @@ class PackedModel(LayoutModel):
         types = {"token_type_ids": inputs.types_T[None]} if self._takes_types and inputs.types_T is not None else {}
         if self._takes_positions:
             types["position_ids"] = self._positions_T(inputs)[None]
-        with self._told(inputs) as told:
-            states: Tensor = self._base(input_ids=inputs.ids_T[None], **told, **types, **self._settings)[0]
+        arguments = self._row_arguments(inputs)
+        with current().told():
+            states: Tensor = self._base(input_ids=inputs.ids_T[None], **arguments, **types, **self._settings)[0]
         return states[0]
 
     def _positions_T(self, inputs: PackedInputs) -> Tensor:
@@ -347,28 +348,25 @@ class PackedModel(LayoutModel):
         places_T = before_T - before_T[inputs.segments.cu_seqlens_N[inputs.segments.segment_T].long()]
         return torch.where(real_T, places_T + self.form.first_position, self.form.first_position - 1)
 
-    @contextmanager
-    def _told(self, inputs: PackedInputs) -> Iterator[dict[str, Any]]:
-        """Arguments that give attention the sequence ends, or a family's own modules that have them."""
+    def _told(self, inputs: PackedInputs) -> Callable[[], AbstractContextManager[None]]:
+        """Makes contexts in which a family's own modules know the packed row."""
+        if self._family is None:
+            return nullcontext
+        rows = self._family.rows(inputs, self._positions_T(inputs), plain=self.plain)
+        return partial(self._family.told, rows, PACKED)
+
+    def _row_arguments(self, inputs: PackedInputs) -> dict[str, Any]:
+        """Arguments that give attention the sequence ends."""
         arguments: dict[str, Any] = {}
         if self._interface:
             watched = {} if self._watch is None else {"watch": self._watch}
             arguments = {"segments": inputs.segments, "plain": self.plain, **watched}
         if self.model.config.is_encoder_decoder:
             arguments["decoder_input_ids"] = decoder_ids_T(inputs, self.model.config)[None]
-        if self._family is None:
-            yield arguments
-            return
-        if not self._interface:
+        if self._family is not None and not self._interface:
             # A mask without padding: else the model makes one, or looks for padding with a host that waits.
             arguments["attention_mask"] = torch.ones_like(inputs.ids_T)[None]
-        before = self.model.config._attn_implementation
-        with self._family.told(inputs, self._positions_T(inputs), plain=self.plain):
-            try:
-                self.model.config._attn_implementation = self._family.mask or PACKED  # no mask of T x T is made
-                yield arguments
-            finally:
-                self.model.config._attn_implementation = before
+        return arguments
 
     def _chosen_S(self, inputs: PackedInputs) -> Tensor:
         return inputs.first_S if self.form.pooling == "first" else inputs.last_S
