@@ -27,9 +27,10 @@ from brimful.core.options import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.records import FirstBatch
 from brimful.core.tolerances import TOLERANCES
-from brimful.data.batches.batch import make_batch
+from brimful.data.batches.batch import Batch, make_batch
 from brimful.engine.assemble import Assembled, Built, build
 from brimful.engine.prepare import Prepared
+from brimful.hardware.memory import is_out_of_memory
 from brimful.kernels.layout import Inputs, map_tensors, padded_inputs
 from brimful.levers.precision import choose_precision
 from brimful.models.model_stats import layers_of
@@ -168,15 +169,35 @@ def compare(made: Assembled, rows: Rows) -> FirstBatch:
             lost = plain(made, rows, replace(made.precision, plan=None))
         given = (rows.ids, rows.types, rows.targets_N, made.step.task, made.layout)
         batch = make_batch(0, np.arange(len(rows.ids)), *given, weights_N=rows.weights_N)
-        ours = made.step.probe(batch.sent(device) if device.type == "cuda" else batch)
-        found = _judged(found, made, ours, expected, lost)
+        batch = batch.sent(device) if device.type == "cuda" else batch
+        found = _judged(found, made, _probed(made, batch), expected, lost)
         if not found.passed:
             again = plain(made, rows, choose_precision("fp32", device))
             if _overall(again.gradients, expected.gradients) > TOLERANCES["fp32"].step:
                 found = replace(found, passed=None, reason="the plain model differs from itself from pass to pass")
+    except _StepError as failure:
+        found = replace(found, passed=False, reason=f"it ended in {failure}")
     except Exception as failure:  # memory, or a model's own code: if it is the step's too, the run will say so
-        found = replace(found, passed=None, reason=f"{type(failure).__name__}: {printable(failure, 120)}")
+        found = replace(found, passed=None, reason=_said(failure))
     return replace(found, seconds=time.perf_counter() - began)
+
+
+class _StepError(Exception):
+    """The step cannot do what the plain model did."""
+
+
+def _probed(made: Assembled, batch: Batch) -> Probed:
+    """Losses and gradient of the step. Raises: _StepError for a failure of any kind but for want of memory."""
+    try:
+        return made.step.probe(batch)
+    except Exception as failure:  # a model's own code on a packed row, a compiler
+        if is_out_of_memory(failure):
+            raise
+        raise _StepError(_said(failure)) from failure
+
+
+def _said(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {printable(failure, 120)}"
 
 
 def _judged(found: FirstBatch, made: Assembled, ours: Probed, expected: Probed, lost: Probed | None) -> FirstBatch:

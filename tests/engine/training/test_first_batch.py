@@ -20,6 +20,7 @@ from brimful.engine.first_batch import Rows, compare
 from brimful.levers import facts
 from brimful.models.packed import packed_forward
 from brimful.models.packed.equivalence import check_equivalence
+from brimful.models.packed.packed_forward import PackedModel
 from brimful.step.step import Step
 from brimful.tasks.task import make_task
 from plain import gradient, padded, plain_loss
@@ -120,6 +121,22 @@ def test_families_pass(name: str) -> None:
 
 
 # --- what is found ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_fails_is_not_run(model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure on rows that the plain model computes does not end the run."""
+
+    def failing(self: PackedModel, *given: Any) -> Any:
+        if self.model.training:
+            raise ValueError("no such row")
+        return run(self, *given)
+
+    run = PackedModel.__call__
+    monkeypatch.setattr(PackedModel, "__call__", failing)
+    heard = _Heard()
+    ended = brimful.train(rows, model=model, output=tmp_path / "run", callbacks=heard, **SIZES)
+    assert (ended.status, ended.packed, ended.first_batch and ended.first_batch.passed) == ("finished", False, True)
+    assert [said for said in heard.warnings if "ended in ValueError: no such row; the plain model" in said]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
