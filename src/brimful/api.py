@@ -51,6 +51,7 @@ _ALWAYS = {"train": ("model", "output"), "classify": (), "evaluate": ()}
 _RESULTS = (
     *("status", "metrics", "steps", "skipped_steps", "train_s", "samples_per_s", "tokens_per_s", "peak_bytes"),
     *("phases_s", "input_wait_s", "baselines", "findings", "compilations", "packed", "packed_reason", "recipe"),
+    "learning",
 )
 #: Fields of ClassifyOptions that describe a file, or that a Classifier takes per call.
 _OF_A_FILE = (

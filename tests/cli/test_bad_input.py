@@ -395,7 +395,9 @@ MISTAKES = [
         said=("--batch-size is 'many'", "whole number"),
         hint="8",
     ),
-    Mistake(name="no epochs", words=more("--num-train-epochs", 0), said=("--num-train-epochs is 0",), hint="3.0"),
+    Mistake(
+        name="no epochs", words=more("--num-train-epochs", 0), said=("--num-train-epochs is 0",), hint="leave it out"
+    ),
     Mistake(
         name="epochs without end",
         words=more("--num-train-epochs", 1e12),
@@ -406,7 +408,7 @@ MISTAKES = [
         name="rate that is no number",
         words=more("--learning-rate", "nan"),
         said=("--learning-rate is nan",),
-        hint="5e-05",
+        hint="leave it out",
     ),
     Mistake(name="seed beyond 64 bits", words=more("--seed", 10**30), said=("--seed",), hint="42"),
     Mistake(

@@ -20,7 +20,7 @@ def options(**changes: Any) -> TrainOptions:
 
 def test_the_defaults_are_allowed_and_are_those_of_transformers() -> None:
     made = options()
-    assert (made.learning_rate, made.num_train_epochs, made.weight_decay, made.max_grad_norm) == (5e-5, 3.0, 0.0, 1.0)
+    assert (made.learning_rate, made.num_train_epochs, made.weight_decay, made.max_grad_norm) == (None, None, 0.0, 1.0)
     assert (made.adam_beta1, made.adam_beta2, made.adam_epsilon, made.seed) == (0.9, 0.999, 1e-8, 42)
 
 

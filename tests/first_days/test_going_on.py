@@ -48,7 +48,7 @@ def test_a_longer_schedule_is_said(brimful: Brimful, files: Files, tmp_path: Pat
     ("more", "said"),
     [
         (("--seed", 1), "--seed was 42, is 1"),
-        (("--learning-rate", 1e-3), "--learning-rate was 5e-05, is 0.001"),
+        (("--learning-rate", 1e-3), "--learning-rate was 0.0002, is 0.001"),
         (("--max-length", 8), "--max-length was 64, is 8"),
     ],
 )

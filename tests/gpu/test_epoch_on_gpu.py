@@ -106,7 +106,7 @@ def _losses(data: Path, model: Path, output: Path, execution: str) -> list[float
     """Of the first 20 steps."""
     brimful.train(
         data, model=model, output=output, device="cuda", precision="bf16", execution=execution, max_steps=20,
-        logging_steps=1,
+        logging_steps=1, learning_rate=5e-5,
     )  # fmt: skip
     events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
     losses = [event["loss"] for event in events if event["kind"] == "step"]

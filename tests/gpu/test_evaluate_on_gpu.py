@@ -32,8 +32,9 @@ def test_a_training_ends_with_the_evaluation_of_its_saved_model(tmp_path: Path) 
     model, data = save_base(tmp_path / "base"), write_reviews(tmp_path / "rows.csv", 400)
     held_out = write_reviews(tmp_path / "held-out.csv", 120)
     run = brimful.train(
-        data, model=model, output=tmp_path / "run", eval_data=held_out, precision="fp32", callbacks=Callbacks()
-    )
+        data, model=model, output=tmp_path / "run", eval_data=held_out, precision="fp32", num_train_epochs=3,
+        callbacks=Callbacks(),
+    )  # fmt: skip
     record = from_json(Evaluation, (tmp_path / "run" / "evaluation.json").read_text("utf-8"))
     again = brimful.evaluate(tmp_path / "run" / "model", held_out, precision="fp32", callbacks=Callbacks())
     assert values(record) == pytest.approx(values(again), abs=1e-3)

@@ -71,7 +71,7 @@ def test_a_run_explains_its_memory(tmp_path: Path, execution: str, budget: int |
     data = write_reviews(tmp_path / "rows.csv", 200)
     run = train(
         data, model=model, output=tmp_path / "run", device="cuda", execution=execution, token_budget=budget,
-        baselines=False,
+        baselines=False, num_train_epochs=3,
     )  # fmt: skip
     sums_up(run.peak_bytes)
     print(run.peak_bytes)
@@ -94,7 +94,7 @@ def test_a_run_keeps_to_its_limit(tmp_path: Path, execution: str) -> None:
     limit_bytes = max(outside, 600 << 20) + (400 << 20)
     run = train(
         data, model=model, output=tmp_path / "run", device="cuda", execution=execution, token_budget=1 << 20,
-        batch_size=2000, baselines=False, memory_limit=str(limit_bytes),
+        batch_size=2000, num_train_epochs=3, baselines=False, memory_limit=str(limit_bytes),
     )  # fmt: skip
     sums_up(run.peak_bytes)
     print(run.peak_bytes, run.out_of_memory)
@@ -114,7 +114,7 @@ def test_expandable_segments_are_there_and_given_back(tmp_path: Path, execution:
     model, data = save_classifier(tmp_path / "model", ["bad", "good"]), write_reviews(tmp_path / "rows.csv", 200)
     run = train(
         data, model=model, output=tmp_path / "run", device="cuda", execution=execution, allocator="expandable",
-        baselines=False,
+        baselines=False, num_train_epochs=3,
     )  # fmt: skip
     assert run.recipe.value("allocator") == "expandable"
     assert run.recipe.value("execution") == execution
@@ -126,7 +126,7 @@ def test_expandable_segments_are_there_and_given_back(tmp_path: Path, execution:
 def test_the_allocator_by_the_command_line(tmp_path: Path) -> None:
     model, data = save_classifier(tmp_path / "model", ["bad", "good"]), write_reviews(tmp_path / "rows.csv", 200)
     words = ["train", data, "--model", model, "--output", tmp_path / "run", "--no-baselines", "--device", "cuda"]
-    words += ["--allocator", "expandable", "--memory-limit", "8GB"]
+    words += ["--allocator", "expandable", "--memory-limit", "8GB", "--num-train-epochs", "3"]
     done = subprocess.run(
         [sys.executable, "-m", "brimful", *map(str, words)], capture_output=True, text=True, timeout=300, check=False
     )

@@ -20,7 +20,7 @@ from brimful.core.errors import OptionError, did_you_mean, printable
 from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.export_options import ExportOptions
 from brimful.core.option_checks import batch_conflict, flag
-from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flags_of
+from brimful.core.options import CAN_BE_AUTO, ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flags_of
 
 _CONFIG_HELP = "TOML or YAML file with any of these options, by the same names; flags override it."
 
@@ -257,6 +257,8 @@ def _value(name: str, hint: Any, given: object) -> object:
     if get_origin(hint) is Literal:
         return "off" if given is False else given  # YAML reads `off` as false
     (kind,) = _kinds(hint)
+    if given == "auto" and name in map(flag, CAN_BE_AUTO):
+        return None
     if kind is str and isinstance(given, int | float) and not isinstance(given, bool):
         return str(given)
     if kind is str or not isinstance(given, str):

@@ -38,6 +38,10 @@ ScheduleChoice = Literal[
 ]
 
 
+#: Numbers that can be given as `auto`, which is the default.
+CAN_BE_AUTO = ("learning_rate", "num_train_epochs")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """One fine-tuning run. Names and defaults are those of transformers' TrainingArguments where it has them."""
@@ -118,14 +122,14 @@ class TrainOptions:
     transformers' --per-device-train-batch-size. Default: as many as --token-budget holds."""
     gradient_accumulation_steps: int | None = None
     """Micro-batches of --per-device-batch-size rows in an effective batch. Default: 1 with it."""
-    learning_rate: float = 5e-5
-    """Peak learning rate."""
-    num_train_epochs: float = 3.0
-    """Passes over the training rows."""
+    learning_rate: float | None = None
+    """Peak learning rate. Default, and `auto`: chosen by the model's width and by what is trained, with a warm-up."""
+    num_train_epochs: float | None = None
+    """Passes over the training rows. Default, and `auto`: 3, and more of few rows, until there are enough steps."""
     max_steps: int | None = None
     """Applied optimizer steps to train for; overrides --num-train-epochs."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up. Default: 0."""
+    """Steps of linear warm-up. Default: 0; of a chosen learning rate a tenth of all."""
     warmup_ratio: float | None = None
     """Warm-up as a share of all steps; not together with --warmup-steps."""
     lr_scheduler_type: ScheduleChoice = "linear"
@@ -216,6 +220,9 @@ class TrainOptions:
     """Print one JSON document on stdout at the end, and nothing else there."""
 
     def __post_init__(self) -> None:
+        for name in CAN_BE_AUTO:
+            if getattr(self, name) == "auto":
+                object.__setattr__(self, name, None)
         check_types(self)
         check_header(self.header, self.column_names)
         check_text_format(self.delimiter, self.encoding)

@@ -93,6 +93,20 @@ class Recipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Learning:
+    """Learning rate and length of a training, as asked for or chosen.
+
+    learning_rate: the peak. num_train_epochs: None where steps were asked for. num_warmup_steps: of linear warm-up.
+    reason: of what was chosen; None where all was asked for.
+    """
+
+    learning_rate: float
+    num_train_epochs: float | None
+    num_warmup_steps: int
+    reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeakMemory:
     """Highest memory of a run in bytes, and its parts. None: unknown.
 
@@ -189,6 +203,7 @@ class Run:
     two steps more.
     out_of_memory: each time that memory ran out, in order.
     packed: True, or False with the reason in `packed_reason`. first_batch: None in a dry run.
+    learning: None in records of versions that chose nothing; the options hold it there.
     """
 
     run: str
@@ -217,6 +232,7 @@ class Run:
     packed: bool = False
     packed_reason: str | None = None
     first_batch: FirstBatch | None = None
+    learning: Learning | None = None
     schema: int = 1
 
 

@@ -15,7 +15,7 @@ import torch
 from brimful.core.callbacks import Callbacks
 from brimful.core.options import TrainOptions
 from brimful.core.phases import Phases
-from brimful.core.records import Recipe
+from brimful.core.records import Learning, Recipe
 from brimful.data.batches.batch import Layout
 from brimful.data.batches.prefetch import Source
 from brimful.data.tokens.augment import Augmenter
@@ -107,7 +107,7 @@ def build(
         max_length=prepared.max_length,
         longest=int(lengths.max()) if options.transform is None else prepared.max_length,
         num_steps=prepared.num_steps,
-        num_warmup_steps=prepared.num_warmup_steps,
+        learning=prepared.learning,
         eager_attention=eager_attention,
         loaded=prepared.facts,
     )
@@ -118,15 +118,15 @@ def build(
 def assemble(
     model: Any, options: TrainOptions, precision: Precision, callbacks: Callbacks, *, task: Task,
     batches: list[np.ndarray], mean_length: float, max_length: int, longest: int, num_steps: int,
-    num_warmup_steps: int, cache: bool = True, eager_attention: bool = False, loaded: ModelFacts | None = None,
+    learning: Learning, cache: bool = True, eager_attention: bool = False, loaded: ModelFacts | None = None,
     optimizer: torch.optim.Optimizer | Literal["elsewhere"] | None = None,
 ) -> Assembled:  # fmt: skip
     """Put together how a model in memory learns. Its parameters become the step's.
 
     batches: lengths of the sequences of each effective batch, of those to come or of as many like them. mean_length: of
     a sequence, in tokens. max_length, longest: most tokens that a sequence may have, and that one will have. num_steps:
-    applied ones, the warm-up's among them. cache: whether an equivalence check of the same architecture holds for it
-    too. eager_attention: whether padded rows must have it.
+    applied ones, the warm-up's among them. learning: peak and warm-up of the schedule. cache: whether an equivalence
+    check of the same architecture holds for it too. eager_attention: whether padded rows must have it.
     loaded: facts of the files that the model was read from, if it can be again. optimizer: as of `Assembly`.
     """
     assembly = Assembly(
@@ -137,7 +137,7 @@ def assemble(
         typical_length=round(mean_length),
         num_tokens=int(num_steps * options.batch_size * mean_length),
         batches=lambda _: batches,
-        schedule=make_schedule(options.lr_scheduler_type, options.learning_rate, num_steps, num_warmup_steps),
+        schedule=make_schedule(options.lr_scheduler_type, learning.learning_rate, num_steps, learning.num_warmup_steps),
         warn=callbacks.warning,
         cache=cache,
         eager_attention=eager_attention,

@@ -21,7 +21,7 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.errors import ModelError, OptionError, printable
 from brimful.core.options import TrainOptions
 from brimful.core.phases import Phases
-from brimful.core.records import LabelSpace, TrainedInputs
+from brimful.core.records import LabelSpace, Learning, TrainedInputs
 from brimful.core.units import count_text
 from brimful.data.batches.batch import Sampler
 from brimful.data.labels.columns import Columns, describe_columns, find_columns
@@ -36,6 +36,7 @@ from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import can_have_header, read_rows
 from brimful.data.tokens.augment import load_transform
 from brimful.data.tokens.encoder import OTHER_TOKENIZER, Encoder, Tokens, tokenize
+from brimful.engine.learning import choose_learning
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
 from brimful.models.hub.label_alignment import Alignment, align_labels
 from brimful.models.packed.packed_forward import has_token_types
@@ -73,7 +74,7 @@ class Prepared:
     order: Sampler
     num_steps: int
     num_batches: int | None
-    num_warmup_steps: int
+    learning: Learning
     data_fingerprint: str
     report: dict[str, Any]
 
@@ -106,11 +107,13 @@ def prepare(
     phases: Phases | None = None,
     check: Check | None = None,
     tables: Tables | None = None,
+    kept: Learning | None = None,
 ) -> Prepared:
     """Reads, checks, splits and tokenises all that a run needs, and reports what was inferred.
 
     num_batches of the result: batches to consume, None where --max-steps counts applied steps instead.
     check: called with what was read, before it is tokenised; it may raise. tables: data in memory, by their names.
+    kept: learning rate and length of the run that is gone on with.
     Raises: InputError for anything that cannot be done as asked.
     """
     facts = inspect_model(options.model, trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle)
@@ -128,10 +131,20 @@ def prepare(
         check(space=alignment.space, fingerprint=fingerprint, max_length=max_length, sha256=sha256)
     callbacks.note(f"head: {'new and untrained' if alignment.head == 'new' else 'kept'} ({alignment.reason})")
     order = Sampler(num_samples=len(training), batch_size=options.batch_size, seed=options.seed)
-    num_batches = None if options.max_steps else math.ceil(options.num_train_epochs * order.batches_per_epoch)
+    learning = choose_learning(
+        options,
+        facts.config,
+        batches_per_epoch=order.batches_per_epoch,
+        num_outputs=alignment.space.num_outputs,
+        kept=kept,
+    )
+    epochs = learning.num_train_epochs
+    num_batches = None if epochs is None else math.ceil(epochs * order.batches_per_epoch)
     num_steps = options.max_steps or num_batches or 1
-    num_warmup_steps = _num_warmup_steps(options, num_steps, callbacks)
-    callbacks.note(_steps_text(options, order, num_steps, num_warmup_steps))
+    if learning.num_warmup_steps > num_steps:
+        said = f"the learning rate never reaches {learning.learning_rate:g}"
+        callbacks.warning(f"the warm-up is longer than the run: {said}")
+    callbacks.note(_steps_text(options, order, num_steps, learning))
     with (phases or Phases()).during("tokens"):
         training_part = _tokenized(training, alignment.space, encoder, options, callbacks, "training")
         evaluation_part = None
@@ -154,7 +167,7 @@ def prepare(
         order=order,
         num_steps=num_steps,
         num_batches=num_batches,
-        num_warmup_steps=num_warmup_steps,
+        learning=learning,
         data_fingerprint=fingerprint,
         report=report,
     )
@@ -169,16 +182,6 @@ def _check_no_second_adapter(options: TrainOptions, facts: ModelFacts) -> None:
             f"{printable(options.model)} is an adapter itself, and --peft would put another on it",
             hint=f"begin with its model, {printable(facts.adapter.base)}, or train the first one with --merge",
         )
-
-
-def _num_warmup_steps(options: TrainOptions, num_steps: int, callbacks: Callbacks) -> int:
-    ratio = options.warmup_ratio
-    found = options.warmup_steps or 0 if ratio is None else math.ceil(ratio * num_steps)
-    if found > num_steps:
-        callbacks.warning(
-            f"the warm-up is longer than the run: the learning rate never reaches {options.learning_rate:g}"
-        )
-    return found
 
 
 def _hashes(options: TrainOptions, facts: ModelFacts) -> dict[str, str]:
@@ -363,7 +366,7 @@ def _check_metric(options: TrainOptions, task: Task, evaluation: Part | None) ->
         )
 
 
-def _steps_text(options: TrainOptions, order: Sampler, num_steps: int, num_warmup_steps: int) -> str:
+def _steps_text(options: TrainOptions, order: Sampler, num_steps: int, learning: Learning) -> str:
     """Raises: OptionError for more steps than anyone has time for, whose schedule alone would fill the memory."""
     if num_steps > _MOST_STEPS:
         asked = "--max-steps" if options.max_steps else "--num-train-epochs"
@@ -372,11 +375,13 @@ def _steps_text(options: TrainOptions, order: Sampler, num_steps: int, num_warmu
         )
     epochs = num_steps / order.batches_per_epoch
     epochs_text = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
+    warmup = learning.num_warmup_steps
     return (
         f"steps: {num_steps:,}, {options.batch_size:,} rows each ({count_text(order.num_samples)} rows, "
-        f"{epochs_text} {'epoch' if epochs == 1 else 'epochs'}); learning rate {options.learning_rate:g}, "
+        f"{epochs_text} {'epoch' if epochs == 1 else 'epochs'}); learning rate {learning.learning_rate:g}, "
         f"{options.lr_scheduler_type}"
-        + (f", warm-up {num_warmup_steps:,} {'step' if num_warmup_steps == 1 else 'steps'}" if num_warmup_steps else "")
+        + (f", warm-up {warmup:,} {'step' if warmup == 1 else 'steps'}" if warmup else "")
+        + (f" (chosen: {learning.reason})" if learning.reason else "")
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from brimful.core.callbacks import Callbacks, PythonWarnings
 from brimful.core.errors import OptionError
 from brimful.core.options import TrainOptions
-from brimful.core.records import FirstBatch, LabelSpace, Recipe, TaskName
+from brimful.core.records import FirstBatch, LabelSpace, Learning, Recipe, TaskName
 from brimful.data.batches import prefetch
 from brimful.data.batches.batch import Batch, make_batch
 from brimful.data.tokens.encoder import Tokens, offsets_of
@@ -74,6 +74,8 @@ _PROBLEMS: dict[str, TaskName] = {
     "single_label_classification": "single_label",
     "multi_label_classification": "multi_label",
 }
+#: As in transformers' TrainingArguments.
+_LEARNING_RATE = 5e-5
 #: Batches that token budgets are chosen by.
 _MOST_BATCHES = 2000
 #: Steps that a loop with a schedule of its own is taken to have, by which compiling is judged.
@@ -157,7 +159,11 @@ class Step:
             max_length=longest,
             longest=longest,
             num_steps=self._num_steps,
-            num_warmup_steps=asked.warmup_steps or math.ceil((asked.warmup_ratio or 0.0) * self._num_steps),
+            learning=Learning(
+                learning_rate=asked.learning_rate or _LEARNING_RATE,
+                num_train_epochs=None,
+                num_warmup_steps=asked.warmup_steps or math.ceil((asked.warmup_ratio or 0.0) * self._num_steps),
+            ),
             cache=False,  # what is in memory need not be what its configuration says
             eager_attention=eager_attention,
             optimizer=self._optimizer,

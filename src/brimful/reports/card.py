@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from brimful.core.errors import printable
@@ -71,7 +72,11 @@ def _data(run: Run, inputs: TrainedInputs) -> str:
 
 def _training(run: Run) -> str:
     over = {"num_train_epochs"} if run.options.get("max_steps") else set()
-    asked = {name: run.options.get(name) for name in _SHOWN_OPTIONS if name not in over}
+    used = dict(run.options)
+    if run.learning is not None:
+        used |= dataclasses.asdict(run.learning)
+        used |= {"warmup_steps": run.learning.num_warmup_steps or None, "warmup_ratio": None}
+    asked = {name: used.get(name) for name in _SHOWN_OPTIONS if name not in over}
     options = "\n".join(f"| {name} | {_text(value)} |" for name, value in asked.items() if value is not None)
     levers = "\n".join(f"| {lever.name} | {_text(lever.value)} | {lever.arithmetic} |" for lever in run.recipe.levers)
     skipped = f", {run.skipped_steps} skipped as not finite" if run.skipped_steps else ""

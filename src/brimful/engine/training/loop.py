@@ -34,6 +34,7 @@ from brimful.engine.assemble import Built
 from brimful.engine.clock import Clock
 from brimful.engine.fitted_step import FittedStep
 from brimful.engine.inference import evaluate_rows, evaluating, evaluation_forward, predict
+from brimful.engine.learning import epochs_between
 from brimful.engine.prepare import Prepared
 from brimful.engine.signals import StopSignals
 from brimful.engine.training.baselines import Baselines
@@ -88,6 +89,8 @@ class TrainingLoop:
         self._events, self._callbacks, self._record = events, callbacks, run
         self._fitted = FittedStep(built, self._out_of_memory)
         self._is_longer = is_longer
+        #: Batches from one evaluation to the next, where no steps between them were asked for.
+        self._batches_between = prepared.order.batches_per_epoch * epochs_between(options, prepared.learning)
         self._forward = evaluation_forward(built, most_rows=options.batch_size, note=callbacks.warning)
         self._forward.hear = self._out_of_memory
         self._state = LoopState()
@@ -281,7 +284,7 @@ class TrainingLoop:
         applied = self._state.applied + len(self._flying)
         every = [n for n in (self._options.eval_steps, self._options.save_steps) if n]
         return (
-            (batch.number + 1) % self._prepared.order.batches_per_epoch == 0
+            (batch.number + 1) % self._batches_between == 0
             or any(applied % n == 0 for n in every)
             or batch.number + 1 == self._prepared.num_batches
             or (self._options.max_steps is not None and applied >= self._options.max_steps)
@@ -290,7 +293,7 @@ class TrainingLoop:
     def _do_what_is_due(self) -> None:
         """Evaluates and saves if it is time to, by the state alone: a run stopped just before does it on resume."""
         state, options = self._state, self._options
-        epoch_ends = state.consumed > 0 and state.consumed % self._prepared.order.batches_per_epoch == 0
+        epoch_ends = state.consumed > 0 and state.consumed % self._batches_between == 0
 
         def due(every: int | None) -> bool:
             return epoch_ends if every is None else state.applied > 0 and state.applied % every == 0

@@ -11,6 +11,7 @@ from brimful.core.errors import CheckpointError, OutputError, printable
 from brimful.core.option_checks import flag
 from brimful.core.options import TrainOptions, differences
 from brimful.core.records import LabelSpace, Run
+from brimful.engine.learning import learning_of
 
 if TYPE_CHECKING:  # they import torch, which options are checked without
     from brimful.engine.training.checkpoint import Checkpoint
@@ -24,7 +25,8 @@ def check_options(run: Run, options: TrainOptions) -> None:
 
     Raises: OutputError naming what differs.
     """
-    if changed := differences(dict(run.options), options):
+    rate = None if options.learning_rate is None else learning_of(run).learning_rate
+    if changed := differences(dict(run.options) | {"learning_rate": rate}, options):
         raise _refused(options, changed)
 
 
@@ -60,8 +62,8 @@ def _refused(options: TrainOptions, changed: list[str]) -> OutputError:
 
 def num_steps_before(run: Run, batches_per_epoch: int) -> int:
     """Steps that a run was asked for."""
-    steps, epochs = run.options.get("max_steps"), run.options.get("num_train_epochs", 0)
-    return int(steps) if steps else math.ceil(float(epochs) * batches_per_epoch)
+    steps, epochs = run.options.get("max_steps"), learning_of(run).num_train_epochs
+    return int(steps) if steps else math.ceil((epochs or 0) * batches_per_epoch)
 
 
 def length_note(num_steps: int, before: int, schedule: str) -> str | None:

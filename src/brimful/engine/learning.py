@@ -1,0 +1,115 @@
+"""Learning rate, epochs and warm-up of a training, where nobody asked for others.
+
+A table of model and data, which costs no step, is the same each time, and was measured (`benchmarks/defaults`):
+
+    learning rate   5e-5 x (768 / width)^2, at most 2e-4: narrow models need larger steps. For LoRA and its like
+                    10 times that, for a new head alone 20 times, for Lion a fifth
+    epochs          3, and of few rows as many as make enough steps, more for more labels
+    warm-up         a tenth of the steps
+
+Whatever was asked for is kept as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from brimful.core.options import TrainOptions
+from brimful.core.records import Learning, Run
+from brimful.core.trained_part import FrozenParts
+from brimful.core.units import count_text
+
+#: Learning rate of a model as wide as BERT-base, its width, and the most of any.
+_BASE_RATE, _BASE_WIDTH, _MOST_RATE = 5e-5, 768, 2e-4
+#: Factors for what is trained, and for optimizers whose steps are all of one size.
+_OF_ADAPTER, _OF_HEAD, _OF_LION = 10.0, 20.0, 0.2
+#: Optimizers that the table says nothing of.
+_UNKNOWN = ("sgd", "schedule_free_sgd", "adafactor", "adagrad", "rmsprop")
+#: Epochs of many rows, and of the fewest; steps that are enough, and those besides for each output.
+_FEWEST_EPOCHS, _MOST_EPOCHS, _ENOUGH_STEPS, _STEPS_OF_OUTPUT = 3, 100, 200, 4
+_MOST_OUTPUTS = 200
+_WARMUP = 0.1
+#: Evaluations and checkpoints of a run whose epochs were chosen.
+_EVALUATIONS = 10
+
+
+def choose_learning(
+    options: TrainOptions, config: Any, *, batches_per_epoch: int, num_outputs: int, kept: Learning | None = None
+) -> Learning:
+    """Choose what `options` leave open. config: of the model. batches_per_epoch: of training rows. kept: of the run
+    that is gone on with."""
+    rate, epochs, reasons = options.learning_rate, options.num_train_epochs, []
+    if kept is not None:
+        rate, epochs = rate or kept.learning_rate, epochs or kept.num_train_epochs
+        reasons += [] if kept.reason is None else [kept.reason]
+    if rate is None:
+        rate, reason = _rate(options, config)
+        reasons.append(reason)
+    if options.max_steps is None and epochs is None:
+        enough = _ENOUGH_STEPS + _STEPS_OF_OUTPUT * min(num_outputs, _MOST_OUTPUTS)
+        wanted = math.ceil(enough / batches_per_epoch)
+        epochs = float(max(_FEWEST_EPOCHS, min(_MOST_EPOCHS, wanted)))
+        outputs = f"{count_text(num_outputs)} {'output' if num_outputs == 1 else 'outputs'}"
+        reasons.append(
+            f"{epochs:g} epochs of as many rows"
+            if wanted <= _FEWEST_EPOCHS
+            else f"{epochs:g} epochs of so few rows, since {outputs} take about {enough:,} steps"
+        )
+    num_steps = options.max_steps or math.ceil((epochs or 0) * batches_per_epoch)
+    return Learning(
+        learning_rate=rate,
+        num_train_epochs=None if options.max_steps else epochs,
+        num_warmup_steps=_num_warmup_steps(options, num_steps, kept),
+        reason="; ".join(reasons) or None,
+    )
+
+
+def _rate(options: TrainOptions, config: Any) -> tuple[float, str]:
+    """Learning rate for a model and what is trained of it, with its reason."""
+    width = getattr(config.get_text_config(), "hidden_size", None)
+    rate = _BASE_RATE if not width else min(_MOST_RATE, _BASE_RATE * (_BASE_WIDTH / width) ** 2)
+    reason = "learning rate for an unknown width" if not width else f"learning rate for a width of {width:,}"
+    if options.optim.startswith(_UNKNOWN):
+        return _BASE_RATE, f"no learning rate is known for {options.optim}, {_BASE_RATE:g} is transformers' default"
+    if options.optim.removeprefix("paged_").startswith("lion"):
+        rate, reason = rate * _OF_LION, f"{reason} and Lion"
+    if options.peft is not None:
+        rate, reason = rate * _OF_ADAPTER, f"{reason} and an adapter"
+    elif options.freeze is not None and FrozenParts.parse(options.freeze).all_but_head:
+        rate, reason = rate * _OF_HEAD, f"{reason} and a head alone"
+    return float(f"{rate:.1e}"), reason
+
+
+def _num_warmup_steps(options: TrainOptions, num_steps: int, kept: Learning | None) -> int:
+    ratio = options.warmup_ratio
+    if ratio is None and options.warmup_steps is None:
+        if kept is not None:
+            return kept.num_warmup_steps
+        ratio = _WARMUP if options.learning_rate is None else 0.0
+    return options.warmup_steps or 0 if ratio is None else math.ceil(ratio * num_steps)
+
+
+def epochs_between(options: TrainOptions, learning: Learning) -> int:
+    """Epochs from one evaluation to the next: 1, unless many were chosen."""
+    if options.num_train_epochs is not None or learning.num_train_epochs is None:
+        return 1
+    return math.ceil(learning.num_train_epochs / _EVALUATIONS)
+
+
+def learning_of(run: Run) -> Learning:
+    """Learning rate and length of a run that is gone on with, of an earlier version too."""
+    if run.learning is not None:
+        return run.learning
+    asked: Mapping[str, Any] = run.options
+    epochs = None if asked.get("max_steps") else float(asked.get("num_train_epochs") or _FEWEST_EPOCHS)
+    return Learning(learning_rate=float(asked["learning_rate"]), num_train_epochs=epochs, num_warmup_steps=0)
+
+
+def resumed(options: TrainOptions, run: Run) -> TrainOptions:
+    """Options with the steps of the run that is gone on with, where they name no length."""
+    if options.max_steps is not None or options.num_train_epochs is not None:
+        return options
+    return dataclasses.replace(options, max_steps=run.options.get("max_steps"))
