@@ -203,6 +203,17 @@ def test_the_command_line_takes_an_adapter(folder: Path) -> None:
     assert [json.loads(line)["label"] in ("low", "middle", "high") for line in done.stdout.splitlines()] == [True] * 3
 
 
+def test_the_model_of_an_adapter_is_trained_further(folder: Path, tmp_path: Path) -> None:
+    """All of it, merged."""
+    brimful.train(
+        folder / "rows.jsonl", model=folder / "run" / "model", output=tmp_path / "run", batch_size=8, device="cpu",
+        eval_split=0.0, max_steps=1, learning_rate=1e-2,
+    )  # fmt: skip
+    embeddings = "embeddings.LayerNorm.weight"  # which the adapter leaves alone
+    before = load_file(folder / "base" / "model.safetensors")[embeddings]
+    assert not torch.equal(before, load_file(tmp_path / "run" / "model" / "model.safetensors")[f"bert.{embeddings}"])
+
+
 def test_a_checkpoint_becomes_an_adapter(folder: Path, tmp_path: Path) -> None:
     brimful.export(folder / "run", output=tmp_path / "exported", step=6)
     found = load_file(tmp_path / "exported" / "adapter_model.safetensors")

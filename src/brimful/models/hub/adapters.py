@@ -266,7 +266,7 @@ class AdapterFiles:
             return {name: opened.get_tensor(PREFIX + name).float().clone() for name in names if name in self.shapes}
 
     def merged_into(self, model: Any) -> Any:
-        """Load the adapter on its model and merge it. Raises: ModelError."""
+        """Load the adapter on its model and merge it; all of its weights may be trained. Raises: ModelError."""
         if importlib.util.find_spec("peft") is None:
             raise ModelError(f"{path_text(self.folder)} is an adapter of peft, which is not installed", hint=INSTALL)
         from brimful.hardware.process_settings import unchanged_random_streams
@@ -276,7 +276,7 @@ class AdapterFiles:
                 from peft import PeftModel
 
                 wrapped = PeftModel.from_pretrained(model, str(self.folder))
-                return merge_adapter(wrapped).eval()
+                return merge_adapter(wrapped).eval().requires_grad_(True)  # peft has frozen them
         except Exception as error:  # peft, and torch under it, raise what they like
             raise ModelError(
                 f"{path_text(self.folder)}: the adapter cannot be loaded on {printable(self.base)}:"
