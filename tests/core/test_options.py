@@ -146,3 +146,20 @@ def test_a_profile_takes_the_options_of_a_training_that_a_step_depends_on() -> N
     assert {field.name for field in flags_of(TrainOptions)} == training
     with pytest.raises(OptionError, match="--batch-size is 0"):
         ProfileOptions(data="d.csv", model="m", batch_size=0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"optimizer_in_backward": True}, "before the norm of the whole gradient is known, and --max-grad-norm is 1"),
+        ({"late_clipping": True}, "--late-clipping is for --optimizer-in-backward"),
+        ({"optimizer_offload": True, "optim": "adafactor"}, "--optimizer-offload is for AdamW"),
+        ({"weight_dtype": "bf16", "optim": "sgd"}, "--weight-dtype is for AdamW, and --optim is sgd"),
+    ],
+)
+def test_updates_that_cannot_be_are_refused_with_the_reason(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said) as error:
+        options(**asked)
+    assert error.value.hint
+    assert options(optimizer_in_backward=True, max_grad_norm=0.0).optimizer_in_backward
+    assert options(optimizer_in_backward=True, late_clipping=True).late_clipping

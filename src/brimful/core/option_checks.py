@@ -135,6 +135,30 @@ def check_checkpointing(options: Any) -> None:
         )
 
 
+#: Options that only AdamW's update has.
+ADAMW_ONLY = ("optimizer_in_backward", "optimizer_offload", "optimizer_state_dtype", "weight_dtype")
+
+
+def check_update(options: Any) -> None:
+    """Check that ways to update in less memory go together."""
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    asked = [name for name in ADAMW_ONLY if getattr(options, name) != defaults[name]]
+    if asked and options.optim not in ("adamw_torch", "adamw_torch_fused"):
+        raise OptionError(
+            f"{flag(asked[0])} is for AdamW, and --optim is {options.optim}", hint="leave one of the two out"
+        )
+    if options.late_clipping and not (options.optimizer_in_backward and options.max_grad_norm):
+        raise OptionError(
+            "--late-clipping is for --optimizer-in-backward with a --max-grad-norm above 0", hint="leave it out"
+        )
+    if options.optimizer_in_backward and options.max_grad_norm and not options.late_clipping:
+        raise OptionError(
+            f"--optimizer-in-backward updates weights before the norm of the whole gradient is known, and"
+            f" --max-grad-norm is {options.max_grad_norm:g}",
+            hint="add --max-grad-norm 0, or --late-clipping to clip by the norm of the step before",
+        )
+
+
 def effective_batch(options: Any, default: int) -> int:
     """The effective batch size: as given, or the product of micro-batch and accumulation. default: of batch_size.
 

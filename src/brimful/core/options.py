@@ -15,6 +15,7 @@ from brimful.core.option_checks import (
     check_size,
     check_text_format,
     check_types,
+    check_update,
     effective_batch,
     flag,
 )
@@ -148,6 +149,18 @@ class TrainOptions:
     """AdamW's epsilon."""
     max_grad_norm: float = 1.0
     """Gradient clipping by global norm; 0 turns it off."""
+    optimizer_in_backward: bool = False
+    """Update each weight as soon as its gradient is complete, and free the gradient: AdamW, and batches of a single
+    micro-batch. Needs --max-grad-norm 0, or --late-clipping."""
+    late_clipping: bool = False
+    """With --optimizer-in-backward: clip by the norm of the step before; the first step is not clipped."""
+    optimizer_offload: bool = False
+    """Keep AdamW's states in host memory, and copy them beside the update."""
+    optimizer_state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """AdamW's states. bf16: half the memory, rounded by chance, so that small updates arrive in the mean."""
+    weight_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Weights that AdamW updates. bf16: those of Linear layers have no fp32 masters, and are rounded by chance. Needs
+    products in bf16."""
     label_smoothing_factor: float = 0.0
     """Label smoothing, for single_label and multi_label."""
     class_weights: str | None = None
@@ -241,6 +254,7 @@ class TrainOptions:
         check_numbers(self, ("seed",), lambda value: value < 1 << 63, "below 2^63")
         check_numbers(self, ("warmup_ratio",), lambda value: 0 <= value <= 1, "between 0 and 1")
         check_checkpointing(self)
+        check_update(self)
         if self.warmup_ratio is not None and self.warmup_steps is not None:
             raise OptionError("--warmup-ratio and --warmup-steps are both given", hint="give one of them")
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:

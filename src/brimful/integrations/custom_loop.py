@@ -20,6 +20,7 @@ import torch
 
 from brimful.core.callbacks import Callbacks, PythonWarnings
 from brimful.core.errors import OptionError
+from brimful.core.option_checks import ADAMW_ONLY
 from brimful.core.options import TrainOptions
 from brimful.core.records import FirstBatch, LabelSpace, Learning, Recipe, TaskName
 from brimful.data.batches import prefetch
@@ -63,6 +64,8 @@ OPTIONS = (
         "adam_beta2",
         "adam_epsilon",
         "max_grad_norm",
+        *ADAMW_ONLY,
+        "late_clipping",
         "label_smoothing_factor",
     ),
     *("seed", "precision", "device", "packing", "token_budget", "execution"),

@@ -22,7 +22,10 @@ from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer_names import OPTIMIZERS, WITH_32_BITS, NamedOptimizer, check_installed, make_optimizers
 from brimful.levers.packing import Packing
+from brimful.levers.update_memory import asked_savings, check_savings, described
+from brimful.models.model_stats import linear_parameters
 from brimful.step.precision import Precision
+from brimful.step.updates.bucketed_adamw import BucketedAdamW, Savings
 from brimful.step.updates.fused_adamw import FusedAdamW, can_fuse
 from brimful.step.updates.given_update import GivenUpdate, Gradients
 from brimful.step.updates.torch_update import TorchUpdate
@@ -39,7 +42,7 @@ class Optimizer(Lever):
     """An optimizer and its hyperparameters. The learning rate belongs to the step, which reads it from its schedule.
 
     fused: whether it is updated by our own kernels. copies: whether these keep the weights of Linear layers in half
-    precision beside their fp32 masters, where products are in it.
+    precision beside their fp32 masters, where products are in it. savings: memory that its update does without.
     """
 
     name = "optimizer"
@@ -53,6 +56,7 @@ class Optimizer(Lever):
     optim_args: str | None = None
     fused: bool = False
     copies: bool = True
+    savings: Savings | None = None
 
     @property
     def named(self) -> NamedOptimizer | None:
@@ -62,6 +66,9 @@ class Optimizer(Lever):
     @property
     def arithmetic(self) -> Arithmetic:
         """Effect on results."""
+        saved = self.savings or Savings()
+        if saved.weights is not None or saved.states != torch.float32 or saved.late_clipping:
+            return "training"
         return "exact" if self.named is None else self.named.arithmetic
 
     @classmethod
@@ -70,6 +77,8 @@ class Optimizer(Lever):
         asked = asked_optimizer(assembly.options)  # type: ignore[arg-type]
         if asked.value not in ("adamw_torch", "adamw_torch_fused"):
             return Verdict(ok=False, because="ours are of AdamW")
+        if asked.savings is not None:
+            return Verdict(ok=False, because="ours update all weights at once")
         if not min(asked.beta1, asked.beta2) > 0:
             return Verdict(ok=False, because="ours need decays above 0")
         return Verdict(ok=can_fuse(assembly.model), because="ours are for fp32 weights on a GPU")
@@ -86,6 +95,9 @@ class Optimizer(Lever):
         kernels = "our fused kernels" if verdict.ok else f"torch's fused kernels ({verdict.because})"
         whose = "the default" if asked.value == TrainOptions.optim else "asked for"
         reason = f"{whose}; {kernels}, fp32 weights and states"
+        if asked.savings is not None:
+            check_savings(assembly, asked.savings)
+            reason = f"asked for: torch's fused kernel, a bucket of weights at a time; {described(asked.savings)}"
         if asked.named is not None:
             reason = "asked for; as transformers' Trainer makes it, fp32 weights"
             reason += ", embeddings with states in 32 bits" if asked.value in WITH_32_BITS else ""
@@ -103,9 +115,21 @@ class Optimizer(Lever):
     @property
     def state_bytes(self) -> int:
         """Bytes of states of a trained parameter: two fp32 for AdamW, none for plain SGD."""
+        if self.savings is not None:
+            return 2 * self.savings.states.itemsize
         if self.named is not None:
             return self.named.state_bytes
         return 0 if self.value == "sgd" and not self.optim_args else 4 if self.value == "sgd" else 8
+
+    @property
+    def device_state_bytes(self) -> int:
+        """Bytes of states that are on the device."""
+        return 0 if self.savings is not None and self.savings.on_host else self.state_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients of a trained parameter at the end of a backward pass."""
+        return 0 if self.savings is not None and self.savings.in_backward else 4
 
     def cost(self, work: StepWork) -> Cost:
         """Gradients, states and copies of weights, and seconds of reading and writing them.
@@ -114,10 +138,14 @@ class Optimizer(Lever):
         """
         copies = 2 * work.trained_linear if self.fused and self.copies else 0
         in_32_bits = max(0, work.num_trained - work.trained_linear) if self.value in WITH_32_BITS else 0
+        saved = 2 * work.trained_linear if self.savings is not None and self.savings.weights is not None else 0
         wide = OPTIMIZERS.get(WITH_32_BITS.get(self.value, ""), _IN_FP32).state_bytes
         return Cost(
-            resident_bytes=self.state_bytes * (work.num_trained - in_32_bits) + wide * in_32_bits + copies,
-            step_bytes=4 * work.num_trained - 2 * copies,
+            resident_bytes=self.device_state_bytes * (work.num_trained - in_32_bits)
+            + wide * in_32_bits
+            + copies
+            - saved,
+            step_bytes=self.gradient_bytes * work.num_trained - 2 * copies,
             step_s=(self.moved_bytes(work.num_trained) - 3 * copies) / work.bytes_per_s,
         )
 
@@ -162,6 +190,17 @@ class Optimizer(Lever):
                 epsilon=self.epsilon,
                 weight_decay=dict.fromkeys(decayed, self.weight_decay),
                 half=precision.half if self.copies else None,
+            )
+        if self.savings is not None:
+            return BucketedAdamW(
+                model,
+                schedule,
+                max_grad_norm=max_grad_norm,
+                scaled=precision.scaled,
+                betas=(self.beta1, self.beta2),
+                epsilon=self.epsilon,
+                weight_decay=dict.fromkeys(decayed, self.weight_decay),
+                savings=replace(self.savings, halved=frozenset(linear_parameters(model))),
             )
         groups = parameter_groups(model, decayed, self.weight_decay)
 
@@ -215,6 +254,7 @@ def asked_optimizer(options: TrainOptions) -> Optimizer:
         beta2=options.adam_beta2,
         epsilon=options.adam_epsilon,
         optim_args=options.optim_args,
+        savings=asked_savings(options),
     )
 
 

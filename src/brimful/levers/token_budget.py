@@ -186,7 +186,8 @@ def _state_bytes(assembly: Assembly) -> int:
     """Bytes that training adds: masters, half-precision copies, gradients, and the optimizer's states."""
     parameters = list(assembly.model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    each = 4 + assembly.precision.dtype.itemsize + 4 + asked_optimizer(assembly.options).state_bytes  # type: ignore[arg-type]
+    asked = asked_optimizer(assembly.options)  # type: ignore[arg-type]
+    each = 4 + assembly.precision.dtype.itemsize + asked.gradient_bytes + asked.device_state_bytes
     frozen = sum(p.nbytes for p in parameters if not (p.requires_grad or p.is_cuda))
     return int(trained * each + frozen)
 

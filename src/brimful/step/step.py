@@ -147,6 +147,7 @@ class Step:
         """One step on one effective batch. Returns at once; the outcome is read later."""
         several, room = len(batch.micro_batches) > 1, Pending.room(self.device)
         self.update.begin()
+        self.update.whole = not several
         rows = []
         for index in range(len(batch.micro_batches)):
             rows.append(self.accumulate(batch, index))

@@ -28,12 +28,14 @@ class Update:
     0 for no clipping. scaled: whether gradients are of the loss times a scale that follows overflows.
     loss: () addends of the effective batch's loss so far. applied, scale, growth: () counters that training keeps.
     committed: set by `apply` once all memory that it needs is its own, before it changes what training keeps, until the
-    step is under way: one that fails before that may be taken again.
+    step is under way: one that fails before that may be taken again. An update within the backward pass sets it then.
     """
 
     #: Whether a step that is not finite is skipped on the device. Where the host waits to see, no graph can hold it.
     on_device = True
     committed = False
+    #: Whether the next backward pass is a whole batch's: then weights may be updated within it.
+    whole = False
 
     def __init__(self, model: nn.Module, schedule: Tensor, *, max_grad_norm: float, scaled: bool) -> None:
         self.model, self.max_grad_norm, self.scaled = model, max_grad_norm, scaled

@@ -1,0 +1,93 @@
+"""Ways to update weights in less memory: checked for the model that they are asked for, and said in the recipe."""
+
+from __future__ import annotations
+
+import torch
+
+from brimful.core.errors import OptionError
+from brimful.core.options import TrainOptions
+from brimful.core.units import bytes_text
+from brimful.hardware.memory import free_host_bytes
+from brimful.levers.activations import recomputes
+from brimful.levers.facts import equivalence_of
+from brimful.levers.lever import Assembly
+from brimful.models.model_stats import layers_of
+from brimful.step.updates.bucketed_adamw import Savings
+
+#: Share of free host memory that states may take.
+_HOST_SHARE = 0.8
+
+
+def asked_savings(options: TrainOptions) -> Savings | None:
+    """Return what was asked for; None for the update of all weights at once."""
+    found = Savings(
+        weights=torch.bfloat16 if options.weight_dtype == "bf16" else None,
+        states=torch.bfloat16 if options.optimizer_state_dtype == "bf16" else torch.float32,
+        on_host=options.optimizer_offload,
+        in_backward=options.optimizer_in_backward,
+        late_clipping=options.late_clipping,
+    )
+    return None if found == Savings() else found
+
+
+def check_savings(assembly: Assembly, asked: Savings) -> None:
+    """Check that what was asked for works on this model and device. Raises: OptionError."""
+    if asked.in_backward:
+        _check_in_backward(assembly)
+    if asked.weights is not None:
+        precision = assembly.precision
+        if precision.half != asked.weights:
+            raise OptionError(
+                f"--weight-dtype bf16 needs products in bf16, and --precision is {precision.value}",
+                hint="add --precision bf16",
+            )
+        equivalence = assembly.fact(equivalence_of)
+        if not equivalence.half_weights:
+            raise OptionError(
+                "--weight-dtype bf16 does not work on this model: with weights in bf16 it computes something else",
+                hint="leave it out; --optimizer-state-dtype bf16 and --optimizer-offload save memory, too",
+            )
+    if asked.on_host:
+        _check_host(assembly, asked)
+
+
+def described(savings: Savings) -> str:
+    """Say what is saved, and what that changes."""
+    said = []
+    if savings.weights is not None:
+        said.append("Linear weights in bf16 alone, rounded by chance")
+    states = "bf16, rounded by chance" if savings.states == torch.bfloat16 else "fp32"
+    said.append(f"states in {states}{', in host memory' if savings.on_host else ''}")
+    if savings.in_backward:
+        clipped = "clipped by the norm of the step before" if savings.late_clipping else "not clipped"
+        said.append(
+            f"updated within the backward pass where a batch is one micro-batch, gradients freed and {clipped};"
+            " a gradient that is not finite does not undo what was updated before it"
+        )
+    return "; ".join(said)
+
+
+def _check_in_backward(assembly: Assembly) -> None:
+    if assembly.precision.scaled:
+        raise OptionError(
+            "--optimizer-in-backward does not work with --precision fp16: overflows are known only at the end",
+            hint="use --precision bf16",
+        )
+    layers = layers_of(assembly.model)
+    within = [id(p) for layer in layers or () for p in layer.parameters()]
+    if recomputes(assembly.options) and (layers is None or len(within) != len(set(within))):  # type: ignore[arg-type]
+        raise OptionError(
+            "--optimizer-in-backward does not work with --gradient-checkpointing on this model: its layers share"
+            " weights, whose gradients are complete only when the last of them was computed again",
+            hint="leave one of the two out",
+        )
+
+
+def _check_host(assembly: Assembly, asked: Savings) -> None:
+    needed = 2 * asked.states.itemsize * sum(p.numel() for p in assembly.model.parameters() if p.requires_grad)
+    free = free_host_bytes()
+    if free is not None and needed > _HOST_SHARE * free:
+        raise OptionError(
+            f"--optimizer-offload needs {bytes_text(needed)} of host memory, and {bytes_text(free)} are free",
+            hint="--optimizer-state-dtype bf16 halves it",
+        )

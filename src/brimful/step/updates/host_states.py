@@ -1,0 +1,72 @@
+"""Optimizer states in host memory, brought to the device a bucket of parameters at a time, and back.
+
+The next bucket comes, and the last one goes, on streams of their own while a bucket is updated: the update is the one
+that states on the device would have, bit for bit. On a CPU both are plain copies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Buckets on their way back whose memory on the device is kept for that.
+_LEAVING = 2
+
+
+class HostStates:
+    """States of buckets, (2, N) each. arenas: in host memory, pinned for a GPU."""
+
+    def __init__(self, arenas: Sequence[Tensor], device: torch.device) -> None:
+        self.arenas, self._device = arenas, device
+        on_gpu = device.type == "cuda"
+        self._inward = torch.cuda.Stream(device) if on_gpu else None
+        self._outward = torch.cuda.Stream(device) if on_gpu else None
+        self._coming: dict[int, tuple[Tensor, Any]] = {}
+        self._leaving: deque[tuple[Tensor, Any]] = deque()
+        self._done: set[int] = set()
+
+    def fetch(self, number: int) -> Tensor:
+        """States of a bucket on the device. Those of the next one begin to come."""
+        for each in (number, number + 1):
+            if each < len(self.arenas) and each not in self._coming and each not in self._done:
+                self._coming[each] = self._begin(each)
+        found, event = self._coming.pop(number)
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        return found
+
+    def put(self, number: int, states: Tensor) -> None:
+        """Keep the new states of a bucket."""
+        self._done.add(number)
+        if self._outward is None:
+            self.arenas[number].copy_(states)
+            return
+        main = torch.cuda.current_stream(self._device)
+        self._outward.wait_stream(main)
+        with torch.cuda.stream(self._outward):
+            self.arenas[number].copy_(states, non_blocking=True)
+            self._leaving.append((states, self._outward.record_event()))
+        if len(self._leaving) > _LEAVING:
+            main.wait_event(self._leaving.popleft()[1])
+
+    def finish(self) -> None:
+        """End a step: what is launched from now on comes after all copies."""
+        self._coming.clear()
+        self._done.clear()
+        for stream in (self._inward, self._outward):
+            if stream is not None:
+                torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._leaving.clear()
+
+    def _begin(self, number: int) -> tuple[Tensor, Any]:
+        found = torch.empty_like(self.arenas[number], device=self._device, pin_memory=False)
+        if self._inward is None:
+            return found.copy_(self.arenas[number]), None
+        self._inward.wait_stream(torch.cuda.current_stream(self._device))  # the memory may have been another's
+        with torch.cuda.stream(self._inward):
+            found.copy_(self.arenas[number], non_blocking=True)
+            return found, self._inward.record_event()

@@ -1,0 +1,76 @@
+"""Updates in less memory on a GPU, eager and captured: torch's update, where nothing is rounded, and its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from brimful.levers.optimizer import Optimizer
+from brimful.step.graphs.captured_step import CapturedStep
+from brimful.step.step import Step, make_schedule
+from brimful.step.updates.bucketed_adamw import Savings
+from gpu.test_captured_on_gpu import STEPS, make_step, outcomes, source
+
+pytestmark = pytest.mark.gpu
+
+EXACT: dict[str, dict[str, Any]] = {
+    "host": {"on_host": True},
+    "backward": {"in_backward": True},
+    "both": {"in_backward": True, "on_host": True},
+}
+ROUNDED: dict[str, dict[str, Any]] = {
+    "states": {"states": torch.bfloat16, "on_host": True},
+    "weights": {"weights": torch.bfloat16, "states": torch.bfloat16, "in_backward": True},
+}
+
+
+def step_of(kind: type[Step], savings: dict[str, Any] | None, *, compiled: bool = False, **options: Any) -> Step:
+    step = make_step(kind, dropout=0.0, compiled=compiled, our_update=False, **options)
+    lever = Optimizer(value="adamw_torch", savings=None if savings is None else Savings(**savings))
+    schedule = make_schedule("linear", 1e-3, STEPS, 4)
+    step.update = lever.update(step.execution.model, schedule, step.precision, max_grad_norm=0.0)
+    step.memory = type(step.memory)(step.update.kept, step.update.parameters)
+    if isinstance(step, CapturedStep):
+        step._graphs._keep = step.update.captured
+    return step
+
+
+@pytest.mark.parametrize("token_budget", [8192, 256], ids=["whole", "pieces"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("savings", EXACT.values(), ids=EXACT)
+def test_captured_or_not_it_is_torchs_update(savings: dict[str, Any], compiled: bool, token_budget: int) -> None:
+    expected = outcomes(step_of(Step, None, precision="fp32"), source(token_budget, typical_length=60))
+    for kind in (Step, CapturedStep):
+        step = step_of(kind, savings, compiled=compiled, precision="fp32")
+        found = outcomes(step, source(token_budget, typical_length=60))
+        for one, other in zip(found[:20], expected[:20], strict=True):
+            assert one == pytest.approx(other, rel=1e-3)
+        assert kind is Step or step.num_graphs
+
+
+@pytest.mark.parametrize("savings", ROUNDED.values(), ids=ROUNDED)
+def test_rounded_updates_are_captured_too(savings: dict[str, Any]) -> None:
+    """Rounding is drawn on the device, by applied steps: a replay is another one than the last."""
+    found = [
+        outcomes(step_of(kind, savings, precision="bf16"), source(8192, typical_length=60), 20)
+        for kind in (Step, CapturedStep)
+    ]
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, rel=5e-2)
+
+
+def test_less_memory_is_allocated() -> None:
+    peaks = []
+    for savings in (None, {"in_backward": True, "on_host": True}):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step = step_of(Step, savings, precision="bf16", num_layers=24)
+        outcomes(step, source(8192, batch_size=1, typical_length=60), 4)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del step
+    assert peaks[1] < 0.7 * peaks[0]
