@@ -175,6 +175,17 @@ def test_answers_that_were_given_before(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("between", ["|", ","])
+def test_several_labels_in_one_text_beside_answers(between: str, tmp_path: Path) -> None:
+    """Without the record of the classification, the labels are those of the file: none has the separator in it."""
+    rows = [("a", ["a"]), (f"a{between}c", ["a", "c"]), (f"b{between}c", ["c"]), ("b", ["b"]), ("b", [])]
+    data = write_csv(tmp_path / "rows.csv", ("gold", "guess"), ((gold, json.dumps(guess)) for gold, guess in rows))
+    record = package.evaluate(data, label_column="gold", prediction_column="guess")
+    assert record.labels.names == ("a", "b", "c")
+    assert (record.num_rows, values(record)["label_accuracy"]) == (5, pytest.approx(13 / 15))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_answers_of_anybody_with_their_columns_named(tmp_path: Path) -> None:
     rows = [("x", "x", 0.9), ("y", "x", 0.6), ("z", "z", 0.7), ("y", "y", 0.5), ("x", "", "")]
     data = write_csv(tmp_path / "rows.csv", ("gold", "guess", "sure"), rows)

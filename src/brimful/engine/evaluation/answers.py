@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from brimful.core.option_checks import split_names
 from brimful.core.records import LabelSpace, TaskName
 from brimful.data.labels.columns import check_exists, find_columns
 from brimful.data.labels.label_columns import LabelColumn
+from brimful.data.labels.label_sets import known_sets
 from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import read_rows
@@ -179,17 +181,23 @@ def _space(rows: Rows, answers: _Answers, labels: tuple[str, ...], record: Class
     texts: list[str] = [] if given.holds_lists else given.distinct.to_pylist()
     several = given.holds_lists or len(labels) > 1 or (bool(texts) and all(t.lstrip().startswith("[") for t in texts))
     task: TaskName = "multi_label" if several else "single_label"
-    names = dict.fromkeys(labels if len(labels) > 1 else _labels_in(LabelColumn(rows=rows, name=labels[0])))
-    names |= dict.fromkeys(_labels_in(given))
+    names = dict.fromkeys(_labels_in(given))
+    true = labels if len(labels) > 1 else _labels_in(LabelColumn(rows=rows, name=labels[0]), names if several else None)
+    names |= dict.fromkeys(true)
     ordered = sorted(names)
     return LabelSpace(task=task, names=tuple(ordered), values={name: i for i, name in enumerate(ordered)})
 
 
-def _labels_in(column: LabelColumn) -> list[str]:
+def _labels_in(column: LabelColumn, known: Collection[str] | None = None) -> list[str]:
+    """Labels of a column: of lists, of texts that are lists, and of others whole. known: some labels, where a text may
+    stand for several."""
     if column.holds_lists:
         return list(pc.unique(column.elements).drop_null().to_pylist())
+    texts: list[str] = column.distinct.to_pylist()
+    if known is not None:
+        return [label for several in known_sets(texts, known).values() for label in several if label]
     found: dict[str, None] = {}
-    for text in column.distinct.to_pylist():
+    for text in texts:
         parts: Any = None
         if text.lstrip().startswith("["):
             try:
