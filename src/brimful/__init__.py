@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from brimful.core.records import Run
     from brimful.data.batches.batch import Batch
     from brimful.drop_in.estimator import TextClassifier
+    from brimful.drop_in.pipelines import pipeline
     from brimful.integrations.custom_loop import Feed, Step
     from brimful.integrations.packed import packed
 
@@ -70,6 +71,7 @@ _PUBLIC = {
     "evaluate": "brimful.api",
     "export": "brimful.api",
     "packed": "brimful.integrations.packed",
+    "pipeline": "brimful.drop_in.pipelines",
     "profile": "brimful.api",
     "train": "brimful.api",
 }
@@ -102,6 +104,7 @@ __all__ = [
     "evaluate",
     "export",
     "packed",
+    "pipeline",
     "profile",
     "train",
 ]

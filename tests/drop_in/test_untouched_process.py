@@ -51,5 +51,6 @@ def test_training_and_answering_leave_the_process_as_it_was(tmp_path: Path) -> N
     fitted = brimful.TextClassifier(base, max_steps=2, device="cpu", max_length=32, output=tmp_path).fit(texts, labels)
     fitted.predict(texts)
     brimful.evaluate(fitted.model_.path, texts, labels=labels, device="cpu")
+    brimful.pipeline(model=str(fitted.model_.path), device="cpu")(texts)
     after = state()
     assert {name for name in before if before[name] != after[name]} == set()

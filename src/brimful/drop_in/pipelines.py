@@ -1,0 +1,280 @@
+"""transformers' pipelines of text classifiers, computed by `brimful.Classifier`.
+
+    from brimful import pipeline  # was: from transformers import pipeline
+
+Calls take what transformers' take, and return what they return. What is not a text classifier, or is asked for in a way
+that has no form here, is handed to transformers, with a warning that says why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import GeneratorType
+from typing import Any, cast
+
+import torch
+from torch.utils.data import Dataset
+
+from brimful.api import Classifier
+from brimful.core.callbacks import PythonWarnings
+from brimful.core.errors import ArgumentError, printable
+from brimful.drop_in.model_files import Parts, model_folder
+from brimful.drop_in.pipeline_calls import Answers, Cut, as_pairs, given_cut, refusing
+from brimful.engine.prepare import MOST_READ
+from brimful.hardware.probe import choose_device
+from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
+from brimful.tasks.zero_shot import DEFAULT_TEMPLATE
+
+TEXT, ZERO_SHOT = "text-classification", "zero-shot-classification"
+_TASKS = {TEXT: TEXT, "sentiment-analysis": TEXT, ZERO_SHOT: ZERO_SHOT}
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+#: Options of `Classifier` that a pipeline takes besides transformers' own.
+_OURS = frozenset({"allow_pickle", "execution", "packing", "token_budget", "verify"})
+#: Texts of a stream that are answered together at most.
+_MOST_TOGETHER = 1024
+
+
+class _NotHere(Exception):  # noqa: N818  (it is a reason, which leads to transformers)
+    """A reason why transformers' pipeline runs."""
+
+
+def pipeline(
+    task: str | None = None,
+    model: Any = None,
+    config: Any = None,
+    tokenizer: Any = None,
+    feature_extractor: Any = None,
+    image_processor: Any = None,
+    video_processor: Any = None,
+    processor: Any = None,
+    revision: str | None = None,
+    use_fast: bool = True,
+    token: str | bool | None = None,
+    device: Any = None,
+    device_map: Any = None,
+    dtype: Any = "auto",
+    trust_remote_code: bool | None = None,
+    model_kwargs: dict[str, Any] | None = None,
+    pipeline_class: Any | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Make a pipeline of a text classifier, called as transformers' pipeline is and answering as it does.
+
+    task: `text-classification`, `sentiment-analysis` or `zero-shot-classification`; None for that of the model. dtype:
+    as transformers has it, by default the checkpoint's; bfloat16 is the fastest on a GPU. kwargs: arguments of calls,
+    and of `Classifier`: `verify`, `packing`, `execution`, `token_budget`, `allow_pickle`.
+    Other tasks, and models that only transformers can load as asked, get transformers' own pipeline, with a warning.
+    Raises: BrimfulError; ArgumentError, a ValueError, for an argument that there is not.
+    """
+    others = {name: value for name, value in locals().items() if name not in ("kwargs", "task")}
+    try:
+        unused = {"config": config, "revision": revision, "token": token, "device_map": device_map}
+        unused |= {"feature_extractor": feature_extractor, "image_processor": image_processor}
+        unused |= {"video_processor": video_processor, "processor": processor, "pipeline_class": pipeline_class}
+        if (other := next((name for name, value in unused.items() if value is not None), None)) is not None:
+            raise _NotHere(f"{other} is given")
+        if task is not None and task not in _TASKS:
+            raise _NotHere(f"its task is {printable(task)}")
+        if model is None:
+            raise _NotHere("no model is named, and it has one of its own for the task")
+        settings = dict(model_kwargs or {})
+        dtype = settings.pop("dtype", settings.pop("torch_dtype", dtype))
+        settings.pop("attn_implementation", None)  # ours is chosen, and checked against the plain one
+        if settings:
+            raise _NotHere(f"model_kwargs has {printable(next(iter(settings)))}")
+        return _made(task, model, tokenizer, device, dtype, bool(trust_remote_code), kwargs)
+    except _NotHere as reason:
+        import transformers
+
+        warnings.warn(f"transformers' own pipeline runs: {reason}", stacklevel=2)
+        ours = [name for name in kwargs if name in _OURS]
+        return transformers.pipeline(task, **others, **{n: v for n, v in kwargs.items() if n not in ours})
+
+
+def _made(
+    task: str | None, model: Any, tokenizer: Any, device: Any, dtype: Any, trust: bool, kwargs: Mapping[str, Any]
+) -> TextPipeline | ZeroShotPipeline:
+    parts = model_folder(model, tokenizer, trust_remote_code=trust)
+    if parts is None:
+        raise _NotHere("a model in memory comes with its tokenizer, and is not quantized")
+    given = {name: value for name, value in kwargs.items() if name not in _OURS}
+    options = {name: value for name, value in kwargs.items() if name in _OURS}
+    options |= {"device": _device(device), "trust_remote_code": trust}
+    name, pickles = str(parts.path), bool(options.get("allow_pickle"))
+    facts = inspect_model(name, trust_remote_code=trust, allow_pickle=pickles)
+    if task is None and not facts.has_head:
+        raise _NotHere("the model is no text classifier")
+    options["precision"] = _precision(dtype, facts)
+    kind = {TEXT: TextPipeline, ZERO_SHOT: ZeroShotPipeline}[_TASKS[task or TEXT]]
+    return cast(TextPipeline | ZeroShotPipeline, kind(parts, facts, options, given))
+
+
+def _device(device: Any) -> str:
+    """`auto`, `cpu` or `cuda`, of a number, a name or a device."""
+    if device is None:
+        return "auto"
+    if isinstance(device, int) and not isinstance(device, bool):
+        device = "cpu" if device < 0 else f"cuda:{device}"
+    found = torch.device(device)
+    if found.type not in ("cpu", "cuda") or found.index not in (None, 0):
+        raise _NotHere(f"its device is {found}")
+    return found.type
+
+
+def _precision(dtype: Any, facts: ModelFacts) -> str:
+    if dtype is None or dtype == "auto":
+        dtype = getattr(facts.config, "dtype", None) or torch.float32
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if found not in _PRECISIONS:
+        raise _NotHere(f"its dtype is {printable(dtype)}")
+    return _PRECISIONS[found]
+
+
+class _TellsOfCuts(PythonWarnings):
+    """Warnings, also of texts that are cut at the model's end: nobody asked for that."""
+
+    def note(self, text: str) -> None:
+        if "longer than" in text:
+            self.warning(text)
+
+
+class _Pipeline:
+    """A pipeline of one model. kwargs: arguments of calls, where those have no other."""
+
+    task: str
+    #: Arguments of a call by name.
+    takes: frozenset[str]
+
+    def __init__(self, parts: Parts, facts: ModelFacts, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
+        self._parts, self._facts, self._options = parts, facts, dict(options)
+        self._given = self._checked(kwargs)
+        self._classifier: Classifier | None = None
+        self._longest: tuple[int, bool] | None = None  # tokens, and whether nobody asked for the cut
+        self.device = choose_device(options["device"])
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return load_tokenizer(self._facts)
+
+    @cached_property
+    def model(self) -> Any:
+        """The plain model, loaded when it is asked for, on the CPU: answers come from another one."""
+        from transformers import AutoModelForSequenceClassification
+
+        trust = self._options["trust_remote_code"]
+        return AutoModelForSequenceClassification.from_pretrained(self._facts.folder, trust_remote_code=trust)
+
+    def predict(self, X: Any) -> Any:
+        """Call it, as scikit-learn would."""
+        return cast(Any, self)(X)
+
+    transform = predict
+
+    def _checked(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if unknown := sorted(set(kwargs) - self.takes):
+            raise ArgumentError(
+                f"{self.task} takes no {printable(unknown[0])}", hint="it takes " + ", ".join(sorted(self.takes))
+            )
+        return dict(kwargs)
+
+    def _answered(self, inputs: Any, together: int | None, answer: Any) -> Any:
+        """Answers to a list, or one after another to a generator or a data set. answer: a function of a list."""
+        if isinstance(inputs, GeneratorType | Dataset):
+            return Answers(inputs, answer, together=_MOST_TOGETHER if together != 1 else 1)
+        if isinstance(inputs, Mapping) or not hasattr(inputs, "__iter__"):
+            raise ArgumentError(f"inputs are {type(inputs).__name__}", hint="give a text, or a list of them")
+        return answer(list(inputs))
+
+    def _classifier_for(self, cut: Cut) -> Classifier:
+        """The one of all calls, or another where texts are cut elsewhere than before."""
+        limit, asked = self._facts.max_positions, MOST_READ if cut.longest is None else cut.longest
+        longest = (asked if limit is None else min(asked, limit), cut.longest is None)
+        if self._classifier is None or longest != self._longest:
+            if self._classifier is not None:
+                self._classifier.close()
+            callbacks = _TellsOfCuts() if cut.longest is None else None
+            made = Classifier(self._facts.folder, max_length=longest[0], callbacks=callbacks, **self._options)
+            self._classifier, self._longest = made, longest
+        return self._classifier
+
+
+class TextPipeline(_Pipeline):
+    """`text-classification`: labels of texts and of pairs of texts, as transformers' TextClassificationPipeline."""
+
+    task = TEXT
+    takes = frozenset(
+        {"top_k", "function_to_apply", "truncation", "max_length", "padding", "batch_size", "num_workers"}
+    )
+
+    def __call__(self, inputs: Any, **kwargs: Any) -> Any:
+        """Classify what transformers' pipeline classifies; return what it returns.
+
+        inputs: a text, a pair as {"text": ..., "text_pair": ...}, or a list, a generator or a data set of these.
+        top_k, function_to_apply: as there. truncation, max_length: where texts are cut; without, at the model's end,
+        with a warning. padding, batch_size, num_workers: accepted; rows are packed.
+        """
+        given = self._given | self._checked(kwargs)
+        form = {"top_k": given.get("top_k", ""), "function_to_apply": given.get("function_to_apply")}
+        if not (form["top_k"] is None or isinstance(form["top_k"], int)):
+            form["top_k"] = ""
+        classifier = self._classifier_for(given_cut(given, self.tokenizer))
+
+        def answer(each: Sequence[Any]) -> list[Any]:
+            texts, pairs = as_pairs(each)
+            found: list[Any] = [None] * len(each)
+            for rows in ([i for i, pair in enumerate(pairs) if pair is None], [i for i, p in enumerate(pairs) if p]):
+                if rows:
+                    seconds = None if pairs[rows[0]] is None else [pairs[i] for i in rows]
+                    with refusing():
+                        answers = classifier([texts[i] for i in rows], pairs=seconds, **form)
+                    for row, said in zip(rows, answers, strict=True):
+                        found[row] = said
+            return found
+
+        if isinstance(inputs, str):
+            [said] = answer([inputs])
+            return [said] if "top_k" not in kwargs else said
+        if isinstance(inputs, Mapping):
+            return answer([inputs])[0]
+        return self._answered(inputs, given.get("batch_size"), answer)
+
+
+class ZeroShotPipeline(_Pipeline):
+    """`zero-shot-classification`: candidate labels by a model of natural-language inference."""
+
+    task = ZERO_SHOT
+    takes = frozenset(
+        {"candidate_labels", "hypothesis_template", "multi_label", "truncation", "max_length", "padding"}
+        | {"batch_size", "num_workers"}
+    )
+
+    def __call__(self, sequences: Any, *labels: Any, **kwargs: Any) -> Any:
+        """Rank candidate labels of a text, or of each of a list, a generator or a data set of texts.
+
+        labels: candidate_labels, as a list or with commas between them. hypothesis_template, multi_label: as in
+        transformers. Others are accepted, and change nothing there either: the text is cut where it is too long.
+        """
+        if len(labels) > 1 or (labels and "candidate_labels" in kwargs):
+            raise ArgumentError("there are several candidate labels", hint="give them once, as a list")
+        given = self._given | self._checked(kwargs) | ({"candidate_labels": labels[0]} if labels else {})
+        asked = given.get("candidate_labels")
+        if isinstance(asked, str):
+            asked = [label.strip() for label in asked.split(",") if label.strip()]
+        if not asked:
+            raise ArgumentError("there are no candidate labels", hint="candidate_labels=['sports', 'politics']")
+        form = {
+            "multi_label": bool(given.get("multi_label", False)),
+            "hypothesis_template": given.get("hypothesis_template", DEFAULT_TEMPLATE),
+        }
+        classifier = self._classifier_for(given_cut({"truncation": True}, self.tokenizer))
+
+        def answer(texts: Sequence[Any]) -> list[Any]:
+            with refusing():
+                return cast(list[Any], classifier(texts, labels=list(asked), **form))
+
+        if isinstance(sequences, str):
+            return answer([sequences])[0]
+        return self._answered(sequences, given.get("batch_size"), answer)

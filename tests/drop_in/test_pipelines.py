@@ -1,0 +1,252 @@
+"""Calls of `brimful.pipeline` beside the same calls of transformers': equal shapes, keys, labels and order."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import Dataset
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.pipelines.pt_utils import KeyDataset
+
+import brimful
+from brimful.drop_in.pipelines import TextPipeline, ZeroShotPipeline
+from tiny_files import OTHER, review, save_classifier
+
+TEXTS = ["the film was good .", "it felt very long", "a story of two friends", "", "dull"]
+PAIR = {"text": "the film was good", "text_pair": "it felt sad"}
+#: Problem type and number of outputs of each model.
+MODELS: dict[str, tuple[str | None, int]] = {
+    "classes": ("single_label_classification", 3),
+    "unstated": (None, 3),
+    "labels": ("multi_label_classification", 3),
+    "one": (None, 1),
+    "number": ("regression", 1),
+    "numbers": ("regression", 2),
+}
+Make = Callable[..., tuple[Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    found = {
+        name: save_classifier(folder / name, [f"label {i}" for i in range(outputs)], problem_type=problem)
+        for name, (problem, outputs) in MODELS.items()
+    }
+    found["nli"] = save_classifier(folder / "nli", ["contradiction", "neutral", "entailment"])
+    found["nli first"] = save_classifier(folder / "nli first", ["Entailment", "other"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def both(models: dict[str, Path]) -> Make:
+    """Ours and transformers' pipeline of one model, made once for each set of arguments."""
+    made: dict[str, tuple[Any, Any]] = {}
+
+    def make(name: str, task: str | None = "text-classification", **options: Any) -> tuple[Any, Any]:
+        key = repr((name, task, options))
+        if key not in made:
+            given = {"model": str(models[name]), "device": "cpu", **options}
+            made[key] = brimful.pipeline(task, **given), transformers.pipeline(task, **given)
+        return made[key]
+
+    return make
+
+
+def same(found: Any, expected: Any) -> None:
+    """Equal but for rounding of scores."""
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            same(found[key], expected[key])
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            same(one, other)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    else:
+        assert found == expected
+
+
+INPUTS = {
+    "one": TEXTS[0],
+    "list": TEXTS,
+    "list of one": TEXTS[:1],
+    "pair": PAIR,
+    "dictionary": {"text": "the film"},
+    "pairs": [PAIR, {"text": "dull", "text_pair": ""}, {"text": "sad"}, "a text"],
+    "old pair": [[["the film was good", "it felt sad"]]],
+    "empty": "",
+}
+CALLS: list[dict[str, Any]] = [{}, {"top_k": None}, {"top_k": 1}, {"top_k": 2}, {"function_to_apply": "none"}]
+CALLS += [{"top_k": None, "function_to_apply": "sigmoid"}, {"function_to_apply": "softmax", "batch_size": 2}]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_forms_of_inputs_and_answers(both: Make, name: str) -> None:
+    ours, theirs = both(name)
+    assert isinstance(ours, TextPipeline)
+    calls = CALLS if name in ("classes", "labels") else CALLS[:5:2]
+    for inputs, call in itertools.product(INPUTS.values(), calls):
+        same(ours(inputs, **call), theirs(inputs, **call))
+
+
+@pytest.mark.parametrize(
+    "made", [{"top_k": None}, {"top_k": 2}, {"function_to_apply": "none", "batch_size": 4}], ids=str
+)
+def test_arguments_given_when_it_is_made(both: Make, made: dict[str, Any]) -> None:
+    ours, theirs = both("classes", "sentiment-analysis", **made)
+    for inputs, call in itertools.product(INPUTS.values(), CALLS[:3]):
+        same(ours(inputs, **call), theirs(inputs, **call))
+
+
+class Rows(Dataset[dict[str, str]]):
+    """A data set with a length and no iterator."""
+
+    def __len__(self) -> int:
+        return len(TEXTS)
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return {"text": TEXTS[index], "text_pair": "sad"}
+
+
+def test_generators_and_data_sets_are_answered_one_after_another(both: Make) -> None:
+    ours, theirs = both("classes")
+    for give in (lambda: iter_texts(), lambda: Rows(), lambda: KeyDataset(Rows(), "text")):
+        found, expected = ours(give(), top_k=2), theirs(give(), top_k=2)
+        assert not isinstance(found, list)
+        same(list(found), list(expected))
+    assert len(ours(KeyDataset(Rows(), "text"))) == len(TEXTS)
+    read: list[int] = []
+
+    def counted() -> Iterator[str]:
+        for number in range(40):
+            read.append(number)
+            yield review(True, number)
+
+    answers = iter(ours(counted()))
+    next(answers)
+    assert read == [0]
+    next(answers)
+    assert len(read) == 3
+    alone = iter(ours(iter_texts(), batch_size=1))
+    assert len([next(alone) for _ in range(3)]) == 3
+
+
+def iter_texts() -> Iterator[str]:
+    yield from TEXTS
+
+
+def test_where_texts_are_cut(both: Make, recwarn: pytest.WarningsRecorder) -> None:
+    ours, theirs = both("classes")
+    long = " ".join(OTHER * 8)
+    cut = {"truncation": True, "max_length": 7}
+    same(ours([long, "dull"], **cut), theirs([long, "dull"], **cut))
+    same(ours([long[:100]]), theirs([long[:100]]))
+    assert not recwarn
+    with pytest.warns(UserWarning, match="longer than 80 tokens"):
+        assert ours(long)  # transformers' fails
+    with pytest.raises(ValueError, match="truncation is only_second"):
+        ours("dull", truncation="only_second")
+
+
+LABELS = ["good", "bad", "a story"]
+
+
+@pytest.mark.parametrize("name", ["nli", "nli first"])
+def test_zero_shot(both: Make, name: str) -> None:
+    ours, theirs = both(name, "zero-shot-classification")
+    assert isinstance(ours, ZeroShotPipeline)
+    forms: list[dict[str, Any]] = [{}, {"multi_label": True}, {"hypothesis_template": "the film was {} ."}]
+    for inputs, form in itertools.product([TEXTS[0], TEXTS[:3], TEXTS[:1]], forms):
+        same(ours(inputs, LABELS, **form), theirs(inputs, LABELS, **form))
+    same(ours(TEXTS[0], candidate_labels="good, bad,"), theirs(TEXTS[0], candidate_labels="good, bad,"))
+    same(ours(TEXTS[0], ["good"]), theirs(TEXTS[0], ["good"]))
+    found, expected = ours(iter_texts(), candidate_labels=LABELS), theirs(iter_texts(), candidate_labels=LABELS)
+    same(list(itertools.islice(found, 3)), list(itertools.islice(expected, 3)))
+    kept = both(name, "zero-shot-classification", candidate_labels=LABELS, multi_label=True)
+    same(*(each(TEXTS[0]) for each in kept))
+    for wrong in ({}, {"candidate_labels": []}, {"candidate_labels": LABELS, "hypothesis_template": "none"}):
+        with pytest.raises(ValueError, match=r"label"):
+            ours(TEXTS[0], **wrong)
+
+
+def test_models_in_memory_and_other_tokenizers(models: dict[str, Path], tmp_path: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(models["classes"])
+    tokenizer = AutoTokenizer.from_pretrained(models["labels"])
+    tokenizer.model_max_length = 6
+    expected = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer, device="cpu")
+    for given in (model, str(models["classes"])):
+        ours = brimful.pipeline("text-classification", model=given, tokenizer=tokenizer, device=-1)
+        same(ours(TEXTS, truncation=True), expected(TEXTS, truncation=True))
+    assert ours.tokenizer.model_max_length == 6
+    assert ours.model.config.num_labels == 3
+    assert ours.device == torch.device("cpu")
+    same(ours.predict(TEXTS), expected(TEXTS))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("auto", "fp32"), (None, "fp32"), ("bfloat16", "bf16"), (torch.float16, "fp16")]
+)
+def test_dtype_is_the_precision(models: dict[str, Path], dtype: Any, precision: str) -> None:
+    ours = brimful.pipeline(model=str(models["classes"]), dtype=dtype, device="cpu")
+    assert ours(TEXTS[0])[0]["label"].startswith("label")
+    assert ours._classifier.recipe.value("precision") == precision
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "said"),
+    [
+        ("fill-mask", {}, "its task is fill-mask"),
+        ("text-classification", {"device_map": "cpu", "device": None}, "device_map is given"),
+        ("text-classification", {"model_kwargs": {"use_cache": False}}, "model_kwargs has use_cache"),
+        ("text-classification", {"dtype": torch.float64, "verify": 3}, "its dtype is torch.float64"),
+    ],
+)
+def test_what_has_no_form_here_is_handed_to_transformers(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, task: str, given: dict[str, Any], said: str
+) -> None:
+    calls: list[dict[str, Any]] = []
+    theirs = importlib.import_module("transformers")  # its module is made anew while it is imported
+    monkeypatch.setattr(theirs, "pipeline", lambda task, **options: calls.append({"task": task, **options}))
+    with pytest.warns(UserWarning, match=f"transformers' own pipeline runs: {said}"):
+        brimful.pipeline(task, model=str(models["classes"]), top_k=3, **given)
+    [call] = calls
+    assert call["task"] == task
+    assert call["model"] == str(models["classes"])
+    assert call["top_k"] == 3
+    assert "verify" not in call
+
+
+def test_a_pipeline_that_is_handed_over_answers(models: dict[str, Path]) -> None:
+    with pytest.warns(UserWarning, match="transformers' own pipeline runs: its dtype"):
+        found = brimful.pipeline("text-classification", str(models["classes"]), dtype=torch.float64, device="cpu")
+    assert isinstance(found, transformers.TextClassificationPipeline)
+    assert len(found(TEXTS)) == len(TEXTS)
+
+
+def test_mistakes_are_one_line_with_a_hint(both: Make, models: dict[str, Path]) -> None:
+    ours, _ = both("classes")
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        ([["a", "b"]], {}, r"inputs\[0\] is no text"),
+        ([None], {}, r"inputs\[0\] is no text"),
+        (3, {}, "inputs are int"),
+        ("a", {"topk": 3}, "takes no topk"),
+        ("a", {"function_to_apply": "tanh"}, "function_to_apply is 'tanh'"),
+    ]
+    for inputs, call, said in wrong:
+        with pytest.raises(ValueError, match=said) as caught:
+            ours(inputs, **call)
+        assert isinstance(caught.value, brimful.BrimfulError)
+        assert caught.value.hint
+    with pytest.raises(brimful.ModelError, match="there is no folder"):
+        brimful.pipeline("text-classification", model=str(models["classes"] / "missing"))
