@@ -33,10 +33,15 @@ class TorchUpdate(Update):
         self.on_device = all(getattr(each, "_step_supports_amp_scaling", False) for each in self._optimizers)
         self._set_mode("train")
         self._used: Sequence[Tensor] = ()  # parameters that an update had a gradient of
+        # Graphs write gradients where they are. On a CPU a backward pass leaves its own: nothing is filled and added to.
+        self._keeps_gradients = self.device.type != "cpu"
         self._num_prepared = 0
 
     def apply(self, *, gathered: bool) -> Tensor:
         """As `Update` has it; gradients of several micro-batches were added up by their backward passes."""
+        for parameter in self._used:  # what has a gradient once has one ever after
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         used = [p for p in self.parameters if p.grad is not None]
         gradients = [p.grad for p in used if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True) / self.scale
@@ -58,9 +63,17 @@ class TorchUpdate(Update):
         self.applied.copy_(applied)
         self.loss.zero_()
         self._rescale(skipped)
-        torch._foreach_zero_(gradients)
         self._used = used
+        self._clear(used)
         return readings
+
+    def _clear(self, used: Sequence[Tensor]) -> None:
+        """Leave no gradient of the last batch in parameters that had one."""
+        if self._keeps_gradients:
+            torch._foreach_zero_([parameter.grad for parameter in used if parameter.grad is not None])
+            return
+        for parameter in used:
+            parameter.grad = None
 
     def _rate(self) -> Tensor:
         """The learning rate of this step, where the optimizers read it."""
@@ -77,7 +90,7 @@ class TorchUpdate(Update):
 
         torch makes them one after another within a step: were memory to run out, half the weights would be updated.
         """
-        if len(used) == self._num_prepared:  # what has a gradient once has one ever after
+        if len(used) == self._num_prepared:
             return
         ones = torch.ones_like(self.scale)
         for optimizer in self._optimizers:
@@ -96,7 +109,7 @@ class TorchUpdate(Update):
         super().abandon()
         used = set(self._used)
         for parameter in self.parameters:
-            if parameter in used and parameter.grad is not None:
+            if self._keeps_gradients and parameter in used and parameter.grad is not None:
                 parameter.grad.zero_()
             else:
                 parameter.grad = None
@@ -129,7 +142,8 @@ class TorchUpdate(Update):
                 getattr(optimizer, mode)()
 
     def _used_names(self) -> tuple[str, ...]:
-        return tuple(name for name, parameter in self.named.items() if parameter.grad is not None)
+        used = set(map(id, self._used))
+        return tuple(name for name, parameter in self.named.items() if id(parameter) in used)
 
     def _kept(self, parameter: Tensor) -> dict[str, Any]:
         """The state of a parameter, empty if it has none yet."""
@@ -155,6 +169,7 @@ class TorchUpdate(Update):
                 self._holder(parameter).state[parameter] = state[name].restored(parameter)
             if name in used and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        self._clear([self.named[name] for name in self.named if name in used])
 
     def _state_tensors(self) -> Iterator[Tensor]:
         states = (state for each in self._optimizers for state in each.state.values() if isinstance(state, dict))
