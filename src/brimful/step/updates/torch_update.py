@@ -33,7 +33,7 @@ class TorchUpdate(Update):
         self.on_device = all(getattr(each, "_step_supports_amp_scaling", False) for each in self._optimizers)
         self._set_mode("train")
         self._used: Sequence[Tensor] = ()  # parameters that an update had a gradient of
-        # Graphs write gradients where they are. On a CPU a backward pass leaves its own: nothing is filled and added to.
+        # Graphs write gradients where they are. On a CPU a backward pass leaves its own: none is filled and added to.
         self._keeps_gradients = self.device.type != "cpu"
         self._num_prepared = 0
 
