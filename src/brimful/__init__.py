@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from brimful.drop_in.pipelines import pipeline
     from brimful.integrations.custom_loop import Feed, Step
     from brimful.integrations.packed import packed
+    from brimful.integrations.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -67,6 +68,7 @@ _PUBLIC = {
     "Step": "brimful.integrations.custom_loop",
     "TextClassifier": "brimful.drop_in.estimator",
     "TrainOptions": "brimful.core.options",
+    "Trainer": "brimful.integrations.trainer",
     "classify": "brimful.api",
     "evaluate": "brimful.api",
     "export": "brimful.api",
@@ -100,6 +102,7 @@ __all__ = [
     "Step",
     "TextClassifier",
     "TrainOptions",
+    "Trainer",
     "classify",
     "evaluate",
     "export",

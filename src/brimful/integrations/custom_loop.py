@@ -102,6 +102,7 @@ class Step:
     submodules keep their modes.
     Before the first update its batch goes through the very step, and through the plain model; where they differ a
     slower path runs. first_batch: the comparison.
+    longest: most tokens of a row.
     out_of_memory: each time that memory ran out, and the token budget that the step went on with.
     Raises: OptionError for an option that does not work here.
     """
@@ -130,16 +131,17 @@ class Step:
             )
         self._callbacks, self._options = callbacks or PythonWarnings(), _options(options)
         self._given = Unwrapped.of(model)
-        options_asked, self._optimizer = self._options, unwrapped_optimizer(optimizer)
+        options_asked, self._optimizer = self._options, self._owner(optimizer)
         self._num_steps = _SOME_STEPS if num_steps is None else num_steps
         self._accumulation, self._most_rows = accumulation, options_asked.batch_size
         self._options = dataclasses.replace(options_asked, batch_size=accumulation * options_asked.batch_size)
         model, config = self._given.model, self._given.model.config
         self._reader = _reader(model, options_asked)
+        self.longest = self._reader.max_length
         self._before = (config._attn_implementation, keep_modes(model))
         smoothing = options_asked.label_smoothing_factor
         self._task = make_task(self._reader.space, np.zeros(0, dtype=np.int64), None, smoothing)
-        self._batches = _expected_batches(lengths, self._options.batch_size, self._reader.max_length)
+        self._batches = _expected_batches(lengths, self._options.batch_size, self.longest)
         asked = asked_precision(options_asked.precision, optimizer)
         precision = choose_precision(asked, choose_device(options_asked.device))
         self._num_made = self._num_run = 0
@@ -149,8 +151,12 @@ class Step:
         self.out_of_memory, self._log = log.found, log
         self._take(self._assembled(self._options, precision, eager_attention=False))
 
+    def _owner(self, optimizer: Any) -> Any:
+        """The optimizer that updates, as of `Assembly`."""
+        return unwrapped_optimizer(optimizer)
+
     def _assembled(self, options: TrainOptions, precision: Precision, eager_attention: bool) -> Assembled:
-        asked, longest = options, self._reader.max_length
+        asked, longest = options, self.longest
         return assemble(
             self._given.model.float(),
             asked,

@@ -60,6 +60,7 @@ class Outcome:
 class Pending:
     """The outcome of a step that may still be running.
 
+    on_device: (5,) fp64 readings, until the next step.
     room: of `room`. again: runs the step in another way, where a loss that is not finite may say that it must be; None
     where it never does.
     """
@@ -69,6 +70,7 @@ class Pending:
         again: Callable[[Batch], Outcome] | None = None,
     ) -> None:  # fmt: skip
         self._batch, self.rows, self._scaled, self.again = batch, rows, scaled, again
+        self.on_device = readings
         self._readings = ReadBack(readings, room=room)
 
     @staticmethod

@@ -1,0 +1,103 @@
+"""Gradients of effective batches, for a loop that clips and updates by itself, such as transformers' Trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from brimful.integrations.custom_loop import Step
+from brimful.integrations.rows import Rows, joined
+from brimful.models.hub.inspection import max_positions
+
+
+class LongerRowError(Exception):
+    """A row is longer than what the step was made for.
+
+    length: in tokens.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__(f"a row has {length} tokens")
+        self.length = length
+
+
+class GradientStep(Step):
+    """`Step` up to the gradient, which it leaves in `.grad`. Between its passes the model's own forward works.
+
+    longest: most tokens that a row is expected to have. num_rows: of an effective batch.
+    """
+
+    def __init__(
+        self, model: Any, *, num_steps: int, num_rows: int, longest: int, lengths: np.ndarray | None, **options: Any
+    ) -> None:
+        self._resting: list[tuple[Any, str]] = _attention_of(model)
+        super().__init__(
+            model, num_steps=num_steps, batch_size=num_rows, max_length=longest, lengths=lengths, **options
+        )
+        own = self._given.model
+        limit = max_positions(own.config, own)
+        self._reader = dataclasses.replace(self._reader, max_length=limit or 1 << 30)
+        self._working: list[tuple[Any, str]] = []
+        self._calls: list[tuple[Any, Any]] = []
+        self._rest()
+
+    def _owner(self, optimizer: Any) -> Any:
+        return "elsewhere"
+
+    def gradients(self, batches: Sequence[Rows], number: int) -> Tensor:
+        """Leave the gradient of all these rows as one batch; return its loss, () fp32 on the device.
+
+        number: of the effective batch, from which dropout is seeded.
+        Raises: OptionError for rows that the model cannot take, LongerRowError, MemoryFullError.
+        """
+        rows = joined([self._reader.read(each) for each in batches])
+        longest = max(len(each) for each in rows.ids)
+        if longest > self.longest:
+            raise LongerRowError(longest)
+        with self._at_work():
+            pending = self.run(self._made(rows, number))
+        return pending.on_device[0].float().clone()
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Within, the model's modules are called as the step calls them."""
+        own = self._given.model
+        for config, name in self._working:
+            config._attn_implementation = name
+        for module, call in self._calls:
+            module._compiled_call_impl = call
+        for name in self._given.attributes:
+            vars(own).pop(name, None)
+        try:
+            yield
+        finally:
+            self._rest()
+
+    def _rest(self) -> None:
+        own = self._given.model
+        self._working = [(config, config._attn_implementation) for config, _ in self._resting]
+        self._calls = [(module, call) for module in own.modules() if (call := module._compiled_call_impl) is not None]
+        for config, name in self._resting:
+            config._attn_implementation = name
+        for module, _ in self._calls:
+            module._compiled_call_impl = None
+        vars(own).update(self._given.attributes)
+
+    def release(self) -> Any:
+        """As `Step` has it. Gradients are the loop's."""
+        with self._at_work():
+            self._built.step.release()
+            self._put_back()
+        self._before[1]()
+        return self._given.restored()
+
+
+def _attention_of(model: Any) -> list[tuple[Any, str]]:
+    """Configurations of all modules, and the attention that each names."""
+    configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if c is not None}
+    return [(c, c._attn_implementation) for c in configs.values() if hasattr(c, "_attn_implementation")]

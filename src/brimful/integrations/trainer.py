@@ -1,0 +1,196 @@
+"""transformers' Trainer with our training step: packed, of fixed shape, captured on a GPU, exactly accumulated.
+
+The loop around the step is Trainer's own: data, sampling, clipping, optimizer, schedule, callbacks, logs, evaluation,
+checkpoints and their resumption. Each update's micro-batches are collected, and the last one's `training_step` leaves
+the gradient of all of them in `.grad`, where Trainer clips it and updates. What asks for another step runs by Trainer's
+own, and a Python warning says why, once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from brimful.core.errors import OptionError
+from brimful.integrations.gradient_step import GradientStep, LongerRowError
+from brimful.integrations.trainer_data import lengths_of
+from brimful.integrations.trainer_reasons import problem_of, reason_of_batch, reason_of_model, reason_of_trainer
+from brimful.models.hub.adapters import unwrapped
+from brimful.models.hub.inspection import max_positions
+from brimful.models.model_stats import layers_of
+
+_TASKS = {
+    "regression": "regression",
+    "single_label_classification": "single_label",
+    "multi_label_classification": "multi_label",
+}
+#: Tokens that rows are taken to have at most, where their dataset does not say.
+_LONGEST = 512
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """transformers' Trainer for a sequence classifier, whose training step is ours wherever that is exact.
+
+    Arguments, methods, callbacks, files and results are those of transformers' Trainer, except that an update's
+    gradient is that of all its rows as one batch: Trainer's own is as many times larger as micro-batches are
+    accumulated. Dropout masks are drawn by `args.seed` and the number of the update.
+    gradient_step: what runs, with its `recipe`; None while nothing trains, and where Trainer's own step does.
+    stock_reason: the reason for that.
+    Raises: OptionError for a model that is wrapped already and for a dataset without length and `max_steps`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _refuse(_SIGNATURE.bind(self, *args, **kwargs).arguments)
+        self.gradient_step: GradientStep | None = None
+        self.stock_reason: str | None = None
+        self._waiting: list[Any] = []
+        self._expected = 1
+        self._trained: tuple[Any, ...] = ()
+        self._filters_nan = False
+        super().__init__(*args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        """As Trainer has it; batches stay on the host, where the step reads them."""
+        loader = super().get_train_dataloader()
+        if reason_of_trainer(self, Trainer) is None and getattr(loader, "device", None) is not None:
+            loader.device = None
+        return loader
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """As Trainer has it: all micro-batches of an update."""
+        found = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._waiting, self._expected = [], len(found[0])
+        return found
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Take one micro-batch; with the last one of an update leave the gradient of all, and return its loss."""
+        if self.stock_reason is None:
+            self.stock_reason = self._reason(model, inputs)
+        if self.stock_reason is not None:
+            return self._by_trainer(model, [*self._waiting, inputs], num_items_in_batch)
+        self._waiting.append(inputs)
+        if len(self._waiting) < self._expected:
+            return torch.zeros((), device=self.args.device)
+        batches, self._waiting = self._waiting, []
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        loss = self._gradients(unwrapped(self.model), batches)
+        return self._without_waiting(loss.to(self.args.device))
+
+    def _reason(self, model: Any, inputs: Any) -> str | None:
+        """Why Trainer's own step runs from now on, if it does; it is said."""
+        reason = reason_of_trainer(self, Trainer) or reason_of_model(self.model)
+        if reason is None and self.accelerator.unwrap_model(model) is not self.model:
+            reason = f"the model is wrapped in {type(model).__name__}"
+        if reason is None:
+            config = unwrapped(self.model).config
+            reason = reason_of_batch(inputs, config, smooths=self.label_smoother is not None)
+        if reason is not None:
+            self._end_step()
+            warnings.warn(f"brimful.Trainer: {reason}; transformers' own training step runs", stacklevel=3)
+        return reason
+
+    def _by_trainer(self, model: Any, batches: list[Any], num_items_in_batch: Any) -> Tensor:
+        """Trainer's own step on each of these, and the sum of their losses."""
+        self._waiting = []
+        losses = [super(Trainer, self).training_step(model, each, num_items_in_batch) for each in batches]
+        return torch.stack([loss.detach() for loss in losses]).sum() if len(losses) > 1 else losses[0]
+
+    def _gradients(self, model: Any, batches: list[Any]) -> Tensor:
+        trained = (id(self.model), tuple(p.requires_grad for p in model.parameters()))
+        if self.gradient_step is not None and trained != self._trained:
+            self._end_step()
+        longest = 0
+        while True:
+            if self.gradient_step is None:
+                self.gradient_step, self._trained = self._make_step(model, batches, longest), trained
+            try:
+                return self.gradient_step.gradients(batches, self.state.global_step)
+            except LongerRowError as longer:
+                self._end_step()
+                longest = longer.length
+
+    def _make_step(self, model: Any, batches: list[Any], longest: int) -> GradientStep:
+        args, labels = self.args, batches[0]["labels"]
+        problem = problem_of(model.config, labels)
+        if self.label_smoother is None:  # as heads of transformers set it when they first see labels
+            model.config.problem_type = problem
+        lengths = lengths_of(self.train_dataset)
+        here = np.concatenate([each["attention_mask"].sum(dim=1).cpu().numpy() for each in batches])
+        known = max(longest, int(here.max()), _LONGEST if lengths is None else int(lengths.max()))
+        limit = max_positions(model.config, model)
+        checkpoints = args.gradient_checkpointing and layers_of(model) is not None
+        return GradientStep(
+            self.model,
+            num_steps=self.state.max_steps,
+            num_rows=sum(len(each["labels"]) for each in batches),
+            longest=known if limit is None else min(known, limit),
+            lengths=here if lengths is None else lengths,
+            task=_TASKS[problem],
+            seed=args.seed,
+            precision=_precision(args),
+            device=args.device.type,
+            label_smoothing_factor=args.label_smoothing_factor,
+            gradient_checkpointing="full" if checkpoints else "none",
+        )
+
+    def _without_waiting(self, loss: Tensor) -> Tensor:
+        """A loss that Trainer need not look at: its filter of what is not finite is applied on the device.
+
+        Looking would have the host wait for each step. The argument is put back before any callback sees it.
+        """
+        if not (loss.is_cuda and self.args.logging_nan_inf_filter and hasattr(self, "_tr_loss")):
+            return loss
+        self._filters_nan, self.args.logging_nan_inf_filter = True, False
+        mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        return torch.where(torch.isfinite(loss), loss, mean)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """As Trainer has it, which calls it after each micro-batch."""
+        if self._filters_nan:
+            self._filters_nan, self.args.logging_nan_inf_filter = False, True
+        return int(super().floating_point_ops(inputs))
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.stock_reason = None
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        step, self.gradient_step = self.gradient_step, None
+        if step is not None:
+            step.release()
+
+
+_SIGNATURE = inspect.signature(transformers.Trainer.__init__)
+vars(Trainer)["__init__"].__signature__ = _SIGNATURE
+
+
+def _refuse(given: dict[str, Any]) -> None:
+    """Refuse what no Trainer can train. Raises: OptionError."""
+    model, dataset, args = given.get("model"), given.get("train_dataset"), given.get("args")
+    kind = type(model).__name__
+    if hasattr(model, "_orig_mod") or kind in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
+        raise OptionError(f"the model is wrapped in {kind} already", hint="pass the model itself; Trainer wraps it")
+    if dataset is not None and not hasattr(dataset, "__len__") and (args is None or args.max_steps <= 0):
+        raise OptionError(
+            f"train_dataset is a {type(dataset).__name__} without length, and max_steps is not set",
+            hint="TrainingArguments(max_steps=...) says when training ends",
+        )
+
+
+def _precision(args: Any) -> str:
+    """The precision that the arguments and torch's own setting of products ask for."""
+    if args.bf16:
+        return "bf16"
+    loose = args.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if loose else "fp32"

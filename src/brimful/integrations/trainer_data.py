@@ -1,0 +1,35 @@
+"""Lengths of a dataset's rows, by which budgets and kernels are chosen, where they can be read without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+#: Numbers of masks that are summed at most; beyond, rows are taken to have no padding.
+_MOST_NUMBERS = 100_000_000
+
+
+def lengths_of(dataset: Any) -> np.ndarray | None:
+    """(N,) tokens of each row of a `datasets.Dataset`, padding not counted; None where rows are made when asked for."""
+    table = getattr(getattr(dataset, "data", None), "table", None)
+    if not isinstance(table, pa.Table) or "input_ids" not in table.column_names:
+        return None
+    if (getattr(dataset, "format", None) or {}).get("type") == "custom":
+        return None  # `set_transform`: rows are made when asked for
+    ids = table.column("input_ids")
+    if not (pa.types.is_list(ids.type) or pa.types.is_large_list(ids.type)) or ids.null_count:
+        return None
+    lengths_N = pc.list_value_length(ids).to_numpy().astype(np.int64)
+    if "attention_mask" in table.column_names and lengths_N.sum() <= _MOST_NUMBERS and lengths_N.all():
+        flat = pc.list_flatten(table.column("attention_mask")).to_numpy()
+        starts = np.concatenate([[0], np.cumsum(lengths_N)[:-1]])
+        if len(flat) == lengths_N.sum():
+            lengths_N = np.add.reduceat(flat.astype(np.int64), starts)
+    indices = getattr(dataset, "_indices", None)
+    if indices is not None:
+        lengths_N = lengths_N[indices.column(0).to_numpy()]
+    found: np.ndarray = lengths_N[lengths_N > 0]
+    return found if len(found) else None

@@ -1,0 +1,121 @@
+"""Reasons for which a Trainer's own training step runs, and not ours: what a subclass, an argument or a batch asks for.
+
+Each is one line. What is not named here is asked of the loop around the step, which is Trainer's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from brimful.core.errors import OptionError
+from brimful.models.hub.adapters import unwrapped
+
+#: Methods whose overriding may be of the loss, or of how it is computed.
+_OF_THE_STEP = (
+    *("compute_loss", "training_step", "compute_loss_context_manager", "autocast_smart_context_manager"),
+    *("get_batch_samples", "_prepare_inputs", "_prepare_input", "_get_num_items_in_batch"),
+)
+#: Arguments of a batch that the step reads.
+_READ = frozenset({"input_ids", "attention_mask", "token_type_ids", "labels"})
+#: Hook by which transformers has gradients of embeddings, where layers are recomputed.
+_OF_CHECKPOINTING = "make_inputs_require_grads"
+#: Optimizers that update within the backward pass.
+_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
+
+
+def reason_of_trainer(trainer: Any, ours: type[Any]) -> str | None:
+    """Return why a Trainer trains by its own step, as far as it says without a model and a batch. ours: our class."""
+    for name in _OF_THE_STEP:
+        stock = getattr(ours, name, None)
+        if name in vars(trainer) or getattr(type(trainer), name, None) is not stock:
+            return f"{name} is overridden"
+    args = trainer.args
+    asked: list[tuple[Any, str]] = [
+        (trainer.compute_loss_func, "compute_loss_func is given"),
+        (args.world_size > 1, "several processes train"),
+        (args.n_gpu > 1, "DataParallel trains on several GPUs; CUDA_VISIBLE_DEVICES=0 chooses one"),
+        (trainer.is_deepspeed_enabled, "deepspeed is asked for"),
+        (trainer.is_fsdp_enabled, "fsdp is asked for"),
+        (args.fp16, "fp16's loss scale is Accelerate's; bf16=True runs by ours"),
+        (args.torch_compile, "torch_compile is asked for; ours compiles without it"),
+        (args.neftune_noise_alpha is not None, "NEFTune adds noise in a hook"),
+        (getattr(args, "use_liger_kernel", False), "Liger's kernels are asked for"),
+        (args.torch_empty_cache_steps is not None, "torch_empty_cache_steps is asked for"),
+        (any(name in str(args.optim) for name in _IN_BACKWARD), "the optimizer updates within the backward pass"),
+        (args.device.type not in ("cpu", "cuda"), f"it trains on {args.device.type}"),
+    ]
+    return next((why for is_asked, why in asked if is_asked), None)
+
+
+def reason_of_model(model: Any) -> str | None:
+    """Return why a model is trained by Trainer's own step; None if ours can be tried."""
+    try:
+        inner = unwrapped(model)
+    except OptionError as refused:
+        return str(refused)
+    if type(inner).__name__ not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
+        return f"{type(inner).__name__} is not a sequence classifier of transformers"
+    if getattr(inner, "is_quantized", False):
+        return "its weights are quantized"
+    dtypes = {p.dtype for p in inner.parameters()}
+    if dtypes != {torch.float32}:
+        other = next(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype != torch.float32)
+        return f"weights are in {other}, and a step of ours keeps fp32; load the model with dtype=torch.float32"
+    places = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = (hook for module in model.modules() for place in places for hook in getattr(module, place).values())
+    names = [getattr(hook, "__name__", type(hook).__name__) for hook in hooks]
+    if others := [name for name in names if name != _OF_CHECKPOINTING]:
+        return f"there is a hook on its modules ({others[0]}), which no replayed step calls"
+    return None
+
+
+def reason_of_batch(inputs: Any, config: Any, *, smooths: bool) -> str | None:
+    """Return why a batch runs by Trainer's own step; None if ours gives its gradient.
+
+    smooths: whether labels are smoothed. Raises: OptionError for labels that no loss takes.
+    """
+    if not isinstance(inputs, Mapping):
+        return f"a batch is a {type(inputs).__name__}"
+    given = {name: value for name, value in inputs.items() if value is not None}
+    if missing := next((name for name in ("input_ids", "labels") if name not in given), None):
+        return f"a batch has no {missing}"
+    if others := sorted(set(given) - _READ):
+        return f"a batch has {others[0]}"
+    if "attention_mask" not in given:
+        return "the collator returns no attention_mask, so padding is text; DataCollatorWithPadding returns one"
+    if not all(isinstance(value, Tensor) for value in given.values()) or given["input_ids"].ndim != 2:
+        return "a batch is not of padded tensors"
+    mask_BL = given["attention_mask"]
+    if mask_BL.ndim != 2 or bool((mask_BL[:, 1:] > mask_BL[:, :-1]).any()) or not bool(mask_BL[:, :1].all()):
+        return "rows are not padded on the right; the tokenizer's padding_side decides it"
+    if smooths and problem_of(config, given["labels"]) != "single_label_classification":
+        return "label smoothing of Trainer is of single labels"
+    if bool((given["labels"] == -100).any()):
+        return "labels of -100 leave rows out of the loss"
+    return None
+
+
+def problem_of(config: Any, labels: Tensor) -> str:
+    """The problem type as transformers' heads read it: of the configuration, else of the labels' dtype.
+
+    Raises: OptionError for numbers where classes are meant.
+    """
+    num_labels = config.num_labels
+    if config.problem_type is not None:
+        found = str(config.problem_type)
+    elif num_labels == 1:
+        found = "regression"
+    else:
+        whole = labels.dtype in (torch.long, torch.int)
+        found = "single_label_classification" if whole else "multi_label_classification"
+    if found != "regression" and labels.is_floating_point() and labels.ndim < 2:
+        raise OptionError(
+            f"labels are floats, one a row, and the model has {num_labels} classes",
+            hint=f"give integers below {num_labels}, or for multi-label rows of {num_labels} floats",
+        )
+    return found
