@@ -22,6 +22,7 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.errors import OutputError
 from brimful.engine.signals import StopSignals
 from brimful.engine.training.checkpoint import load_checkpoint
+from brimful.engine.training.loop import TrainingLoop
 from brimful.engine.training.run_folder import RunFolder
 from runs import (
     Ended,
@@ -565,3 +566,24 @@ def test_a_run_that_another_process_made_meanwhile_is_not_overwritten(
     with pytest.raises(OutputError, match="already holds a run"):
         brimful.train(rows, model=model, output=tmp_path / "run", callbacks=Slow())
     assert learned(tmp_path / "run")["status"] == "finished"
+
+
+def test_a_longer_run_that_was_killed_at_once_goes_on(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Patience had ended the shorter one; the record says by then how long the run is to be."""
+    options: dict[str, Any] = {
+        "model": model, "output": tmp_path / "run", "max_length": 48, "batch_size": 8, "learning_rate": 1e-6,
+        "eval_steps": 2, "metric_for_best_model": "accuracy", "early_stopping_patience": 1, "baselines": False,
+        "device": "cpu", "lr_scheduler_type": "constant", "token_budget": 96,
+    }  # fmt: skip
+    assert brimful.train(rows, num_train_epochs=2, **options).steps == 4
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "_train", killed)
+        with pytest.raises(KeyboardInterrupt):
+            brimful.train(rows, num_train_epochs=4, resume=True, **options)
+    assert brimful.train(rows, num_train_epochs=4, resume=True, **options).steps == 6

@@ -82,13 +82,10 @@ class TrainingLoop:
         run: Run,
         phases: Phases,
         baselines: Baselines,
-        *,
-        is_longer: bool,
     ) -> None:
         self._options, self._prepared, self._built, self._folder = options, prepared, built, folder
         self._events, self._callbacks, self._record = events, callbacks, run
         self._fitted = FittedStep(built, self._out_of_memory)
-        self._is_longer = is_longer
         #: Batches from one evaluation to the next, where no steps between them were asked for.
         self._batches_between = prepared.order.batches_per_epoch * epochs_between(options, prepared.learning)
         self._forward = evaluation_forward(built, most_rows=options.batch_size, note=callbacks.warning)
@@ -159,7 +156,8 @@ class TrainingLoop:
         if checkpoint is not None:
             check_weights(self._built.step.state(), checkpoint, self._options.output)
             self._state = LoopState(**checkpoint.loop)
-            if self._is_longer:  # than the one that ended for want of improvement
+            asked = self._state.num_steps
+            if asked is not None and asked < self._prepared.num_steps:  # it may have ended for want of improvement
                 self._state.ended_early, self._state.without_improvement = False, 0
             self._built.step.load_state(checkpoint.state)
             if self._state.token_budget is not None:
@@ -170,6 +168,7 @@ class TrainingLoop:
             self._callbacks.note(f"going on after step {checkpoint.step}")
         elif self._options.resume:
             self._callbacks.warning("--resume finds no checkpoint here: starting from the beginning")
+        self._state.num_steps = self._prepared.num_steps
         self._events.cut(self._state.events_position)
 
     def _train(self, feed: Feed) -> None:

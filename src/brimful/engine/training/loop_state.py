@@ -10,7 +10,8 @@ from typing import Any
 class LoopState:
     """State of the training loop: JSON in every checkpoint.
 
-    token_budget: limit of the layout since memory ran out, None if it never did. out_of_memory: each time, as JSON.
+    num_steps: of the run, as it was asked for by then. token_budget: limit of the layout since memory ran out, None if
+    it never did. out_of_memory: each time, as JSON.
     """
 
     consumed: int = 0
@@ -29,6 +30,7 @@ class LoopState:
     metrics: dict[str, float] = field(default_factory=dict)
     metrics_step: int | None = None
     ended_early: bool = False
+    num_steps: int | None = None
     token_budget: int | None = None
     out_of_memory: list[dict[str, Any]] = field(default_factory=list)
     events_position: int = 0

@@ -93,7 +93,7 @@ def _train_on(
         return _record(options, prepared, built, command, run="", status="planned")
     with RunFolder(path) as folder, deterministic(options.deterministic), ExitStack() as stack:
         check_free(path, resume=options.resume)  # again: another process may have been here since, and gone
-        before, steps_before = folder.read() if options.resume else None, prepared.num_steps
+        before = folder.read() if options.resume else None
         if before is not None:
             check_options(before, options)
             if _is_finished(before, path, prepared):
@@ -116,10 +116,7 @@ def _train_on(
             callbacks.warning(f"rounding may differ from here on: {'; '.join(moved)}")
         folder.write(run)
         with EventLog(folder.events, report=callbacks.warning) as events:
-            is_longer = prepared.num_steps > steps_before
-            loop = TrainingLoop(
-                options, prepared, built, folder, events, callbacks, run, phases, baselines, is_longer=is_longer
-            )
+            loop = TrainingLoop(options, prepared, built, folder, events, callbacks, run, phases, baselines)
             return loop.run()
 
 
