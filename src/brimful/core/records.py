@@ -107,6 +107,14 @@ class Learning:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TargetScale:
+    """Units that numbers are trained on: (target - center) / spread. centers: by output."""
+
+    centers: tuple[float, ...]
+    spread: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeakMemory:
     """Highest memory of a run in bytes, and its parts. None: unknown.
 
@@ -203,7 +211,8 @@ class Run:
     two steps more.
     out_of_memory: each time that memory ran out, in order.
     packed: True, or False with the reason in `packed_reason`. first_batch: None in a dry run.
-    learning: None in records of versions that chose nothing; the options hold it there.
+    learning: None in records of versions that chose nothing; the options hold it there. target_scale: None where
+    targets are trained on as they are.
     """
 
     run: str
@@ -233,6 +242,7 @@ class Run:
     packed_reason: str | None = None
     first_batch: FirstBatch | None = None
     learning: Learning | None = None
+    target_scale: TargetScale | None = None
     schema: int = 1
 
 

@@ -21,6 +21,7 @@ from brimful.data.batches.prefetch import Source
 from brimful.data.tokens.augment import Augmenter
 from brimful.engine.compilations import CompilationWatch
 from brimful.engine.prepare import Prepared
+from brimful.engine.target_scale import check_fold
 from brimful.hardware.probe import device_name
 from brimful.levers.attention import Attention
 from brimful.levers.checkpointing import Checkpointing, seeds_dropout
@@ -93,6 +94,8 @@ def build(
     phases = phases or Phases()
     phases.enter("model")
     model = load_model(prepared.facts, prepared.space, head=prepared.alignment.head, seed=options.seed)
+    if prepared.target_scale is not None:
+        check_fold(model, prepared.target_scale)
     phases.enter("setup")
     lengths, order = prepared.training.tokens.lengths, prepared.order
     looked_at = min(_LOOKED_AT, prepared.num_batches or prepared.num_steps)

@@ -126,13 +126,13 @@ def evaluate_rows(
 ) -> Evaluation:  # fmt: skip
     """Loss and metrics of all rows, each of which has tokens, a window at a time: no logits are kept.
 
-    progress: called after each window. also: given the numbers of its rows and their logits.
+    progress: called after each window. also: given the numbers of its rows and what the model answers.
     """
     evaluation = Evaluation(task)
     for rows, logits_MC in predict(forward, tokens):
         evaluation.add(logits_MC, targets_N[rows])
         if also is not None:
-            also(rows, logits_MC)
+            also(rows, task.answers(logits_MC))
         progress()
     return evaluation
 

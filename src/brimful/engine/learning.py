@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from brimful.core.errors import OptionError
 from brimful.core.options import TrainOptions
 from brimful.core.records import Learning, Run
 from brimful.core.trained_part import FrozenParts
@@ -32,6 +33,8 @@ _UNKNOWN = ("sgd", "schedule_free_sgd", "adafactor", "adagrad", "rmsprop")
 _FEWEST_EPOCHS, _MOST_EPOCHS, _ENOUGH_STEPS, _STEPS_OF_OUTPUT = 3, 100, 200, 4
 _MOST_OUTPUTS = 200
 _WARMUP = 0.1
+#: Most steps of a run: the learning rate of each is in memory.
+_MOST_STEPS = 10_000_000
 #: Evaluations and checkpoints of a run whose epochs were chosen.
 _EVALUATIONS = 10
 
@@ -97,6 +100,27 @@ def epochs_between(options: TrainOptions, learning: Learning) -> int:
     if options.num_train_epochs is not None or learning.num_train_epochs is None:
         return 1
     return math.ceil(learning.num_train_epochs / _EVALUATIONS)
+
+
+def steps_text(options: TrainOptions, learning: Learning, *, num_rows: int, num_steps: int, per_epoch: int) -> str:
+    """One line about the length of a run. num_rows, per_epoch: rows and batches of an epoch.
+
+    Raises: OptionError for more steps than anyone has time for, whose schedule alone would fill the memory.
+    """
+    if num_steps > _MOST_STEPS:
+        asked = "--max-steps" if options.max_steps else "--num-train-epochs"
+        raise OptionError(
+            f"{asked} asks for {num_steps:,} steps, and the most is {_MOST_STEPS:,}", hint=f"lower {asked}"
+        )
+    epochs, warmup = num_steps / per_epoch, learning.num_warmup_steps
+    epochs_text = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
+    return (
+        f"steps: {num_steps:,}, {options.batch_size:,} rows each ({count_text(num_rows)} rows, "
+        f"{epochs_text} {'epoch' if epochs == 1 else 'epochs'}); learning rate {learning.learning_rate:g}, "
+        f"{options.lr_scheduler_type}"
+        + (f", warm-up {warmup:,} {'step' if warmup == 1 else 'steps'}" if warmup else "")
+        + (f" (chosen: {learning.reason})" if learning.reason else "")
+    )
 
 
 def learning_of(run: Run) -> Learning:

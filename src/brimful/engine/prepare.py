@@ -21,8 +21,7 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.errors import ModelError, OptionError, printable
 from brimful.core.options import TrainOptions
 from brimful.core.phases import Phases
-from brimful.core.records import LabelSpace, Learning, TrainedInputs
-from brimful.core.units import count_text
+from brimful.core.records import LabelSpace, Learning, Run, TargetScale, TrainedInputs
 from brimful.data.batches.batch import Sampler
 from brimful.data.labels.columns import Columns, describe_columns, find_columns
 from brimful.data.labels.doubts import data_doubts, label_doubts
@@ -36,7 +35,8 @@ from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import can_have_header, read_rows
 from brimful.data.tokens.augment import load_transform
 from brimful.data.tokens.encoder import OTHER_TOKENIZER, Encoder, Tokens, tokenize
-from brimful.engine.learning import choose_learning
+from brimful.engine.learning import choose_learning, learning_of, steps_text
+from brimful.engine.target_scale import choose_scale, scale_text
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
 from brimful.models.hub.label_alignment import Alignment, align_labels
 from brimful.models.packed.packed_forward import has_token_types
@@ -46,8 +46,6 @@ from brimful.tasks.task import Task, make_task
 DEFAULT_MAX_LENGTH = 512
 #: Sequences that are only read are cut here, unless --max-length or training said otherwise or the model ends earlier.
 MOST_READ = 8192
-#: Most steps of a run: the learning rate of each is in memory.
-_MOST_STEPS = 10_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +73,7 @@ class Prepared:
     num_steps: int
     num_batches: int | None
     learning: Learning
+    target_scale: TargetScale | None
     data_fingerprint: str
     report: dict[str, Any]
 
@@ -107,13 +106,13 @@ def prepare(
     phases: Phases | None = None,
     check: Check | None = None,
     tables: Tables | None = None,
-    kept: Learning | None = None,
+    before: Run | None = None,
 ) -> Prepared:
     """Reads, checks, splits and tokenises all that a run needs, and reports what was inferred.
 
     num_batches of the result: batches to consume, None where --max-steps counts applied steps instead.
     check: called with what was read, before it is tokenised; it may raise. tables: data in memory, by their names.
-    kept: learning rate and length of the run that is gone on with.
+    before: the run that is gone on with, which keeps what was chosen.
     Raises: InputError for anything that cannot be done as asked.
     """
     facts = inspect_model(options.model, trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle)
@@ -136,7 +135,7 @@ def prepare(
         facts.config,
         batches_per_epoch=order.batches_per_epoch,
         num_outputs=alignment.space.num_outputs,
-        kept=kept,
+        kept=None if before is None else learning_of(before),
     )
     epochs = learning.num_train_epochs
     num_batches = None if epochs is None else math.ceil(epochs * order.batches_per_epoch)
@@ -144,14 +143,21 @@ def prepare(
     if learning.num_warmup_steps > num_steps:
         said = f"the learning rate never reaches {learning.learning_rate:g}"
         callbacks.warning(f"the warm-up is longer than the run: {said}")
-    callbacks.note(_steps_text(options, order, num_steps, learning))
+    callbacks.note(
+        steps_text(
+            options, learning, num_rows=order.num_samples, num_steps=num_steps, per_epoch=order.batches_per_epoch
+        )
+    )
     with (phases or Phases()).during("tokens"):
         training_part = _tokenized(training, alignment.space, encoder, options, callbacks, "training")
         evaluation_part = None
         if evaluation is not None:
             evaluation_part = _tokenized(evaluation, alignment.space, encoder, options, callbacks, "evaluation")
     weighing = (options.class_weights, options.label_smoothing_factor, training.weights)
-    task = make_task(alignment.space, training_part.targets_N, *weighing)
+    scale = choose_scale(options, alignment, facts, training_part.targets_N, before)
+    if scale is not None:
+        callbacks.note(scale_text(scale))
+    task = make_task(alignment.space, training_part.targets_N, *weighing, scale)
     _check_metric(options, task, evaluation_part)
     report = _report(training_part, evaluation_part, max_length, num_empty, given=options.max_length is not None)
     report["sha256"] = sha256
@@ -168,6 +174,7 @@ def prepare(
         num_steps=num_steps,
         num_batches=num_batches,
         learning=learning,
+        target_scale=scale,
         data_fingerprint=fingerprint,
         report=report,
     )
@@ -364,25 +371,6 @@ def _check_metric(options: TrainOptions, task: Task, evaluation: Part | None) ->
             f"--metric-for-best-model {options.metric_for_best_model!r} is no metric of {task.space.task}",
             hint="one of " + ", ".join(names),
         )
-
-
-def _steps_text(options: TrainOptions, order: Sampler, num_steps: int, learning: Learning) -> str:
-    """Raises: OptionError for more steps than anyone has time for, whose schedule alone would fill the memory."""
-    if num_steps > _MOST_STEPS:
-        asked = "--max-steps" if options.max_steps else "--num-train-epochs"
-        raise OptionError(
-            f"{asked} asks for {num_steps:,} steps, and the most is {_MOST_STEPS:,}", hint=f"lower {asked}"
-        )
-    epochs = num_steps / order.batches_per_epoch
-    epochs_text = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
-    warmup = learning.num_warmup_steps
-    return (
-        f"steps: {num_steps:,}, {options.batch_size:,} rows each ({count_text(order.num_samples)} rows, "
-        f"{epochs_text} {'epoch' if epochs == 1 else 'epochs'}); learning rate {learning.learning_rate:g}, "
-        f"{options.lr_scheduler_type}"
-        + (f", warm-up {warmup:,} {'step' if warmup == 1 else 'steps'}" if warmup else "")
-        + (f" (chosen: {learning.reason})" if learning.reason else "")
-    )
 
 
 def _report(training: Part, evaluation: Part | None, max_length: int, num_empty: int, *, given: bool) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Evaluation:
             targets = np.ascontiguousarray(targets_M[rows])
             self._loss += float(self._task.loss_rows_S(logits, torch.from_numpy(targets)).sum())
             self._denominator += self._task.denominator(targets)
-        self.accumulator.add(logits_MC, targets_M)
+        self.accumulator.add(self._task.answers(logits_MC), targets_M)
 
     def result(self) -> Metrics:
         """The loss and all metrics, by name."""

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from brimful.core.errors import OptionError, printable
-from brimful.core.records import LabelSpace
+from brimful.core.records import LabelSpace, TargetScale
 from brimful.tasks.metrics.accumulators import Accumulator, ClassMetrics, Metrics, NumberMetrics, SetMetrics
 
 
@@ -45,6 +45,10 @@ class Task(ABC):
         rows = len(targets_N) if weights_N is None else weights_N.sum(dtype=np.float64)
         return float(rows * self.space.num_outputs)
 
+    def answers(self, logits_MC: np.ndarray) -> np.ndarray:
+        """(M, C) outputs as the saved model gives them, of those that the model in training gives."""
+        return logits_MC
+
     @abstractmethod
     def accumulator(self) -> Accumulator:
         """A new accumulator of this task's metrics, for rows that come in parts."""
@@ -52,7 +56,7 @@ class Task(ABC):
     def metrics(self, logits_NC: np.ndarray, targets_N: np.ndarray) -> Metrics:
         """Metrics of rows that are all there, by name, without the loss."""
         accumulator = self.accumulator()
-        accumulator.add(logits_NC, targets_N)
+        accumulator.add(self.answers(logits_NC), targets_N)
         return accumulator.result()
 
     def loss(self, logits_NC: np.ndarray, targets_N: np.ndarray) -> float:
@@ -110,10 +114,24 @@ class MultiLabel(Task):
 
 
 class Regression(Task):
-    """C numbers. Same arithmetic as torch's MSELoss."""
+    """C numbers. Same arithmetic as torch's MSELoss, of targets in the units of `scale`."""
+
+    def __init__(self, space: LabelSpace, scale: TargetScale | None = None) -> None:
+        super().__init__(space)
+        self.scale = scale
 
     def loss_rows_S(self, logits_SC: Tensor, targets_S: Tensor) -> Tensor:
-        return (logits_SC - targets_S.to(logits_SC.dtype)).square().sum(-1)
+        targets_SC = targets_S.to(logits_SC.dtype)
+        if self.scale is not None:
+            centers_C = _on_device(self.scale.centers, logits_SC.device, logits_SC.dtype)
+            targets_SC = (targets_SC - centers_C) / self.scale.spread
+        return (logits_SC - targets_SC).square().sum(-1)
+
+    def answers(self, logits_MC: np.ndarray) -> np.ndarray:
+        if self.scale is None:
+            return logits_MC
+        found: np.ndarray = logits_MC.astype(np.float64) * self.scale.spread + np.asarray(self.scale.centers)
+        return found.astype(np.float32)
 
     def accumulator(self) -> NumberMetrics:
         return NumberMetrics(self.space.num_outputs)
@@ -121,18 +139,18 @@ class Regression(Task):
 
 def make_task(
     space: LabelSpace, targets_N: np.ndarray, class_weights: str | None = None, smoothing: float = 0.0,
-    weights_N: np.ndarray | None = None,
+    weights_N: np.ndarray | None = None, scale: TargetScale | None = None,
 ) -> Task:  # fmt: skip
     """The task of a label space. `targets_N`, the training targets, are what `balanced` weights are counted on.
 
-    weights_N: of the training rows, which count as so many rows each; None: as one.
+    weights_N: of the training rows, which count as so many rows each; None: as one. scale: of targets of a regression.
     Raises: OptionError for class weights or label smoothing that the task does not have.
     """
     if space.task == "regression":
         if class_weights is not None or smoothing:
             given = "--class-weights" if class_weights is not None else "--label-smoothing-factor"
             raise OptionError(f"{given} is for labels, and the task is regression", hint=f"leave {given} out")
-        return Regression(space)
+        return Regression(space, scale)
     kind = SingleLabel if space.task == "single_label" else MultiLabel
     return kind(space, _class_weights_C(class_weights, space, targets_N, weights_N), smoothing)
 

@@ -15,6 +15,7 @@ from brimful.core.export_options import ExportOptions
 from brimful.core.options import TrainOptions
 from brimful.core.records import Run, TrainedInputs
 from brimful.core.trained_part import ADAPTER_SETTINGS
+from brimful.engine.target_scale import fold
 from brimful.engine.training.checkpoint import (
     Checkpoint,
     checkpoint_path,
@@ -58,6 +59,8 @@ def export(options: ExportOptions, callbacks: Callbacks) -> Path:
     wrapped = _choose_part(model, facts, run)
     _take_weights(model, checkpoint, run)
     _take_averages(model, checkpoint, run)
+    if run.target_scale is not None:
+        fold(model, run.target_scale)
     inputs = _inputs(run)
     so_far = replace(run, steps=checkpoint.step, metrics=dict(checkpoint.loop.get("metrics") or {}))
     beside = (load_tokenizer(facts), run.labels, output, model_card(so_far, inputs), inputs)

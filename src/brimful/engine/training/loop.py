@@ -341,7 +341,7 @@ class TrainingLoop:
             scores = RowScores(self._prepared, self._options.seed)
             with evaluating(self._built.model), self._built.step.update.reading():
                 for rows, logits_MC in predict(self._forward, evaluation.tokens):
-                    scores.add(rows, logits_MC)
+                    scores.add(rows, self._prepared.task.answers(logits_MC))
             self._scores[step] = scores
         return self._scores[step]
 

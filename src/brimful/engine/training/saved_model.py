@@ -13,6 +13,7 @@ import torch
 from brimful.core.options import TrainOptions
 from brimful.engine.assemble import Built
 from brimful.engine.prepare import Prepared
+from brimful.engine.target_scale import fold
 from brimful.levers.parameter_efficient import choose_part
 from brimful.models.hub.adapters import merge_adapter
 from brimful.models.hub.load import load_model
@@ -29,7 +30,10 @@ def save_trained(built: Built, prepared: Prepared, options: TrainOptions, folder
         save_adapted_model(built.adapter, *beside)
         return
     partly = options.peft is not None or options.freeze is not None
-    save_model(whole_model(built, prepared, options) if partly else built.model, *beside)
+    model = whole_model(built, prepared, options) if partly else built.model
+    if prepared.target_scale is not None:
+        fold(model, prepared.target_scale)
+    save_model(model, *beside)
 
 
 def whole_model(built: Built, prepared: Prepared, options: TrainOptions) -> Any:

@@ -18,7 +18,7 @@ from brimful.core.records import Run
 from brimful.data.readers.in_memory import Tables
 from brimful.engine.assemble import Built, build
 from brimful.engine.first_batch import checked_build
-from brimful.engine.learning import learning_of, resumed
+from brimful.engine.learning import resumed
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.training.baselines import Baselines
 from brimful.engine.training.checkpoint import (
@@ -79,12 +79,12 @@ def _train_on(
     path = Path(options.output)
     precision = choose_precision(options.precision, device)
     found = RunFolder(path).read() if options.resume else None
-    check, kept = None, None
+    check = None
     if found is not None:
         options = resumed(options, found)
         check_options(found, options)
-        check, kept = partial(check_data, found, options), learning_of(found)
-    prepared = prepare(options, callbacks, phases, check, tables, kept)
+        check = partial(check_data, found, options)
+    prepared = prepare(options, callbacks, phases, check, tables, found)
     if not _is_finished(found, path, prepared):
         check_space(path, options, prepared.facts.num_parameters, asked_optimizer(options).state_bytes)
     if options.dry_run:
@@ -143,4 +143,5 @@ def _record(options: TrainOptions, prepared: Prepared, built: Built, command: st
         packed=packing.packed,
         packed_reason=packing.reason,
         learning=prepared.learning,
+        target_scale=prepared.target_scale,
     )
