@@ -74,13 +74,23 @@ def test_a_window_removed_from_a_wide_model(monkeypatch: pytest.MonkeyPatch, ker
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def test_batch_normalisation_mixes_rows_in_training() -> None:
+class Noise(torch.nn.Module):
+    """Numbers that are no dropout."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + 0.1 * torch.randn(1)) if self.training else x
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_batch_normalisation_mixes_rows_in_training(draws: bool) -> None:
     model = FAMILIES["bert"].model(dropout=0.1)
-    model.classifier = torch.nn.Sequential(torch.nn.BatchNorm1d(16), model.classifier)
+    before_head = [Noise()] if draws else []
+    model.classifier = torch.nn.Sequential(*before_head, torch.nn.BatchNorm1d(16), model.classifier)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     found = check_here(model, "fp32")
     assert found.packed  # for reading it
     assert found.independent
+    assert found.draws_in_training == draws
     training = found.for_training()
     assert not training.packed
     assert not training.independent
