@@ -21,6 +21,7 @@ from brimful.core.export_options import ExportOptions
 from brimful.core.option_checks import flag
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flags_of
 from brimful.core.phases import Phases
+from brimful.core.place import find_place
 from brimful.core.profile import Profile
 from brimful.core.records import Run, from_json, json_text
 from brimful.data.readers.in_memory import Kind, Tables, as_kind
@@ -94,6 +95,8 @@ def run_training(
 ) -> Run:
     """Train with `options`, for `train` and the command line. phases: of this process, if it began before. tables: data
     in memory, by the names that options have for them."""
+    if not find_place().leads:  # it takes part, and says and writes nothing
+        return _train(options, command="", callbacks=Callbacks(), tables=tables)
     if options.report_to == "tensorboard" and not options.dry_run:
         from brimful.integrations.tensorboard import TensorBoard
 

@@ -33,7 +33,15 @@ COMMANDS: dict[str, tuple[type[Any], Any]] = {
     "demo": (DemoOptions, partial(parse_options, "demo")),
 }
 #: Flags of other programs that documents name.
-FOREIGN = {"--strict", "--hypothesis-profile", "--help", "--version"}
+FOREIGN = {
+    "--nproc-per-node",
+    "--ntasks-per-node",
+    "--gpus-per-node",
+    "--strict",
+    "--hypothesis-profile",
+    "--help",
+    "--version",
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

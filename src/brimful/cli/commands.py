@@ -2,7 +2,8 @@
 
 0  done                       3  too many non-finite steps     130  stopped by Ctrl-C, all saved
 1  an internal error          4  disk full, checkpoints whole  143  stopped by SIGTERM, all saved
-2  cannot be done as asked    5  no checkpoint to resume from
+2  cannot be done as asked    5  no checkpoint to resume from       6  memory is full
+7  another process of the same training is gone
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from brimful.cli.launch import launch, number_of, watch_launcher
 from brimful.core.errors import BrimfulError, did_you_mean, printable
+from brimful.core.place import find_place
 
 _COMMANDS = ("train", "classify", "evaluate", "export", "profile", "demo")
 
@@ -79,9 +82,9 @@ def run(arguments: list[str]) -> int:
         hint = did_you_mean(arguments[0], _COMMANDS) or f"the commands are {', '.join(_COMMANDS)}"
         return _fail(f"there is no command '{printable(arguments[0])}'", hint, 2)
     try:
-        _run(arguments[0], arguments[1:])
+        code = _run(arguments[0], arguments[1:])
         sys.stdout.flush()
-        return 0
+        return code
     except BrimfulError as error:
         return _fail(str(error), error.hint or f"see brimful {arguments[0]} --help", error.exit_code)
     except KeyboardInterrupt:
@@ -105,10 +108,16 @@ def _fail(message: str, hint: str, code: int) -> int:
     return code
 
 
-def _run(name: str, words: list[str]) -> None:
+def _run(name: str, words: list[str]) -> int:
+    """Run a command; return its exit code."""
     from brimful.cli.flags import parse_options
 
-    options = parse_options(name, words)
+    options, place = parse_options(name, words), find_place()
+    if getattr(options, "gpus", None) not in (None, "1") and place.count == 1:
+        return _on_several(options.gpus, [name, *words])
+    watch_launcher()
+    if name == "train" and not place.leads:
+        return _follow(options)
     if name in ("train", "classify", "evaluate", "profile"):
         from brimful.engine.early import check_early
 
@@ -127,6 +136,25 @@ def _run(name: str, words: list[str]) -> None:
         result = act(name, options, terminal, phases)
     if result is not None:
         print(result.rstrip())
+    return 0
+
+
+def _on_several(gpus: str, words: list[str]) -> int:
+    """Run the command once for each of several GPUs."""
+    count = number_of(gpus)
+    return launch([sys.executable, "-m", "brimful", *words], count)
+
+
+def _follow(options: Any) -> int:
+    """Take part in a training that another process leads: what there is to say, it says."""
+    from brimful.api import run_training
+    from brimful.core.callbacks import Callbacks
+
+    try:
+        run_training(options, Callbacks())
+    except BrimfulError as error:
+        return error.exit_code
+    return 0
 
 
 @contextmanager

@@ -12,6 +12,7 @@
     ├── DiskFullError             4    the disk filled up while running; the last checkpoint is whole
     ├── CheckpointError           5    no checkpoint can be resumed from
     ├── MemoryFullError           6    memory ran out, and the work cannot be split any further
+    ├── RanksError                7    another process of the same training is gone
     └── Interrupted             130/143  stopped by Ctrl-C or SIGTERM after saving
 
 Every message is one line that says what, where and why; `hint` says what to do about it.
@@ -168,6 +169,15 @@ class MemoryFullError(BrimfulError):
     def __init__(self, message: str, *, resumable: bool = True, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.resumable = resumable
+
+
+class RanksError(BrimfulError):
+    """Another process of the same training is gone."""
+
+    exit_code = 7
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, hint="see what that process said, then start all again with --resume")
 
 
 class Interrupted(BrimfulError):  # noqa: N818  (it is not an error of anyone's)

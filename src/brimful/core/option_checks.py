@@ -159,6 +159,17 @@ def check_update(options: Any) -> None:
         )
 
 
+def check_gpus(gpus: str | None, device: str) -> None:
+    """Check that --gpus is a number or `all`, and goes with the device."""
+    if gpus is None:
+        return
+    if gpus != "all" and not (gpus.isascii() and gpus.isdigit() and int(gpus) > 0):
+        raise OptionError(f"--gpus is '{printable(gpus)}': it must be a number or all", hint="as in --gpus 2")
+    if device == "cpu":
+        hint = "leave one out; torchrun --nproc-per-node 2 -m brimful train ... starts two processes on a CPU"
+        raise OptionError(f"--gpus {gpus} and --device cpu are both given", hint=hint)
+
+
 def effective_batch(options: Any, default: int) -> int:
     """The effective batch size: as given, or the product of micro-batch and accumulation. default: of batch_size.
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from brimful.core.errors import OptionError
 from brimful.core.option_checks import (
     check_checkpointing,
+    check_gpus,
     check_header,
     check_numbers,
     check_positive,
@@ -219,6 +220,9 @@ class TrainOptions:
     called with the text and a random.Random seeded by seed, epoch and sample."""
     num_workers: int | None = None
     """Worker processes for --transform. Default: one per core, at most 8."""
+    gpus: str | None = None
+    """GPUs of this machine to train on together: a number, or all. Default: one; under torchrun, accelerate launch or
+    srun as many processes as they start."""
     prefetch: int = 3
     """Batches made and sent to the device ahead of the step. More help where a --transform takes uneven time."""
 
@@ -245,6 +249,7 @@ class TrainOptions:
         check_size(self, "memory_limit")
         check_size(self, "activation_memory")
         check_positive(self, "per_device_batch_size", "gradient_accumulation_steps", "prefetch")
+        check_gpus(self.gpus, self.device)
         object.__setattr__(self, "batch_size", effective_batch(self, TrainOptions.batch_size))
         check_trained_part(self)
         check_positive(self, "batch_size", "num_train_epochs", "learning_rate", "save_total_limit", "logging_steps")
@@ -411,7 +416,7 @@ class ProfileOptions(TrainOptions):
 #: Fields of TrainOptions that a single step does not depend on.
 NOT_OF_A_STEP = frozenset(
     {"output", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "metric_for_best_model"}
-    | {"early_stopping_patience", "resume", "dry_run", "report_to", "baselines", "report"}
+    | {"early_stopping_patience", "resume", "dry_run", "report_to", "baselines", "report", "gpus"}
 )
 
 
@@ -445,7 +450,7 @@ NOT_PART_OF_THE_RUN = frozenset(
     | {"json", "report_to", "num_workers", "save_total_limit", "save_steps", "logging_steps", "task", "max_length"}
     | {"device", "execution", "packing", "token_budget", "gradient_checkpointing", "deterministic"}
     | {"trust_remote_code", "allow_pickle", "num_train_epochs", "max_steps"}
-    | {"baselines", "report"}
+    | {"baselines", "report", "gpus"}
     | {
         "memory_limit",
         "activation_memory",

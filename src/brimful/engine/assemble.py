@@ -18,13 +18,16 @@ from brimful.core.phases import Phases
 from brimful.core.records import Learning, Recipe
 from brimful.data.batches.batch import Layout
 from brimful.data.batches.prefetch import Source
+from brimful.data.batches.shares import share_of
 from brimful.data.tokens.augment import Augmenter
 from brimful.engine.compilations import CompilationWatch
 from brimful.engine.prepare import Prepared
 from brimful.engine.target_scale import check_fold
 from brimful.hardware.probe import device_name
+from brimful.hardware.ranks import ALONE, Ranks
 from brimful.levers.attention import Attention
 from brimful.levers.checkpointing import Checkpointing, seeds_dropout
+from brimful.levers.data_parallel import DataParallel
 from brimful.levers.device_memory import Allocator, MemoryLimit
 from brimful.levers.dropout import Dropout
 from brimful.levers.execution import ExecutionMode
@@ -47,7 +50,7 @@ from brimful.tasks.task import Task
 
 #: All levers, in the order of their lines in the recipe.
 LEVERS: tuple[type[Lever], ...] = (
-    *(TrainedPart, Packing, TokenBudget, Checkpointing, PrecisionLever, FrozenWeights, Float8, Optimizer),
+    *(TrainedPart, Packing, DataParallel, TokenBudget, Checkpointing, PrecisionLever, FrozenWeights, Float8, Optimizer),
     *(Attention, Weights, ExecutionMode, Dropout, MemoryLimit, Allocator),
 )
 #: Batches looked at to choose token budgets.
@@ -84,11 +87,11 @@ class Built(Assembled):
 
 def build(
     options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks, phases: Phases | None = None,
-    *, eager_attention: bool = False,
+    *, eager_attention: bool = False, ranks: Ranks = ALONE,
 ) -> Built:  # fmt: skip
     """Load the model that is to learn, and put together how it does.
 
-    eager_attention: as of `assemble`.
+    eager_attention, ranks: as of `assemble`.
     Raises: ModelError for weights that do not fit the model, OptionError for what was asked for and does not work here.
     """
     phases = phases or Phases()
@@ -105,7 +108,7 @@ def build(
         precision,
         callbacks,
         task=prepared.task,
-        batches=[lengths[order.samples(number)] for number in range(looked_at)],
+        batches=[_part(lengths[order.samples(number)], ranks) for number in range(looked_at)],
         mean_length=float(lengths.mean()),
         max_length=prepared.max_length,
         longest=int(lengths.max()) if options.transform is None else prepared.max_length,
@@ -113,8 +116,9 @@ def build(
         learning=prepared.learning,
         eager_attention=eager_attention,
         loaded=prepared.facts,
+        ranks=ranks,
     )
-    source, compilations = _source(options, prepared, assembled.layout), CompilationWatch(assembled.step)
+    source, compilations = _source(options, prepared, assembled.layout, ranks), CompilationWatch(assembled.step)
     return Built(**vars(assembled), source=source, compilations=compilations)
 
 
@@ -122,7 +126,7 @@ def assemble(
     model: Any, options: TrainOptions, precision: Precision, callbacks: Callbacks, *, task: Task,
     batches: list[np.ndarray], mean_length: float, max_length: int, longest: int, num_steps: int,
     learning: Learning, cache: bool = True, eager_attention: bool = False, loaded: ModelFacts | None = None,
-    optimizer: torch.optim.Optimizer | Literal["elsewhere"] | None = None,
+    optimizer: torch.optim.Optimizer | Literal["elsewhere"] | None = None, ranks: Ranks = ALONE,
 ) -> Assembled:  # fmt: skip
     """Put together how a model in memory learns. Its parameters become the step's.
 
@@ -130,7 +134,8 @@ def assemble(
     a sequence, in tokens. max_length, longest: most tokens that a sequence may have, and that one will have. num_steps:
     applied ones, the warm-up's among them. learning: peak and warm-up of the schedule. cache: whether an equivalence
     check of the same architecture holds for it too. eager_attention: whether padded rows must have it.
-    loaded: facts of the files that the model was read from, if it can be again. optimizer: as of `Assembly`.
+    loaded: facts of the files that the model was read from, if it can be again. optimizer: as of `Assembly`. ranks:
+    processes that take each step together.
     """
     assembly = Assembly(
         options=options,
@@ -148,6 +153,7 @@ def assemble(
         base_name="" if loaded is None else loaded.base_name,
         weights_on_disk=loaded is not None,
         optimizer=optimizer,
+        num_ranks=ranks.count,
     )
     with whole_model_fits(precision.device):
         recipe = assembly.recipe(LEVERS, device_name(precision.device))
@@ -166,7 +172,7 @@ def assemble(
             note=assembly.warn,
         )
         if mode.captured
-        else Step(*parts, seed=assembly.seed, seeded_dropout=seeds_dropout(assembly))
+        else Step(*parts, seed=assembly.seed, seeded_dropout=seeds_dropout(assembly), ranks=ranks)
     )
     return Assembled(
         model=assembly.model,
@@ -182,7 +188,12 @@ def assemble(
     )
 
 
-def _source(options: TrainOptions, prepared: Prepared, layout: Layout) -> Source:
+def _part(lengths_N: np.ndarray, ranks: Ranks) -> np.ndarray:
+    """Lengths of the rows of a batch that this process takes."""
+    return lengths_N if ranks.count == 1 else lengths_N[share_of(lengths_N, ranks.rank, ranks.count)]
+
+
+def _source(options: TrainOptions, prepared: Prepared, layout: Layout, ranks: Ranks) -> Source:
     training, augmenter = prepared.training, None
     if options.transform is not None:
         augmenter = Augmenter(options.transform, prepared.encoder, seed=options.seed, num_workers=options.num_workers)
@@ -203,4 +214,5 @@ def _source(options: TrainOptions, prepared: Prepared, layout: Layout) -> Source
         texts=texts,
         ahead=options.prefetch,
         weights_N=training.examples.weights,
+        part=(ranks.rank, ranks.count),
     )

@@ -31,6 +31,7 @@ from brimful.data.batches.batch import Batch, make_batch
 from brimful.engine.assemble import Assembled, Built, build
 from brimful.engine.prepare import Prepared
 from brimful.hardware.memory import is_out_of_memory
+from brimful.hardware.ranks import ALONE, Ranks
 from brimful.kernels.layout import Inputs, map_tensors, padded_inputs
 from brimful.levers.precision import choose_precision
 from brimful.models.model_stats import layers_of
@@ -104,12 +105,13 @@ def checked(
 
 
 def checked_build(
-    options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks, phases: Phases
-) -> tuple[Built, FirstBatch]:
+    options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks, phases: Phases,
+    ranks: Ranks = ALONE,
+) -> tuple[Built, FirstBatch]:  # fmt: skip
     """Build a run, on slower paths where its first batch is not the plain model's."""
 
     def make(asked: TrainOptions, chosen: Precision, eager: bool) -> Built:
-        return build(asked, prepared, chosen, callbacks, phases, eager_attention=eager)
+        return build(asked, prepared, chosen, callbacks, phases, eager_attention=eager, ranks=ranks)
 
     training, samples = prepared.training, prepared.order.samples(0)
     ids, types = training.tokens.sequences(samples)
@@ -132,7 +134,13 @@ def _slower(made: Assembled, options: TrainOptions, precision: Precision) -> tup
         return replace(options, execution="captured"), precision, False, "the captured step"
     if mode == "captured":
         return replace(options, execution="eager"), precision, False, "the eager step"
-    return replace(options, execution="eager", packing="off"), precision, True, "the plain model on padded rows"
+    slower, eager = slowest(options)
+    return slower, precision, eager, "the plain model on padded rows"
+
+
+def slowest(options: TrainOptions) -> tuple[TrainOptions, bool]:
+    """Return the options of the slowest path, and that padded rows must have eager attention there."""
+    return replace(options, execution="eager", packing="off"), True
 
 
 def _name(made: Assembled) -> str:

@@ -52,7 +52,9 @@ class FittedStep:
                 where=where,
                 batch=batch.number + 1,
             )
-            self._most_fitted = max(self._most_fitted, max(m.inputs.num_tokens for m in self._batch.micro_batches))
+            self._most_fitted = max(
+                self._most_fitted, max((m.inputs.num_tokens for m in self._batch.micro_batches), default=0)
+            )
             return done
         finally:
             self._batch = None
@@ -106,7 +108,7 @@ class FittedStep:
         assert self._batch is not None
         if self._batch.rows is None:  # made by hand: there is one way to lay it out
             return max(micro.inputs.num_tokens for micro in self._batch.micro_batches)
-        return layout.largest([len(each) for each in self._batch.rows.ids])
+        return layout.largest([len(each) for each in self._batch.rows.ids]) if len(self._batch.rows.ids) else 0
 
     def _limited(self, num_tokens: int) -> Layout:
         return self._built.layout.limited(num_tokens, self._built.longest, self._built.lengths)

@@ -13,6 +13,7 @@ from brimful.core.records import OutOfMemory
 from brimful.data.batches.batch import PackedLayout, PaddedLayout
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.assemble import Assembled
+from brimful.hardware.ranks import ALONE, Ranks
 from brimful.step.forward import Forward, LayoutForward, PendingLogits
 from brimful.step.graphs.captured_forward import PackedForward, PaddedForward
 from brimful.step.graphs.captured_step import CapturedStep
@@ -120,16 +121,45 @@ def predict_logits(forward: Forward, tokens: Tokens) -> np.ndarray:
     return logits_NC
 
 
+def predict_together(forward: Forward, tokens: Tokens, ranks: Ranks) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """As `predict`, of rows that several processes share, of which this one leads: the others `send_part`."""
+    if ranks.count == 1:
+        yield from predict(forward, tokens)
+        return
+    mine = _part(tokens, ranks)
+    for rows, logits_MC in predict(forward, tokens.take(mine)):
+        yield mine[rows], logits_MC
+    for sender in range(1, ranks.count):
+        while len(rows := ranks.receive(sender)):
+            yield rows, ranks.receive(sender)
+
+
+def send_part(forward: Forward, tokens: Tokens, ranks: Ranks) -> None:
+    """Compute this process's part of the rows, and send it to the one that leads."""
+    mine = _part(tokens, ranks)
+    for rows, logits_MC in predict(forward, tokens.take(mine)):
+        ranks.send(mine[rows])
+        ranks.send(logits_MC)
+    ranks.send(mine[:0])
+
+
+def _part(tokens: Tokens, ranks: Ranks) -> np.ndarray:
+    """Rows of one process: of those sorted by length every so many, as few tokens apart as two neighbours are."""
+    part: np.ndarray = np.argsort(-tokens.lengths, kind="stable")[ranks.rank :: ranks.count]
+    return part
+
+
 def evaluate_rows(
     forward: Forward, tokens: Tokens, targets_N: np.ndarray, task: Task, *, progress: Callable[[], None],
-    also: Callable[[np.ndarray, np.ndarray], None] | None = None,
+    also: Callable[[np.ndarray, np.ndarray], None] | None = None, ranks: Ranks = ALONE,
 ) -> Evaluation:  # fmt: skip
     """Loss and metrics of all rows, each of which has tokens, a window at a time: no logits are kept.
 
-    progress: called after each window. also: given the numbers of its rows and what the model answers.
+    progress: called after each window. also: given the numbers of its rows and what the model answers. ranks: as of
+    `predict_together`.
     """
     evaluation = Evaluation(task)
-    for rows, logits_MC in predict(forward, tokens):
+    for rows, logits_MC in predict_together(forward, tokens, ranks):
         evaluation.add(logits_MC, targets_N[rows])
         if also is not None:
             also(rows, task.answers(logits_MC))

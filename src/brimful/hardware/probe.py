@@ -17,10 +17,11 @@ from brimful.core.records import Gpu, Machine
 _PACKAGES = ("brimful", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "triton")
 
 
-def choose_device(asked: DeviceChoice) -> torch.device:
+def choose_device(asked: DeviceChoice, number: int = 0) -> torch.device:
     """The device that was asked for; for `auto` a GPU if there is one.
 
-    Raises: DeviceError if a GPU was asked for and torch sees none.
+    number: of this process on the machine, for the GPU of that number if it is not the first; it is made current.
+    Raises: DeviceError if a GPU was asked for and torch sees none, or not as many.
     """
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -30,6 +31,13 @@ def choose_device(asked: DeviceChoice) -> torch.device:
             f"--device cuda was asked for, and torch sees no GPU: torch {torch.__version__} is built {built}",
             hint="check nvidia-smi and the torch build, or use --device cpu",
         )
+    if number:
+        if number >= (found := torch.cuda.device_count()):
+            raise DeviceError(
+                f"process {number + 1} on this machine has no GPU: torch sees {found}",
+                hint="start as many processes as there are GPUs",
+            )
+        torch.cuda.set_device(number)
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -69,6 +69,8 @@ class ExecutionMode(Lever):
         if assembly.device.type != "cuda":
             because = f"graphs and fused kernels are for GPUs, and this runs on {assembly.device.type}"
             return Verdict(ok=False, because=because)
+        if assembly.num_ranks > 1:
+            return Verdict(ok=False, because="steps of several processes are not captured yet")
         if assembly.training:
             assembly.lever(Optimizer)
             checkpointing = assembly.find(Checkpointing)

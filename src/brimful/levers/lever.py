@@ -188,6 +188,7 @@ class Assembly:
     its model. weights_on_disk: whether all else can be read again. adapter: peft's wrapper around the model, if any.
 
     optimizer: the owner's, or `elsewhere` for gradients alone; None for the one that the options name.
+    num_ranks: processes that take each step together.
 
     precision: asked for, later with its fp8 products. budget: most tokens of a micro-batch.
     """
@@ -209,6 +210,7 @@ class Assembly:
     weights_on_disk: bool = False
     adapter: Any = None
     optimizer: TorchOptimizer | Literal["elsewhere"] | None = None
+    num_ranks: int = 1
     execution: LayoutModel | None = None
     layout: Layout | None = None
     budget: int = 0

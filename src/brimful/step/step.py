@@ -21,6 +21,7 @@ from torch import Tensor
 
 from brimful.data.batches.batch import Batch, MicroBatch
 from brimful.hardware.process_settings import RandomStream
+from brimful.hardware.ranks import ALONE, Ranks
 from brimful.hardware.read_back import ReadBack, host_room
 from brimful.kernels.precompile import precompiled
 from brimful.measurement.memory import PhaseMemory
@@ -101,7 +102,9 @@ class Pending:
         for micro, rows_S in zip(self._batch.micro_batches, self.rows, strict=True):
             finite = torch.isfinite(rows_S).cpu().numpy()[: len(micro.samples)]
             named.extend(int(s) for s in micro.samples[~finite])
-        return tuple(named or (int(s) for s in self._batch.samples))
+        if not named and not self._batch.is_part:  # all of them together
+            named = [int(s) for s in self._batch.samples]
+        return tuple(named)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,6 +124,7 @@ class Step:
 
     memory: watches its phases, once it is told to.
     seeded_dropout: whether dropout of the model's own code is drawn by its place in the pass, as ours is.
+    ranks: processes that take each step together, each on a part of its batch; all have the same weights.
     """
 
     def __init__(
@@ -132,9 +136,10 @@ class Step:
         *,
         seed: int,
         seeded_dropout: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.execution, self.task, self.update, self.precision, self.seed = execution, task, update, precision, seed
-        self.seeded_dropout = seeded_dropout
+        self.seeded_dropout, self.ranks = seeded_dropout, ranks
         self.device = self.update.device
         self.memory = PhaseMemory(self.update.kept, self.update.parameters)
         self._random = RandomStream(self.device)
@@ -147,7 +152,7 @@ class Step:
 
     def run(self, batch: Batch) -> Pending:
         """One step on one effective batch. Returns at once; the outcome is read later."""
-        several, room = len(batch.micro_batches) > 1, Pending.room(self.device)
+        several, room = len(batch.micro_batches) > 1 or self.ranks.count > 1, Pending.room(self.device)
         self.update.begin()
         self.update.whole = not several
         rows = []
@@ -155,7 +160,7 @@ class Step:
             rows.append(self.accumulate(batch, index))
             if several:
                 self.update.gather()
-        self.reduce()
+        self.reduce(gathered=bool(rows))
         readings = self.apply_update(gathered=several)
         return self._pending(batch, readings, rows, room)
 
@@ -196,7 +201,7 @@ class Step:
 
         The process's own random streams and precision are as they were afterwards.
         """
-        seed = _mix(self.seed, batch.number, index)
+        seed = _mix(self.seed, batch.number, index, self.ranks.rank)
         with self.precision.apply(), self._random.seeded(seed):
             yield
 
@@ -296,7 +301,6 @@ class Step:
             rows.append(self.accumulate(batch, index))
             if several:
                 self.update.gather()
-        self.reduce()
         return rows, self.update.gradients(gathered=several)
 
     def _hold_scale(self) -> None:
@@ -312,8 +316,15 @@ class Step:
                 found.append(self.loss_rows_S(batch.arrived(0)).detach())
         return float((found[0] - found[1]).norm()) > 1e-4 * float(found[0].norm())
 
-    def reduce(self) -> None:
-        """Reduce gradients over processes; nothing to do for one."""
+    def reduce(self, *, gathered: bool = True) -> None:
+        """Sum loss and gradients over all processes; nothing to do for one.
+
+        The others wait for this process here: from then on the step may not be taken again. gathered: whether this one
+        had any rows.
+        """
+        if self.ranks.count > 1:
+            self.update.committed = True
+            self.update.reduce(self.ranks, gathered=gathered)
 
     def state(self) -> StepState:
         """Everything an exact continuation needs."""
@@ -329,9 +340,10 @@ class Step:
         self.update.release()
 
 
-def _mix(seed: int, number: int, index: int) -> int:
-    """One 63-bit seed of three numbers (Philox of numpy's seed sequence)."""
-    return int(np.random.SeedSequence([seed, number, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+def _mix(seed: int, number: int, index: int, rank: int = 0) -> int:
+    """One 63-bit seed of these numbers (Philox of numpy's seed sequence), that of the first three for rank 0."""
+    words = [seed, number, index, *([rank] if rank else [])]
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def make_schedule(name: str, learning_rate: float, num_steps: int, num_warmup_steps: int) -> Tensor:

@@ -103,9 +103,21 @@ def _room(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """Facts of a whole effective batch, of which one of several processes lays out a part."""
+
+    denominator: float
+    num_samples: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """N samples of a batch before it is laid out: ids, token types, targets and weights of each, and their task."""
+    """N samples of a batch before it is laid out: ids, token types, targets and weights of each, and their task.
+
+    whole: of the batch, where these are a part of it.
+    """
 
     samples: np.ndarray
     ids: Sequence[np.ndarray]
@@ -113,15 +125,16 @@ class Rows:
     targets_N: np.ndarray
     task: Task
     weights_N: np.ndarray | None = None
+    whole: Whole | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One effective batch: what one optimizer step consumes.
+    """One effective batch, or one process's part of it: what one optimizer step consumes.
 
-    number: batches consumed before it since training began. num_tokens: tokens of its sequences. num_computed: tokens
-    of its micro-batches, padding and tails counted. memories: once it was sent to a device, of each micro-batch its
-    tensors there, in one memory. rows, layout: what it was made of and by, to lay it out again.
+    number: batches consumed before it since training began. num_samples, num_tokens: of the whole effective batch.
+    num_computed: tokens of its micro-batches, padding and tails counted. memories: once it was sent to a device, of
+    each micro-batch its tensors there, in one memory. rows, layout: what it was made of and by, to lay it out again.
     """
 
     number: int
@@ -164,8 +177,13 @@ class Batch:
 
     @property
     def samples(self) -> np.ndarray:
-        """Dataset indices of all its samples."""
-        return np.concatenate([micro.samples for micro in self.micro_batches])
+        """Dataset indices of the samples in its micro-batches."""
+        return np.concatenate([micro.samples for micro in self.micro_batches] or [np.empty(0, np.int64)])
+
+    @property
+    def is_part(self) -> bool:
+        """True where other processes have the rest of the effective batch."""
+        return self.rows is not None and self.rows.whole is not None
 
 
 #: Inputs of each micro-batch, and which sequences are in it, in slot order.
@@ -315,14 +333,21 @@ def make_batch(
     layout: Layout,
     *,
     weights_N: np.ndarray | None = None,
+    whole: Whole | None = None,
 ) -> Batch:
     """The effective batch of these samples: their ids, token types and targets, laid out in micro-batches.
 
-    weights_N: fp32, what each sample counts as in the loss; None: all as one.
+    weights_N: fp32, what each sample counts as in the loss; None: all as one. whole: where these samples, which may be
+    none, are a part of the batch.
     """
     micro_batches, num_computed = [], 0
-    denominator = torch.tensor(task.denominator(targets_N, weights_N), dtype=torch.float64)
-    for inputs, members in layout.arrange(ids, types):
+    facts = whole or Whole(
+        denominator=task.denominator(targets_N, weights_N),
+        num_samples=len(samples),
+        num_tokens=sum(len(sequence) for sequence in ids),
+    )
+    denominator = torch.tensor(facts.denominator, dtype=torch.float64)
+    for inputs, members in layout.arrange(ids, types) if len(ids) else ():
         targets_S = task.empty_targets(inputs.num_slots)
         targets_S[: len(members)] = targets_N[members]
         weights_S = None
@@ -342,11 +367,13 @@ def make_batch(
         num_computed += inputs.num_tokens
     return Batch(
         number=number,
-        rows=Rows(samples=samples, ids=ids, types=types, targets_N=targets_N, task=task, weights_N=weights_N),
+        rows=Rows(
+            samples=samples, ids=ids, types=types, targets_N=targets_N, task=task, weights_N=weights_N, whole=whole
+        ),
         layout=layout,
         micro_batches=tuple(micro_batches),
-        num_samples=len(samples),
-        num_tokens=sum(len(sequence) for sequence in ids),
+        num_samples=facts.num_samples,
+        num_tokens=facts.num_tokens,
         num_computed=num_computed,
     )
 

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from brimful.core.ahead import POLL_S, Ahead
-from brimful.data.batches.batch import Batch, Layout, Sampler, make_batch
+from brimful.data.batches.batch import Batch, Layout, Sampler, Whole, make_batch
+from brimful.data.batches.shares import share_of
 from brimful.data.tokens.augment import Augmenter, worker_errors
 from brimful.data.tokens.encoder import Tokens
 from brimful.hardware.memory import is_out_of_memory
@@ -47,6 +48,7 @@ class Source:
 
     texts: where a transform is given, what it is applied to: a function from sample indices to texts and pairs.
     ahead: batches that will wait, staged, for the step; a transform works on twice as many. weights_N: of the samples.
+    part: (rank, count) of several processes, each of which has a share of the rows of each batch.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class Source:
         texts: Callable[[np.ndarray], tuple[list[str], list[str] | None]] | None = None,
         ahead: int = AHEAD,
         weights_N: np.ndarray | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         self.tokens, self.targets_N, self.task, self.layout, self.order = tokens, targets_N, task, layout, order
         self.augmenter, self._texts, self._ahead, self.weights_N = augmenter, texts, ahead, weights_N
+        self._part = part
 
     def close(self) -> None:
         """Ends the processes of a transform."""
@@ -94,10 +98,22 @@ class Source:
     def _batch(self, number: int, encoded: Tokens | None) -> Batch:
         samples = self.order.samples(number)
         tokens, rows = (self.tokens, samples) if encoded is None else (encoded, np.arange(len(samples)))
-        ids, types = tokens.sequences(rows)
+        targets_N = self.targets_N[samples]
         weights_N = None if self.weights_N is None else self.weights_N[samples]
+        whole, (rank, count) = None, self._part
+        if count > 1:
+            lengths_N = tokens.lengths[rows]
+            whole = Whole(
+                denominator=self.task.denominator(targets_N, weights_N),
+                num_samples=len(samples),
+                num_tokens=int(lengths_N.sum()),
+            )
+            mine = share_of(lengths_N, rank, count)
+            samples, rows, targets_N = samples[mine], rows[mine], targets_N[mine]
+            weights_N = None if weights_N is None else weights_N[mine]
+        ids, types = tokens.sequences(rows)
         return make_batch(
-            number, samples, ids, types, self.targets_N[samples], self.task, self.layout, weights_N=weights_N
+            number, samples, ids, types, targets_N, self.task, self.layout, weights_N=weights_N, whole=whole
         )
 
 

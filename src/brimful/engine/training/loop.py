@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
@@ -48,6 +48,7 @@ from brimful.engine.training.checkpoint_writer import CheckpointWriter
 from brimful.engine.training.events import EventLog
 from brimful.engine.training.final_evaluation import RowScores, final_evaluation, learning_findings
 from brimful.engine.training.loop_state import LoopState
+from brimful.engine.training.orders import Order
 from brimful.engine.training.resume import check_weights
 from brimful.engine.training.run_folder import RunFolder
 from brimful.engine.training.saved_model import save_trained
@@ -102,6 +103,7 @@ class TrainingLoop:
         self._passed_over: set[int] = set()  # steps whose checkpoints were found damaged
         self._signals = StopSignals(lambda: callbacks.stage("stopping after this step"))
         self._flying: deque[Pending] = deque()
+        self._ranks = built.step.ranks
         self._memory = MemoryWatch(built.step.device, built.step.memory, limit=options.memory_limit)
         self._compilations = built.compilations
         self._compilations.look(0)
@@ -123,6 +125,7 @@ class TrainingLoop:
 
     def _run(self, source: Source) -> Run:
         self._do_what_is_due()  # a signal to stop may have come before it was done
+        self._ranks.tell(Order.BEGIN, self._state.consumed)
         if not self._ended():
             device, start, stop = self._built.step.device, self._state.consumed, self._prepared.num_batches
             with Feed(source, device, start=start, stop=stop, ahead=self._options.prefetch) as feed:
@@ -160,6 +163,7 @@ class TrainingLoop:
             if asked is not None and asked < self._prepared.num_steps:  # it may have ended for want of improvement
                 self._state.ended_early, self._state.without_improvement = False, 0
             self._built.step.load_state(checkpoint.state)
+            self._ranks.tell(Order.LOAD, checkpoint.step)
             if self._state.token_budget is not None:
                 self._fitted.limit_to(self._state.token_budget)
                 self._built.source.layout = self._fitted.layout
@@ -175,7 +179,8 @@ class TrainingLoop:
         self._phases.enter("capture")  # until the first step is launched
         for batch in feed:
             began = time.perf_counter()
-            self._flying.append(self._fitted.run(batch))
+            with self._ranks.together(Order.STEP, batch.number):
+                self._flying.append(self._fitted.run(batch))
             if self._compilations.look(batch.number + 1):
                 self._phases.move(time.perf_counter() - began, "capture")
             self._phases.enter("steps")
@@ -241,7 +246,7 @@ class TrainingLoop:
             self._events.write("overflow", step=self._state.applied, scale=outcome.scale)
             return
         self._state.skipped_in_a_row += 1
-        places = [self._prepared.training.examples.place(i) for i in outcome.bad_samples]
+        places = [self._prepared.training.examples.place(i) for i in self._bad_samples(outcome)]
         named = listed([f"{printable(file, 80)} row {row}" for file, row in places], 5)
         what = "gradient" if math.isfinite(outcome.loss) else "loss"
         self._events.write(
@@ -254,6 +259,16 @@ class TrainingLoop:
                 f"{_MOST_NON_FINITE} steps in a row were not finite, after {self._state.applied} applied ones; {said}",
                 hint="lower --learning-rate, use --precision fp32 or bf16, or look at the rows named",
             )
+
+    def _bad_samples(self, outcome: Outcome) -> Sequence[int]:
+        """Rows whose loss was not finite, of all processes; all rows of the batch where each of them was."""
+        if self._ranks.count == 1:
+            return outcome.bad_samples
+        found = list(outcome.bad_samples)
+        with self._ranks.together(Order.ROWS, outcome.number):
+            for sender in range(1, self._ranks.count):
+                found += self._ranks.receive(sender).tolist()
+        return sorted(found) or self._prepared.order.samples(outcome.number).tolist()
 
     def _tell(self, outcome: Outcome) -> None:
         state, (seconds, samples, tokens) = self._state, self._logged
@@ -313,11 +328,16 @@ class TrainingLoop:
         assert evaluation is not None
         scores, reading = RowScores(self._prepared, self._options.seed), self._built.step.update.reading()
         memory = self._memory.phases.phase("evaluation")
+        # Others are in the midst of an evaluation that all take part in: it is not left.
+        leave = self._leave_if_told if self._ranks.count == 1 else lambda: None
         try:
-            with self._phases.during("evaluation"), memory, evaluating(self._built.model), reading:
+            with (
+                self._phases.during("evaluation"), memory, evaluating(self._built.model), reading,
+                self._ranks.together(Order.EVALUATE),
+            ):  # fmt: skip
                 found = evaluate_rows(
-                    self._forward, evaluation.tokens, evaluation.targets_N, task, progress=self._leave_if_told,
-                    also=scores.add,
+                    self._forward, evaluation.tokens, evaluation.targets_N, task, progress=leave, also=scores.add,
+                    ranks=self._ranks,
                 )  # fmt: skip
                 state.metrics = found.result()
         except _ToldToStopError:

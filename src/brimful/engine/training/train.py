@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from brimful.core.callbacks import Callbacks
+from brimful.core.errors import OptionError, RanksError
 from brimful.core.options import TrainOptions
 from brimful.core.phases import Phases
+from brimful.core.place import find_place
 from brimful.core.records import Run
 from brimful.data.readers.in_memory import Tables
 from brimful.engine.assemble import Built, build
@@ -25,7 +27,9 @@ from brimful.engine.training.checkpoint import (
     saved_steps,
 )
 from brimful.engine.training.events import EventLog
+from brimful.engine.training.follower import follow
 from brimful.engine.training.loop import TrainingLoop
+from brimful.engine.training.orders import Order
 from brimful.engine.training.resume import (
     check_data,
     check_options,
@@ -37,6 +41,7 @@ from brimful.engine.training.run_folder import RunFolder, check_free, check_spac
 from brimful.hardware.device_memory import device_memory
 from brimful.hardware.probe import choose_device, probe
 from brimful.hardware.process_settings import deterministic
+from brimful.hardware.ranks import Ranks, joined
 from brimful.levers.optimizer import asked_optimizer
 from brimful.levers.optimizer_names import check_installed
 from brimful.levers.precision import choose_precision
@@ -58,14 +63,24 @@ def train(
     Raises: InputError for what cannot be done; NonFiniteError, DiskFullError, CheckpointError; Interrupted after a
     signal, when all is saved.
     """
-    path, phases = Path(options.output), phases or Phases()
+    path, phases, place = Path(options.output), phases or Phases(), find_place()
     phases.enter("data")
-    check_free(path, resume=options.resume)
+    if place.leads:
+        check_free(path, resume=options.resume)
     check_installed(options.optim)
     check_adapter(options)
-    device = choose_device(options.device)
-    with device_memory(device, options.memory_limit, options.allocator):
-        return _train_on(device, options, command, callbacks, phases, tables)
+    if options.gpus not in (None, "1") and place.count == 1:
+        hint = "start the script with torchrun --nproc-per-node N, and leave gpus out"
+        raise OptionError(f"--gpus {options.gpus} is of the command line: a script is one process", hint=hint)
+    device = choose_device("cuda" if options.gpus is not None else options.device, place.local_rank)
+    with device_memory(device, options.memory_limit, options.allocator), joined(place, device) as ranks:
+        if not ranks.leads:
+            return follow(options, device, ranks)
+        try:
+            return _train_on(device, options, command, callbacks, phases, tables, ranks)
+        finally:
+            with suppress(RanksError):
+                ranks.tell(Order.END)
 
 
 def _train_on(
@@ -75,6 +90,7 @@ def _train_on(
     callbacks: Callbacks,
     phases: Phases,
     tables: Tables | None,
+    ranks: Ranks,
 ) -> Run:
     path = Path(options.output)
     precision = choose_precision(options.precision, device)
@@ -88,7 +104,7 @@ def _train_on(
     if not _is_finished(found, path, prepared):
         check_space(path, options, prepared.facts.num_parameters, asked_optimizer(options).state_bytes)
     if options.dry_run:
-        built = build(options, prepared, precision, callbacks, phases)
+        built = build(options, prepared, precision, callbacks, phases, ranks=ranks)
         callbacks.recipe(built.recipe)
         return _record(options, prepared, built, command, run="", status="planned")
     with RunFolder(path) as folder, deterministic(options.deterministic), ExitStack() as stack:
@@ -107,7 +123,8 @@ def _train_on(
         baselines = stack.enter_context(closing(Baselines(prepared, options, beside=device.type == "cuda")))
         baselines.begin()
         callbacks.stage("loading the model")
-        built, first_batch = checked_build(options, prepared, precision, callbacks, phases)
+        built, first_batch = checked_build(options, prepared, precision, callbacks, phases, ranks)
+        ranks.tell(Order.BUILD, len(first_batch.fallbacks))
         callbacks.recipe(built.recipe)
         run_id = before.run if before is not None else secrets.token_hex(6)
         run = _record(options, prepared, built, command, run=run_id, status="running")

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from brimful.hardware.ranks import Ranks
 from brimful.kernels.side_stream import SideStream
 from brimful.models.half_weights import arena_order
 from brimful.models.model_stats import linear_parameters
@@ -174,6 +175,15 @@ class FusedAdamW(Update):
         """Add the gradients of one micro-batch to the batch's, in fp32."""
         self._gathering().run()
         self._gathered.fill_(1)
+
+    def reduce(self, ranks: Ranks, *, gathered: bool) -> None:
+        """As `Update` has it, in the arena of sums."""
+        self.prepare_gathering()
+        assert self._sum is not None
+        if not gathered:
+            self._sum.zero_()
+        ranks.sum([self.loss, self._used, self._sum])
+        self._used.clamp_(max=1)
 
     def apply(self, *, gathered: bool) -> Tensor:
         """Update in three launches, as `Update` has it."""

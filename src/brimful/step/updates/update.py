@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brimful.hardware.ranks import Ranks
 from brimful.kernels.side_stream import SideStream
 from brimful.measurement.memory import Kept
 from brimful.step.state import Counters, ParameterState, Shard, StepState
 
 #: torch.amp.GradScaler's own constants.
 _FIRST_SCALE, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
+
+
+#: Bytes of gradients that are sent at once, unless one has more.
+_BUCKET_BYTES = 32 << 20
 
 
 class Update:
@@ -68,6 +73,22 @@ class Update:
 
     def gather(self) -> None:
         """Take in the gradients of one micro-batch of several, after its backward pass."""
+
+    def reduce(self, ranks: Ranks, *, gathered: bool) -> None:
+        """Sum the loss, and the gradients of all micro-batches, over processes.
+
+        What one of them has a gradient of, all have then. gathered: whether this one had any micro-batches.
+        """
+        used = ranks.any([parameter.grad is not None for parameter in self.parameters])
+        for parameter, is_used in zip(self.parameters, used, strict=True):
+            if is_used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        ranks.sum([self.loss])
+        for bucket in _buckets([p.grad for p in self.parameters if p.grad is not None]):
+            together = torch.cat([gradient.flatten() for gradient in bucket])
+            ranks.sum([together])
+            parts = together.split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(bucket, [part.view(g.shape) for part, g in zip(parts, bucket, strict=True)])
 
     def compile_kernels(self, *, gathered: bool) -> None:
         """Compile the kernels of ours that `apply` and `gather` launch, on the gradients that there are."""
@@ -197,3 +218,16 @@ class Update:
 
     def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take up what `_groups` gave."""
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients of one dtype after another, as many together as are sent at once."""
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        full = sum(each.nbytes for each in bucket) + gradient.nbytes > _BUCKET_BYTES
+        if bucket and (full or bucket[0].dtype != gradient.dtype):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket

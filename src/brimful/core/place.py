@@ -1,0 +1,58 @@
+"""This process's place among those that train together, as launchers tell it in the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from brimful.core.errors import OptionError, printable
+
+#: Variables for the rank, the number of ranks and the rank on this machine. torchrun, accelerate launch, Ray Train and
+#: `brimful --gpus` set the first three; srun the others, for the tasks of one step.
+_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Process number `rank` of `count`, and number `local_rank` of those on this machine. The first one leads."""
+
+    rank: int = 0
+    count: int = 1
+    local_rank: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """True for the process that reads, decides and writes for all."""
+        return self.rank == 0
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> Place:
+    """Return the place that a launcher gave this process; the only one where none did.
+
+    srun's variables count where it started several tasks: a batch script that runs alone is a process by itself.
+    Raises: OptionError for numbers that make no sense, and where srun's tasks have no address to meet at.
+    """
+    for names in (_TORCH, _SLURM):
+        if names[0] in environment and names[1] in environment:
+            place = _read(environment, names)
+            if place.count > 1 and "MASTER_ADDR" not in environment:
+                raise OptionError(
+                    f"{names[1]} is {place.count}, and MASTER_ADDR does not say where the processes meet",
+                    hint="export MASTER_ADDR (the first host) and MASTER_PORT, or start them with torchrun",
+                )
+            return place
+    return Place()
+
+
+def _read(environment: Mapping[str, str], names: tuple[str, str, str]) -> Place:
+    given = {name: environment.get(name, "0") for name in names}
+    try:
+        rank, count, local_rank = (int(given[name]) for name in names)
+    except ValueError:
+        rank, count, local_rank = -1, 0, 0
+    if not 0 <= rank < count or local_rank < 0:
+        said = ", ".join(f"{name}={printable(value, 20)}" for name, value in given.items())
+        raise OptionError(f"the launcher's environment makes no sense: {said}", hint="unset these, or use torchrun")
+    return Place(rank=rank, count=count, local_rank=local_rank)

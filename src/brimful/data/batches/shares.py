@@ -1,0 +1,26 @@
+"""Shares of an effective batch: which of its rows each of several processes takes, so that all finish together.
+
+A function of the lengths alone, which every process computes for itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+
+def share_of(lengths_N: np.ndarray, rank: int, count: int) -> np.ndarray:
+    """Return the rows that process `rank` of `count` takes of rows of these lengths, in their order.
+
+    The longest row left goes to the process with the fewest tokens so far.
+    Source: Graham 1969, Bounds on multiprocessing timing anomalies.
+    """
+    loads = [(0, each) for each in range(count)]
+    mine = []
+    for row in np.argsort(-lengths_N, kind="stable").tolist():
+        tokens, to = loads[0]
+        heapq.heapreplace(loads, (tokens + int(lengths_N[row]), to))
+        if to == rank:
+            mine.append(row)
+    return np.sort(np.array(mine, dtype=np.int64))

@@ -1,0 +1,133 @@
+"""A process that takes the steps of a run which another one leads, on its part of each batch.
+
+The leader reads, decides and writes: its loop gives an order wherever others take part. So nothing that depends on what
+one process alone has met, a signal, a full disk, a metric, can lead two of them apart.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from brimful.core.callbacks import Callbacks
+from brimful.core.errors import RanksError
+from brimful.core.options import TrainOptions
+from brimful.core.records import Run
+from brimful.data.batches.batch import Batch
+from brimful.data.batches.prefetch import Feed
+from brimful.engine.assemble import Built, build
+from brimful.engine.first_batch import slowest
+from brimful.engine.fitted_step import FittedStep
+from brimful.engine.inference import evaluating, evaluation_forward, send_part
+from brimful.engine.prepare import Prepared, prepare
+from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
+from brimful.engine.training.orders import Order
+from brimful.engine.training.run_folder import RunFolder
+from brimful.hardware.ranks import Ranks
+from brimful.levers.precision import choose_precision
+from brimful.step.step import Pending
+
+#: Steps whose rows can still be asked about: more than the leader has in flight.
+_REMEMBERED = 8
+
+
+def follow(options: TrainOptions, device: torch.device, ranks: Ranks) -> Run:
+    """Take part in a run to its end; return the record that its leader wrote.
+
+    Raises: what `train` raises for data, model and memory; RanksError if another process is gone.
+    """
+    path = Path(options.output)
+    if not options.dry_run:
+        with _deaf():
+            _take_part(options, device, ranks)
+    run = RunFolder(path).read()
+    if run is None:
+        raise RanksError("the leading process has left no record of the run")
+    return run
+
+
+def _take_part(options: TrainOptions, device: torch.device, ranks: Ranks) -> None:
+    callbacks, precision = Callbacks(), choose_precision(options.precision, device)
+    prepared = prepare(options, callbacks)
+    order, fallbacks = ranks.hear()
+    if order == Order.END:
+        return
+    asked, eager = slowest(options) if fallbacks else (options, False)
+    built = build(asked, prepared, precision, callbacks, eager_attention=eager, ranks=ranks)
+    _Follower(options, prepared, built, ranks).run()
+
+
+class _Follower:
+    """Does what the leader orders until the end."""
+
+    def __init__(self, options: TrainOptions, prepared: Prepared, built: Built, ranks: Ranks) -> None:
+        self._options, self._prepared, self._built, self._ranks = options, prepared, built, ranks
+        self._fitted = FittedStep(built, lambda _: None)
+        self._forward = evaluation_forward(built, most_rows=options.batch_size, note=lambda _: None)
+        self._steps: deque[tuple[int, Pending]] = deque(maxlen=_REMEMBERED)
+
+    def run(self) -> None:
+        """Wait for one order after another."""
+        order, number = self._ranks.hear()
+        while order != Order.END:
+            if order == Order.LOAD:
+                saved = checkpoint_path(RunFolder(Path(self._options.output)).checkpoints, number)
+                self._built.step.load_state(load_checkpoint(saved).state)
+            elif order == Order.BEGIN:
+                self._train(number)
+                return
+            order, number = self._ranks.hear()
+
+    def _train(self, start: int) -> None:
+        """Take steps from batch `start` on, and do what is between them, until the end."""
+        device, stop = self._built.step.device, self._prepared.num_batches
+        with Feed(self._built.source, device, start=start, stop=stop, ahead=self._options.prefetch) as feed:
+            batches = iter(feed)
+            order, number = self._ranks.hear()
+            while order != Order.END:
+                if order == Order.STEP:
+                    self._step(next(batches), number)
+                elif order == Order.EVALUATE:
+                    self._evaluate()
+                elif order == Order.ROWS:
+                    self._name_rows(number)
+                order, number = self._ranks.hear()
+
+    def _step(self, batch: Batch, number: int) -> None:
+        if batch.number != number:
+            raise RuntimeError(f"the leader is at batch {number}, and this process at {batch.number}")
+        pending = self._fitted.run(batch)
+        self._built.source.layout = self._fitted.layout
+        self._steps.append((number, pending))
+
+    def _evaluate(self) -> None:
+        evaluation = self._prepared.evaluation
+        assert evaluation is not None
+        with evaluating(self._built.model), self._built.step.update.reading():
+            send_part(self._forward, evaluation.tokens, self._ranks)
+
+    def _name_rows(self, number: int) -> None:
+        """Send the rows of a skipped step whose loss was not finite."""
+        rows = next((pending.read().bad_samples for each, pending in self._steps if each == number), ())
+        self._ranks.send(np.array(rows, dtype=np.int64))
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Within, signals to stop are the leader's to hear: it saves, and gives the order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

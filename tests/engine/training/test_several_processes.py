@@ -1,0 +1,154 @@
+"""Runs of the command line in two processes: what they learn, say and leave, and what happens when one is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from brimful.cli.commands import run
+from brimful.cli.launch import launch
+from brimful.core.place import Place
+from forked_ranks import Forked
+from runs import POISON, checkpoints, events, save_tiny_model, single_label_rows, write_rows
+
+ASK = ["--batch-size", "8", "--logging-steps", "1", "--no-baselines", "--learning-rate", "1e-3", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    save_tiny_model(folder / "model", dropout=0.0)
+    write_rows(folder / "rows.jsonl", single_label_rows(75))
+    return folder
+
+
+def words(files: Path, output: Path, *more: str) -> list[str]:
+    data, model = str(files / "rows.jsonl"), str(files / "model")
+    return ["train", data, "--model", model, "--output", str(output), *ASK, *more]
+
+
+def start(folder: Path, *arguments: str, count: int = 2) -> Forked:
+    return Forked(folder, count, lambda _: run(list(arguments)))
+
+
+def told(folder: Path) -> list[tuple[int, float, float]]:
+    return [(event["step"], event["loss"], event["grad_norm"]) for event in events(folder, "step")]
+
+
+def wait_for(found: Callable[[], Any]) -> None:
+    until = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
+    """Losses, gradients, metrics; the first alone speaks. Resumed in another number of processes, the same again."""
+    epochs = ("--num-train-epochs", "2")
+    assert run(words(files, tmp_path / "one", *epochs)) == 0
+    both = start(tmp_path / "logs", *words(files, tmp_path / "two", *epochs))
+    assert both.results() == [0, 0]
+    expected = told(tmp_path / "one")
+    assert len(expected) == 18
+    for one, two in zip(expected, told(tmp_path / "two"), strict=True):
+        assert two == pytest.approx(one, rel=1e-4)
+    (alone, together) = (events(tmp_path / name, "evaluated") for name in ("one", "two"))
+    for one, two in zip(alone, together, strict=True):
+        assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3)
+    assert "Done" in both.said(0)
+    assert both.said(1).strip() == ""
+    recipe = json.loads((tmp_path / "two" / "run.json").read_text())["recipe"]["levers"]
+    assert {"processes": "2", "execution": "eager"}.items() <= {each["name"]: each["value"] for each in recipe}.items()
+    more = words(files, tmp_path / "two", "--num-train-epochs", "3", "--resume", "--lr-scheduler-type", "linear")
+    assert start(tmp_path / "more", *more, count=3).results() == [0, 0, 0]
+    assert len(told(tmp_path / "two")) == 27
+
+
+def test_rows_of_all_processes_are_named(files: Path, tmp_path: Path) -> None:
+    """A text whose loss is not finite, whichever process has it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    model = save_tiny_model(tmp_path / "model", dropout=0.0)
+    weights = load_file(model / "model.safetensors")
+    name = next(each for each in weights if "word_embeddings" in each)
+    weights[name][-1] = torch.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    rows = single_label_rows(32)
+    for row in (9, 20):
+        rows[row]["text"] += f" {POISON}"
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    ask = ["train", str(data), "--model", str(model), "--output", str(tmp_path / "run"), *ASK, "--eval-split", "0"]
+    ask += ["--batch-size", "32", "--num-train-epochs", "1", "--packing", "off"]
+    assert start(tmp_path / "logs", *ask).results() == [0, 0]
+    (skipped,) = events(tmp_path / "run", "skipped")
+    assert sorted(row for _, row in skipped["rows"]) == [10, 21]
+
+
+def test_a_signal_to_the_leader_stops_all(files: Path, tmp_path: Path) -> None:
+    both = start(
+        tmp_path / "logs", *words(files, tmp_path / "run", "--num-train-epochs", "500", "--save-steps", "9999")
+    )
+    wait_for(lambda: (tmp_path / "run" / "events.jsonl").exists() and len(told(tmp_path / "run")) > 3)
+    os.kill(both.pids[1], signal.SIGTERM)  # not its to hear
+    os.kill(both.pids[0], signal.SIGTERM)
+    assert both.results() == [143, 0]
+    (step,) = checkpoints(tmp_path / "run")
+    assert step == told(tmp_path / "run")[-1][0]
+    assert "all is saved" in both.said(0)
+
+
+def test_a_process_that_is_gone_ends_the_others(files: Path, tmp_path: Path) -> None:
+    """With one line and a code of its own; the last checkpoint is whole, and one process goes on from it."""
+    ask = words(files, tmp_path / "run", "--num-train-epochs", "500", "--save-steps", "2", "--eval-split", "0")
+    both = start(tmp_path / "logs", *ask)
+    wait_for(lambda: len(checkpoints(tmp_path / "run")) > 1)
+    os.kill(both.pids[1], signal.SIGKILL)
+    assert both.results() == [7, None]
+    assert "error: another process is gone" in both.said(0)
+    assert "--resume" in both.said(0)
+    last = checkpoints(tmp_path / "run")[-1]
+    ask[ask.index("500")] = str((last + 3) / 9)
+    assert run([*ask, "--resume"]) == 0
+    assert told(tmp_path / "run")[-1][0] >= last
+
+
+def test_a_process_that_fails_says_why(files: Path, tmp_path: Path) -> None:
+    """Data that one of them does not have: the others do not wait for it."""
+    other = write_rows(tmp_path / "other.jsonl", [{"text": "w7", "label": "low", "more": 1}] * 3)
+
+    def work(place: Place) -> int:
+        asked = words(files, tmp_path / "run")
+        if place.rank:
+            asked[1] = str(other)
+        return run(asked)
+
+    both = Forked(tmp_path / "logs", 2, work)
+    assert both.results()[0] == 7
+    assert "process 1 of 2 failed" in both.said(0)
+
+
+def test_launch_ends_as_the_first_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    said = "import os, sys; print(*[os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')]); sys.exit({})"
+    assert launch([sys.executable, "-c", said.format(3)], 2) == 3
+    found = capfd.readouterr()
+    assert (found.out.strip(), found.err.strip()) == ("0 2 0", "1 2 1")
+    gone = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(1); raise SystemExit(7)"
+    assert launch([sys.executable, "-c", gone], 2) == 7
+    assert "process 1 of 2 was ended by SIGKILL" in capfd.readouterr().err
+
+
+def test_more_gpus_than_there_are(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = words(files, tmp_path / "run")
+    assert run([*asked, "--gpus", "two"]) == 2
+    assert "--gpus is 'two'" in capsys.readouterr().err
+    assert run([*asked, "--gpus", "2"]) == 2
+    assert "--gpus 2 and --device cpu" in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""Processes of one training as forks of this warm one, with the environment that a launcher gives them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from brimful.core.place import Place
+
+
+class Forked:
+    """`count` forks that each do `work(place)`. Their results come from `results`, which waits for them."""
+
+    def __init__(self, folder: Path, count: int, work: Callable[[Place], Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, port = folder, _free_port()
+        self.pids: list[int] = []
+        for rank in range(count):
+            if pid := os.fork():
+                self.pids.append(pid)
+                continue
+            code = 1
+            try:
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+                log = os.open(folder / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                found = work(Place(rank=rank, count=count, local_rank=rank))
+                (folder / f"rank-{rank}.pickle").write_bytes(pickle.dumps(found))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+
+    def results(self) -> list[Any]:
+        """Return what each has returned; None of one that was killed."""
+        for rank, pid in enumerate(self.pids):
+            status = os.waitpid(pid, 0)[1]
+            assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, self.said(rank)
+        files = [self._folder / f"rank-{rank}.pickle" for rank in range(len(self.pids))]
+        return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+
+    def said(self, rank: int) -> str:
+        return (self._folder / f"rank-{rank}.log").read_text("utf-8", "replace")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
