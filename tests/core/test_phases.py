@@ -22,7 +22,7 @@ def test_phases_share_out_all_the_time_there_was() -> None:
     assert found["tokens"] >= 0.01
     assert found["capture"] == 0.015
     assert found["steps"] >= 0.005
-    assert 0 <= passed - sum(found.values()) < 1
+    assert -0.01 < passed - sum(found.values()) < 1  # each is rounded to a millisecond
 
 
 def test_a_phase_ends_where_its_block_raises() -> None:
