@@ -128,6 +128,14 @@ def test_dropout_is_no_reason(name: str) -> None:
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
+def test_nothing_is_kept_of_code_without_a_version() -> None:
+    """A head of one's own may be another tomorrow, under the same name."""
+    model = FAMILIES["bert"].model()
+    assert path_of(model, LONGEST, CPU, "fp32", (None, None)) is not None
+    model.classifier = torch.nn.Sequential(Noise(), model.classifier)
+    assert path_of(model, LONGEST, CPU, "fp32", (None, None)) is None
+
+
 def test_a_kept_result_is_for_these_weights_and_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     def kept(model: Any) -> Any:
         return path_of(model, LONGEST, CPU, "fp32", (None, None))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from brimful.core.cache import cache_path
 from brimful.kernels.attention.dispatch import length_class
@@ -22,11 +23,16 @@ from brimful.models.packed.check_inputs import Kernel, module_settings
 _SOURCES = ("kernels", "models/packed", "models/fusion", "core/tolerances.py")
 #: Numbers of each weight that are looked at: another checkpoint differs in all of them.
 _LOOKED_AT = 64
+#: Packages whose code is told by their versions, or by a digest in the names of its modules.
+_VERSIONED = frozenset({"torch", "transformers", "transformers_modules", "brimful", "peft"})
 _NOT_ARCHITECTURE = frozenset({"_name_or_path", "id2label", "label2id", "transformers_version", "dtype", "torch_dtype"})
 
 
 def path_of(model: Any, max_length: int, device: torch.device, precision: str, kernel: Kernel) -> Path | None:
-    """Cache file of this model's check, None for a user without a home. Remote code has its hash in the module."""
+    """Cache file of this model's check. None for a user without a home, and where modules are of code that no version
+    tells from what it was: a user's own, in a notebook or a script."""
+    if not all(_is_versioned(module) for module in model.modules()):
+        return None
     config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_ARCHITECTURE}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -37,6 +43,10 @@ def path_of(model: Any, max_length: int, device: torch.device, precision: str, k
     versions = [torch.__version__, transformers.__version__, _source()]
     made_of = [str(model), module_settings(model), _weights(model)]
     return cache_path("equivalence", [kind, config, made_of, max_length, name, precision, chosen_by, versions])
+
+
+def _is_versioned(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] in _VERSIONED
 
 
 def _weights(model: Any) -> str:
