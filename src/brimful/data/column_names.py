@@ -38,8 +38,8 @@ LABELS = (
         "y",
     ),
 )
-#: Columns that number the rows: never the label, unless asked for.
-IDS = {"", "id", "ids", "idx", "index", "guid", "uuid", "row", "unnamed: 0", "__index_level_0__"}
+#: Columns that number the rows, as `key_of` gives their names: never the label, unless asked for.
+IDS = {"", "id", "ids", "idx", "index", "guid", "uuid", "row", "unnamed:_0", "unnamed:_0.1", "__index_level_0__"}
 #: All of these.
 KNOWN = frozenset({*TEXTS, *LABELS, *IDS, *(name for pair in PAIRS for name in pair)})
 

@@ -78,6 +78,14 @@ def test_by_type_the_longest_text_and_the_fewest_distinct_values() -> None:
     assert columns.reasons["label"] == "the fewest distinct values, 2"
 
 
+def test_numbers_of_rows_and_texts_are_no_doubt_about_the_label() -> None:
+    more = {"Unnamed: 0": [0, 1, 2, 3], "heading": ["one", "two", "three", "four"]}
+    columns = find_columns(rows_of(**more, words=[*LONG, *LONG], kind=["x", "y", "x", "y"]), text="words")
+    assert (columns.labels, columns.doubts) == (("kind",), ())
+    columns = find_columns(rows_of(words=[*LONG, *LONG], kind=["x", "y", "x", "y"], price=["1", "2", "3", "4"]))
+    assert "price has 4" in columns.doubts[0]
+
+
 def test_by_type_lists_count_their_elements() -> None:
     rows = rows_of(words=["one", "two", "three"], some=["a", "b", "c"], kinds=[["x", "y"], ["x"], []])
     assert find_columns(rows).labels == ("kinds",)

@@ -187,7 +187,11 @@ def _find_label(rows: Rows, taken: Collection[str | None]) -> tuple[str, str, tu
     fewest = [name for name, count in counts.items() if count == min(counts.values())]
     if len(fewest) == 1:
         reason = f"the fewest distinct values, {counts[fewest[0]]}"
-        others = [f"{printable(name)} has {count:,}" for name, count in counts.items() if name not in fewest]
+        others = [
+            f"{printable(name)} has {count:,}"
+            for name, count in counts.items()
+            if name not in fewest and not _is_prose(rows.table[name], count)
+        ]
         said = f"the label may be another column than '{printable(fewest[0])}', which has {reason}: {listed(others, 4)}"
         return fewest[0], reason, (f"{said}; --label-column names it",) if others else ()
     if fewest:
@@ -211,6 +215,12 @@ def _is_numeric(column: pa.ChunkedArray) -> bool:
     values = pc.utf8_trim_whitespace(column.drop_null())
     number = pc.match_substring_regex(values, r"^([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)?$")
     return bool(pc.all(number, min_count=0).as_py())
+
+
+def _is_prose(column: pa.ChunkedArray, num_distinct: int) -> bool:
+    """True for text of which most rows have their own: no labels."""
+    is_text = pa.types.is_large_string(column.type) and not _is_numeric(column.slice(0, _SAMPLE_ROWS))
+    return is_text and 2 * num_distinct > len(column)
 
 
 def _num_distinct(column: pa.ChunkedArray) -> int:
