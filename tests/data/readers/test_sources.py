@@ -462,9 +462,15 @@ def test_ragged_csv(tmp_path: Path) -> None:
     assert error.hint == "put quotation marks around values that hold the delimiter ','"
 
 
+def test_a_carriage_return_that_cuts_a_row(tmp_path: Path) -> None:
+    error = refused(put(tmp_path / "rows.csv", "text,label\nfine,1\nas pandas\rwrites it,1\n"))
+    assert "row 2: 1 column, the header has 2: 'as pandas'" in str(error)
+    assert "a carriage return (\\r) within a value ends the row" in str(error.hint)
+
+
 def test_ragged_tsv_with_few_columns(tmp_path: Path) -> None:
     error = refused(put(tmp_path / "rows.tsv", "text\tlabel\nx\n"))
-    assert "row 1: 1 columns, the header has 2: 'x'" in str(error)
+    assert "row 1: 1 column, the header has 2: 'x'" in str(error)
     assert error.hint == "is the row cut off? The file is read with the delimiter '\\t'"
 
 

@@ -260,7 +260,7 @@ def test_what_is_said_of_rows_of_csv(tmp_path: Path) -> None:
     ]
     assert errors_of(chunks) == {
         3: "4 columns, the header has 2: 'a,b,c,1'",
-        4: "1 columns, the header has 2: 'a'",
+        4: "1 column, the header has 2: 'a'",
         5: "a quotation mark opens and does not close: '\"so it begins,1'",
         7: "column 'text' is not UTF-8: 'caf\\xe9 noir'",
         9: "a quotation mark opens and does not close: '\"open,1'",

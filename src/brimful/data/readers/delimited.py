@@ -150,11 +150,12 @@ def _read_slowly(data: bytes, dialect: Dialect, *, is_last: bool) -> tuple[RowsR
     unread = (None,) * len(dialect.names)
     num_lines = 0
     with long_values():
-        for record, num_lines in _records(lines, dialect, is_last=is_last):  # noqa: B007
+        for record, num_lines in _records(lines, dialect, is_last=is_last):
             if isinstance(record, list) and len(record) == len(dialect.names):
                 records.append(record)
             else:
-                faults[len(records)] = record if isinstance(record, DataError) else _ragged(record, dialect)
+                cut = lines[num_lines - 1].endswith("\r") and lines[0].endswith("\n")
+                faults[len(records)] = record if isinstance(record, DataError) else _ragged(record, dialect, cut=cut)
                 records.append(unread)
     columns = zip(*records, strict=True) if records else [()] * len(dialect.names)
     arrays = [_as_column(name, values, faults) for name, values in zip(dialect.names, columns, strict=True)]
@@ -222,13 +223,17 @@ def _not_closed(line: str) -> DataError:
     return DataError(said, value=line.rstrip(), hint='close it, and write " within a value as ""')
 
 
-def _ragged(record: Sequence[str], dialect: Dialect) -> DataError:
+def _ragged(record: Sequence[str], dialect: Dialect, *, cut: bool) -> DataError:
+    """cut: whether a carriage return ends the row, in a file whose lines end otherwise."""
     delimiter = printable(dialect.delimiter)
     if any("\n" in value for value in record):
         hint = 'a quotation mark opens here and closes rows later: write " within a value as ""'
+    elif cut:
+        hint = "a carriage return (\\r) within a value ends the row: put quotation marks around that value"
     elif len(record) < len(dialect.names):
         hint = f"is the row cut off? The file is read with the delimiter '{delimiter}'"
     else:
         hint = f"put quotation marks around values that hold the delimiter '{delimiter}'"
-    said = f"{len(record)} columns, the {'header' if dialect.has_header else 'first row'} has {len(dialect.names)}"
+    columns = "1 column" if len(record) == 1 else f"{len(record)} columns"
+    said = f"{columns}, the {'header' if dialect.has_header else 'first row'} has {len(dialect.names)}"
     return DataError(said, value=dialect.delimiter.join(record), hint=hint)
