@@ -6,13 +6,12 @@ import dataclasses
 import json
 import os
 import shlex
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from brimful.core import atomic_files
-from brimful.core.callbacks import Callbacks, PythonWarnings
+from brimful.core.callbacks import Callbacks, PythonWarnings, warn_caller
 from brimful.core.classification import Classification
 from brimful.core.errors import DiskFullError, OptionError, OutputError, did_you_mean, printable
 from brimful.core.evaluate_options import EvaluateOptions
@@ -175,7 +174,7 @@ def classify(
         if isinstance(listener, Terminal):
             listener.text(classification_text(record, told))
     for text in concerns(record) if isinstance(listener, PythonWarnings) else []:
-        warnings.warn(text, stacklevel=2)
+        warn_caller(text)
     if rows is None:
         return record
     kind = frame or (given.first.kind if given.first is not None else "arrow")

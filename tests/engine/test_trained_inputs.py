@@ -205,6 +205,7 @@ def test_a_damaged_file_is_an_error_in_one_line(text: str, tmp_path: Path) -> No
 def test_python_hears_of_rows_that_training_cuts(tmp_path: Path) -> None:
     rows: list[Any] = [(f"{GOOD[i % 5]} " * (70 + i), "ab"[i % 2]) for i in range(20)]
     data, base = write_csv(tmp_path / "d.csv", ("text", "label"), rows), save_base(tmp_path / "b")
-    with pytest.warns(UserWarning, match=r"training rows are longer than 80 tokens, and cut"):
+    with pytest.warns(UserWarning, match=r"training rows are longer than 80 tokens, and cut") as heard:
         brimful.train(data, model=base, output=tmp_path / "r", max_steps=1)
+    assert {warning.filename for warning in heard} == {__file__}
     brimful.train(data, model=base, output=tmp_path / "s", max_steps=1, max_length=16)  # as asked for

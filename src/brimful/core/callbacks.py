@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any
 
 from brimful.core.evaluation import Evaluation
 from brimful.core.records import Recipe, Run
+
+_PACKAGE = __name__.split(".")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +71,19 @@ class Callbacks:
         """The run ended and its model is saved."""
 
 
+def warn_caller(text: str) -> None:
+    """Warn, as of the line outside this package that called it."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == _PACKAGE:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
 class PythonWarnings(Callbacks):
     """Warnings as those of Python, for whoever gives no callbacks of their own; all else is not said."""
 
     def warning(self, text: str) -> None:
-        warnings.warn(text, stacklevel=2)
+        warn_caller(text)
 
     def data(self, report: Mapping[str, Any]) -> None:
         if (cut := report.get("truncated_rows")) and not report.get("max_length_given"):
