@@ -40,6 +40,12 @@ def test_mistakes_are_answered_before_torch_is_imported(files: Files, tmp_path: 
         "torn: no weights": ["classify", tmp_path / "torn", files.reviews],
         "is a run that has not finished": ["classify", run, files.reviews],
         "already holds a run": ["train", files.reviews, "--model", files.base, "--output", run],
+        "holds no run\nhint: did you mean": ["export", run / "model"],
+        "is a file, and a model is a folder\nhint: the model comes first:": [
+            "classify",
+            files.reviews,
+            files.classifier,
+        ],
         "the hub cannot be reached": ["classify", "no-such-model-here", files.reviews],
     }
     for said, words in mistakes.items():

@@ -118,7 +118,7 @@ def _run(name: str, words: list[str]) -> int:
     watch_launcher()
     if name == "train" and not place.leads:
         return _follow(options)
-    if name in ("train", "classify", "evaluate", "profile"):
+    if name in ("train", "classify", "evaluate", "export", "profile"):
         from brimful.engine.early import check_early
 
         check_early(options)

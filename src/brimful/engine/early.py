@@ -6,6 +6,7 @@ from pathlib import Path
 
 from brimful.core.errors import ModelError, printable
 from brimful.core.evaluate_options import EvaluateOptions
+from brimful.core.export_options import ExportOptions
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions
 from brimful.data.file_names import split_suffix
 from brimful.data.labels.columns import NO_PAIR, check_exists, text_parts
@@ -16,27 +17,32 @@ from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import can_have_header, open_stream
 from brimful.data.writers.output_path import check_output, check_replaced
 from brimful.engine.training.resume import check_options
-from brimful.engine.training.run_folder import RunFolder, check_free
+from brimful.engine.training.run_folder import RunFolder, check_free, run_in
 from brimful.models.hub.adapters import find_adapter
 from brimful.models.hub.model_config import read_config
 from brimful.models.hub.resolve import find_folder
 from brimful.models.hub.weight_files import find_weights
 
 
-def check_early(options: ClassifyOptions | EvaluateOptions | TrainOptions) -> None:
+def check_early(options: ClassifyOptions | EvaluateOptions | ExportOptions | TrainOptions) -> None:
     """Check what can be checked of data, columns and model without reading more than the first rows.
 
     Raises: InputError, as the command itself would, only sooner.
     """
+    if isinstance(options, ExportOptions):
+        run_in(Path(options.run))
+        return
     if isinstance(options, EvaluateOptions):
         names = {"--text-column": options.text_column, "--pair-column": options.pair_column}
         if options.data is not None:
+            _check_order(options)
             _check_data(options.data, FileFormat.of(options), names)
             _check_model(options)
         elif not (Path(options.model) / "config.json").exists():  # answers that were given before
             _check_data(options.model, FileFormat.of(options), names)
         return
     if isinstance(options, ClassifyOptions):
+        _check_order(options)
         if options.output is not None:
             check_output(Path(options.output), options.data)
             check_replaced(Path(options.output), overwrite=options.overwrite, resume=options.resume)
@@ -56,6 +62,13 @@ def check_early(options: ClassifyOptions | EvaluateOptions | TrainOptions) -> No
     if options.eval_data is not None:
         _check_data(options.eval_data, form if can_have_header(options.eval_data) else FileFormat(), {})
     _check_model(options)
+
+
+def _check_order(options: ClassifyOptions | EvaluateOptions) -> None:
+    """Raises: ModelError where the model and the data have changed places."""
+    if Path(options.model).expanduser().is_file() and options.data is not None and Path(options.data).is_dir():
+        model, data = printable(options.data, 200), printable(options.model, 200)
+        raise ModelError(f"{data} is a file, and a model is a folder", hint=f"the model comes first: {model} {data}")
 
 
 def _check_data(spec: str, form: FileFormat, names: dict[str, str | None]) -> None:

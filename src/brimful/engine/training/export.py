@@ -23,7 +23,7 @@ from brimful.engine.training.checkpoint import (
     newest_whole,
     saved_steps,
 )
-from brimful.engine.training.run_folder import RunFolder
+from brimful.engine.training.run_folder import RunFolder, run_in
 from brimful.levers.optimizer import asked_optimizer
 from brimful.levers.parameter_efficient import choose_part
 from brimful.models.hub.adapters import merge_adapter
@@ -41,9 +41,7 @@ def export(options: ExportOptions, callbacks: Callbacks) -> Path:
     ModelError for a model that is not the one the run was started with.
     """
     folder = RunFolder(Path(options.run))
-    run = folder.read()
-    if run is None:
-        raise OutputError(f"{path_text(folder.path)} holds no run", hint="give the folder that --output of train named")
+    run = run_in(folder.path)
     checkpoint = _checkpoint(folder, run, options.step, callbacks)
     output = Path(options.output) if options.output is not None else folder.path / f"model-step-{checkpoint.step}"
     if output.exists() and not (output.is_dir() and (output / "brimful.json").exists()):

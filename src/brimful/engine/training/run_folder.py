@@ -67,6 +67,18 @@ class RunFolder:
         atomic_files.write_bytes(self.record, to_json(run).encode())
 
 
+def run_in(path: Path) -> Run:
+    """The record of the run in the folder `path`. Raises: OutputError if there is none."""
+    run = RunFolder(path).read()
+    if run is None:
+        is_below = (path.parent / "run.json").is_file()
+        hint = f"did you mean {atomic_files.path_text(path.parent)}?" if is_below else None
+        raise OutputError(
+            f"{atomic_files.path_text(path)} holds no run", hint=hint or "give the folder that --output of train named"
+        )
+    return run
+
+
 def check_free(path: Path, *, resume: bool) -> None:
     """Check that a new run may begin in `path`, before anything is read or written.
 
