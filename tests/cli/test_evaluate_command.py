@@ -174,6 +174,18 @@ def test_answers_that_were_given_before(
     assert later.model == str(files.classifier)
 
 
+def test_a_models_answers_are_not_taken_for_true_labels(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    data, answers = write_csv(tmp_path / "rows.csv", ("text",), [(text,) for text in TEXTS]), tmp_path / "answers.csv"
+    assert brimful("classify", files.classifier, data, "-o", answers, *FAST).code == 0
+    said = brimful("evaluate", files.classifier, answers, *FAST)
+    assert said.code == 2
+    assert "column 'label' holds the answers of a model, which `classify` added: no true labels" in said.err
+    assert brimful("evaluate", files.classifier, answers, *FAST, "--label-column", "label").code == 0
+    given = labelled(tmp_path / "true.csv", ["good", "bad"] * 30)
+    assert brimful("classify", files.classifier, given, "-o", answers, *FAST, "--overwrite").code == 0
+    assert brimful("evaluate", files.classifier, answers, *FAST).code == 0
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("between", ["|", ","])
 def test_several_labels_in_one_text_beside_answers(between: str, tmp_path: Path) -> None:

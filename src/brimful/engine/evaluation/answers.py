@@ -158,10 +158,11 @@ def _true_columns(rows: Rows, answers: _Answers, options: EvaluateOptions) -> tu
     try:
         return find_columns(replace(rows, table=rows.table.select(others)), text=options.text_column).labels
     except DataError as error:
+        there = ", ".join(printable(name, 40) for name in names[:20])
         raise DataError(
             "no column with the true labels was found beside the answers",
             file=rows.name,
-            hint=f"name it by --label-column; columns: {', '.join(printable(name, 40) for name in names[:20])}",
+            hint=f"name it by --label-column, or give a model before the data; columns: {there}",
         ) from error
 
 

@@ -5,6 +5,7 @@ rows ─► texts and targets ─► request: tokens ─► runner: logits ─�
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ _SHARED = (
     *("threshold", "precision", "device", "verify", "packing", "token_budget", "execution", "num_workers"),
     *("trust_remote_code", "allow_pickle"),
 )
+
+#: The columns that `classify` adds to rows without a label, in their order.
+_ADDED = re.compile("(label,)?score,(scores,)?(logits,)?num_tokens,truncated,error")
 
 
 def evaluate_model(
@@ -164,6 +168,7 @@ def label_columns(
     """The columns with the true labels and the reason: those that are named, else those of training, else by name."""
     names = rows.table.column_names
     if asked is None and trained and all(name in names for name in trained):
+        _check_not_answers(rows, trained)
         return trained, "as in training"
     try:
         found = find_columns(rows, text=read.text, pair=read.pair, label=asked)
@@ -177,7 +182,21 @@ def label_columns(
         ) from error
     for name in found.labels:
         check_exists(rows, name, "--label-column")
+    if asked is None:
+        _check_not_answers(rows, found.labels)
     return found.labels, found.reasons["label"] if asked is None else "given"
+
+
+def _check_not_answers(rows: Rows, labels: tuple[str, ...]) -> None:
+    """Raises: DataError for a column that `classify` added, found as the true labels: a model agrees with itself."""
+    names = rows.table.column_names
+    for name in labels:
+        if _ADDED.match(",".join(names[names.index(name) :])):
+            raise DataError(
+                f"column '{name}' holds the answers of a model, which `classify` added: no true labels",
+                file=rows.name,
+                hint=f"name the true labels by --label-column (or {name}, to compare with these answers)",
+            )
 
 
 class _Pass:
