@@ -532,6 +532,8 @@ def test_half_a_character_in_json(tmp_path: Path) -> None:
         ('[{"text": "a"}] x', "is not JSON (Extra data in line 1, column 17)"),
         ('{"a": [{"t": 1}], "b": [{"t": 2}]}', "has 2 arrays of objects: 'a', 'b'"),
         ('"text"', "is no array of objects"),
+        ('{"text": {"0": "a", "1": "b"}, "label": {"0": 0, "1": 1}}', "holds columns, not rows"),
+        ('{"text": ["a", "b"], "label": [0, 1]}', "holds columns, not rows"),
         ('["a", "b"]', "row 1: is not a JSON object: '\"a\"'"),
         ('[{"text": "a"}, null]', "row 2: is not a JSON object"),
         ('[{"text": "a"}, {"text": "b", "text": "c"}]', "the key 'text' stands twice"),

@@ -15,7 +15,7 @@ _ARRAY = "it holds an array of objects, or one object per line"
 
 
 def has_lines(document: bytes) -> bool:
-    """True for an object on the first line, unless the document is one object around rows."""
+    """True for an object on the first line, unless the document is one object around rows, or of columns."""
     begin = len(document) - len(document.lstrip())
     end = document.find(b"\n", begin)
     line = document[begin : end if end >= 0 else len(document)]
@@ -23,7 +23,8 @@ def has_lines(document: bytes) -> bool:
         first = json.loads(line) if line.startswith(b"{") else None
     except (ValueError, RecursionError):
         return False
-    return isinstance(first, dict) and (bool(document[begin + len(line) :].strip()) or not _arrays_in(first))
+    has_more = bool(document[begin + len(line) :].strip())
+    return isinstance(first, dict) and (has_more or not (_arrays_in(first) or _holds_columns(first)))
 
 
 def parse_document(document: bytes, file: str) -> pa.Table | list[Any]:
@@ -75,11 +76,26 @@ def _objects_in(document: bytes, file: str) -> list[Any]:
     arrays = _arrays_in(parsed) if isinstance(parsed, dict) else []
     if len(arrays) == 1:
         return list(parsed[arrays[0]])
+    if not arrays and isinstance(parsed, dict) and _holds_columns(parsed):
+        raise DataError(
+            "holds columns, not rows",
+            file=file,
+            hint="write one array of objects, or one object per line; in pandas: to_json(path, orient='records')",
+        )
     raise DataError(
         f"has {len(arrays)} arrays of objects: {', '.join(map(repr, arrays))}" if arrays else "is no array of objects",
         file=file,
         hint="write one array of objects, as [{...}, {...}], or one object per line",
     )
+
+
+def _holds_columns(parsed: dict[str, Any]) -> bool:
+    """True for several values that are all objects or all lists, with as many values each: a table by columns."""
+    kinds, sizes = (
+        {type(value) for value in parsed.values()},
+        {len(v) for v in parsed.values() if hasattr(v, "__len__")},
+    )
+    return len(parsed) > 1 and kinds in ({dict}, {list}) and len(sizes) == 1
 
 
 def _arrays_in(parsed: dict[str, Any]) -> list[str]:
