@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from brimful.core.evaluation import Evaluation
+from brimful.core.evaluation import LINEAR, Baseline, Evaluation
 from brimful.core.records import LabelSpace
+from brimful.core.units import number_text
+from brimful.diagnosis.answers import findings_of_answers
 from brimful.engine.scoring import evaluation_of
 from brimful.tasks.scoring.baselines import constant_baseline
 from brimful.tasks.scoring.choose import make_scorer
@@ -47,6 +50,24 @@ def test_no_better_than_the_most_frequent_label() -> None:
     skewed = np.where(np.arange(300) < 240, 0, CLASSES)
     found = record("single_label", DRAW.normal(size=(300, 3)), skewed).findings
     assert found[0].startswith("no better than always answering 'bad': accuracy ")
+
+
+def test_the_model_stands_before_the_linear_one_it_does_not_beat() -> None:
+    model = record("single_label", np.where(np.arange(300)[:, None] < 60, GOOD[:, ::-1], GOOD), CLASSES)
+    accuracy = model.metrics["accuracy"]
+    assert accuracy.value is not None
+    assert accuracy.high is not None
+    for other, said in (
+        (
+            (accuracy.value + accuracy.high) / 2,
+            "no better than TF-IDF with a linear model: accuracy {mine} against {its},",
+        ),
+        (1.0, "TF-IDF with a linear model is better: accuracy {its} against {mine};"),
+    ):
+        linear = Baseline(name=LINEAR, num_rows=300, metrics={"accuracy": other})
+        found = findings_of_answers(replace(model, baselines=(linear,)))
+        wanted = said.format(mine=number_text(accuracy.value), its=number_text(other))
+        assert any(finding.startswith(wanted) for finding in found), found
 
 
 def test_labels_that_are_told_apart_though_accuracy_is_no_higher() -> None:

@@ -122,10 +122,11 @@ def _worse_than_linear(evaluation: Evaluation) -> str | None:
     other = None if linear is None else linear.metrics.get(name)
     if metric is None or metric.value is None or other is None or other <= metric.value:
         return None
-    figures = f"{name} {number_text(other)} against {number_text(metric.value)}"
+    mine, its = number_text(metric.value), number_text(other)
     if metric.high is not None and other > metric.high:
-        return f"TF-IDF with a linear model is better: {figures}; {_MORE}"
-    return f"no better than TF-IDF with a linear model: {figures}, within the interval; {_MORE}, or use more rows"
+        return f"TF-IDF with a linear model is better: {name} {its} against {mine}; {_MORE}"
+    said = f"no better than TF-IDF with a linear model: {name} {mine} against {its}, within the interval"
+    return f"{said}; {_MORE}, or use more rows"
 
 
 def _of_confidence(evaluation: Evaluation) -> Iterator[str]:
