@@ -75,7 +75,7 @@ COMMANDS = (
         name="evaluate",
         options=EvaluateOptions,
         summary="Show how good a classifier is on labelled rows, or how good answers are that it gave before.",
-        example="brimful evaluate run/model labelled.csv",
+        example="brimful evaluate run/model test.csv",
         positionals={"model": "MODEL", "data": "DATA"},
         groups={
             "output": "rows and labels",

@@ -272,5 +272,5 @@ def check_one_input(options: EvaluateOptions) -> None:
     if (path / "config.json").is_file() or not path.exists():
         raise OptionError(
             f"{printable(options.model)} is evaluated on rows, and none are given",
-            hint=f"brimful evaluate {printable(options.model)} labelled.csv; alone, a file that brimful classify wrote",
+            hint=f"brimful evaluate {printable(options.model)} test.csv; alone, a file that brimful classify wrote",
         )
