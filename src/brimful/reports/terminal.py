@@ -153,7 +153,7 @@ class Terminal(Callbacks):
 
     def finished(self, run: Run, folder: str) -> None:
         self.close()
-        done = f"{count_text(run.steps)} steps in {seconds_text(run.train_s)}"
+        done = f"{count_text(run.steps)} step{'' if run.steps == 1 else 's'} in {seconds_text(run.train_s)}"
         speed = f"{count_text(run.samples_per_s)} rows/s, {count_text(run.tokens_per_s)} tokens/s"
         self._head("Done", f"{done} ({speed})")
         if run.skipped_steps:
