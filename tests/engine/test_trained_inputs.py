@@ -140,6 +140,19 @@ def test_columns_of_training_are_those_of_use(trained: tuple[Path, list[tuple[st
         brimful.classify(run / "model", long, tmp_path / "long.jsonl", verify=0)
 
 
+def test_a_model_of_single_texts_is_not_asked_about_entailment(
+    trained: tuple[Path, list[tuple[str, str]]], tmp_path: Path
+) -> None:
+    run, _ = trained
+    said = {"match": "zero-shot needs a model of natural-language inference, and this one was trained on single texts"}
+    with brimful.Classifier(run / "model") as classifier, pytest.raises(ModelError, **said):
+        classifier("the film", labels=["a", "b"])
+    data = write_csv(tmp_path / "rows.csv", ("title",), [("the film",)])
+    with pytest.raises(ModelError, **said) as caught:
+        brimful.classify(run / "model", data, tmp_path / "out.jsonl", labels="a,b", verify=0)
+    assert "it gives its own (" in str(caught.value.hint)
+
+
 @pytest.fixture(scope="module")
 def pair_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("pairs")

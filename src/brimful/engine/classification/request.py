@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import Counts
+from brimful.core.errors import ModelError, listed, printable
 from brimful.core.records import LabelSpace
 from brimful.data.tokens.encoder import Encoder, Tokens
 from brimful.data.tokens.pairs import PairTemplate, assemble, assembly_is_exact, encode_pairs, find_template
@@ -202,7 +203,17 @@ class ZeroShotRequest(Request):
 
 
 def zero_shot_encoder(checked: Checked) -> Encoder:
-    """Of pairs of a text and a hypothesis: where both are too long, the text is cut."""
+    """Of pairs of a text and a hypothesis: where both are too long, the text is cut.
+
+    Raises: ModelError for a model that brimful trained on single texts: it tells no entailment.
+    """
+    inputs, config = checked.facts.inputs, checked.facts.config
+    if inputs is not None and inputs.pair_column is None:
+        names = listed([printable(label, 40) for label in config.label2id], 8)
+        raise ModelError(
+            "zero-shot needs a model of natural-language inference, and this one was trained on single texts",
+            hint=f"leave the candidate labels out: it gives its own ({names})",
+        )
     return Encoder.from_tokenizer(
         checked.tokenizer,
         checked.max_length,
