@@ -354,6 +354,11 @@ class ClassifyOptions:
     execution: ExecutionChoice = "auto"
     """Launch mode on a GPU. eager: one kernel after another; captured: CUDA graphs; compiled: CUDA graphs of compiled
     layers. auto: captured, or compiled if the input is long enough to save time."""
+    stream_weights: Literal["none", "host", "disk"] = "none"
+    """Keep weights of layers in host memory, or in a file on a fast disk, and bring each layer's to the device for its
+    turn: for models that do not fit."""
+    stream_folder: str | None = None
+    """Folder of the file of --stream-weights disk. Default: the system's for temporary files."""
     memory_limit: str | None = None
     """Most memory of the process on a GPU, as 8GB or 7.5GiB: it behaves as a smaller one. Default: all of it."""
     allocator: AllocatorChoice = "default"
@@ -371,6 +376,8 @@ class ClassifyOptions:
         check_types(self)
         check_header(self.header, self.column_names)
         check_text_format(self.delimiter, self.encoding)
+        if self.stream_folder is not None and self.stream_weights != "disk":
+            raise OptionError("--stream-folder is for --stream-weights disk", hint="leave one of the two out")
         check_size(self, "memory_limit")
         check_positive(self, "max_length", "token_budget", "num_gpus", "shard_rows", "limit")
         if self.output == "":

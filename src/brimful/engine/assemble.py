@@ -37,6 +37,7 @@ from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing
 from brimful.levers.parameter_efficient import FrozenWeights, TrainedPart
 from brimful.levers.precision import PrecisionLever
+from brimful.levers.streaming import Streaming
 from brimful.levers.token_budget import TokenBudget
 from brimful.levers.weights import Weights
 from brimful.models.hub.inspection import ModelFacts
@@ -50,7 +51,8 @@ from brimful.tasks.task import Task
 
 #: All levers, in the order of their lines in the recipe.
 LEVERS: tuple[type[Lever], ...] = (
-    *(TrainedPart, Packing, DataParallel, TokenBudget, Checkpointing, PrecisionLever, FrozenWeights, Float8, Optimizer),
+    *(TrainedPart, Packing, DataParallel, TokenBudget, Checkpointing, PrecisionLever, Streaming, FrozenWeights, Float8),
+    Optimizer,
     *(Attention, Weights, ExecutionMode, Dropout, MemoryLimit, Allocator),
 )
 #: Batches looked at to choose token budgets.

@@ -23,7 +23,7 @@ from brimful.levers.checkpointing import Checkpointing
 from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer import Optimizer
-from brimful.levers.packing import Packing
+from brimful.levers.packing import Packing, streamed
 from brimful.levers.parameter_efficient import TrainedPart
 from brimful.levers.token_budget import cuts_windows
 from brimful.models.model_stats import embeddings_of, layer_lists, layers_of, matmul_parameters
@@ -71,6 +71,8 @@ class ExecutionMode(Lever):
             return Verdict(ok=False, because=because)
         if assembly.num_ranks > 1:
             return Verdict(ok=False, because="steps of several processes are not captured yet")
+        if streamed(assembly):
+            return Verdict(ok=False, because="weights come layer by layer, and copies take longer than launches")
         if assembly.training:
             assembly.lever(Optimizer)
             checkpointing = assembly.find(Checkpointing)

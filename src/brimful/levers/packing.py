@@ -9,8 +9,10 @@ from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.parameter_efficient import FrozenWeights
 from brimful.levers.weights import Weights
+from brimful.models.model_stats import layers_of
 from brimful.models.packed.equivalence import Equivalence
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
+from brimful.models.packed.streamed_layers import move_all_but
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,11 @@ class Packing(Lever):
     def apply(self, assembly: Assembly) -> None:
         """Put the model on its device, and make the execution that runs it."""
         assembly.find(FrozenWeights)  # before the device has room for them
-        model = assembly.model = assembly.model.to(assembly.device)
+        model, layers = assembly.model, layers_of(assembly.model)
+        if streamed(assembly) and layers is not None:
+            move_all_but(model, layers, assembly.device)
+        else:
+            model = assembly.model = model.to(assembly.device)
         if not (assembly.training and model.training):  # what is in eval mode in a model in train mode stays so
             model.train(assembly.training)
         assembly.find(Weights)  # before an execution keeps modules that it replaces
@@ -61,3 +67,8 @@ class Packing(Lever):
             soft_capped = getattr(model.config, "attn_logit_softcapping", None)
             eager = soft_capped or assembly.eager_attention
             assembly.execution = PaddedModel(model, "eager" if eager else "sdpa")
+
+
+def streamed(assembly: Assembly) -> bool:
+    """Return whether weights of layers are to come for their turn alone."""
+    return getattr(assembly.options, "stream_weights", "none") != "none"

@@ -26,6 +26,8 @@ class Weights(Lever):
         """Return whether oneDNN takes such products, of a model that is not the plain one that others are held to."""
         if assembly.training or assembly.device.type != "cpu" or not assembly.packing_wanted:
             return Verdict(ok=False, because="for models that are only read, on a CPU")
+        if getattr(assembly.options, "stream_weights", "none") != "none":
+            return Verdict(ok=False, because="weights come and go as they are")
         equivalence = assembly.fact(equivalence_of)
         fits = assembly.precision.value == "fp32" or (equivalence.packed and equivalence.half_weights)
         if not fits or not can_reorder(assembly.precision.dtype):

@@ -20,11 +20,13 @@ def halve_linears(model: nn.Module, dtype: torch.dtype) -> None:
     named = dict(model.named_parameters())
     parameters = list(named.values())
     order = [i for i in sorted(range(len(parameters)), key=arena_order(named, copied)) if id(parameters[i]) in copied]
-    sizes = [-(-parameters[i].numel() // ALIGNMENT) * ALIGNMENT for i in order]
-    arena = torch.empty(sum(sizes), dtype=dtype, device=parameters[0].device)
-    for i, part in zip(order, arena.split(sizes), strict=True):
-        half = part[: parameters[i].numel()].view(parameters[i].shape)
-        parameters[i].data = half.copy_(parameters[i].detach())
+    for device in {parameters[i].device for i in order}:  # those that are streamed are not where the others are
+        here = [i for i in order if parameters[i].device == device]
+        sizes = [-(-parameters[i].numel() // ALIGNMENT) * ALIGNMENT for i in here]
+        arena = torch.empty(sum(sizes), dtype=dtype, device=device)
+        for i, part in zip(here, arena.split(sizes), strict=True):
+            half = part[: parameters[i].numel()].view(parameters[i].shape)
+            parameters[i].data = half.copy_(parameters[i].detach())
 
 
 def arena_order(named: Mapping[str, nn.Parameter], copied: Collection[int]) -> Callable[[int], tuple[Any, ...]]:

@@ -30,6 +30,7 @@ from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokeni
 from brimful.models.hub.load import load_model
 from brimful.models.model_stats import Attention, attention_of, matmul_parameters
 from brimful.models.packed.packed_forward import padding_id_of
+from brimful.models.packed.streamed_layers import end_streaming
 from brimful.step.forward import Forward, LayoutForward, chunks
 from brimful.step.graphs.cache import GraphPool
 from brimful.step.graphs.captured_forward import PackedForward, PaddedForward
@@ -128,6 +129,7 @@ def make_runner(
     Raises: ModelError for weights that do not fit the model, OptionError for --execution where it does not work.
     """
     lengths_N = sample.lengths[sample.lengths > 0]
+    end_streaming(model)
     assembly = Assembly(
         options=options,
         model=model or load_model(checked.facts, checked.space, head="kept", seed=0).requires_grad_(False),

@@ -1,0 +1,69 @@
+"""Weights streamed to a GPU layer by layer: the same logits, less memory, and a model that is larger than the limit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, BertConfig
+
+import brimful
+from brimful.models.model_stats import layers_of
+from brimful.models.packed.streamed_layers import StreamedLayers, move_all_but
+from runs import tiny_tokenizer
+from tiny import VOCABULARY
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+
+
+def model_of(depth: int, width: int) -> Any:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=depth, num_attention_heads=width // 64,
+        intermediate_size=4 * width, num_labels=3,
+    )  # fmt: skip
+    return AutoModelForSequenceClassification.from_config(config).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("stored", ["host", "disk"])
+@pytest.mark.parametrize("depth", [5, 6])
+def test_logits_are_the_same_pass_after_pass(stored: str, depth: int, tmp_path: Path) -> None:
+    """Of an odd and an even number of layers: what comes for the next pass goes to another piece."""
+    ids = torch.randint(5, VOCABULARY, (64, 128), device=GPU)
+    model = model_of(depth, 512).to(GPU)
+    with torch.inference_mode():
+        expected = model(input_ids=ids).logits
+        several = [model(input_ids=ids.roll(number, 0)).logits for number in range(8)]
+    model = model_of(depth, 512)
+    layers = layers_of(model)
+    assert layers is not None
+    move_all_but(model, layers, GPU)
+    model.streamed_layers = StreamedLayers(layers, GPU, tmp_path if stored == "disk" else None)
+    with torch.inference_mode():
+        assert torch.equal(model(input_ids=ids).logits, expected)
+        found = [model(input_ids=ids.roll(number, 0)).logits for number in range(8)]  # nothing waits in between
+        assert all(torch.equal(one, other) for one, other in zip(found, several, strict=True))
+
+
+@pytest.mark.parametrize("stored", ["host", "disk"])
+def test_a_model_larger_than_the_limit_classifies(stored: Any, tmp_path: Path) -> None:
+    """Weights of 2.4 GB in bf16, 2 GB of memory; the comparison with the plain fp32 model is streamed, too."""
+    model_of(96, 1024).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    draw = np.random.default_rng(0)
+    rows = [{"text": " ".join(f"w{n}" for n in draw.integers(5, 90, draw.integers(4, 60)))} for _ in range(300)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = brimful.classify(
+        tmp_path / "model", tmp_path / "rows.jsonl", output=tmp_path / "out.jsonl", device="cuda", precision="bf16",
+        stream_weights=stored, memory_limit="2GB",
+    )  # fmt: skip
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 300
+    assert done.equivalence is not None
+    assert done.equivalence.passed
+    assert torch.cuda.max_memory_allocated() < 2_000_000_000
