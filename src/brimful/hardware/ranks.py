@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -39,6 +39,11 @@ class Ranks:
         self.rank, self.count, self.leads = place.rank, place.count, place.leads
         self._store, self._failed = store, False
 
+    @property
+    def reachable(self) -> bool:
+        """True if there are others, who wait for an order or are at work."""
+        return self.count > 1 and not self._failed
+
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all processes, in place."""
         with self._others():
@@ -56,7 +61,7 @@ class Ranks:
 
     def tell(self, order: int, number: int = 0) -> None:
         """Give an order and its number to all others, as the leader. Nobody hears it after work that failed."""
-        if self.count > 1 and not self._failed:
+        if self.reachable:
             with self._others():
                 dist.broadcast(torch.tensor([order, number]), src=0)
 
@@ -123,6 +128,13 @@ class Ranks:
                         return f"process {rank} of {self.count} failed: {printable(said, 500)}"
                 time.sleep(_LAST_WORDS_S / 20)
         return None
+
+
+def digest(tensors: Iterable[Tensor]) -> int:
+    """Return a number that is the same for tensors of the same bits. Waits for the device."""
+    whole = {4: torch.int32, 8: torch.int64, 2: torch.int16}
+    sums = [tensor.detach().view(whole[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
+    return int(torch.stack(sums).mul(torch.arange(1, len(sums) + 1, device=sums[0].device)).sum())
 
 
 _DTYPES = (torch.int64, torch.float32, torch.float64)

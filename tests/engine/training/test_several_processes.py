@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from brimful.cli.commands import run
 from brimful.cli.launch import launch
 from brimful.core.place import Place
+from brimful.hardware.ranks import digest
 from forked_ranks import Forked
 from runs import POISON, checkpoints, events, save_tiny_model, single_label_rows, write_rows
 
@@ -64,6 +67,7 @@ def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
     for one, two in zip(alone, together, strict=True):
         assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3)
     assert "Done" in both.said(0)
+    assert "weights of processes" not in both.said(0)
     assert both.said(1).strip() == ""
     recipe = json.loads((tmp_path / "two" / "run.json").read_text())["recipe"]["levers"]
     assert {"processes": "2", "execution": "eager"}.items() <= {each["name"]: each["value"] for each in recipe}.items()
@@ -72,11 +76,29 @@ def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
     assert len(told(tmp_path / "two")) == 27
 
 
+def test_a_resumed_run_goes_on_as_it_began(files: Path, tmp_path: Path) -> None:
+    """Learning rate, epochs and warm-up that were chosen are kept by all processes; weights stay the same bits."""
+    chosen = words(files, tmp_path / "run", "--eval-split", "0")
+    at = chosen.index("--learning-rate")
+    del chosen[at : at + 2]
+    assert start(tmp_path / "one", *chosen, "--num-train-epochs", "1").results() == [0, 0]
+    longer = start(tmp_path / "two", *chosen, "--num-train-epochs", "3", "--resume")
+    assert longer.results() == [0, 0]
+    assert "weights of processes" not in longer.said(0)
+    assert len(told(tmp_path / "run")) == 30
+
+
+def test_weights_that_differ_are_noticed() -> None:
+    weights = [torch.zeros(3), torch.ones(2, dtype=torch.float64)]
+    others = [torch.zeros(3), torch.ones(2, dtype=torch.float64)]
+    assert digest(weights) == digest(others)
+    others[0][2] = -0.0
+    assert digest(weights) != digest(others)
+    assert digest([torch.ones(2), torch.zeros(2)]) != digest([torch.zeros(2), torch.ones(2)])
+
+
 def test_rows_of_all_processes_are_named(files: Path, tmp_path: Path) -> None:
     """A text whose loss is not finite, whichever process has it."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
     model = save_tiny_model(tmp_path / "model", dropout=0.0)
     weights = load_file(model / "model.safetensors")
     name = next(each for each in weights if "word_embeddings" in each)

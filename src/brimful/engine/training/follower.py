@@ -26,11 +26,12 @@ from brimful.engine.assemble import Built, build
 from brimful.engine.first_batch import slowest
 from brimful.engine.fitted_step import FittedStep
 from brimful.engine.inference import evaluating, evaluation_forward, send_part
+from brimful.engine.learning import resumed
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
 from brimful.engine.training.orders import Order
 from brimful.engine.training.run_folder import RunFolder
-from brimful.hardware.ranks import Ranks
+from brimful.hardware.ranks import Ranks, digest
 from brimful.levers.precision import choose_precision
 from brimful.step.step import Pending
 
@@ -55,7 +56,10 @@ def follow(options: TrainOptions, device: torch.device, ranks: Ranks) -> Run:
 
 def _take_part(options: TrainOptions, device: torch.device, ranks: Ranks) -> None:
     callbacks, precision = Callbacks(), choose_precision(options.precision, device)
-    prepared = prepare(options, callbacks)
+    found = RunFolder(Path(options.output)).read() if options.resume else None
+    if found is not None:
+        options = resumed(options, found)
+    prepared = prepare(options, callbacks, before=found)
     order, fallbacks = ranks.hear()
     if order == Order.END:
         return
@@ -98,6 +102,8 @@ class _Follower:
                     self._evaluate()
                 elif order == Order.ROWS:
                     self._name_rows(number)
+                elif order == Order.COMPARE:
+                    self._ranks.send(np.array([digest(self._built.step.update.weights().values())]))
                 order, number = self._ranks.hear()
 
     def _step(self, batch: Batch, number: int) -> None:

@@ -52,6 +52,7 @@ from brimful.engine.training.orders import Order
 from brimful.engine.training.resume import check_weights
 from brimful.engine.training.run_folder import RunFolder
 from brimful.engine.training.saved_model import save_trained
+from brimful.hardware.ranks import digest
 from brimful.measurement.memory import MemoryWatch
 from brimful.reports.card import model_card
 from brimful.reports.memory_text import limit_text
@@ -103,7 +104,7 @@ class TrainingLoop:
         self._passed_over: set[int] = set()  # steps whose checkpoints were found damaged
         self._signals = StopSignals(lambda: callbacks.stage("stopping after this step"))
         self._flying: deque[Pending] = deque()
-        self._ranks = built.step.ranks
+        self._ranks, self._apart = built.step.ranks, False
         self._memory = MemoryWatch(built.step.device, built.step.memory, limit=options.memory_limit)
         self._compilations = built.compilations
         self._compilations.look(0)
@@ -262,7 +263,7 @@ class TrainingLoop:
 
     def _bad_samples(self, outcome: Outcome) -> Sequence[int]:
         """Rows whose loss was not finite, of all processes; all rows of the batch where each of them was."""
-        if self._ranks.count == 1:
+        if not self._ranks.reachable:
             return outcome.bad_samples
         found = list(outcome.bad_samples)
         with self._ranks.together(Order.ROWS, outcome.number):
@@ -402,6 +403,7 @@ class TrainingLoop:
         """Begin to save a checkpoint. best: what was best before, where this one is better."""
         self._settle()
         state = self._state
+        self._compare_weights()
         with self._phases.during("saving"):
             self._events.write("saving", step=state.applied)
             state.events_position = self._events.position()
@@ -414,6 +416,18 @@ class TrainingLoop:
                 passed_over=self._passed_over - {state.applied},
             )
             self._unsettled = True
+
+    def _compare_weights(self) -> None:
+        """Say so, once, if processes that made the same updates have other weights."""
+        if not self._ranks.reachable or self._apart:
+            return
+        with self._ranks.together(Order.COMPARE):
+            own = digest(self._built.step.update.weights().values())
+            others = [int(self._ranks.receive(sender)[0]) for sender in range(1, self._ranks.count)]
+        self._apart = any(each != own for each in others)
+        if self._apart:
+            apart = listed([str(rank) for rank, each in enumerate(others, 1) if each != own])
+            self._callbacks.warning(f"weights of processes {apart} are not those of process 0, which are saved")
 
     def _settle(self, *, must: bool = False) -> None:
         """Wait for the checkpoint that is being written. A full disk costs it, not the run, unless it `must` be there.

@@ -9,7 +9,8 @@ class Order(IntEnum):
     """An order, and what its number is.
 
     BUILD: faster paths that failed on the first batch. LOAD: step of a checkpoint. BEGIN: first batch to come.
-    STEP: batch to take a step on. ROWS: batch whose rows that are not finite are to be named. EVALUATE, END: nothing.
+    STEP: batch to take a step on. ROWS: batch whose rows that are not finite are to be named. EVALUATE, COMPARE (all
+    weights), END: nothing.
     """
 
     END = 0
@@ -19,3 +20,4 @@ class Order(IntEnum):
     STEP = 4
     ROWS = 5
     EVALUATE = 6
+    COMPARE = 7
