@@ -107,6 +107,17 @@ def test_equal_texts_with_different_labels(brimful: Brimful, files: Files, tmp_p
     assert "1 text has different labels in different rows (3 training rows); the first: rows 1 and 61" in said
 
 
+def test_rows_to_evaluate_on_are_read_as_those_of_training(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    """A second text that training rows do not have is left out, as `evaluate` leaves it out."""
+    data, metrics = reviews(tmp_path / "rows.csv", LABELS), list[object]()
+    for names in (("text", "text_pair", "label"), ("text", "other", "label")):
+        held_out = write_csv(tmp_path / f"{names[1]}.csv", names, columns(TEXTS, TEXTS[::-1], LABELS))
+        words = train_words(data, files.base, tmp_path / names[1] / "run", "--eval-data", held_out, "--max-steps", 1)
+        assert brimful(*words).code == 0
+        metrics.append(json.loads((tmp_path / names[1] / "run" / "run.json").read_text())["metrics"])
+    assert metrics[0] == metrics[1]
+
+
 def test_every_class_has_one_row(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     said = plan(brimful, files, reviews(tmp_path / "rows.csv", [f"label {i}" for i in range(20)]))
     assert "20 rows are too few to hold out 0.1 of them: every class has one row" in said.err

@@ -300,6 +300,7 @@ def _examples(
         eval_rows = read_rows(eval_data, form if has_header else None, tables)
         _tell_reading(eval_rows, callbacks)
         same = find_columns(eval_rows, text=columns.text, pair=columns.pair, label=",".join(columns.labels))
+        same = dataclasses.replace(same, pair=columns.pair)  # one that is there by its name is not read in training
         evaluation, num_eval_empty = make_examples(eval_rows, same, space, options.missing_labels)
         num_empty += num_eval_empty
         fingerprint = f"{fingerprint}+{eval_rows.fingerprint}"
