@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from commands import Brimful, Files, Said, train_words
@@ -86,6 +88,20 @@ def test_one_pound_sign_in_a_folder_of_texts(brimful: Brimful, files: Files, tmp
     assert said.code == 0, said.err
     assert "3.txt: 1 byte is not UTF-8, so it is read as windows-1252 ('£5')" in said.err
     assert "(and 1 more of 16 files)" in said.err
+
+
+def test_the_form_is_also_that_of_rows_to_evaluate_on(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    """As much of it as they can have: fastText has an encoding, columns of text a delimiter too, Parquet nothing."""
+    rows = [(f"Привет {review(bool(i % 2), i)}", ("bad", "good")[i % 2]) for i in range(24)]
+    names = ("rows.csv", "fast.txt", "rows.txt", "rows.parquet")
+    data, fast_text, columns, parquet = (tmp_path / name for name in names)
+    for path in (data, columns):
+        path.write_bytes(lines(rows, ";").encode("cp1251"))
+    fast_text.write_bytes("".join(f"__label__{label} {text}\n" for text, label in rows).encode("cp1251"))
+    pq.write_table(pa.table({"text": [text for text, _ in rows], "label": [label for _, label in rows]}), parquet)
+    for held_out in (fast_text, columns, parquet):
+        said = plan(brimful, files, data, "--eval-data", held_out, "--encoding", "cp1251", "--delimiter", ";")
+        assert (said.code, "windows-1252" in said.err) == (0, False), said.err
 
 
 @pytest.mark.parametrize("encoding", ["cp1251", "utf-16", "gb18030"])

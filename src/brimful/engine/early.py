@@ -14,7 +14,7 @@ from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.formats import EXCEL
 from brimful.data.readers.locations import find_splits, locate, refusals
 from brimful.data.readers.rows import Rows
-from brimful.data.readers.sources import can_have_header, open_stream
+from brimful.data.readers.sources import fitting, open_stream
 from brimful.data.writers.output_path import check_output, check_replaced
 from brimful.engine.training.resume import check_options
 from brimful.engine.training.run_folder import RunFolder, check_free, run_in
@@ -60,7 +60,7 @@ def check_early(options: ClassifyOptions | EvaluateOptions | ExportOptions | Tra
     names |= {"--label-column": options.label_column, "--weight-column": options.weight_column}
     _check_data(options.data if splits is None else splits.training, form, names)
     if options.eval_data is not None:
-        _check_data(options.eval_data, form if can_have_header(options.eval_data) else FileFormat(), {})
+        _check_data(options.eval_data, fitting(form, options.eval_data), {})
     _check_model(options)
 
 

@@ -32,7 +32,7 @@ from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.in_memory import Tables
 from brimful.data.readers.locations import find_splits
 from brimful.data.readers.rows import Rows
-from brimful.data.readers.sources import can_have_header, read_rows
+from brimful.data.readers.sources import fitting, read_rows
 from brimful.data.tokens.augment import load_transform
 from brimful.data.tokens.encoder import OTHER_TOKENIZER, Encoder, Tokens, tokenize
 from brimful.engine.learning import choose_learning, learning_of, steps_text
@@ -296,8 +296,8 @@ def _examples(
     fingerprint = rows.fingerprint
     evaluation: Examples | None = None
     if eval_data is not None:
-        has_header = eval_data not in tables and can_have_header(eval_data)
-        eval_rows = read_rows(eval_data, form if has_header else None, tables)
+        eval_form = None if eval_data in tables else fitting(form, eval_data)
+        eval_rows = read_rows(eval_data, eval_form, tables)
         _tell_reading(eval_rows, callbacks)
         same = find_columns(eval_rows, text=columns.text, pair=columns.pair, label=",".join(columns.labels))
         same = dataclasses.replace(same, pair=columns.pair)  # one that is there by its name is not read in training

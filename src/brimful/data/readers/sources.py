@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -86,24 +87,37 @@ def _stream_of(name: str, table: pa.Table, form: FileFormat, limit: int | None =
     return stream
 
 
-def can_have_header(spec: str) -> bool:
-    """True where CSV, TSV or Excel files are among those of `spec`."""
+def fitting(form: FileFormat, spec: str) -> FileFormat:
+    """As much of a form as files of `spec` can have: it was given for others, and may fit these too."""
     with refusals(spec):
-        return any(split_suffix(location.path)[0] in _WITH_HEADER for location in locate(spec))
+        files = (location for location in locate(spec) if location.otherwise is None)
+        kinds = {".txt" if each.is_text or _is_fast_text(each, form) else _format_of(each.path, form) for each in files}
+    left_out = {field: None for fields, _, suffixes in _FORMS for field in fields if kinds.isdisjoint(suffixes)}
+    return replace(form, **left_out)  # type: ignore[arg-type]
+
+
+def _is_fast_text(location: Location, form: FileFormat) -> bool:
+    return split_suffix(location.path)[0] == ".txt" and is_fast_text(location.path, form.encoding)
+
+
+#: Fields of a form, the kinds of files that can have them, and their suffixes.
+_FORMS: tuple[tuple[tuple[str, ...], str, Collection[str]], ...] = (
+    (("has_header", "names"), "CSV, TSV and Excel", _WITH_HEADER),
+    (("delimiter",), "CSV, TSV and .txt", (".csv", ".tsv")),
+    (("encoding",), "text", (".csv", ".tsv", ".txt", ".json", ".jsonl")),
+    (("sheet",), "Excel", EXCEL),
+)
 
 
 def _check_form(form: FileFormat, formats: Collection[str]) -> None:
     """Raises: OptionError for a `form` that no file can have."""
-    given = "--no-header" if form.names is None else "--column-names"
-    wrong = (
-        (given, form.has_header is False, "CSV, TSV and Excel", _WITH_HEADER),
-        ("--delimiter", form.delimiter is not None, "CSV, TSV and .txt", (".csv", ".tsv")),
-        ("--encoding", form.encoding is not None, "text", (".csv", ".tsv", ".txt", ".json", ".jsonl")),
-        ("--sheet", form.sheet is not None, "Excel", EXCEL),
-    )
-    for flag, is_given, kinds, suffixes in wrong:
+    for fields, kinds, suffixes in _FORMS:
+        is_given = form.has_header is False if "names" in fields else getattr(form, fields[0]) is not None
         if is_given and not any(each in suffixes for each in formats):
-            hint = "leave it out" if flag != given else "leave it out: these data name their columns themselves"
+            flag, hint = f"--{fields[0]}", "leave it out"
+            if "names" in fields:
+                flag = "--no-header" if form.names is None else "--column-names"
+                hint = "leave it out: these data name their columns themselves"
             raise OptionError(f"{flag} is for {kinds} files, and there is none in the data", hint=hint)
 
 
