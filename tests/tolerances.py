@@ -26,6 +26,9 @@ LOSS_FP32: Final = 1e-6
 #: Ten optimizer steps against a plain loop in fp32: each loss, and all weights together.
 RUN_LOSS_FP32: Final = 1e-6
 RUN_WEIGHTS_FP32: Final = 1e-5
+#: Three steps with two levers against the plain step, by what the less exact of them declares: each loss, and all
+#: weights together.
+PAIR_OF_LEVERS: Final = {"exact": (1e-5, 2e-5), "rounding": (2e-2, 2e-3), "training": (5e-2, 2e-2)}
 #: Numbers rounded to e4m3, and a layer with all its products of such operands against the exact one.
 FLOAT8_ROUNDING: Final = 3e-2
 FLOAT8_LAYER: Final = 8e-2

@@ -1,0 +1,54 @@
+"""Every lever as options of a run, and how far a run with it may be from the plain step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from brimful.core.records import Recipe
+from tolerances import PAIR_OF_LEVERS
+
+#: What all runs have: clipping off, as an update within the backward pass has none.
+PLAIN: dict[str, Any] = {"max_grad_norm": 0.0, "packing": "off", "precision": "fp32", "weight_decay": 0.01}
+LEVERS: dict[str, dict[str, Any]] = {
+    "packed": {"packing": "auto"},
+    "split by tokens": {"token_budget": 64},
+    "split by rows": {"per_device_batch_size": 2, "gradient_accumulation_steps": 3},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "recomputed": {"gradient_checkpointing": "full"},
+    "every other recomputed": {"gradient_checkpointing": "every-2"},
+    "recomputed within a limit": {"gradient_checkpointing": "selective", "activation_memory": "1MB"},
+    "activations offloaded": {"gradient_checkpointing": "offload"},
+    "states offloaded": {"optimizer_offload": True},
+    "updated in backward": {"optimizer_in_backward": True},
+    "states in bf16": {"optimizer_state_dtype": "bf16"},
+    "weights in bf16": {"weight_dtype": "bf16", "precision": "bf16"},
+    "adafactor": {"optim": "adafactor"},
+    "sgd": {"optim": "sgd"},
+}
+#: Pairs that are refused, and a part of the reason.
+REFUSED = {
+    frozenset(pair): reason
+    for reason, pairs in {
+        "is for AdamW": itertools.product(
+            ("adafactor", "sgd"), ("states offloaded", "updated in backward", "states in bf16", "weights in bf16")
+        ),
+        "overflows are known only at the end": [("fp16", "updated in backward")],
+    }.items()
+    for pair in pairs
+}
+
+
+def pairs(levers: Mapping[str, dict[str, Any]] = LEVERS) -> Iterator[tuple[str, str]]:
+    """Pairs of levers that do not set the same option to two values."""
+    for one, other in itertools.combinations(levers, 2):
+        first, second = levers[one], levers[other]
+        if all(first[key] == second[key] for key in first.keys() & second.keys()):
+            yield one, other
+
+
+def tolerances_of(recipe: Recipe) -> tuple[float, float]:
+    """Those of the least exact lever in a recipe."""
+    return max(PAIR_OF_LEVERS[lever.arithmetic] for lever in recipe.levers)
