@@ -13,7 +13,7 @@ from pathlib import Path
 from brimful.api import Classifier, command_of, run_training
 from brimful.core.atomic_files import make_folder, write_bytes
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import OptionError
+from brimful.core.errors import Interrupted, OptionError
 from brimful.core.options import DemoOptions, TrainOptions
 from brimful.core.records import Run
 from brimful.data.readers.packaged import bbc_news, minilm
@@ -51,7 +51,11 @@ def run_demo(options: DemoOptions, callbacks: Callbacks) -> Run:
     write_bytes(data, articles.encode())
     callbacks.stage(f"BBC News is now in {data}. What runs is this command:")
     callbacks.note(command_of("train", asked))
-    run = run_training(asked, callbacks)
+    try:
+        run = run_training(asked, callbacks)
+    except Interrupted as stopped:
+        stopped.hint = f"go on with {command_of('train', asked)} --resume"
+        raise
     callbacks.stage("Sentences that nobody trained on, each with its label and how sure the model is:")
     with Classifier(folder / "run" / "model") as classifier:
         for text, answer in zip(_EXAMPLES, classifier(_EXAMPLES), strict=True):

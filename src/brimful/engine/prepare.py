@@ -148,17 +148,19 @@ def prepare(
             options, learning, num_rows=order.num_samples, num_steps=num_steps, per_epoch=order.batches_per_epoch
         )
     )
+    targets_N = _in_order(training, alignment.space)
+    scale = choose_scale(options, alignment, facts, targets_N, before)
+    if scale is not None:
+        callbacks.note(scale_text(scale))
+    weighing = (options.class_weights, options.label_smoothing_factor, training.weights)
+    task = make_task(alignment.space, targets_N, *weighing, scale)
+    if evaluation is not None:
+        _check_metric(options, task)
     with (phases or Phases()).during("tokens"):
         training_part = _tokenized(training, alignment.space, encoder, options, callbacks, "training")
         evaluation_part = None
         if evaluation is not None:
             evaluation_part = _tokenized(evaluation, alignment.space, encoder, options, callbacks, "evaluation")
-    weighing = (options.class_weights, options.label_smoothing_factor, training.weights)
-    scale = choose_scale(options, alignment, facts, training_part.targets_N, before)
-    if scale is not None:
-        callbacks.note(scale_text(scale))
-    task = make_task(alignment.space, training_part.targets_N, *weighing, scale)
-    _check_metric(options, task, evaluation_part)
     report = _report(training_part, evaluation_part, max_length, num_empty, given=options.max_length is not None)
     report["sha256"] = sha256
     prepared = Prepared(
@@ -362,9 +364,9 @@ def _in_order(examples: Examples, space: LabelSpace) -> np.ndarray:
     return moved
 
 
-def _check_metric(options: TrainOptions, task: Task, evaluation: Part | None) -> None:
-    """Check before training that --metric-for-best-model names a metric of this task."""
-    if options.metric_for_best_model is None or evaluation is None:
+def _check_metric(options: TrainOptions, task: Task) -> None:
+    """Check before anything is tokenised that --metric-for-best-model names a metric of this task."""
+    if options.metric_for_best_model is None:
         return
     names = ["loss", *task.accumulator().names]
     if options.metric_for_best_model.removeprefix("eval_") not in names:
