@@ -51,7 +51,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "groups": adamw,
     "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
-    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=1e-3),
 }
 
 

@@ -42,6 +42,7 @@ class GradientStep(Step):
         own = self._given.model
         limit = max_positions(own.config, own)
         self._reader = dataclasses.replace(self._reader, max_length=limit or 1 << 30)
+        self._modules = list(own.modules())
         self._working: list[tuple[Any, str]] = []
         self._calls: list[tuple[Any, Any]] = []
         self._rest()
@@ -81,7 +82,7 @@ class GradientStep(Step):
     def _rest(self) -> None:
         own = self._given.model
         self._working = [(config, config._attn_implementation) for config, _ in self._resting]
-        self._calls = [(module, call) for module in own.modules() if (call := module._compiled_call_impl) is not None]
+        self._calls = [(module, call) for module in self._modules if (call := module._compiled_call_impl) is not None]
         for config, name in self._resting:
             config._attn_implementation = name
         for module, _ in self._calls:

@@ -86,9 +86,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _reason(self, model: Any, inputs: Any) -> str | None:
         """Why Trainer's own step runs from now on, if it does; it is said."""
-        reason = reason_of_trainer(self, Trainer) or reason_of_model(self.model)
-        if reason is None and self.accelerator.unwrap_model(model) is not self.model:
-            reason = f"the model is wrapped in {type(model).__name__}"
+        reason = None
+        if self.gradient_step is None:  # what holds for all batches is asked before the first
+            reason = reason_of_trainer(self, Trainer) or reason_of_model(self.model)
+            if reason is None and self.accelerator.unwrap_model(model) is not self.model:
+                reason = f"the model is wrapped in {type(model).__name__}"
         if reason is None:
             config = unwrapped(self.model).config
             reason = reason_of_batch(inputs, config, smooths=self.label_smoother is not None)

@@ -121,8 +121,8 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
 class Gradients(Update):
     """No update: gradients of the effective batch are left in `.grad`, for a loop that clips and updates by itself.
 
-    The loop may set them to None after its update. Their memory is kept, filled with zeros and given back: a graph goes
-    on writing to it.
+    The loop may set them to None after its update. On a GPU their memory is kept, filled with zeros and given back: a
+    graph goes on writing to it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -130,7 +130,9 @@ class Gradients(Update):
         self._memory: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Give parameters that ever had a gradient one of zeros."""
+        """Drop the gradients of before; where they are kept, give parameters that ever had one one of zeros."""
+        for parameter in self.parameters:
+            parameter.grad = None
         for name, gradient in self._memory.items():
             self.named[name].grad = gradient
         if self._memory:
@@ -142,9 +144,8 @@ class Gradients(Update):
         readings = torch.stack([self.loss.double(), zero, zero, zero + 1.0, zero])
         self.committed = True
         self.loss.zero_()
-        for name, parameter in self.named.items():
-            if parameter.grad is not None:
-                self._memory[name] = parameter.grad
+        if self.device.type != "cpu":
+            self._memory |= {name: p.grad for name, p in self.named.items() if p.grad is not None}
         return readings
 
     @contextmanager
