@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from commands import Brimful, Files, Said, train_words
-from tiny_files import review, write_csv, write_reviews
+from tiny_files import review, save_classifier, write_csv, write_reviews
 
 TEXTS = [review(bool(i % 2), i) for i in range(60)]
 LABELS = [("bad", "good")[i % 2] for i in range(60)]
@@ -139,6 +139,15 @@ def test_missing_labels(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     data = reviews(tmp_path / "rows.csv", ["", *LABELS[1:]])
     assert "give it one; --missing-labels drop" in plan(brimful, files, data).err
     assert "1 row without a label was left out" in plan(brimful, files, data, "--missing-labels", "drop").err
+
+
+def test_empty_labels_among_several_are_counted(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    data = reviews(tmp_path / "rows.csv", ["bad|good", "", "  ", *LABELS[3:]])
+    line = "2 rows have an empty label, and are taken for rows that no label is true of"
+    assert f"{line}; --missing-labels drop leaves them out" in plan(brimful, files, data).err
+    assert "2 rows without a label were left out" in plan(brimful, files, data, "--missing-labels", "drop").err
+    several = save_classifier(tmp_path / "model", ["bad", "good"], problem_type="multi_label_classification")
+    assert line in brimful("evaluate", several, data, "--verify", 0).err
 
 
 def test_folders_of_splits(brimful: Brimful, files: Files, tmp_path: Path) -> None:

@@ -25,7 +25,15 @@ from brimful.core.records import LabelSpace, Learning, Run, TargetScale, Trained
 from brimful.data.batches.batch import Sampler
 from brimful.data.labels.columns import Columns, describe_columns, find_columns
 from brimful.data.labels.doubts import data_doubts, label_doubts
-from brimful.data.labels.examples import Examples, describe, draw, make_examples, split_examples
+from brimful.data.labels.examples import (
+    Examples,
+    describe,
+    draw,
+    make_examples,
+    num_empty_labels,
+    split_examples,
+)
+from brimful.data.labels.label_columns import no_label_text
 from brimful.data.labels.label_space import detect_labels, label_doubt
 from brimful.data.labels.weights import weighted
 from brimful.data.readers.file_format import FileFormat
@@ -293,6 +301,8 @@ def _examples(
     for doubt in label_doubts(rows, columns, space):
         callbacks.warning(doubt)
     training, num_empty = make_examples(rows, columns, space, options.missing_labels)
+    if options.missing_labels == "error" and (num_without := num_empty_labels(training)):
+        callbacks.note(f"{no_label_text(num_without)}; --missing-labels drop leaves them out")
     training = weighted(training, callbacks.note)
     training = draw(training, options.limit, options.seed)
     fingerprint = rows.fingerprint

@@ -18,6 +18,7 @@ from brimful.core.errors import DataError
 from brimful.core.options import MissingLabels
 from brimful.core.records import LabelSpace
 from brimful.data.labels.columns import Columns, joined_texts
+from brimful.data.labels.label_columns import LabelColumn
 from brimful.data.labels.label_space import encode_labels, has_labels
 from brimful.data.readers.rows import Rows
 
@@ -111,6 +112,15 @@ def make_examples(
         targets = encode_labels(rows, columns, space, chosen, missing_is_none=missing_labels == "none")
         examples = replace(examples, targets=targets)
     return examples, num_empty
+
+
+def num_empty_labels(examples: Examples) -> int:
+    """Examples of several labels each whose text of labels is empty: no label is true of them."""
+    space, names = examples.space, examples.columns.labels
+    if space is None or space.task != "multi_label" or len(names) != 1:
+        return 0
+    column = LabelColumn(rows=examples.rows, name=names[0], row_numbers=examples.row_numbers)
+    return 0 if column.holds_lists else int(column.texts.null_count)
 
 
 def split_examples(examples: Examples, share: float, seed: int) -> tuple[Examples, Examples]:

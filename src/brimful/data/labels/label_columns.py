@@ -26,6 +26,13 @@ _LEAVE_OUT = (
 IS_IT_RIGHT = "is --label-column the right one?"
 
 
+def no_label_text(num_rows: int) -> str:
+    """One line on rows of several labels each whose text of labels is empty."""
+    if num_rows == 1:
+        return "1 row has an empty label, and is taken for one that no label is true of"
+    return f"{num_rows:,} rows have an empty label, and are taken for rows that no label is true of"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LabelColumn:
     """The column `name` of `rows`, or its part at row_numbers (N,)."""

@@ -19,7 +19,7 @@ from brimful.core.errors import DataError, OptionError, listed, printable
 from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.records import LabelSpace
 from brimful.core.units import count_text
-from brimful.data.labels.label_columns import LabelColumn
+from brimful.data.labels.label_columns import LabelColumn, no_label_text
 from brimful.data.labels.label_sets import known_sets, num_bits
 from brimful.data.readers.rows import Rows
 from brimful.models.hub.label_matching import Matched, match_labels, unknown_hint
@@ -148,6 +148,8 @@ class _Reader:
             owners, elements = column.owners, column.elements
         else:
             there_R = column.values.is_valid().to_numpy()
+            if num_without := int(column.texts.null_count) - int((~there_R).sum()):
+                self.notes.append(no_label_text(num_without))
             values = column.distinct.to_pylist()
             known = {*self.space.names, *(name.casefold() for name in self.space.names)}
             sets = known_sets(values, known)
