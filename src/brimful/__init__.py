@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from brimful.integrations.custom_loop import Feed, Step
     from brimful.integrations.packed import packed
     from brimful.integrations.trainer import Trainer
+    from brimful.reports.write import report
 
 __version__ = "0.1.0"
 
@@ -75,6 +76,7 @@ _PUBLIC = {
     "packed": "brimful.integrations.packed",
     "pipeline": "brimful.drop_in.pipelines",
     "profile": "brimful.api",
+    "report": "brimful.reports.write",
     "train": "brimful.api",
 }
 
@@ -109,6 +111,7 @@ __all__ = [
     "packed",
     "pipeline",
     "profile",
+    "report",
     "train",
 ]
 

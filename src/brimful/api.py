@@ -22,7 +22,7 @@ from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, 
 from brimful.core.phases import Phases
 from brimful.core.place import find_place
 from brimful.core.profile import Profile
-from brimful.core.records import Run, from_json, json_text
+from brimful.core.records import Run, json_text
 from brimful.data.readers.in_memory import Kind, Tables, as_kind
 from brimful.data.writers.shards import LineOutput
 from brimful.data.writers.table_output import TableOutput
@@ -32,7 +32,6 @@ from brimful.engine.evaluation.answers import evaluate_answers
 from brimful.engine.evaluation.evaluate import check_one_input, evaluate_model
 from brimful.engine.profiling.profile import profile as _profile
 from brimful.engine.training.export import export as _export
-from brimful.engine.training.final_evaluation import RECORD
 from brimful.engine.training.train import train as _train
 from brimful.given import Data, Given, listening, training_data
 from brimful.integrations.fanout import Fanout
@@ -41,6 +40,7 @@ from brimful.reports.classification_page import classification_page
 from brimful.reports.classification_text import classification_text, concerns
 from brimful.reports.evaluation_page import evaluation_page
 from brimful.reports.terminal import Terminal
+from brimful.reports.write import check_page, report
 
 T = TypeVar("T")
 
@@ -102,24 +102,13 @@ def run_training(
         callbacks = Fanout(callbacks, TensorBoard(Path(options.output) / "tensorboard"))
     if options.report is not None and not options.dry_run:
         check_charts()
-        _check_report(Path(options.report))
+        check_page(Path(options.report), "--report")
     run = _train(options, command=command_of("train", options), callbacks=callbacks, phases=phases, tables=tables)
     if options.dry_run:
         callbacks.stage("this was a dry run: nothing was trained, nothing was written")
     elif options.report is not None:
-        _report_training(Path(options.output), Path(options.report), callbacks)
+        callbacks.note(f"report: {report(options.output, options.report)}")
     return run
-
-
-def _report_training(folder: Path, report: Path, callbacks: Callbacks) -> None:
-    """Write the page of the run's evaluation."""
-    record = folder / RECORD
-    if not record.is_file():
-        callbacks.warning(f"there is no report: {record} is not there, as no rows were evaluated")
-        return
-    page = evaluation_page(from_json(Evaluation, record.read_text("utf-8")))
-    atomic_files.write_bytes(report, page.encode())
-    callbacks.note(f"report: {report}")
 
 
 def profile(
@@ -207,7 +196,7 @@ def run_evaluation(options: EvaluateOptions, callbacks: Callbacks, tables: Table
     """Evaluate with `options`, for `evaluate` and the command line. tables: as of `run_training`."""
     if options.report is not None:
         check_charts()
-        _check_report(Path(options.report))
+        check_page(Path(options.report), "--report")
     command = command_of("evaluate", options)
     if options.data is None:
         check_one_input(options)
@@ -272,7 +261,7 @@ def run_classification(
     """
     if options.report is not None:
         check_charts()
-        _check_report(Path(options.report))
+        check_page(Path(options.report), "--report")
     lines = None if stdout is None or options.output is not None else LineOutput(stdout)
     command = command_of("classify", options)
     record = classify_file(options, command=command, callbacks=callbacks, output=lines or rows, tables=tables)
@@ -285,17 +274,6 @@ def run_classification(
             raise type(error)(str(error), hint=f"the results are whole{alone}") from error
         callbacks.note(f"report: {options.report}")
     return record
-
-
-def _check_report(path: Path) -> None:
-    """Check --report before the run. No input and no output ends in .html, so none can be overwritten."""
-    if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
-        raise OptionError(f"--report {printable(path)} is no name of a page", hint="let it end in .html")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise OptionError(
-            f"--report {printable(path)}: {printable(path.parent)} is no folder that this user may write into",
-            hint="give another folder, or make it first",
-        )
 
 
 class Classifier(ModelClassifier):

@@ -18,6 +18,7 @@ from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.export_options import ExportOptions
 from brimful.core.option_checks import flag
 from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flags_of
+from brimful.core.report_options import ReportOptions
 from commands import Brimful
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,7 @@ COMMANDS: dict[str, tuple[type[Any], Any]] = {
     "classify": (ClassifyOptions, partial(parse_options, "classify")),
     "evaluate": (EvaluateOptions, partial(parse_options, "evaluate")),
     "export": (ExportOptions, partial(parse_options, "export")),
+    "report": (ReportOptions, partial(parse_options, "report")),
     "profile": (ProfileOptions, partial(parse_options, "profile")),
     "demo": (DemoOptions, partial(parse_options, "demo")),
 }

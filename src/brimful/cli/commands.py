@@ -23,7 +23,7 @@ from brimful.cli.launch import launch, number_of, watch_launcher
 from brimful.core.errors import BrimfulError, did_you_mean, printable
 from brimful.core.place import find_place
 
-_COMMANDS = ("train", "classify", "evaluate", "export", "profile", "demo")
+_COMMANDS = ("train", "classify", "evaluate", "export", "report", "profile", "demo")
 
 _HELP = """usage: brimful COMMAND ...
 
@@ -35,6 +35,7 @@ commands:
   classify MODEL INPUT                    label a file of texts with it
   evaluate MODEL DATA                     see how good it is, on labelled texts
   export RUN                              make a model of a run's checkpoint
+  report RUN                              write a page about a run
   profile DATA --model MODEL              see where the time of a step goes
   demo                                    watch both at work, in a few minutes
 
@@ -122,6 +123,9 @@ def _run(name: str, words: list[str]) -> int:
         from brimful.engine.early import check_early
 
         check_early(options)
+    if name == "report":
+        _report(options)
+        return 0
     from brimful.core.phases import Phases, process_began
     from brimful.reports.terminal import Terminal
 
@@ -155,6 +159,15 @@ def _follow(options: Any) -> int:
     except BrimfulError as error:
         return error.exit_code
     return 0
+
+
+def _report(options: Any) -> None:
+    """Write a page, without loading torch."""
+    from brimful.core.records import json_text
+    from brimful.reports.write import report
+
+    path = report(options.run, options.output)
+    print(json_text({"report": str(path)}) if options.json else path)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.export_options import ExportOptions
 from brimful.core.option_checks import batch_conflict, flag
 from brimful.core.options import CAN_BE_AUTO, ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flags_of
+from brimful.core.report_options import ReportOptions
 
 _CONFIG_HELP = "TOML or YAML file with any of these options, by the same names; flags override it."
 
@@ -90,6 +91,14 @@ COMMANDS = (
         options=ExportOptions,
         summary="Make a model of a checkpoint, of a run that was interrupted too.",
         example="brimful export run --output model-so-far",
+        positionals={"run": "RUN"},
+        short={"output": "-o"},
+    ),
+    Command(
+        name="report",
+        options=ReportOptions,
+        summary="Write a page about a run, finished or under way: how it learned, how good it is, how it ran.",
+        example="brimful report run",
         positionals={"run": "RUN"},
         short={"output": "-o"},
     ),

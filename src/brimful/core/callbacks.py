@@ -20,6 +20,7 @@ class Progress:
 
     step: applied optimizer steps, of `num_steps`. loss: mean over the batches since the last progress.
     tokens_per_s, samples_per_s: real tokens and samples, since the last progress. left_s: estimated, None at first.
+    memory_bytes: held now, on a GPU by torch, elsewhere by the process; None where unknown.
     """
 
     step: int
@@ -31,6 +32,7 @@ class Progress:
     tokens_per_s: float
     samples_per_s: float
     left_s: float | None
+    memory_bytes: int | None = None
 
 
 class Callbacks:

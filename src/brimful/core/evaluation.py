@@ -78,6 +78,25 @@ class Baseline:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """A row that the model is sure of, and wrong about by its label.
+
+    row: its number in its file, from 1. text: its beginning, with its pair's. truth, label: names; of several labels
+    the worst one; of a regression numbers. score, truth_score: probabilities of label and truth, None of a number.
+    mislabelled: whether its label is likelier wrong than the answer.
+    """
+
+    row: int
+    truth: str
+    label: str
+    file: str | None = None
+    text: str | None = None
+    score: float | None = None
+    truth_score: float | None = None
+    mislabelled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Intervals:
     """Method of the intervals. level: share of repeated samples whose interval covers the true value."""
 
@@ -95,7 +114,7 @@ class Evaluation:
     labels: what answers can be, in the model's order. confusion: truth and answer, for a single label; only pairs that
     occur. reliability: answers by confidence. score_rows: rows that AUC and rank correlation are of, if not all.
     findings: what stands out, in words, the gravest first. notes: what was decided about the data.
-    predictions: file with the answer of each row, None if there is none.
+    predictions: file with the answer of each row, None if there is none. mistakes: the most confident ones.
     """
 
     model: str
@@ -114,6 +133,7 @@ class Evaluation:
     findings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     predictions: str | None = None
+    mistakes: tuple[Mistake, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     recipe: Recipe | None = None
     machine: Machine | None = None

@@ -187,7 +187,7 @@ class TrainOptions:
     baselines: bool = True
     """At the end, fit a linear model of the words in a second or two and show its metrics beside the model's."""
     report: str | None = None
-    """File for an HTML report of the final evaluation, one page that needs no network."""
+    """File for an HTML report of the run, one page that needs no network; brimful report makes it at any time."""
 
     precision: PrecisionChoice = "auto"
     """Precision of matrix products; weights, gradients, optimizer, norms and loss stay fp32.

@@ -14,13 +14,16 @@ import pyarrow as pa
 
 from brimful.core import atomic_files
 from brimful.core.errors import OptionError, printable
-from brimful.core.evaluation import Evaluation
+from brimful.core.evaluation import Evaluation, Mistake
 from brimful.core.records import LabelSpace
 from brimful.data.readers.rows import Rows
 from brimful.data.writers.row_files import FORMS, Form, TableFile, form_of
 from brimful.diagnosis.answers import findings_of_answers
+from brimful.tasks.scoring.mistakes import WrongRow
 from brimful.tasks.scoring.scorers import Scored
 
+#: Characters of a text that a record of mistakes has.
+_MOST_TEXT = 300
 UNANSWERED = "for which the model gave no finite number"
 
 
@@ -44,6 +47,23 @@ def evaluation_of(scored: Scored, *, findings: Sequence[str] = (), **fields: Any
         **fields,
     )
     return replace(found, findings=(*findings_of_answers(found), *findings))
+
+
+def mistakes_of(
+    found: Sequence[WrongRow], rows: Rows, numbers_N: npt.NDArray[np.int64], texts: Any, pairs: Any
+) -> tuple[Mistake, ...]:
+    """The mistakes with the places and the texts of their rows.
+
+    numbers_N: of each of the N rows among `rows`. texts, pairs: (N,) of them; pairs may be None.
+    """
+    made, several = [], len(rows.files) > 1
+    for each in found:
+        file, row = rows.place(int(numbers_N[each.index]))
+        of_row = [column[each.index].as_py() or "" for column in (texts, pairs) if column is not None]
+        text = " ⏎ ".join(part[:_MOST_TEXT] for part in of_row)
+        fields = {name: value for name, value in vars(each).items() if name != "index"}
+        made.append(Mistake(row=row, file=file if several else None, text=text, **fields))
+    return tuple(made)
 
 
 class PredictionFile:

@@ -370,6 +370,10 @@ class MemoryWatch:
             self._reading = threading.Thread(target=self.look, name="memory-watch", daemon=True)
             self._reading.start()
 
+    def now(self) -> int | None:
+        """Bytes that torch has reserved on a GPU, or that the process has resident; None where unknown."""
+        return resident_bytes() if self._records is None else self._records.reserved()
+
     def peak(self) -> PeakMemory:
         """The peaks so far."""
         return self._of_host() if self._records is None else self._of_device(self._records)
@@ -407,6 +411,13 @@ class MemoryWatch:
         return PeakMemory(
             resident=resident, total=resident, components={**parts, "all_else": moment.parts["temporaries"]}
         )
+
+
+def resident_bytes() -> int | None:
+    """Host memory that the process has now; None where the system does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return None
 
 
 def peak_resident_bytes() -> int | None:

@@ -7,7 +7,7 @@ import importlib.util
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
@@ -141,6 +141,43 @@ def agreement(
             axis.get_major_locator().set_params(nbins=5)
         axes.set_xlabel(axes_names[0], color=_COLOURS["muted"], labelpad=6)
         axes.set_ylabel(axes_names[1], color=_COLOURS["muted"], labelpad=6)
+        axes.tick_params(labelcolor=_COLOURS["muted"])
+        return _inlined(figure, key, alt)
+
+
+def curves(
+    key: str,
+    lines: Sequence[Sequence[tuple[float, float]]],
+    *,
+    axis: str,
+    alt: str,
+    said: Callable[[float], str] = "{:g}".format,
+    from_zero: bool = False,
+) -> Markup:
+    """Draw numbers as they went on: the first as a line, others as lines with dots.
+
+    lines: points of each, from left to right. axis: what goes on to the right. said: a number of the axis at the left,
+    in words. from_zero: whether that axis begins at 0. key, alt: as of `bar_chart`.
+    """
+    with _matplotlib(key) as figure:
+        axes = _axes(figure, height=150, left=40, right=12, top=8, bottom=42)
+        axes.grid(axis="y", color=_COLOURS["line"], linewidth=1)
+        axes.set_axisbelow(True)
+        for place, points in enumerate(lines):
+            xs, ys = zip(*points, strict=True) if points else ((), ())
+            dotted = place > 0 or len(points) == 1
+            marks = {"marker": "o", "markersize": 4, "markeredgewidth": 0} if dotted else {}
+            axes.plot(xs, ys, color=_COLOURS["strong" if place == 0 else "muted"], linewidth=1.6, **marks)
+        if from_zero:
+            axes.set_ylim(bottom=0)
+        axes.xaxis.get_major_locator().set_params(nbins=5, integer=True)
+        axes.yaxis.get_major_locator().set_params(nbins=4)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.yaxis.set_major_formatter(lambda value, _: said(value))
+        left = 14 + max((_width(said(value)) for value in axes.get_yticks()), default=0)
+        place = axes.get_position()
+        axes.set_position((left / _WIDTH, place.y0, (_WIDTH - left - 12) / _WIDTH, place.height))
+        axes.set_xlabel(axis, color=_COLOURS["muted"], labelpad=6)
         axes.tick_params(labelcolor=_COLOURS["muted"])
         return _inlined(figure, key, alt)
 

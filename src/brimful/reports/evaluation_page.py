@@ -6,9 +6,10 @@ This module makes the figures and charts; the words between them are in `templat
 from __future__ import annotations
 
 from pathlib import PurePath
+from typing import Any
 
 from brimful.core.errors import printable
-from brimful.core.evaluation import MAIN_METRIC, Evaluation, Metric
+from brimful.core.evaluation import MAIN_METRIC, Evaluation, Metric, Mistake
 from brimful.core.option_checks import flag
 from brimful.core.units import number_text, part_text, share_text
 from brimful.reports.charts import Bar, agreement, bar_chart
@@ -26,6 +27,8 @@ from brimful.reports.page import render
 
 #: Labels with a bar of their own, labels of a whole confusion matrix, and pairs and labels that are listed.
 _MOST_BARS, _MOST_IN_MATRIX, _MOST_PAIRS, _MOST_ROWS = 30, 12, 30, 1000
+#: Mistakes and labels with the lowest F1 that are listed.
+_MOST_MISTAKES, _MOST_WORST = 15, 20
 #: Metrics shown large, of each task.
 _TILES = {
     "single_label": ("accuracy", "f1_macro", "auc_macro"),
@@ -39,10 +42,7 @@ def evaluation_page(record: Evaluation) -> str:
 
     Raises: InputError if matplotlib is not installed.
     """
-    heading, rows = label_rows(record)
     levers = () if record.recipe is None else record.recipe.levers
-    resampled, intervals = record.intervals.resamples, record.intervals
-    columns = ("Metric", "Value", f"{share_text(intervals.level).replace('.0', '')} interval")
     return render(
         "evaluation.html.j2",
         record,
@@ -50,23 +50,61 @@ def evaluation_page(record: Evaluation) -> str:
         headline=headline(record),
         warnings=[f"{said[:1].upper()}{said[1:]}." for said in record.findings],
         left_out=[f"{count:,} row{'s' if count > 1 else ''} {reason}" for reason, count in record.left_out.items()],
-        tiles=_tiles(record),
-        metric_columns=(*columns, *map(baseline_title, record.baselines)),
-        metric_rows=[(row[0][:1].upper() + row[0][1:], *row[1:]) for row in metric_rows(record)],
-        method=f"{intervals.method}; {resampled:,} resamples, seed {intervals.seed}" if resampled else None,
-        baseline_notes=[f"{baseline_title(b)}: {b.note}" for b in record.baselines if b.note is not None],
-        label_columns=tuple(name[:1].upper() + name[1:] for name in heading),
-        label_rows=rows[:_MOST_ROWS],
-        bars=_bars(record),
-        matrix=_matrix(record),
-        pairs=[(pair.truth, pair.label, f"{pair.count:,}") for pair in most_confused(record, _MOST_PAIRS)],
-        reliability=_reliability(record),
+        tiles=evaluation_tiles(record),
         levers=[(each.name, f"{each.value} · {each.arithmetic}", each.reason) for each in levers],
         options=[(flag(name), str(value)) for name, value in record.options.items() if value is not None],
+        **evaluation_values(record),
     )
 
 
-def _tiles(record: Evaluation) -> list[tuple[str, str | None, str | None]]:
+def evaluation_values(record: Evaluation) -> dict[str, Any]:
+    """Values of the template of an evaluation's parts, on its own page and on that of a run."""
+    heading, rows = label_rows(record)
+    resampled, intervals = record.intervals.resamples, record.intervals
+    columns = ("Metric", "Value", f"{share_text(intervals.level).replace('.0', '')} interval")
+    return {
+        "evaluated": record,
+        "metric_columns": (*columns, *map(baseline_title, record.baselines)),
+        "metric_rows": [(row[0][:1].upper() + row[0][1:], *row[1:]) for row in metric_rows(record)],
+        "method": f"{intervals.method}; {resampled:,} resamples, seed {intervals.seed}" if resampled else None,
+        "baseline_notes": [f"{baseline_title(b)}: {b.note}" for b in record.baselines if b.note is not None],
+        "label_columns": tuple(name[:1].upper() + name[1:] for name in heading),
+        "label_rows": rows[:_MOST_ROWS],
+        "worst_rows": _worst(record, rows),
+        "bars": _bars(record),
+        "matrix": _matrix(record),
+        "pairs": [(pair.truth, pair.label, f"{pair.count:,}") for pair in most_confused(record, _MOST_PAIRS)],
+        "reliability": _reliability(record),
+        "mistake_columns": _mistake_columns(record),
+        "mislabelled": [_mistake_row(record, each) for each in record.mistakes if each.mislabelled][:_MOST_MISTAKES],
+        "mistakes": [_mistake_row(record, each) for each in record.mistakes if not each.mislabelled][:_MOST_MISTAKES],
+    }
+
+
+def _mistake_columns(record: Evaluation) -> tuple[str, ...]:
+    sure = () if record.labels.task == "regression" else ("Sure of it", "Sure of the label")
+    return ("Row", "Its label", "Given", *sure, "Text")
+
+
+def _mistake_row(record: Evaluation, mistake: Mistake) -> tuple[str, ...]:
+    row = f"{mistake.row:,}" if mistake.file is None else f"{mistake.file}, {mistake.row:,}"
+    scores = (share_text(score) for score in (mistake.score, mistake.truth_score))
+    sure = () if record.labels.task == "regression" else tuple(scores)
+    return (row, mistake.truth, mistake.label, *sure, mistake.text or "")
+
+
+def _worst(record: Evaluation, rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Of many labels the rows of those with the lowest F1. rows: of all, the most frequent first."""
+    ordered = sorted(record.by_label, key=lambda each: -each.support)
+    known = [
+        (value, place)
+        for place, each in enumerate(ordered[: len(rows)])
+        if each.support and (metric := each.metrics.get("f1")) and (value := metric.value) is not None
+    ]
+    return [rows[place] for _, place in sorted(known)[:_MOST_WORST]]
+
+
+def evaluation_tiles(record: Evaluation) -> list[tuple[str, str | None, str | None]]:
     names = [name for name in _TILES[record.labels.task] if name in record.metrics]
     tiles: list[tuple[str, str | None, str | None]] = [("Rows", f"{record.num_rows:,}", None)]
     for name in names:

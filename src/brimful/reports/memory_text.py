@@ -8,6 +8,11 @@ from brimful.core.units import bytes_text, parse_bytes
 _NAMES = {"optimizer_states": "optimizer states", "outside_torch": "outside torch", "all_else": "all else"}
 
 
+def memory_names(component: str) -> str:
+    """A component of memory as it is called in words."""
+    return _NAMES.get(component, component)
+
+
 def memory_text(peak: PeakMemory) -> str | None:
     """Return `5.0 GiB (3.0 GiB allocated, ...): weights 1.0 GiB, ...`, None where nothing is known.
 
@@ -21,7 +26,7 @@ def memory_text(peak: PeakMemory) -> str | None:
     if peak.total is None:
         return readings or None
     parts = [
-        f"{_NAMES.get(name, name)} {bytes_text(value)}"
+        f"{memory_names(name)} {bytes_text(value)}"
         for name, value in peak.components.items()
         if value >= 0.05 * (1 << 20)
     ]

@@ -18,7 +18,7 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, Interrupted, OptionError, printable
 from brimful.core.evaluate_options import EvaluateOptions
-from brimful.core.evaluation import Baseline, Evaluation
+from brimful.core.evaluation import Baseline, Evaluation, Mistake
 from brimful.core.options import ClassifyOptions
 from brimful.data.labels.columns import Columns, check_exists, find_columns
 from brimful.data.readers.file_format import FileFormat
@@ -34,7 +34,7 @@ from brimful.engine.classification.verify import rows_to_compare, verified_runne
 from brimful.engine.classification.windows import Reading, WindowSize
 from brimful.engine.evaluation.truth import Truth, read_truth
 from brimful.engine.prepare import report_columns
-from brimful.engine.scoring import PredictionFile, evaluation_of, prediction_form, truth_column
+from brimful.engine.scoring import PredictionFile, evaluation_of, mistakes_of, prediction_form, truth_column
 from brimful.engine.signals import StopSignals
 from brimful.hardware.probe import choose_device, probe
 from brimful.levers.precision import choose_forward_precision
@@ -42,6 +42,7 @@ from brimful.step.recovery import OutOfMemoryLog, out_of_memory_text
 from brimful.tasks.answers import answer_form
 from brimful.tasks.scoring.baselines import constant_baseline
 from brimful.tasks.scoring.choose import make_scorer
+from brimful.tasks.scoring.mistakes import MistakeFinder
 
 #: First texts, by whose lengths kernels are chosen.
 _SAMPLE = 2048
@@ -111,6 +112,7 @@ def evaluate_model(
         baselines=(_constant(given.truth),),
         notes=tuple(notes),
         predictions=options.output,
+        mistakes=run.mistakes(),
         options={k: v for k, v in vars(options).items() if k not in ("model", "data")},
         recipe=runner.recipe,
         machine=probe(),
@@ -210,6 +212,7 @@ class _Pass:
         truth = given.truth
         named = {"seed": options.seed, "resamples": options.resamples, "threshold": options.threshold}
         self.scorer = make_scorer(truth.space, truth.targets_N, **named)  # type: ignore[arg-type]
+        self.finder = MistakeFinder(truth.space, truth.targets_N)
         self._file = None if options.output is None else PredictionFile(Path(options.output), given.rows)
         self._done = self._num_truncated = 0
 
@@ -235,12 +238,18 @@ class _Pass:
         truth, places_S = self._given.truth, np.arange(self._done, self._done + len(part))
         shown_SC = logits_SC if truth.outputs is None else logits_SC[:, truth.outputs]
         self.scorer.add(places_S, shown_SC)
+        self.finder.add(places_S, shown_SC)
         if self._file is not None:
             answers = self._request.form.columns(logits_SC)
             self._file.write(truth.rows[places_S], truth_column(truth.space, truth.targets_N[places_S]), answers)
         self._done += len(part)
         self._num_truncated += int(asked.truncated_N.sum())
         self._callbacks.count(self._done, len(self._given.texts))
+
+    def mistakes(self) -> tuple[Mistake, ...]:
+        """The most confident ones."""
+        given = self._given
+        return mistakes_of(self.finder.result(), given.rows, given.truth.rows, given.texts.texts, given.texts.pairs)
 
     def notes(self) -> list[str]:
         """Rows that were cut."""

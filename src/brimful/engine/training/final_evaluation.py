@@ -22,10 +22,11 @@ from brimful.core.options import TrainOptions
 from brimful.core.records import Run, to_json
 from brimful.diagnosis.learning import Losses, findings_of_learning
 from brimful.engine.prepare import Part, Prepared
-from brimful.engine.scoring import PredictionFile, evaluation_of, truth_column
+from brimful.engine.scoring import PredictionFile, evaluation_of, mistakes_of, truth_column
 from brimful.engine.training.baselines import Baselines
 from brimful.tasks.answers import AnswerForm
 from brimful.tasks.scoring.choose import make_scorer
+from brimful.tasks.scoring.mistakes import MistakeFinder
 
 RECORD, PREDICTIONS = "evaluation.json", "predictions.parquet"
 
@@ -36,19 +37,23 @@ class RowScores:
     def __init__(self, prepared: Prepared, seed: int) -> None:
         assert prepared.evaluation is not None
         self._scorer = make_scorer(prepared.space, prepared.evaluation.targets_N, seed=seed)
-        self._form = AnswerForm(space=prepared.space)
+        self._form, self._examples = AnswerForm(space=prepared.space), prepared.evaluation.examples
+        self._mistakes = MistakeFinder(prepared.space, prepared.evaluation.targets_N)
         self._rows: list[npt.NDArray[np.int64]] = []
         self._answers: list[dict[str, pa.Array]] = []
 
     def add(self, rows_M: npt.NDArray[np.int64], logits_MC: npt.NDArray[np.float32]) -> None:
         """Take a window."""
         self._scorer.add(rows_M, logits_MC)
+        self._mistakes.add(rows_M, logits_MC)
         self._rows.append(rows_M)
         self._answers.append(self._form.columns(logits_MC))
 
     def record(self, **fields: Any) -> Evaluation:
         """The record. fields: as of `evaluation_of`."""
-        return evaluation_of(self._scorer.result(), **fields)
+        rows = self._examples
+        mistakes = mistakes_of(self._mistakes.result(), rows.rows, rows.row_numbers, rows.texts, rows.pairs)
+        return evaluation_of(self._scorer.result(), mistakes=mistakes, **fields)
 
     def write(self, path: Path, part: Part) -> None:
         """Write each row's answer, in the order of the rows."""

@@ -287,6 +287,7 @@ class TrainingLoop:
             tokens_per_s=(state.tokens - tokens) / passed,
             samples_per_s=(state.samples - samples) / passed,
             left_s=steps_left * now / state.applied if state.applied else None,
+            memory_bytes=self._memory.now(),
         )
         self._events.write("step", **dataclasses.asdict(progress))
         self._callbacks.progress(progress)

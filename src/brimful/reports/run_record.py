@@ -1,0 +1,164 @@
+"""Read a run's folder, while it runs and after: its record, its log, its evaluation."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from brimful.core.errors import DataError, first_line, printable
+from brimful.core.evaluation import Evaluation
+from brimful.core.records import Run, from_json
+
+T = TypeVar("T")
+
+#: Points of a curve; more are drawn as means.
+_MOST_POINTS = 300
+_RUN, _EVENTS, _EVALUATION = "run.json", "events.jsonl", "evaluation.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedStep:
+    """A logged line of the training loop. None for what is not known, or no number. memory_bytes: held then."""
+
+    step: int
+    loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    samples_per_s: float | None = None
+    memory_bytes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedEvaluation:
+    """Metrics of the evaluation rows after a step; those that are no numbers are left out."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """A run's folder. steps: thinned to what a curve can show. num_steps: that were planned, where known.
+
+    left_s: estimated by the last logged step. incidents: events that a run should not have, by kind. evaluation: of the
+    saved model; None while it runs, and without rows to evaluate on.
+    """
+
+    run: Run
+    steps: tuple[LoggedStep, ...] = ()
+    evaluations: tuple[LoggedEvaluation, ...] = ()
+    last_step: int = 0
+    num_steps: int | None = None
+    left_s: float | None = None
+    incidents: Mapping[str, int] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
+
+
+def read_record(given: Path) -> RunReport | Evaluation:
+    """The record of a run's folder, or of an evaluation: a JSON file, or a folder with `evaluation.json`.
+
+    Raises: DataError where there is none, or one that cannot be read.
+    """
+    path = given.expanduser()
+    if (path / _RUN).is_file():
+        return _run_report(path)
+    file = path / _EVALUATION if path.is_dir() else path
+    if not file.is_file():
+        hint = f"a run has {_RUN}, an evaluation {_EVALUATION}"
+        raise DataError("there is no record of a run or of an evaluation", file=str(given), hint=hint)
+    return _read(Evaluation, file)
+
+
+def _run_report(folder: Path) -> RunReport:
+    events = _events(folder / _EVENTS)
+    steps = [event for event in events if event.get("kind") == "step"]
+    kinds = Counter(str(event.get("kind")) for event in events)
+    rare = (
+        "skipped",
+        "overflow",
+        "out_of_memory",
+        "checkpoint_failed",
+        "best_lost",
+        "events_lost",
+        "resumed",
+        "stopped",
+    )
+    evaluated = [event for event in events if event.get("kind") == "evaluated"]
+    evaluation = folder / _EVALUATION
+    return RunReport(
+        run=_read(Run, folder / _RUN),
+        steps=_thinned([_step(event) for event in steps]),
+        evaluations=tuple(LoggedEvaluation(step=e["step"], metrics=_finite(e["metrics"])) for e in evaluated),
+        last_step=max((int(event.get("step", 0)) for event in events), default=0),
+        num_steps=steps[-1].get("num_steps") if steps else None,
+        left_s=_number(steps[-1].get("left_s")) if steps else None,
+        incidents={kind: kinds[kind] for kind in rare if kinds[kind]},
+        evaluation=_read(Evaluation, evaluation) if evaluation.is_file() else None,
+    )
+
+
+def _read(kind: type[T], file: Path) -> T:
+    try:
+        return from_json(kind, file.read_text("utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        said = f"it is no record of {'a run' if kind is Run else 'an evaluation'} ({first_line(error)})"
+        raise DataError(said, file=str(file), hint="give the folder of a run") from error
+
+
+def _events(file: Path) -> list[dict[str, Any]]:
+    """Whole lines: the last one may be under way. None of a run that has just begun."""
+    try:
+        lines = file.read_text("utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            found.append(event)
+    return found
+
+
+def _step(event: Mapping[str, Any]) -> LoggedStep:
+    names = [each.name for each in fields(LoggedStep) if each.name != "step"]
+    return LoggedStep(step=int(event["step"]), **{name: _number(event.get(name)) for name in names})
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, also of a text such as `NaN`; None for anything else."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {name: _number(value) for name, value in metrics.items()}
+    return {printable(name): value for name, value in numbers.items() if value is not None}
+
+
+def _thinned(steps: Sequence[LoggedStep]) -> tuple[LoggedStep, ...]:
+    """As many as a curve shows, each the mean of a few that follow one another."""
+    if len(steps) <= _MOST_POINTS:
+        return tuple(steps)
+    edges = [len(steps) * place // _MOST_POINTS for place in range(_MOST_POINTS + 1)]
+    return tuple(_mean(steps[start:stop]) for start, stop in itertools.pairwise(edges))
+
+
+def _mean(steps: Sequence[LoggedStep]) -> LoggedStep:
+    means: dict[str, float | None] = {}
+    for each in fields(LoggedStep):
+        if each.name != "step":
+            known = [value for step in steps if (value := getattr(step, each.name)) is not None]
+            means[each.name] = sum(known) / len(known) if known else None
+    return LoggedStep(step=steps[-1].step, **means)

@@ -1,0 +1,44 @@
+"""Write the page of a run or of an evaluation, from its folder alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from brimful.core import atomic_files
+from brimful.core.errors import OptionError, printable
+from brimful.core.evaluation import Evaluation
+from brimful.reports.charts import check_charts
+from brimful.reports.evaluation_page import evaluation_page
+from brimful.reports.run_page import run_page
+from brimful.reports.run_record import read_record
+
+
+def report(run: str | Path, output: str | Path | None = None) -> Path:
+    """Write a page about a run, finished or under way, or about an evaluation; return its path. Loads no torch.
+
+    run: folder of a run; or of an evaluation, or its JSON file. output: the page; default report.html in the folder.
+    Raises: BrimfulError.
+    """
+    check_charts()
+    given = Path(run).expanduser()
+    path = (given if given.is_dir() else given.parent) / "report.html" if output is None else Path(output)
+    check_page(path)
+    record = read_record(given)
+    page = evaluation_page(record) if isinstance(record, Evaluation) else run_page(record)
+    atomic_files.write_bytes(path, page.encode())
+    return path
+
+
+def check_page(path: Path, name: str = "--output") -> None:
+    """Check that a page can be written. No input and no output of rows ends in .html, so none can be overwritten.
+
+    name: the option that gave it. Raises: OptionError.
+    """
+    if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
+        raise OptionError(f"{name} {printable(path)} is no name of a page", hint="let it end in .html")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OptionError(
+            f"{name} {printable(path)}: {printable(path.parent)} is no folder that this user may write into",
+            hint="give another folder, or make it first",
+        )

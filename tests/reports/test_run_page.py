@@ -1,0 +1,210 @@
+"""The page of a run: from its folder alone, without torch, while it runs and after, with 5 labels and with 1,000."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import brimful
+from brimful.core.evaluation import Evaluation, Mistake
+from brimful.core.records import (
+    Compilations,
+    FirstBatch,
+    LabelSpace,
+    Lever,
+    Machine,
+    PeakMemory,
+    Recipe,
+    Run,
+    to_json,
+)
+from brimful.engine.scoring import evaluation_of
+from brimful.reports.run_page import run_page
+from brimful.reports.run_record import RunReport, read_record
+from brimful.tasks.scoring.choose import make_scorer
+from pages import Page
+from tiny_files import save_base, write_reviews
+
+HOSTILE = "<script>alert('x')</script>\x1b[31m \u202e&"
+
+
+def names_of(number: int) -> tuple[str, ...]:
+    return (HOSTILE, *(f"a label with a long name, number {i}" for i in range(1, number)))
+
+
+def record(number: int) -> tuple[Run, Evaluation]:
+    names, random = names_of(number), np.random.default_rng(0)
+    targets = random.integers(0, number, 4 * number)
+    logits = random.normal(size=(len(targets), number)).astype(np.float32)
+    space = LabelSpace(task="single_label", names=names)
+    scorer = make_scorer(space, targets, seed=0, resamples=0)
+    scorer.add(np.arange(len(targets)), logits)
+    mistakes = tuple(
+        Mistake(
+            row=i, truth=names[0], label=names[1], text=HOSTILE, score=0.9, truth_score=0.01, mislabelled=i % 2 == 0
+        )
+        for i in range(1, 9)
+    )
+    given: Any = {"model": "run/model", "data": "rows.csv", "command": "brimful train", "labels": space}
+    evaluation = evaluation_of(scorer.result(), mistakes=mistakes, **given)
+    lever = Lever(name="packing", value="packed", arithmetic="exact", reason=f"checked {HOSTILE}")
+    run = Run(
+        run="abc", status="finished", model=HOSTILE, options={"data": "rows.csv", "seed": 42, "report": None},
+        command=f"brimful train '{HOSTILE}'", labels=space, recipe=Recipe(device="CPU", levers=(lever,)),
+        machine=Machine(cpu="a CPU", num_cores=2, memory_bytes=1 << 34, versions={"torch": "2"}),
+        data_fingerprint="0123456789abcdef0123", findings=("something stands out",), steps=40, train_s=2.0,
+        data={
+            "rows": 4 * number, "eval_rows": number, "labels": dict.fromkeys(names, 4), "eval_labels": {}, "notes": [],
+            "token_lengths": {"p50": 7, "p100": 20}, "truncated_rows": 3, "max_length": 20, "duplicate_texts": 2,
+            "weights": {"min": 0.5, "mean": 1.0, "max": 2.0},
+        },
+        samples_per_s=20.0, tokens_per_s=900.0, phases_s={"start": 1.0, "steps": 2.0, "export": 0.01},
+        peak_bytes=PeakMemory(total=5 << 30, moment="backward", components={"weights": 3 << 30, "all_else": 2 << 30}),
+        compilations=Compilations(captured=3),
+        first_batch=FirstBatch(num_rows=4, num_tokens=30, precision="fp32", passed=True),
+    )  # fmt: skip
+    return run, evaluation
+
+
+def write_run(folder: Path, run: Run, evaluation: Evaluation | None, num_events: int = 40) -> Path:
+    folder.mkdir()
+    (folder / "run.json").write_text(to_json(run), "utf-8")
+    if evaluation is not None:
+        (folder / "evaluation.json").write_text(to_json(evaluation), "utf-8")
+    lines: list[dict[str, Any]] = [{"kind": "started", "step": 0}]
+    for step in range(1, num_events + 1):
+        rates = {"learning_rate": 1e-3 / step, "grad_norm": 1.0, "samples_per_s": 20.0, "memory_bytes": 3 << 30}
+        loss: Any = "NaN" if step == 3 else 2.0 / step
+        lines.append({"kind": "step", "step": step, "loss": loss, "num_steps": 2 * num_events, "left_s": 61.0, **rates})
+        if step % 10 == 0:
+            lines.append({"kind": "evaluated", "step": step, "metrics": {"loss": 1.0 / step, "accuracy": 1 - 1 / step}})
+    lines.append({"kind": "skipped", "step": 40})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "events.jsonl").write_text(text + '{"kind": "step", "st', "utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("number", [5, 1000])
+def test_everything_of_a_finished_run_is_on_its_page(tmp_path: Path, number: int) -> None:
+    run, evaluation = record(number)
+    path = brimful.report(write_run(tmp_path / "run", run, evaluation))
+    assert path == tmp_path / "run" / "report.html"
+    document = path.read_text("utf-8")
+    if number == 5:
+        assert document == run_page(read_record(tmp_path / "run"))  # type: ignore[arg-type]
+    assert len(document) < 1_200_000
+    page = Page(document)
+    page.check()
+    sections = ("How it learned", "How good it is", "By label", "What is mistaken", "Calibration", "Rows to look at")
+    for said in (*sections, "Time", "Memory", "Data", "How it ran", "To repeat it"):
+        assert said in page.text
+    curves = [chart.attrib["aria-label"] for chart in page.charts if chart.attrib["aria-label"].startswith("Curve")]
+    assert len(curves) == 6
+    assert "Something stands out." in page.text
+    assert "In its log: 1 batches skipped" in page.text
+    assert "40 steps in 2.0 s on CPU" in page.text
+    assert "weights of rows" in page.text.lower()
+    assert "3 graphs captured" in page.text
+    assert page.text.count("The likeliest mislabelled rows") == 1
+    assert page.record["run"]["model"] == HOSTILE
+    assert "\x1b" not in document
+    assert "\u202e" not in document
+    assert ("Confusion matrix" in page.text) == (number == 5)
+    assert ("The labels with the lowest F1" in page.text) == (number == 1000)
+    assert ("All 1,000 labels" in page.text) == (number == 1000)
+    assert "The 30 most frequent of 1,000" in page.text or number == 5
+
+
+def test_a_run_under_way_has_what_there_is(tmp_path: Path) -> None:
+    run, _ = record(5)
+    begun = replace(run, status="running", peak_bytes=PeakMemory(), phases_s={}, samples_per_s=None, tokens_per_s=None)
+    report = read_record(write_run(tmp_path / "run", begun, None))
+    assert isinstance(report, RunReport)
+    assert (report.last_step, report.num_steps) == (40, 80)
+    assert report.steps[2].loss is None
+    page = Page(run_page(report))
+    page.check()
+    assert "Step 40 of 80 on CPU" in page.text
+    assert "This run has not finished: its last line is of step 40, about 1 min 01 s left by then." in page.text
+    assert "after step 40" in page.text
+    assert "How good it is" not in page.text
+    (tmp_path / "run" / "events.jsonl").unlink()  # before its first line
+    page = Page(run_page(read_record(tmp_path / "run")))  # type: ignore[arg-type]
+    page.check()
+    assert "How it learned" not in page.text
+
+
+def test_long_logs_are_drawn_as_means(tmp_path: Path) -> None:
+    run, evaluation = record(5)
+    report = read_record(write_run(tmp_path / "run", run, evaluation, num_events=1234))
+    assert isinstance(report, RunReport)
+    assert len(report.steps) == 300
+    assert report.steps[-1].step == 1234
+    assert report.steps[0].loss == pytest.approx(
+        np.mean([2.0, 1.0, 0.5])
+    )  # of steps 1, 2 and 4: that of 3 is no number
+    assert all(math.isfinite(each.grad_norm or 0.0) for each in report.steps)
+
+
+def test_an_evaluation_has_its_page(tmp_path: Path) -> None:
+    _, evaluation = record(5)
+    (tmp_path / "evaluation.json").write_text(to_json(evaluation), "utf-8")
+    (tmp_path / "other.json").write_text(to_json(evaluation), "utf-8")
+    one = brimful.report(tmp_path)
+    other = brimful.report(tmp_path / "other.json", tmp_path / "page.html")
+    assert one.read_bytes() == other.read_bytes()
+    page = Page(one.read_text("utf-8"))
+    page.check()
+    assert "The most confident mistakes" in page.text
+
+
+@pytest.mark.parametrize(
+    ("given", "output", "said"),
+    [
+        ("nothing", None, "no folder that this user may write into"),
+        (".", None, "there is no record of a run or of an evaluation"),
+        (".", "page.txt", "--output page.txt is no name of a page"),
+        ("rows.json", None, "it is no record of an evaluation"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, output: str | None, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.json").write_text("[1, 2]")
+    with pytest.raises(brimful.InputError) as caught:
+        brimful.report(tmp_path / given / "x" if given == "nothing" else given, output)
+    assert said in str(caught.value)
+    assert caught.value.hint
+
+
+def test_a_real_run_by_the_command_line_and_without_torch(tmp_path: Path) -> None:
+    base, rows = save_base(tmp_path / "base"), write_reviews(tmp_path / "reviews.csv")
+    page = tmp_path / "page.html"
+    brimful.train(
+        rows, model=base, output=tmp_path / "run", report=str(page), max_steps=4, logging_steps=1, max_length=32,
+        device="cpu", baselines=False,
+    )  # fmt: skip
+    report = read_record(tmp_path / "run")
+    assert isinstance(report, RunReport)
+    assert [each.step for each in report.steps] == [1, 2, 3, 4]
+    assert all(each.memory_bytes for each in report.steps)
+    assert report.evaluation is not None
+    assert all(each.text and each.truth != each.label for each in report.evaluation.mistakes)
+    code = (
+        "import sys\nfrom brimful.cli.commands import run\n"
+        "assert run(['report', 'run', '-o', 'again.html']) == 0\n"
+        "assert not {'torch', 'transformers', 'pyarrow', 'sklearn'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "again.html\n"
+    assert (tmp_path / "again.html").read_bytes() == page.read_bytes()
