@@ -65,9 +65,10 @@ def plain_loop(model: Any, batches: list[list[dict[str, Any]]]) -> tuple[list[fl
         ("bert", "single_label", {}),
         ("bert", "multi_label", {"token_budget": 48}),
         ("roberta", "regression", {}),
+        ("gpt2", "single_label", {}),
         ("bert", "single_label", {"packing": "off"}),
     ],
-    ids=["packed", "several micro-batches", "roberta", "padded"],
+    ids=["packed", "several micro-batches", "roberta", "types are words", "padded"],
 )
 def test_it_learns_what_a_plain_loop_learns(family: str, task: str, options: dict[str, Any]) -> None:
     """Rows as dictionaries, and as padded tensors."""

@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import DataCollatorWithPadding, EarlyStoppingCallback, PreTrainedTokenizerFast, TrainingArguments
 
 import brimful
+from brimful.integrations import trainer
 from tiny import FAMILIES, pair_types, sequences
 from tiny_files import save_tokenizer
 from tolerances import difference
@@ -62,7 +63,7 @@ def trained(kind: type[Any], model: Any, folder: Path, tokenizer: Any, **changes
     data = {name: changes.pop(name) for name in ("train_dataset", "callbacks", "data_collator") if name in changes}
     labels = changes.pop("labels", "single_label")
     given = {"train_dataset": dataset_of(labels=labels), "data_collator": DataCollatorWithPadding(tokenizer)} | data
-    trainer = kind(
+    made = kind(
         model=copy.deepcopy(model),
         args=arguments(folder, **changes),
         eval_dataset=dataset_of(9, labels=labels, seed=1),
@@ -70,8 +71,8 @@ def trained(kind: type[Any], model: Any, folder: Path, tokenizer: Any, **changes
         processing_class=tokenizer,
         **given,
     )
-    trainer.train()
-    return trainer
+    made.train()
+    return made
 
 
 def assert_same_history(ours: Any, stock: Any, *, rel: float = 1e-4) -> None:
@@ -259,6 +260,19 @@ def test_overridden_methods_are_kept(
         ours = trained(kind, model, tmp_path / "ours", tokenizer, **changes)
         assert ours.stock_reason is None
     assert ours.state.global_step == 6
+
+
+def test_rows_longer_than_any_before(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a dataset that does not say how long they are; the step is made again for them."""
+    monkeypatch.setattr(trainer, "_LONGEST", 4)
+    rows = [{"input_ids": [5] * (3 if index < 8 else 30), "labels": index % 3} for index in range(12)]
+    runs = [
+        trained(kind, FAMILIES["bert"].model(), tmp_path, tokenizer, train_dataset=rows,
+                train_sampling_strategy="sequential")
+        for kind in (brimful.Trainer, transformers.Trainer)
+    ]  # fmt: skip
+    assert runs[0].stock_reason is None
+    assert_same_history(*runs)
 
 
 def test_bad_use_is_one_line(tmp_path: Path, tokenizer: Any) -> None:
