@@ -85,7 +85,7 @@ def train(
     data, eval_data, tables = training_data(data, labels, eval_data)
     given = options if eval_data is None else options | {"eval_data": eval_data}
     asked = _options("train", TrainOptions, given, data=data, model=model, output=output)
-    with listening(callbacks, progress) as listener:
+    with listening(callbacks, False if asked.quiet else progress) as listener:
         return run_training(asked, listener, tables=tables)
 
 
@@ -157,7 +157,7 @@ def classify(
     fixed = {"model": model, "data": name, "output": output}
     asked = _options("classify", ClassifyOptions, options, without=tuple(fixed), **fixed)
     rows = TableOutput() if output is None else None
-    with listening(callbacks, progress) as listener:
+    with listening(callbacks, False if asked.quiet else progress) as listener:
         record = run_classification(asked, listener, tables=given.tables, rows=rows)
         told = listener.told if isinstance(listener, Terminal) else ()
         if isinstance(listener, Terminal):
@@ -188,7 +188,7 @@ def evaluate(
     given = Given()
     name = given.name(data, labels)
     asked = _options("evaluate", EvaluateOptions, options, without=("model", "data"), model=model, data=name)
-    with listening(callbacks, progress) as listener:
+    with listening(callbacks, False if asked.quiet else progress) as listener:
         return run_evaluation(asked, listener, given.tables)
 
 

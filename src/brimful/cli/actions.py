@@ -11,7 +11,7 @@ from brimful.core.phases import Phases
 from brimful.core.records import json_text, to_json
 from brimful.engine.profiling.profile import profile
 from brimful.engine.training.export import export as export_checkpoint
-from brimful.reports.classification_text import classification_text
+from brimful.reports.classification_text import classification_text, concerns
 from brimful.reports.evaluation_text import evaluation_text
 from brimful.reports.profile_text import profile_text
 from brimful.reports.terminal import Terminal
@@ -21,7 +21,11 @@ def act(command: str, options: Any, terminal: Terminal, phases: Phases) -> str |
     """Do the work of a command. phases: of its process."""
     if command == "classify":
         answers = run_classification(options, terminal, sys.stdout)
-        terminal.text(classification_text(answers, terminal.told))
+        if options.quiet:
+            for text in concerns(answers):
+                terminal.warning(text)
+        else:
+            terminal.text(classification_text(answers, terminal.told))
         return to_json(answers) if options.json and options.output is not None else None
     if command == "evaluate":
         evaluation = run_evaluation(options, terminal)

@@ -127,13 +127,13 @@ def _run(name: str, words: list[str]) -> int:
         _report(options)
         return 0
     from brimful.core.phases import Phases, process_began
-    from brimful.reports.terminal import Terminal
+    from brimful.reports.terminal import Quiet, Terminal
 
     phases = Phases(process_began())
     if getattr(options, "allocator", "default") == "expandable" and "torch" not in sys.modules:
         given = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")  # read when torch starts; later it is set again, and checked
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(filter(None, (given, "expandable_segments:True")))
-    with closing(Terminal()) as terminal:
+    with closing(Quiet() if options.quiet else Terminal()) as terminal:
         with _importing(), _device_starting(name, options):
             from brimful.cli.actions import act
 

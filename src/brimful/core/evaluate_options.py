@@ -61,6 +61,8 @@ class EvaluateOptions:
     """Seed of the bootstrap."""
     report: str | None = None
     """File for an HTML report, one page that needs no network."""
+    quiet: bool = False
+    """Print warnings and errors alone on stderr."""
     json: bool = False
     """Print the whole record as one JSON document on stdout at the end, and nothing else there."""
 

@@ -17,6 +17,8 @@ class ExportOptions:
     """Folder for the model, in Hugging Face form. Default: RUN/model-step-N."""
     step: int | None = None
     """Applied steps of the checkpoint. Default: the newest that is whole."""
+    quiet: bool = False
+    """Print warnings and errors alone on stderr."""
     json: bool = False
     """Print one JSON document on stdout at the end."""
 

@@ -236,6 +236,8 @@ class TrainOptions:
     """Load weights that exist only as a pickle (pytorch_model.bin)."""
     report_to: Literal["none", "tensorboard"] = "none"
     """Also write the events for this tracker."""
+    quiet: bool = False
+    """Print warnings and errors alone on stderr."""
     json: bool = False
     """Print one JSON document on stdout at the end, and nothing else there."""
 
@@ -369,6 +371,8 @@ class ClassifyOptions:
     """Run the Python code that comes with the model."""
     allow_pickle: bool = False
     """Load weights that exist only as a pickle (pytorch_model.bin)."""
+    quiet: bool = False
+    """Print warnings and errors alone on stderr."""
     json: bool = False
     """With --output: print one JSON document about the pass on stdout at the end."""
 
@@ -445,6 +449,8 @@ class DemoOptions:
     """Passes over the training rows."""
     max_length: int = 96
     """Longest sequence in tokens."""
+    quiet: bool = False
+    """Print warnings and errors alone on stderr."""
     json: bool = False
     """Print one JSON document on stdout at the end."""
 
@@ -454,7 +460,17 @@ class DemoOptions:
 #: run is may change too.
 NOT_PART_OF_THE_RUN = frozenset(
     {"data", "eval_data", "header", "column_names", "delimiter", "encoding", "sheet", "output", "resume", "dry_run"}
-    | {"json", "report_to", "num_workers", "save_total_limit", "save_steps", "logging_steps", "task", "max_length"}
+    | {
+        "json",
+        "quiet",
+        "report_to",
+        "num_workers",
+        "save_total_limit",
+        "save_steps",
+        "logging_steps",
+        "task",
+        "max_length",
+    }
     | {"device", "execution", "packing", "token_budget", "gradient_checkpointing", "deterministic"}
     | {"trust_remote_code", "allow_pickle", "num_train_epochs", "max_steps"}
     | {"baselines", "report", "gpus"}

@@ -15,6 +15,8 @@ class ReportOptions:
     """Folder of a run, finished or under way; or a record of an evaluation: its JSON file, or the folder with it."""
     output: str | None = None
     """The page, a name that ends in .html. Default: report.html in the folder."""
+    quiet: bool = False
+    """Print warnings and errors alone on stderr."""
     json: bool = False
     """Print one JSON document on stdout at the end."""
 

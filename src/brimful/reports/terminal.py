@@ -97,6 +97,10 @@ class Terminal(Callbacks):
             f" the longest {lengths['p100']}",
             indent=2,
         )
+        self._left_out(report)
+
+    def _left_out(self, report: Mapping[str, Any]) -> None:
+        """Rows that are cut, left out or repeated."""
         if report.get("truncated_rows"):
             share = share_text(report["truncated_share"])
             cut = f"{count_text(report['truncated_rows'])} rows ({share}) are longer than {report['max_length']} tokens"
@@ -180,10 +184,13 @@ class Terminal(Callbacks):
                 self._say(line)
             if self._evaluation.findings:
                 self._console.print()
-            for finding in self._evaluation.findings:
-                self.warning(finding)
+            self._findings()
         self._console.print()
         self._console.print(f"Use it:  brimful classify {_safe(shlex.quote(f'{folder}/model'), 1000)} FILE")
+
+    def _findings(self) -> None:
+        for finding in () if self._evaluation is None else self._evaluation.findings:
+            self.warning(finding)
 
     def text(self, text: str) -> None:
         """Print a text that is laid out already."""
@@ -245,6 +252,37 @@ class Terminal(Callbacks):
             self._task = self._bar.add_task(escape(text), total=total)
             self._bar.start()
         self._bar.update(self._task, completed=done, total=total, description=escape(text))
+
+
+class Quiet(Terminal):
+    """A terminal for warnings alone: what was lost, cut or fallen back on, and what stands out at the end."""
+
+    def stage(self, text: str) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def data(self, report: Mapping[str, Any]) -> None:
+        self._left_out(report)
+
+    def recipe(self, recipe: Recipe) -> None:
+        pass
+
+    def progress(self, progress: TrainingProgress) -> None:
+        pass
+
+    def count(self, done: int, total: int | None, share: float | None = None) -> None:
+        pass
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def finished(self, run: Run, folder: str) -> None:
+        self._findings()
+
+    def text(self, text: str) -> None:
+        pass
 
 
 def phases_text(phases_s: Mapping[str, float]) -> str:
