@@ -35,6 +35,7 @@ from brimful.engine.training.export import export as _export
 from brimful.engine.training.train import train as _train
 from brimful.given import Data, Given, listening, training_data
 from brimful.integrations.fanout import Fanout
+from brimful.models.hub.push import check_push, push_model
 from brimful.reports.charts import check_charts
 from brimful.reports.classification_page import classification_page
 from brimful.reports.classification_text import classification_text, concerns
@@ -103,11 +104,16 @@ def run_training(
     if options.report is not None and not options.dry_run:
         check_charts()
         check_page(Path(options.report), "--report")
+    if options.push_to_hub is not None:
+        check_push(options.push_to_hub)
     run = _train(options, command=command_of("train", options), callbacks=callbacks, phases=phases, tables=tables)
     if options.dry_run:
         callbacks.stage("this was a dry run: nothing was trained, nothing was written")
     elif options.report is not None:
         callbacks.note(f"report: {report(options.output, options.report)}")
+    if options.push_to_hub is not None and not options.dry_run:
+        callbacks.stage(f"pushing the model to {options.push_to_hub}")
+        callbacks.note(f"pushed: {push_model(Path(options.output) / 'model', options.push_to_hub)}")
     return run
 
 

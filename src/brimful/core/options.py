@@ -188,6 +188,9 @@ class TrainOptions:
     """At the end, fit a linear model of the words in a second or two and show its metrics beside the model's."""
     report: str | None = None
     """File for an HTML report of the run, one page that needs no network; brimful report makes it at any time."""
+    push_to_hub: str | None = None
+    """Repository of the Hugging Face hub that the saved model is uploaded to, as my-name/my-model; if it is not there,
+    a private one is made. Needs a login (`hf auth login`)."""
 
     precision: PrecisionChoice = "auto"
     """Precision of matrix products; weights, gradients, optimizer, norms and loss stay fp32.
@@ -427,7 +430,7 @@ class ProfileOptions(TrainOptions):
 #: Fields of TrainOptions that a single step does not depend on.
 NOT_OF_A_STEP = frozenset(
     {"output", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "metric_for_best_model"}
-    | {"early_stopping_patience", "resume", "dry_run", "report_to", "baselines", "report", "gpus"}
+    | {"early_stopping_patience", "resume", "dry_run", "report_to", "baselines", "report", "push_to_hub", "gpus"}
 )
 
 
@@ -460,28 +463,12 @@ class DemoOptions:
 #: run is may change too.
 NOT_PART_OF_THE_RUN = frozenset(
     {"data", "eval_data", "header", "column_names", "delimiter", "encoding", "sheet", "output", "resume", "dry_run"}
-    | {
-        "json",
-        "quiet",
-        "report_to",
-        "num_workers",
-        "save_total_limit",
-        "save_steps",
-        "logging_steps",
-        "task",
-        "max_length",
-    }
+    | {"json", "report_to", "num_workers", "save_total_limit", "save_steps", "logging_steps", "task", "max_length"}
     | {"device", "execution", "packing", "token_budget", "gradient_checkpointing", "deterministic"}
     | {"trust_remote_code", "allow_pickle", "num_train_epochs", "max_steps"}
-    | {"baselines", "report", "gpus"}
-    | {
-        "memory_limit",
-        "activation_memory",
-        "allocator",
-        "prefetch",
-        "per_device_batch_size",
-        "gradient_accumulation_steps",
-    }
+    | {"baselines", "report", "quiet", "push_to_hub", "gpus"}
+    | {"memory_limit", "activation_memory", "allocator", "prefetch"}
+    | {"per_device_batch_size", "gradient_accumulation_steps"}
 )
 
 
