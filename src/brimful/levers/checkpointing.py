@@ -30,7 +30,7 @@ from brimful.levers.activations import (
 )
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.token_budget import TokenBudget
-from brimful.models.model_stats import layers_of
+from brimful.models.model_stats import layer_lists, layers_of
 from brimful.models.packed.offload import offload
 from brimful.models.packed.recompute import call_recomputed, recompute
 
@@ -94,6 +94,8 @@ class Checkpointing(Lever):
         if not numbers:
             raise OptionError(f"--gradient-checkpointing is {asked}, and the model has {depth} layers", hint="full")
         reason = f"asked for: {len(numbers)} of {depth} layers keep their input alone, and are computed again"
+        if layers is not None and (rest := sum(map(len, layer_lists(assembly.model))) - depth) > 0:
+            reason += f"; {rest} other layers, such as a decoder's, keep all"
         return cls(value=asked, reason=reason, layers=numbers, depth=depth)
 
     @classmethod

@@ -226,3 +226,13 @@ def test_a_label_that_no_row_has_is_unknown_and_not_zero() -> None:
     none = scored("single_label", np.full((5, 3), np.nan, np.float32), np.zeros(5, np.int64), resamples=30)
     assert none.num_rows == 0
     assert none.metrics["accuracy"] == Metric(value=None)
+
+
+def test_only_shares_have_a_bound_where_no_resample_differs() -> None:
+    """One label in truth and answers: Matthews' correlation is 0 by definition, and nothing bounds it."""
+    from brimful.core.evaluation import Metric
+    from brimful.tasks.scoring.scorers import bounded
+
+    flat = Metric(value=0.0, low=0.0, high=0.0)
+    assert bounded(flat, 10, is_share=False) == Metric(value=0.0)
+    assert 0 < (bounded(flat, 10).high or 0) < 0.5

@@ -25,6 +25,9 @@ BINS = 15
 #: Labels from which the share of rows whose label is among the five likeliest is worth a metric.
 _MANY, _FEW = 10, 5
 
+#: Metrics that are shares, or means of shares.
+_SHARES = ("accuracy", "balanced_accuracy", "f1_macro", "f1_weighted", "accuracy_top5")
+
 
 class _Bins:
     """Places of reliability bins among the sums: count, confidence and right answers of each."""
@@ -170,7 +173,7 @@ class SingleLabelScorer(_LabelScorer):
         found, aucs = self._intervals(), self._aucs()
         names = ("accuracy", "balanced_accuracy", "f1_macro", "f1_weighted", "matthews_correlation", "accuracy_top5")
         metrics = {name: as_metric(found[name]) for name in (*names, "log_loss", "brier") if name in found}
-        metrics = {name: bounded(metric, self._num_rows) for name, metric in metrics.items()}
+        metrics = {name: bounded(metric, self._num_rows, is_share=name in _SHARES) for name, metric in metrics.items()}
         metrics["ece"] = Metric(value=as_metric(found["ece"]).value)  # its resamples lie too high: no interval
         if aucs is not None:
             metrics["auc_macro"] = as_metric(aucs.macro)
@@ -268,7 +271,10 @@ class MultiLabelScorer(_LabelScorer):
     def result(self) -> Scored:
         found, aucs = self._intervals(), self._aucs()
         names = ("f1_micro", "f1_macro", "precision_micro", "recall_micro", "accuracy", "label_accuracy")
-        metrics = {name: bounded(as_metric(found[name]), self._num_rows) for name in (*names, "log_loss", "brier")}
+        metrics = {
+            name: bounded(as_metric(found[name]), self._num_rows, is_share=name in names)
+            for name in (*names, "log_loss", "brier")
+        }
         metrics["ece"] = Metric(value=as_metric(found["ece"]).value)  # its resamples lie too high: no interval
         if aucs is not None:
             metrics["auc_macro"] = as_metric(aucs.macro)

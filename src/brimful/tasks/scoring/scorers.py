@@ -147,10 +147,15 @@ def as_metric(ends: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]) -> Metri
     return Metric(value=value, low=low, high=high)
 
 
-def bounded(metric: Metric, num_rows: float) -> Metric:
-    """A share whose resamples cannot differ from 0 or 1 gets the exact binomial bound of so many rows."""
+def bounded(metric: Metric, num_rows: float, *, is_share: bool = True) -> Metric:
+    """A share whose resamples cannot differ from 0 or 1 gets the exact binomial bound of so many rows.
+
+    Other numbers whose resamples do not differ have no interval.
+    """
     if metric.low is None or metric.low != metric.high or not num_rows:
         return metric
+    if not is_share:
+        return Metric(value=metric.value)
     if metric.value == 1:
         return Metric(value=1.0, low=perfect_bound(num_rows), high=1.0)
     return Metric(value=0.0, low=0.0, high=1 - perfect_bound(num_rows)) if metric.value == 0 else metric
