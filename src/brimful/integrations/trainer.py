@@ -76,7 +76,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return self._by_trainer(model, [*self._waiting, inputs], num_items_in_batch)
         self._waiting.append(inputs)
         if len(self._waiting) < self._expected:
-            return torch.zeros((), device=self.args.device)
+            return self._without_waiting(torch.zeros((), device=self.args.device))
         batches, self._waiting = self._waiting, []
         model.train()
         if callable(getattr(self.optimizer, "train", None)):

@@ -14,8 +14,8 @@ from brimful.step.state import ParameterState
 from brimful.step.updates.torch_update import TorchUpdate
 from brimful.step.updates.update import Update
 
-#: torch's own optimizers whose fused kernels compute the same; they take whether to skip from the device.
-_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
+#: torch's own optimizers whose fused kernels on a GPU compute the same; they take whether to skip from the device.
+_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
 class GivenUpdate(TorchUpdate):
@@ -49,7 +49,8 @@ class GivenUpdate(TorchUpdate):
     def begin(self) -> None:
         """Take the learning rates that the groups have now."""
         for rate, group in zip(self._rates, self._owners.param_groups, strict=True):
-            rate.fill_(float(group["lr"]))
+            value = group["lr"]
+            rate.copy_(value) if isinstance(value, Tensor) else rate.fill_(value)
 
     def _rate(self) -> Tensor:
         self._learning_rate.copy_(self._rates[0])
