@@ -86,6 +86,14 @@ def test_pairs_and_classes_that_are_numbers(base: Path) -> None:
     assert found.run_.data["inputs"]["pair_column"] == "text_pair"
 
 
+def test_a_cut_that_was_asked_for_is_no_warning_and_another_is_one(base: Path) -> None:
+    long = [" ".join([text] * 9) for text in TEXTS]
+    make(base, max_steps=1).fit(TEXTS, LABELS).predict(long)
+    found = make(base, max_steps=1, max_length=None).fit(TEXTS, LABELS)
+    with pytest.warns(UserWarning, match="longer than 80 tokens"):
+        found.predict(long)
+
+
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 

@@ -121,7 +121,8 @@ class TextClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.classes_, self.run_ = labels.classes_C, run
         self._outputs = np.array([run.labels.values[name] for name in labels.names])
         params = self.get_params(deep=False)
-        self.model_ = FittedModel(folder, {name: params[name] for name in _OF_ANSWERS})
+        given = {} if self.max_length is None else {"max_length": _plain(self.max_length)}
+        self.model_ = FittedModel(folder, {name: params[name] for name in _OF_ANSWERS} | given)
         return self
 
     def predict(self, X: Any) -> np.ndarray:
