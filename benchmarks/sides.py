@@ -1,0 +1,152 @@
+"""Shared by benchmarks whose rows are settings of one work, ours and Trainer's: a process each, blocks of equal steps.
+
+A row's result has its rates by block, the last loss, and the peaks of torch's allocator and of the driver. A script has
+`measure(plan, ...)`, which prints its row, and calls `run_rows`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from resumable import Session, say, versions_here, write_texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row: whose it is, its name, and its settings."""
+
+    side: str
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The row as `--rows` has it."""
+        return f"{self.side}: {self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Steps that are timed: `count` blocks of `steps`, after `warm_up` steps. rows: of a step."""
+
+    warm_up: int
+    count: int
+    steps: int
+    rows: int
+
+    @property
+    def num_steps(self) -> int:
+        """All steps."""
+        return self.warm_up + self.count * self.steps
+
+    def rates(self, seconds: Sequence[float]) -> list[float]:
+        """Samples a second of each block, in ascending order."""
+        return sorted(self.steps * self.rows / each for each in seconds)
+
+
+def wait(smoke: bool) -> None:
+    """Wait for the GPU."""
+    if not smoke:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def our_steps(
+    model: Any, rows: Sequence[dict[str, Any]], blocks: Blocks, smoke: bool, **options: Any
+) -> dict[str, Any]:
+    """Time `brimful.Step` on batches that are made beforehand."""
+    import brimful
+
+    lengths = [len(row["input_ids"]) for row in rows]
+    step = brimful.Step(model, num_steps=1000, batch_size=blocks.rows, lengths=lengths, **options)
+    size, count = blocks.rows, len(rows)
+    batches = [
+        step.batch([rows[(number * size + i) % count] for i in range(size)]) for number in range(blocks.num_steps)
+    ]
+    for batch in batches[: blocks.warm_up]:
+        step.run(batch).read()
+    seconds, loss = [], 0.0
+    for start in range(blocks.warm_up, len(batches), blocks.steps):
+        wait(smoke)
+        began = time.perf_counter()
+        for batch in batches[start : start + blocks.steps]:
+            pending = step.run(batch)
+        loss = pending.read().loss
+        wait(smoke)
+        seconds.append(time.perf_counter() - began)
+    levers = {lever.name: f"{lever.value} ({lever.arithmetic}): {lever.reason}" for lever in step.recipe.levers}
+    classes = {lever.arithmetic for lever in step.recipe.levers}
+    worst = next((each for each in ("training", "rounding") if each in classes), "exact")
+    return {"rates": blocks.rates(seconds), "loss": loss, "arithmetic": worst, "recipe": levers}
+
+
+def trainer_steps(
+    model: Any, data: Any, blocks: Blocks, smoke: bool, *, collator: Any = None, **arguments: Any
+) -> dict[str, Any]:
+    """Time transformers' Trainer. arguments: of TrainingArguments, beside what any row has."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    marks: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, arguments: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step >= blocks.warm_up and (state.global_step - blocks.warm_up) % blocks.steps == 0:
+                wait(smoke)
+                marks.append(time.perf_counter())
+
+    fixed = {
+        "max_steps": blocks.num_steps, "use_cpu": smoke, "logging_steps": blocks.steps, "logging_nan_inf_filter": False,
+        "disable_tqdm": True, "report_to": "none", "save_strategy": "no", "dataloader_pin_memory": not smoke,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        asked = TrainingArguments(output_dir=folder, **{**fixed, **arguments})
+        trainer = Trainer(model=model, args=asked, train_dataset=data, data_collator=collator, callbacks=[Clock()])
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"rates": blocks.rates([b - a for a, b in pairwise(marks)]), "loss": losses[-1]}
+
+
+def with_peaks(found: dict[str, Any], smoke: bool) -> dict[str, Any]:
+    """Add the median rate, peaks of torch's allocator, and versions."""
+    import torch
+
+    found |= {"samples_per_s": median(found["rates"]), "versions": versions_here("accelerate", "peft", "bitsandbytes")}
+    peaks = {"peak_allocated_bytes": None, "peak_reserved_bytes": None}
+    if not smoke:
+        peaks["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        peaks["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+    return found | peaks
+
+
+def run_rows(
+    arguments: Namespace, script: str, rows: Sequence[Row], expected_s: Callable[[Row], float]
+) -> list[dict[str, Any]]:
+    """Measure the rows that the raw log lacks and that there is time for; write results.json. Return all results."""
+    session = Session(arguments, script, gpu=not arguments.smoke)
+    for row in (row for row in rows if row.key in arguments.rows):
+        if session.known("row", side=row.side, row=row.name, ok=True):
+            continue
+        expected = session.last_wall_s("row", side=row.side, row=row.name) or expected_s(row)
+        if arguments.dry_run or not session.fits(expected):
+            say(f"{row.key}: about {expected:.0f} s{'' if arguments.dry_run else ', no time left'}")
+            continue
+        plan = {"side": row.side, "row": row.name, "settings": dict(row.settings), "smoke": arguments.smoke}
+        found = session.child(plan, arguments.timeout_s)
+        measured = found.pop("found")
+        result = {"settings": dict(row.settings)} | (measured[0] if measured else {}) | found
+        record = session.add(kind="row", side=row.side, row=row.name, **result)
+        rate = f"{record['samples_per_s']:.1f} samples/s" if record["ok"] else str(record["error"])[-300:]
+        say(f"{row.key}: {rate}, {record['nvml_bytes']} bytes by NVML, {record['wall_s']} s")
+    results = [found for row in rows if (found := session.known("row", side=row.side, row=row.name))]
+    newest = [max(found, key=lambda record: (record["ok"], session.records.index(record))) for found in results]
+    write_texts(arguments.output, {"results.json": json.dumps(newest, indent=1)})
+    return newest
