@@ -81,9 +81,9 @@ class HostActivations:
     def is_worth(self, x: Tensor, weights: set[int]) -> bool:
         """True for a tensor that is to be moved."""
         return (
-            x.device.type == self._device.type
+            type(x) in (Tensor, nn.Parameter)  # a tensor that is traced has neither bytes nor an address
+            and x.device.type == self._device.type
             and x.nbytes >= LEAST_BYTES
-            and type(x) in (Tensor, nn.Parameter)
             and x.layout == torch.strided
             and x.untyped_storage().data_ptr() not in weights
         )
