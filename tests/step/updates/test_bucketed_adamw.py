@@ -102,17 +102,20 @@ def test_gradients_are_gone_when_the_backward_pass_is_done() -> None:
 
 
 def test_clipping_is_by_the_norm_of_the_step_before() -> None:
-    """By hand, in a plain loop with torch's AdamW; the first step is not clipped."""
+    """By hand, in a plain loop with torch's AdamW, of batches in one micro-batch and in several; the first step is not
+    clipped."""
     model, late = model_of(), copy.deepcopy(model_of())
     model.eval(), late.eval()
     step = make_step(late, optimizer=saving(in_backward=True, late_clipping=True), **SMALL)
     plain = make_step(model, optimizer=PLAIN, max_grad_norm=0.0)
     norm = None
-    for number in range(4):
-        found = step.run(ROWS.batch(number)).read()
+    for number in (STEPS - 1, 0, STEPS - 1, 1, STEPS - 1):
+        batch = ROWS.batch(number)
+        assert (len(batch.micro_batches) == 1) == (number == STEPS - 1)
+        found = step.run(batch).read()
         expected = plain.update
-        for index in range(len(ROWS.batch(number).micro_batches)):
-            plain.accumulate(ROWS.batch(number), index)
+        for index in range(len(batch.micro_batches)):
+            plain.accumulate(batch, index)
         gradients = [p.grad for p in expected.parameters if p.grad is not None]
         now = float(torch.nn.utils.get_total_norm(gradients))
         if norm is not None:
