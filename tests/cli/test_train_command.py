@@ -111,7 +111,7 @@ def test_the_talk_in_a_pipe(brimful: Brimful, files: Files, tmp_path: Path) -> N
         "  label: column 'label' (by name; --label-column names another)",
         "  task: single_label, 2 labels: bad, good",
         "  steps: 5, 8 rows each (36 rows, 1 epoch); learning rate 0.0002, linear, warm-up 1 step"
-        " (chosen: learning rate for a width of 16)",
+        " (chosen: --learning-rate by a width of 16)",
         "Data  36 rows to train on, 4 to evaluate on",
         f"Use it:  brimful classify {tmp_path}/run/model FILE",
     ):

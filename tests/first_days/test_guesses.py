@@ -82,10 +82,9 @@ def test_one_label_in_several_spellings(brimful: Brimful, files: Files, tmp_path
 def test_lists_that_are_taken_for_classes(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     tags = ["red, blue", "red", "blue, green", "green", "red, green", "blue"] * 10
     data = reviews(tmp_path / "rows.csv", tags)
-    assert (
-        "the 6 labels look like lists: --task multi_label cuts them at commas, and gives 3"
-        in plan(brimful, files, data).err
-    )
+    said = plan(brimful, files, data).err
+    assert "6 labels: blue, 'blue, green', green, red, 'red, blue', 'red, green'" in said
+    assert "the 6 labels look like lists: --task multi_label cuts them at commas, and gives 3" in said
     assert "multi_label, 3 labels" in plan(brimful, files, data, "--task", "multi_label").err
     places = reviews(tmp_path / "rows.csv", ["Paris, France", "Rome, Italy", "Bern, Switzerland"] * 20)
     assert "look like lists" not in plan(brimful, files, places).err

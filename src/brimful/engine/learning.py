@@ -55,12 +55,7 @@ def choose_learning(
         enough = _ENOUGH_STEPS + _STEPS_OF_OUTPUT * min(num_outputs, _MOST_OUTPUTS)
         wanted = math.ceil(enough / batches_per_epoch)
         epochs = float(max(_FEWEST_EPOCHS, min(_MOST_EPOCHS, wanted)))
-        outputs = f"{count_text(num_outputs)} {'output' if num_outputs == 1 else 'outputs'}"
-        reasons.append(
-            f"{epochs:g} epochs of as many rows"
-            if wanted <= _FEWEST_EPOCHS
-            else f"{epochs:g} epochs of so few rows, since {outputs} take about {enough:,} steps"
-        )
+        reasons.append(f"--num-train-epochs {_why(wanted, enough, num_outputs)}")
     num_steps = options.max_steps or math.ceil((epochs or 0) * batches_per_epoch)
     return Learning(
         learning_rate=rate,
@@ -70,13 +65,23 @@ def choose_learning(
     )
 
 
+def _why(wanted: int, enough: int, num_outputs: int) -> str:
+    """Reason of a number of epochs. wanted: those that make `enough` steps."""
+    if wanted <= _FEWEST_EPOCHS:
+        return "as for many rows"
+    if wanted > _MOST_EPOCHS:
+        return "at the most, of so few rows"
+    outputs = f"{count_text(num_outputs)} {'output' if num_outputs == 1 else 'outputs'}"
+    return f"for about {enough:,} steps, enough for {outputs}"
+
+
 def _rate(options: TrainOptions, config: Any) -> tuple[float, str]:
     """Learning rate for a model and what is trained of it, with its reason."""
     width = getattr(config.get_text_config(), "hidden_size", None)
     rate = _BASE_RATE if not width else min(_MOST_RATE, _BASE_RATE * (_BASE_WIDTH / width) ** 2)
-    reason = "learning rate for an unknown width" if not width else f"learning rate for a width of {width:,}"
+    reason = "--learning-rate " + ("by an unknown width" if not width else f"by a width of {width:,}")
     if options.optim.startswith(_UNKNOWN):
-        return _BASE_RATE, f"no learning rate is known for {options.optim}, {_BASE_RATE:g} is transformers' default"
+        return _BASE_RATE, f"--learning-rate as in transformers, since none is known for {options.optim}"
     if options.optim.removeprefix("paged_").startswith("lion"):
         rate, reason = rate * _OF_LION, f"{reason} and Lion"
     if options.peft is not None:

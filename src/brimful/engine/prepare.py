@@ -295,7 +295,7 @@ def _examples(
     space = detect_labels(rows, columns, options.task)
     if (doubt := label_doubt(rows, columns, options.task, space)) is not None:
         callbacks.warning(doubt)
-    shown = ", ".join(space.names[:8]) + (", ..." if len(space.names) > 8 else "")
+    shown = ", ".join(map(_shown_name, space.names[:8])) + (", ..." if len(space.names) > 8 else "")
     noun = "output" if space.task == "regression" else "label"
     callbacks.note(f"task: {space.task}, {len(space.names)} {noun}{'s' if len(space.names) > 1 else ''}: {shown}")
     for doubt in label_doubts(rows, columns, space):
@@ -321,6 +321,11 @@ def _examples(
     for doubt in data_doubts(training, evaluation, space.names):
         callbacks.warning(doubt)
     return space, training, evaluation, fingerprint, num_empty
+
+
+def _shown_name(name: str) -> str:
+    """A label as it is listed: in quotation marks where its ends would not be seen."""
+    return repr(name) if "," in name or name != name.strip() else name
 
 
 def _tell_reading(rows: Rows, callbacks: Callbacks) -> None:

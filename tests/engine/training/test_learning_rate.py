@@ -83,14 +83,14 @@ def test_a_resumed_run_keeps_what_was_chosen(tmp_path: Path) -> None:
     words = ["train", data, "--model", base, "--output", run, "--batch-size", 8, "--max-length", 16, "--no-baselines"]
     first = call(*words, "--num-train-epochs", 2, "--learning-rate", "auto", "--save-steps", 3)
     assert first.code == 0, first.err
-    assert "learning rate 0.0002, linear, warm-up 1 step (chosen: learning rate for a width of 16)" in first.err
+    assert "learning rate 0.0002, linear, warm-up 1 step (chosen: --learning-rate by a width of 16)" in first.err
     record = json.loads((run / "run.json").read_text())
     assert record["options"]["learning_rate"] is None
     assert record["learning"] == {
         "learning_rate": 2e-4,
         "num_train_epochs": 2.0,
         "num_warmup_steps": 1,
-        "reason": "learning rate for a width of 16",
+        "reason": "--learning-rate by a width of 16",
     }
     assert "| learning_rate | 0.0002 |" in (run / "model" / "README.md").read_text()
     record["learning"]["learning_rate"] = 1.5e-4
@@ -112,6 +112,6 @@ def test_auto_on_the_command_line_and_in_a_file(tmp_path: Path) -> None:
     words = train_words(data, base, tmp_path / "run", "--dry-run")
     said = call(*words[:6], "--dry-run", "--config", tmp_path / "run.toml")
     assert said.code == 0, said.err
-    assert "epochs of so few rows, since 2 outputs take about" in said.err
+    assert "--num-train-epochs at the most, of so few rows" in said.err
     refused = call(*words, "--batch-size", "auto")
     assert (refused.code, "--batch-size is 'auto'" in refused.err) == (2, True)
