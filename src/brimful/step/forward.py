@@ -117,7 +117,9 @@ class Forward:
                     self.after_pass()
                 rows.append(members)
                 found.append(logits_SC[: len(members)])
-            logits_MC = torch.cat(found) if found else torch.zeros(0, self.num_outputs, device=device)
+            logits_MC = (
+                torch.cat(found) if found else torch.zeros(0, self.num_outputs, dtype=torch.float32, device=device)
+            )
             read_back = ReadBack(logits_MC, since=since, blocking=True)
         host_s = 0.0 if device.type == "cuda" else time.perf_counter() - began
         return PendingLogits(read_back, rows, len(tokens), host_s, self._again(tokens))

@@ -206,3 +206,21 @@ def test_many_labels(plain_model: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"60 whole numbers, 0 to 59: taken as classes.*--task regression"):
         run = brimful.train(data, model=plain_model, output=tmp_path / "b", max_steps=1, max_length=32)
     assert (run.labels.task, run.labels.num_outputs) == ("single_label", 60)
+
+
+def test_the_default_dtype_is_the_processs(plain_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    """Whatever it is, a run learns the same bits, and leaves it."""
+
+    def learn(name: str) -> Path:
+        asked: Any = {**SIZES, "max_steps": 3, "device": "cpu", "baselines": False}
+        brimful.train(data["single label"], model=plain_model, output=tmp_path / name, callbacks=Callbacks(), **asked)
+        return tmp_path / name
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = learn("fp64")
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+    assert learned(found) == learned(learn("fp32"))

@@ -75,7 +75,7 @@ class BucketedAdamW(Update):
         self._bucket_of = {i: each for each in self._buckets for i in each.members}
         self._arenas = [self._arena(each) for each in self._buckets]
         self._host = HostStates(self._arenas, self.device) if savings.on_host else None
-        zeros: dict[str, Any] = {"device": self.device}
+        zeros: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         self._steps = torch.zeros(len(self.parameters), **zeros).unbind()
         self._learning_rate, self._squares, self._skipped = (torch.zeros((), **zeros) for _ in range(3))
         self._late_norm, self._scale = torch.zeros((), **zeros), torch.ones((), **zeros)

@@ -107,17 +107,18 @@ class FusedAdamW(Update):
         self._places = self._tables(starts, copied, weight_decay)
         device, count = self.device, len(order)
         self._touched = torch.zeros(len(self._places.blocks_B3), dtype=torch.int32, device=device)
-        self._master, self._moment1, self._moment2 = (torch.zeros(end, device=device) for _ in range(3))
+        fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}  # whatever the process's default is
+        self._master, self._moment1, self._moment2 = (torch.zeros(end, **fp32) for _ in range(3))
         self._copy = torch.zeros(max(end_of_copies, 1), dtype=half, device=device)
         self._sum: Tensor | None = None  # fp32 gradients of several micro-batches, made when first needed
-        self._steps = torch.zeros(count, device=device)
+        self._steps = torch.zeros(count, **fp32)
         self._used = torch.zeros(count, dtype=torch.int32, device=device)
         self._nowhere = torch.zeros(count, dtype=torch.int64, device=device)
         self._no_halves = torch.zeros(count, dtype=torch.int32, device=device)
-        self._corrections = torch.zeros(count, 2, device=device)
-        self._control = torch.zeros(3, device=device)
+        self._corrections = torch.zeros(count, 2, **fp32)
+        self._control = torch.zeros(3, **fp32)
         self._gathered = torch.zeros((), dtype=torch.int32, device=device)
-        self._parts = torch.zeros(adamw.PARTIALS, device=device)
+        self._parts = torch.zeros(adamw.PARTIALS, **fp32)
         self.side_stream = SideStream(device) if device.type == "cuda" else None
         # Tables of graphs, made beforehand: memory of a capture is written to at every replay. Those that a capture has
         # taken wait for its end to be filled.

@@ -43,7 +43,7 @@ class GivenUpdate(TorchUpdate):
             model, lambda _: optimizer, torch.zeros(1), max_grad_norm=max_grad_norm, scaled=scaled, own_states=False
         )
         self._owners = optimizer
-        self._rates = [torch.zeros((), device=self.device) for _ in optimizer.param_groups]
+        self._rates = [torch.zeros((), dtype=torch.float32, device=self.device) for _ in optimizer.param_groups]
         self.begin()
 
     def begin(self) -> None:

@@ -26,7 +26,7 @@ class TorchUpdate(Update):
         schedule: Tensor, *, max_grad_norm: float, scaled: bool, own_states: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(model, schedule, max_grad_norm=max_grad_norm, scaled=scaled)
-        self._learning_rate = torch.zeros((), device=self.device)
+        self._learning_rate = torch.zeros((), dtype=torch.float32, device=self.device)
         made = make(self._learning_rate)
         self._optimizers: list[Any] = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
         self._own_states = own_states

@@ -51,7 +51,7 @@ class Update:
         self.schedule = schedule.to(device=device, dtype=torch.float32)
         self.loss = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=device)
         self.applied = torch.zeros((), dtype=torch.int64, device=device)
-        self.scale = torch.full((), _FIRST_SCALE if scaled else 1.0, device=device)
+        self.scale = torch.full((), _FIRST_SCALE if scaled else 1.0, dtype=torch.float32, device=device)
         self.growth = torch.zeros((), dtype=torch.int32, device=device)
         for parameter in self.parameters:
             parameter.grad = None  # made by the first backward: what a model does not use is never decayed
