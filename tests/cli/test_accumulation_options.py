@@ -62,6 +62,7 @@ def test_what_is_learned_is_the_same(brimful: Brimful, files: Files, tmp_path: P
         tmp_path / "model", ["bad", "good"], hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
     )
     words = (files.reviews, "--model", model, "--num-train-epochs", 1, "--packing", packing, "--no-baselines")
+    words += ("--learning-rate", 5e-5)
     split = ("--per-device-train-batch-size", 3, "--gradient-accumulation-steps", 3)
     for name, batch in (("whole", ("--batch-size", 9)), ("split", split)):
         said = brimful("train", *words, "--device", "cpu", "--output", tmp_path / name, *batch)

@@ -1,4 +1,4 @@
-"""Every pair of levers on a GPU, captured and compiled ones among them, as `tests/levers/test_pairs.py` has it."""
+"""Every pair of levers on a GPU, captured and compiled ones among them, as `tests/levers/test_lever_pairs.py` has it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.step import Step
 from levers.assemblies import assembly_of
 from levers.pairs import LEVERS, PLAIN, REFUSED, pairs, tolerances_of
+from levers.test_lever_pairs import EQUAL
 from levers.test_named_optimizers import learned
-from levers.test_pairs import EQUAL
 from step.test_step import ROWS, TASK, snapshot
 from tiny import FAMILIES
 from tolerances import difference

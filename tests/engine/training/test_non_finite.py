@@ -103,7 +103,7 @@ def test_an_infinite_loss_and_an_infinite_gradient(model: Path, tmp_path: Path) 
     samples = order(40)
     loss_row, gradient_row = int(samples.samples(1)[3]), int(samples.samples(3)[0])
     rows = regression_rows(tmp_path / "rows.jsonl", 40, {loss_row: NO_LOSS, gradient_row: NO_GRADIENT})
-    run, heard = train(rows, model, tmp_path / "run", task="regression")
+    run, heard = train(rows, model, tmp_path / "run", task="regression", target_scaling="off")
     assert (run.steps, run.skipped_steps) == (3, 2)
     first, second = events(tmp_path / "run", "skipped")
     assert (first["batch"], first["what"]) == (1, "loss")
@@ -121,7 +121,18 @@ def test_five_in_a_row_end_the_run(precision: str, model: Path, runner: Runner, 
     rows = regression_rows(tmp_path / "rows.jsonl", 80, bad)
     words = [
         *("train", str(rows), "--model", str(model), "--output", str(tmp_path / "run"), "--eval-split", "0"),
-        *("--task", "regression", "--max-length", "48", "--batch-size", "8", "--save-steps", "2"),
+        *(
+            "--task",
+            "regression",
+            "--target-scaling",
+            "off",
+            "--max-length",
+            "48",
+            "--batch-size",
+            "8",
+            "--save-steps",
+            "2",
+        ),
         *("--precision", precision),
     ]
     ended = runner(words)
@@ -138,7 +149,7 @@ def test_four_in_a_row_do_not(model: Path, tmp_path: Path) -> None:
     samples = order(80)
     bad = {int(i): NO_LOSS for number in (1, 2, 3, 4, 6, 7, 8, 9) for i in samples.samples(number)}
     rows = regression_rows(tmp_path / "rows.jsonl", 80, bad)
-    run, heard = train(rows, model, tmp_path / "run", task="regression")
+    run, heard = train(rows, model, tmp_path / "run", task="regression", target_scaling="off")
     assert (run.steps, run.skipped_steps, len(heard.said)) == (2, 8, 8)
 
 
@@ -149,7 +160,7 @@ def test_five_in_a_row_across_a_stop(model: Path, runner: Runner, tmp_path: Path
     words = [
         *("train", str(regression_rows(tmp_path / "rows.jsonl", 80, bad)), "--model", str(model)),
         *("--output", str(tmp_path / "run"), "--eval-split", "0"),
-        *("--task", "regression", "--max-length", "48", "--batch-size", "8"),
+        *("--task", "regression", "--target-scaling", "off", "--max-length", "48", "--batch-size", "8"),
     ]
     assert runner(words, "term:event:skipped:2").code == 143  # those in flight are waited for
     ended = runner([*words, "--resume"])
@@ -160,5 +171,5 @@ def test_five_in_a_row_across_a_stop(model: Path, runner: Runner, tmp_path: Path
 def test_the_error_of_the_python_call(model: Path, tmp_path: Path) -> None:
     rows = regression_rows(tmp_path / "rows.jsonl", 48, dict.fromkeys(range(48), NO_LOSS))
     with pytest.raises(NonFiniteError, match="5 steps in a row were not finite, after 0 applied ones") as caught:
-        train(rows, model, tmp_path / "run", task="regression")
+        train(rows, model, tmp_path / "run", task="regression", target_scaling="off")
     assert caught.value.exit_code == 3
