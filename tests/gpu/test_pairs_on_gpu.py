@@ -1,4 +1,4 @@
-"""Every pair of levers on a GPU, captured and compiled ones among them, as `tests/levers/test_lever_pairs.py` has it."""
+"""Every pair of levers on a GPU, captured and compiled ones among them; on a CPU: tests/levers/test_lever_pairs.py."""
 
 from __future__ import annotations
 
