@@ -1,123 +1,63 @@
-"""The table of Hugging Face's guide to memory and speed on one GPU: its nine rows by Trainer, and ours.
+"""The table of Hugging Face's guide to memory and speed on one GPU: nine rows by Trainer, and ours, by `brimful bench`.
 
     python benchmarks/guide_table/run.py --output benchmarks/guide_table/DATE-GPU --budget-s 580
 
-BERT-large with random weights, 512 sequences of 512 random tokens, effective batch 4, as in the guide. Each row is a
-process of its own, and none is measured again that is in the raw log: call it until no row is left. Needs one NVIDIA
-GPU and nothing from a network; rows of 8-bit Adam need bitsandbytes. --smoke: a tiny model on a CPU.
+BERT-large with random weights, 512 sequences of 512 random tokens, effective batch 4, as in the guide. Finished rows
+are not measured again: call it until none is left. Needs one NVIDIA GPU and nothing from a network; 8-bit Adam needs
+bitsandbytes. --smoke: a tiny model on a CPU.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import subprocess
 import sys
-from argparse import Namespace
+import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from resumable import parser_of, print_rows
-from sides import Blocks, Row, our_steps, run_rows, trainer_steps, with_peaks
-
-_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-_LEAN = _ONE | {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}, "fp16": True}
-TRAINER = (
-    Row(side="trainer", name="vanilla"),
-    Row(side="trainer", name="accumulation", settings=_ONE),
-    Row(side="trainer", name="accumulation, checkpointing", settings={k: v for k, v in _LEAN.items() if k != "fp16"}),
-    Row(side="trainer", name="fp16", settings={"fp16": True}),
-    Row(side="trainer", name="fp16, accumulation, checkpointing", settings=_LEAN),
-    Row(side="trainer", name="Adafactor", settings={"optim": "adafactor"}),
-    Row(side="trainer", name="all, Adafactor", settings=_LEAN | {"optim": "adafactor"}),
-    Row(side="trainer", name="8-bit Adam", settings={"optim": "adamw_bnb_8bit"}),
-    Row(side="trainer", name="all, 8-bit Adam", settings=_LEAN | {"optim": "adamw_bnb_8bit"}),
-)
-_BF16: dict[str, Any] = {"precision": "bf16"}
-_FULL = {"gradient_checkpointing": "full"}
-_FREED = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
-_SMALL = {"optimizer_state_dtype": "bf16", "weight_dtype": "bf16", "optimizer_in_backward": True, "late_clipping": True}
-OURS = (
-    Row(side="brimful", name="fp32", settings={"precision": "fp32"}),
-    Row(side="brimful", name="bf16", settings=_BF16),
-    Row(side="brimful", name="bf16, compiled", settings=_BF16 | {"execution": "compiled"}),
-    Row(side="brimful", name="fp16", settings={"precision": "fp16"}),
-    Row(side="brimful", name="split in four", settings=_BF16 | {"token_budget": 512}),
-    Row(side="brimful", name="checkpointing", settings=_BF16 | _FULL),
-    Row(side="brimful", name="selective", settings=_BF16 | {
-        "gradient_checkpointing": "selective", "activation_memory": "1GB"}),
-    Row(side="brimful", name="activations offloaded", settings=_BF16 | {"gradient_checkpointing": "offload"}),
-    Row(side="brimful", name="states offloaded", settings=_BF16 | {"optimizer_offload": True}),
-    Row(side="brimful", name="updated in backward", settings=_BF16 | _FREED),
-    Row(side="brimful", name="checkpointing, updated in backward, states offloaded", settings=_BF16 | _FULL | _FREED | {
-        "optimizer_offload": True}),
-    Row(side="brimful", name="bf16 weights and states, in backward", settings=_BF16 | _SMALL),
-    Row(side="brimful", name="bf16 weights and states, in backward, checkpointing", settings=_BF16 | _SMALL | _FULL),
-    Row(side="brimful", name="Adafactor", settings=_BF16 | {"optim": "adafactor"}),
-    Row(side="brimful", name="8-bit Adam", settings=_BF16 | {"optim": "adamw_bnb_8bit"}),
-    Row(side="brimful", name="checkpointing, 8-bit Adam", settings=_BF16 | _FULL | {"optim": "adamw_bnb_8bit"}),
-)  # fmt: skip
-ROWS = (*TRAINER, *OURS)
-_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-_TINY = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
+from shapes import load_tokenizer, save_model
 
 
-def model_of(smoke: bool) -> Any:
-    """The guide's model: bert-large-uncased's shape, its head and its weights drawn."""
-    import torch
-    from transformers import AutoModelForSequenceClassification, BertConfig
-
-    torch.manual_seed(0)
-    return AutoModelForSequenceClassification.from_config(BertConfig(num_labels=2, **(_TINY if smoke else _LARGE)))
-
-
-def rows_of(smoke: bool) -> list[dict[str, Any]]:
-    """The guide's data: random tokens, and a label by chance."""
-    import numpy as np
-
-    draw = np.random.default_rng(0)
-    count, length = (16, 16) if smoke else (512, 512)
-    return [{"input_ids": draw.integers(100, 30000, length), "labels": int(draw.integers(2))} for _ in range(count)]
+def model_folder(inputs: Path, *, smoke: bool) -> Path:
+    """The guide's model: bert-large-uncased's shape, its weights and its head drawn; made once."""
+    folder = inputs / ("tiny" if smoke else "bert-large")
+    if not (folder / "config.json").exists():
+        inputs.mkdir(parents=True, exist_ok=True)
+        save_model(folder, "large", load_tokenizer(None, smoke=smoke), _classifier, smoke=smoke)
+    return folder
 
 
-def measure(plan: dict[str, Any]) -> dict[str, Any]:
-    """One row, in this process."""
-    import torch
+def _classifier(config: Any) -> Any:
+    from transformers import AutoModelForSequenceClassification
 
-    smoke, settings = plan["smoke"], plan["settings"]
-    model, rows = model_of(smoke).train(), rows_of(smoke)
-    blocks = Blocks(warm_up=4, count=2, steps=2, rows=4) if smoke else Blocks(warm_up=24, count=5, steps=20, rows=4)
-    if plan["side"] == "brimful":
-        options = {"learning_rate": 5e-5, "seed": 1, "execution": "captured", **settings}
-        if smoke:
-            options |= {"device": "cpu", "execution": "eager"}
-            options |= {"precision": "bf16" if "weight_dtype" in settings else "fp32"}
-        return with_peaks(our_steps(model, rows, blocks, smoke, **options), smoke)
-    data = [{key: torch.as_tensor(value) for key, value in row.items()} for row in rows]
-    asked = {"per_device_train_batch_size": 4, "learning_rate": 5e-5, **settings}
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def command_of(model: Path, output: Path, budget_s: float, *, smoke: bool) -> list[str]:
+    """The command that measures the rows, with the steps of this benchmark."""
+    steps = {"shape": "512x512", "warmup-steps": 24, "repeats": 5, "steps": 20}
     if smoke:
-        asked.pop("fp16", None)
-    return with_peaks(trainer_steps(model, data, blocks, smoke, **asked), smoke)
+        steps = {"shape": "16x16", "warmup-steps": 2, "repeats": 2, "steps": 1, "device": "cpu"}
+    asked = {"rows": "guide", "batch-size": 4, "budget-s": budget_s, "output": output, **steps}
+    flags = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "brimful", "bench", str(model), *flags]
 
 
-def expected_s(row: Row) -> float:
-    """Seconds of a row, to begin with."""
-    return 60.0 if row.side == "trainer" or row.settings.get("execution") == "compiled" else 35.0
-
-
-def main(arguments: Namespace) -> None:
-    """Measure what is left, and print the table."""
-    if arguments.one:
-        print_rows([measure(json.loads(arguments.one))])
-        return
-    print("| row | side | samples/s | NVML | allocated | class |\n|---|---|---|---|---|---|")
-    for found in run_rows(arguments, __file__, ROWS, expected_s):
-        if found["ok"]:
-            bytes_ = [found.get(name) for name in ("nvml_bytes", "peak_allocated_bytes")]
-            said = " | ".join("" if each is None else f"{each / 1e6:,.0f} MB" for each in bytes_)
-            rate = f"{found['samples_per_s']:.1f}"
-            print(f"| {found['row']} | {found['side']} | {rate} | {said} | {found.get('arithmetic', '')} |")
+def main() -> int:
+    """Measure what is left; the exit code of the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="folder of the bench")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="seconds for this call; 0: no limit")
+    parser.add_argument("--inputs", type=Path, help="folder for the model; default: in the temporary folder")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU, to test this script")
+    asked = parser.parse_args()
+    inputs = asked.inputs or Path(tempfile.gettempdir()) / "brimful-benchmark-guide-table"
+    model = model_folder(inputs, smoke=asked.smoke)
+    return subprocess.call(command_of(model, asked.output, asked.budget_s, smoke=asked.smoke))
 
 
 if __name__ == "__main__":
-    main(parser_of(__doc__ or "", [row.key for row in ROWS], timeout_s=240.0).parse_args())
+    sys.exit(main())

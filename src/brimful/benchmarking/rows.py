@@ -1,0 +1,254 @@
+"""Rows of a bench: the guide's table, every lever, or settings that the user names; Trainer's counterpart of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args, get_type_hints
+
+from brimful.core.bench import RECOMMENDED, Row
+from brimful.core.bench_options import BenchOptions
+from brimful.core.errors import OptionError, did_you_mean, printable
+from brimful.core.option_checks import flag
+from brimful.core.options import TrainOptions
+
+#: Settings that a row may have: how a step is run, and what is learned by it. Data, seed and lengths are the bench's.
+SETTINGS = (
+    *("precision", "packing", "token_budget", "per_device_batch_size", "gradient_accumulation_steps"),
+    *("gradient_checkpointing", "activation_memory", "execution", "stream_weights", "deterministic", "allocator"),
+    *("optim", "optim_args", "optimizer_in_backward", "late_clipping", "optimizer_offload", "optimizer_state_dtype"),
+    *("weight_dtype", "max_grad_norm", "weight_decay", "prefetch", "peft", "lora_r", "lora_alpha", "freeze"),
+)
+#: Those that decide what is learned: a row with one of them is never recommended.
+LEARNED = frozenset(
+    {"optim", "optim_args", "late_clipping", "max_grad_norm", "weight_decay", "peft", "lora_r", "lora_alpha", "freeze"}
+)
+#: Settings of ours that Trainer takes by the same name.
+_SAME = ("optim", "optim_args", "max_grad_norm", "weight_decay")
+_CHECKPOINTS = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+_FREED = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
+_LATE = {"optimizer_in_backward": True, "late_clipping": True}
+_SMALL = {"optimizer_state_dtype": "bf16", "weight_dtype": "bf16", **_LATE}
+#: Trainer's plain row, which all others are compared with.
+PLAIN = Row(side="trainer", name="plain")
+_OUR_PLAIN = "brimful: plain"
+
+
+def rows_of(options: BenchOptions, *, longest: int, on_gpu: bool) -> list[Row]:
+    """Rows that `--rows` asks for, without the recommended one, each once; Trainer's plain row first.
+
+    longest: tokens of the longest sequence. Raises: OptionError.
+    """
+    found, precision = [PLAIN], "bf16" if on_gpu else "fp32"
+    for word in options.rows.split(","):
+        name = word.strip()
+        if name in _PRESETS:
+            found += _PRESETS[name](options.batch_size, longest)
+        elif "=" in name:
+            if all(row.key != _OUR_PLAIN for row in found):
+                found.append(_ours("plain", {"precision": precision}, PLAIN.key))
+            found += _asked(options, name, precision)
+        else:
+            said = f"--rows has '{printable(name)}': it is no set of rows and no LEVER=VALUE"
+            raise OptionError(said, hint=f"the sets are {', '.join(_PRESETS)}; as in --rows guide,precision=bf16")
+    unique = {row.key: row for row in reversed(found)}
+    return [_with_needs(row, on_gpu) for row in reversed(unique.values())]
+
+
+def check_rows(options: BenchOptions) -> None:
+    """Check names and values of all rows. Raises: OptionError."""
+    for row in rows_of(options, longest=512, on_gpu=True):
+        if row.side == "brimful":
+            options.train_options(**row.settings)
+
+
+def recommended_of(row: Row) -> Row:
+    """The row that measures the recommended settings once more."""
+    return Row(side="brimful", name=RECOMMENDED, settings=row.settings, base=row.key, needs_gpu=row.needs_gpu)
+
+
+def _default(batch_size: int, longest: int) -> list[Row]:
+    micro, pieces = _quarters(batch_size)
+    return [
+        Row(side="trainer", name="accumulation", settings=_accumulated(micro, pieces), base=PLAIN.key),
+        Row(side="trainer", name="checkpointing", settings=_CHECKPOINTS, base=PLAIN.key),
+        Row(side="trainer", name="bf16", settings={"bf16": True}, base=PLAIN.key),
+        _ours("fp32", {"precision": "fp32"}, PLAIN.key),
+        _ours("fp32, accumulation", {"precision": "fp32", "token_budget": micro * longest}, "brimful: fp32"),
+        _ours("fp32, checkpointing", {"precision": "fp32", "gradient_checkpointing": "full"}, "brimful: fp32"),
+        _ours("bf16", {"precision": "bf16"}, "brimful: fp32"),
+    ]
+
+
+def _guide(batch_size: int, longest: int) -> list[Row]:
+    """The nine ways of Hugging Face's guide to memory and speed on one GPU, and ours."""
+    micro, pieces = _quarters(batch_size)
+    one = _accumulated(micro, pieces)
+    lean = one | _CHECKPOINTS
+    fp16 = lean | {"fp16": True}
+    theirs = (
+        ("accumulation", one, "plain"),
+        ("accumulation, checkpointing", lean, "accumulation"),
+        ("fp16", {"fp16": True}, "plain"),
+        ("fp16, accumulation, checkpointing", fp16, "plain"),
+        ("Adafactor", {"optim": "adafactor"}, "plain"),
+        ("all, Adafactor", fp16 | {"optim": "adafactor"}, "plain"),
+        ("8-bit Adam", {"optim": "adamw_bnb_8bit"}, "plain"),
+        ("all, 8-bit Adam", fp16 | {"optim": "adamw_bnb_8bit"}, "plain"),
+    )
+    full, bf16 = {"gradient_checkpointing": "full"}, {"precision": "bf16"}
+    ours: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("bf16", {}),
+        ("bf16, compiled", {"execution": "compiled"}),
+        ("split in four", {"token_budget": micro * longest}),
+        ("checkpointing", full),
+        ("selective", {"gradient_checkpointing": "selective", "activation_memory": "1GB"}),
+        ("activations offloaded", {"gradient_checkpointing": "offload"}),
+        ("states offloaded", {"optimizer_offload": True}),
+        ("updated in backward", _FREED),
+        ("checkpointing, updated in backward, states offloaded", full | _FREED | {"optimizer_offload": True}),
+        ("bf16 weights and states, in backward", _SMALL),
+        ("bf16 weights and states, in backward, checkpointing", _SMALL | full),
+        ("Adafactor", {"optim": "adafactor"}),
+        ("8-bit Adam", {"optim": "adamw_bnb_8bit"}),
+        ("checkpointing, 8-bit Adam", full | {"optim": "adamw_bnb_8bit"}),
+    )
+    return [
+        *(Row(side="trainer", name=name, settings=each, base=f"trainer: {base}") for name, each, base in theirs),
+        _ours("fp32", {"precision": "fp32"}, PLAIN.key),
+        *(_ours(name, bf16 | each, "brimful: fp32" if name == "bf16" else "brimful: bf16") for name, each in ours),
+        _ours("fp16", {"precision": "fp16"}, "brimful: fp32"),
+    ]
+
+
+def _levers(batch_size: int, longest: int) -> list[Row]:
+    """Each way to train of ours against our plain row, with Trainer's counterpart where there is one."""
+    micro, _ = _quarters(batch_size)
+    levers: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("tf32", {"precision": "tf32"}),
+        ("bf16", {"precision": "bf16"}),
+        ("fp16", {"precision": "fp16"}),
+        ("compiled", {"execution": "compiled"}),
+        ("accumulation", {"token_budget": micro * longest}),
+        ("checkpointing", {"gradient_checkpointing": "full"}),
+        ("every other layer", {"gradient_checkpointing": "every-2"}),
+        ("activations offloaded", {"gradient_checkpointing": "offload"}),
+        ("states offloaded", {"optimizer_offload": True}),
+        ("updated in backward", _FREED),
+        ("states in bf16", {"optimizer_state_dtype": "bf16"}),
+        ("bf16 weights and states", {"precision": "bf16", **_SMALL}),
+        ("Adafactor", {"optim": "adafactor"}),
+        ("8-bit Adam", {"optim": "adamw_bnb_8bit"}),
+        ("not packed", {"packing": "off"}),
+    )
+    fp32, found = {"precision": "fp32"}, [_ours("plain", {"precision": "fp32"}, PLAIN.key)]
+    for name, settings in levers:
+        asked = settings | {"per_device_batch_size": micro} if name == "accumulation" else settings
+        theirs = trainers_settings(asked, batch_size)
+        if theirs is not None:
+            found.append(Row(side="trainer", name=name, settings=theirs, base=PLAIN.key))
+        found.append(_ours(name, fp32 | settings, _OUR_PLAIN))
+    return found
+
+
+_PRESETS = {"default": _default, "guide": _guide, "levers": _levers}
+
+
+def _asked(options: BenchOptions, text: str, precision: str) -> list[Row]:
+    """Our row of `LEVER=VALUE+LEVER=VALUE`, after Trainer's of the same settings if it has these.
+
+    precision: where no other is asked for.
+    """
+    settings: dict[str, Any] = {"precision": "bf16" if "weight_dtype=bf16" in text.replace("-", "_") else precision}
+    for part in text.split("+"):
+        name, _, value = part.partition("=")
+        name = name.strip().removeprefix("--").replace("-", "_")
+        if name not in SETTINGS:
+            known = did_you_mean(name, SETTINGS) or "the levers are " + ", ".join(SETTINGS)
+            raise OptionError(f"--rows has '{printable(name)}', which is no lever", hint=known)
+        settings[name] = _value(name, value.strip())
+    options.train_options(**settings)
+    theirs = trainers_settings(settings, options.batch_size)
+    trainer = [] if theirs is None else [Row(side="trainer", name=text, settings=theirs, base=PLAIN.key)]
+    return [*trainer, _ours(text, settings, _OUR_PLAIN)]
+
+
+def _value(name: str, text: str) -> Any:
+    """A value of `--rows` in the type of its option."""
+    hint = get_type_hints(TrainOptions)[name]
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    kind = next((kind for kind in (bool, int, float) if kind in kinds), str)
+    try:
+        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+    except (ValueError, KeyError):
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        said = f"--rows has {flag(name)} '{printable(text)}': it must be {wanted}"
+        raise OptionError(said, hint=f"as in --rows {name}={'true' if kind is bool else 8}") from None
+
+
+def trainers_settings(settings: Mapping[str, Any], batch_size: int) -> dict[str, Any] | None:
+    """Settings of TrainingArguments that ask for the same; None where Trainer has no counterpart."""
+    found: dict[str, Any] = {}
+    left = dict(settings)
+    precision = left.pop("precision", "fp32")
+    if precision not in ("auto", "fp32", "tf32", "bf16", "fp16"):
+        return None
+    if precision not in ("auto", "fp32"):
+        found[precision] = True
+    if (rows := left.pop("per_device_batch_size", None)) is not None:
+        left.pop("gradient_accumulation_steps", None)
+        left.pop("token_budget", None)
+        found |= _accumulated(rows, max(1, batch_size // rows))
+    if left.pop("gradient_checkpointing", "none") not in ("none", "full"):
+        return None
+    if settings.get("gradient_checkpointing") == "full":
+        found |= _CHECKPOINTS
+    execution = left.pop("execution", "auto")
+    if execution == "compiled":
+        found["torch_compile"] = True
+    for name in _SAME:
+        if name in left:
+            found[name] = left.pop(name)
+    return None if left else found
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Settings as words, `none` without any."""
+    shown = (f"{name}={value}" for name, value in settings.items() if name != "gradient_checkpointing_kwargs")
+    return " ".join(shown) or "none"
+
+
+def _ours(name: str, settings: Mapping[str, Any], base: str) -> Row:
+    return Row(side="brimful", name=name, settings=settings, base=base)
+
+
+def _quarters(batch_size: int) -> tuple[int, int]:
+    """Rows of a micro-batch, and micro-batches of a batch that is split in four, or into single rows."""
+    pieces = 4 if batch_size % 4 == 0 else batch_size
+    return batch_size // pieces, pieces
+
+
+def _accumulated(micro: int, pieces: int) -> dict[str, Any]:
+    return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": pieces}
+
+
+def _with_needs(row: Row, on_gpu: bool) -> Row:
+    """The row with the setting that only a GPU has; on a GPU, ours with captured steps where it says nothing else."""
+    settings = row.settings
+    half = settings.get("precision") in ("fp16", "tf32", "fp8") or settings.get("fp16") or settings.get("tf32")
+    need = None
+    if half:
+        need = str(settings.get("precision") or ("fp16" if settings.get("fp16") else "tf32"))
+    elif settings.get("execution") in ("captured", "compiled") or settings.get("torch_compile"):
+        need = "compiled steps" if row.side == "trainer" else f"{settings['execution']} steps"
+    elif settings.get("gradient_checkpointing") == "offload":
+        need = "activations in host memory"
+    elif settings.get("optimizer_offload"):
+        need = "states in host memory"
+    if on_gpu and row.side == "brimful" and "execution" not in settings:
+        settings = {**settings, "execution": "captured"}
+    return Row(side=row.side, name=row.name, settings=settings, base=row.base, needs_gpu=need)
+
+
+def known_sets() -> Sequence[str]:
+    """Names of sets of rows."""
+    return tuple(_PRESETS)

@@ -1,0 +1,287 @@
+"""A bench from its options to its folder: what the machine is, each row in a process of its own, and the best again.
+
+Loads no torch: the processes of rows do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from brimful.benchmarking.folder import BenchFolder
+from brimful.benchmarking.process import Ended, Watch, run_plan
+from brimful.benchmarking.rows import LEARNED, check_rows, recommended_of, rows_of
+from brimful.core.bench import RECOMMENDED, RESULTS, Bench, BenchRow, Measured, Row, Steps, Workload
+from brimful.core.bench_options import BenchOptions
+from brimful.core.callbacks import Callbacks
+from brimful.core.errors import InputError, Interrupted
+from brimful.core.records import from_json, json_text, to_json
+from brimful.core.units import bytes_text, count_text, parse_bytes, seconds_text
+from brimful.reports.bench_page import bench_page
+from brimful.reports.bench_text import bench_csv, bench_markdown
+from brimful.reports.charts import check_charts
+
+#: Seconds of a row's timed steps and warm-up, where there is time; and of all else in its process, to begin with.
+_STEPS_S, _START_S = 30.0, 14.0
+_MOST_BLOCK, _MOST_WARM_UP, _REPEATS = 20, 24, 5
+#: Most seconds of a row without a budget: it hangs by then.
+_MOST_ROW_S = 3600.0
+#: How much longer than expected a row may take before it is ended, where the budget is not over sooner.
+_PATIENCE = 6.0
+
+
+class BenchRun:
+    """One call of a bench."""
+
+    def __init__(self, options: BenchOptions, command: str, callbacks: Callbacks) -> None:
+        self._options, self._command, self._callbacks = options, command, callbacks
+        self._folder = BenchFolder(Path(options.output))
+        self._deadline = time.monotonic() + options.budget_s if options.budget_s else None
+        self._walls: list[float] = []
+        self._found: list[BenchRow] = []
+
+    def run(self) -> Bench:
+        """Measure what is not there yet. Raises: InputError for what cannot be done as asked; Interrupted by Ctrl-C."""
+        check_rows(self._options)
+        self._draws = _draws(self._callbacks)
+        with self._folder.locked():
+            try:
+                return self._run()
+            except KeyboardInterrupt:
+                done = sum(each.status != "left" for each in self._found)
+                if done:
+                    self._write(None)
+                said = f"interrupted: {done} rows are in {self._options.output}"
+                raise Interrupted(said, hint="the same command goes on") from None
+
+    def _run(self) -> Bench:
+        self._callbacks.stage("reading the rows, and measuring what the machine can do")
+        workload = self._workload()
+        rows = rows_of(self._options, longest=workload.longest_tokens, on_gpu=workload.on_gpu)
+        steps = self._steps(workload, len(rows) + 1)
+        self._steps_now, self._work = self._folder.agree(self._options, workload, steps)
+        self._callbacks.note(_work_text(self._work, self._steps_now))
+        for number, row in enumerate(rows):
+            self._found.append(self._row(row, f"row {number + 1} of {len(rows) + 1}", len(rows) - number))
+            self._tell(self._found[-1])
+            self._folder.write(RESULTS, to_json(self._bench(None)))  # a killed bench leaves what it found
+        best = self._recommend()
+        for number, each in enumerate(self._found):
+            if self._disturbed(each):
+                self._found[number] = self._row(each.row, "again, undisturbed", 0, again=True)
+                self._tell(self._found[number])
+        return self._write(best)
+
+    def _disturbed(self, row: BenchRow) -> bool:
+        return row.measured is not None and self._work.disturbed(row.measured)
+
+    def _workload(self) -> Workload:
+        """The work and the machine, from a process like those of the rows. Raises: InputError that was raised there."""
+        ended = run_plan(self._plan(None), Watch(), limit_s=self._left_s())
+        found = ended.found or {}
+        if "workload" not in found:
+            said = str(found.get("error") or ended.reason)
+            raise InputError(f"nothing could be measured: {said}" if not found.get("is_input") else said,
+                             hint=found.get("hint") or "see brimful bench --help")  # fmt: skip
+        for text in found.get("notes", ()):
+            self._callbacks.warning(text)
+        return from_json(Workload, json_text(found["workload"]))
+
+    def _plan(self, row: Row | None) -> dict[str, Any]:
+        steps = None if row is None else dataclasses.asdict(self._steps_now)
+        plain = None if row is None else {**dataclasses.asdict(row), "settings": dict(row.settings)}
+        return {"options": dataclasses.asdict(self._options), "row": plain, "steps": steps}
+
+    def _steps(self, workload: Workload, num_rows: int) -> Steps:
+        """As many steps as there is time for, at the speed of a plain step."""
+        asked, repeats = self._options, self._options.repeats or _REPEATS
+        seconds = _STEPS_S
+        if self._deadline is not None:
+            seconds = min(seconds, (self._deadline - time.monotonic()) / num_rows - _START_S)
+        num = max(seconds, 0.0) / max(workload.step_s or 1.0, 1e-4)
+        block = asked.steps or max(1, min(_MOST_BLOCK, int(0.8 * num / repeats)))
+        if asked.repeats is None and asked.steps is None and num < repeats + 2:
+            repeats = 3
+        warm_up = asked.warmup_steps or max(2, min(_MOST_WARM_UP, int(0.2 * num)))
+        return Steps(warm_up=warm_up, repeats=repeats, block=block)
+
+    def _left_s(self) -> float | None:
+        return None if self._deadline is None else max(1.0, self._deadline - time.monotonic())
+
+    def _expected_s(self) -> float:
+        """Seconds of a row: the median of those before it, or a guess."""
+        guess = _START_S + self._steps_now.total * (self._work.step_s or 1.0)
+        return statistics.median(self._walls) if self._walls else guess
+
+    def _row(self, row: Row, place: str, after: int, *, again: bool = False) -> BenchRow:
+        """One row, measured or as it was. after: how many come after it, the recommended one among them. again: whether
+        to measure it though it was."""
+        if row.needs_gpu is not None and not self._work.on_gpu:
+            return BenchRow(row=row, status="unsupported", reason=f"needs a GPU: {row.needs_gpu}")
+        known = self._folder.row(row)
+        if known is not None and not again:
+            self._walls += [known.wall_s] if known.measured is not None and known.wall_s else []
+            return known
+        expected, left = self._expected_s(), self._left_s()
+        if left is not None and expected * (2 if after else 1) > left:  # the recommended row comes, too
+            if known is not None:
+                return known
+            return BenchRow(row=row, status="left", reason=f"no time left: about {expected:.0f} s, {left:.0f} s left")
+        limit = min(_MOST_ROW_S if left is None else left, max(120.0, _PATIENCE * expected))
+        total = self._steps_now.total
+
+        def told(done: int) -> None:
+            spent = time.monotonic() - began
+            here = max(expected - spent, spent * (total - done) / done if done > 1 else 0.0)
+            later = max(0.0, here) + after * expected
+            later = later if left is None else min(later, max(0.0, left - spent))
+            self._callbacks.working(f"{place}: {row.key}, step {done} of {total}, {seconds_text(later)} left",
+                                    (len(self._found) + done / total) / (len(self._found) + after + 1))  # fmt: skip
+
+        began = time.monotonic()
+        told(0)
+        found = self._result(row, run_plan(self._plan(row), Watch(told=told), limit_s=limit))
+        if found.measured is not None and found.wall_s is not None:
+            self._walls.append(found.wall_s)
+        if known is not None and found.measured is None:
+            return known
+        if found.status in ("measured", "out_of_memory"):  # a package may be missing: what failed is tried again
+            self._folder.keep(found)
+        return found
+
+    def _result(self, row: Row, ended: Ended) -> BenchRow:
+        found, wall_s = ended.found or {}, round(ended.wall_s, 1)
+        notes = tuple(found.get("notes") or ())
+        if "measured" in found:
+            figures = from_json(Measured, json_text(found["measured"]))
+            precision = figures.precision.replace("fp8", "bf16")
+            figures = dataclasses.replace(
+                figures,
+                nvml_bytes=ended.nvml_bytes if self._work.on_gpu else None,
+                mfu=_over(figures.flops_per_s, self._work.rates.get(precision)),
+                datasheet_mfu=_over(figures.flops_per_s, self._work.datasheet.get(precision)),
+            )
+            return BenchRow(row=row, status="measured", measured=figures, notes=notes, wall_s=wall_s)
+        reason = str(found.get("error") or ended.reason)
+        if ended.timed_out and self._deadline is not None and time.monotonic() >= self._deadline - 1:
+            return BenchRow(row=row, status="left", reason=f"the budget was over: {reason}", wall_s=wall_s)
+        ran_out = bool(found.get("out_of_memory")) or ended.killed
+        return BenchRow(row=row, status="out_of_memory" if ran_out else "failed", reason=reason, wall_s=wall_s)
+
+    def _recommend(self) -> Row | None:
+        """Measure the recommended settings once more as the last row; the row that they are of."""
+        best = recommended(self._found, self._options.memory_limit, on_gpu=self._work.on_gpu)
+        if best is None:
+            self._callbacks.warning("no row of brimful's was measured that changes no arithmetic: none is recommended")
+            return None
+        again = self._row(recommended_of(best), "the last row", 0)
+        self._found.append(again)
+        self._tell(again)
+        return best
+
+    def _write(self, best: Row | None) -> Bench:
+        """Write all files."""
+        bench = self._bench(best)
+        self._folder.write(RESULTS, to_json(bench))
+        self._folder.write("results.csv", bench_csv(bench))
+        self._folder.write("results.md", bench_markdown(bench))
+        if self._draws:
+            page = self._folder.write("bench.html", bench_page(bench))
+            self._callbacks.note(f"page: {page}")
+        return bench
+
+    def _bench(self, best: Row | None) -> Bench:
+        return Bench(
+            model=self._options.model,
+            data=self._options.data,
+            options=dataclasses.asdict(self._options),
+            command=self._command,
+            workload=self._work,
+            steps=self._steps_now,
+            rows=tuple(_plausible(self._found)),
+            recommended=None if best is None else best.key,
+        )
+
+    def _tell(self, found: BenchRow) -> None:
+        if found.measured is None:
+            self._callbacks.note(f"{found.row.key}: {found.status.replace('_', ' ')}: {found.reason}")
+            return
+        figures = found.measured
+        memory = "" if figures.memory_bytes is None else f", {bytes_text(figures.memory_bytes)}"
+        rate = count_text(figures.samples_per_s) if figures.samples_per_s >= 100 else f"{figures.samples_per_s:.3g}"
+        self._callbacks.note(f"{found.row.key}: {rate} samples/s{memory}")
+        if self._work.disturbed(figures):
+            said = f"it had {figures.cores:.1f} of {self._work.num_threads} cores, others were busy"
+            self._callbacks.warning(f"{found.row.key}: {said}: it is measured again where there is time")
+        for text in found.notes:
+            self._callbacks.warning(f"{found.row.key}: {text}")
+
+
+def _draws(callbacks: Callbacks) -> bool:
+    """True where charts can be drawn; what is missing is said."""
+    try:
+        check_charts()
+    except InputError as error:
+        callbacks.warning(f"{error}: no page is written, brimful report makes it later ({error.hint})")
+        return False
+    return True
+
+
+def run_bench(options: BenchOptions, callbacks: Callbacks, *, command: str) -> Bench:
+    """Measure the rows that `options` ask for and that the output folder lacks, and write its files.
+
+    command: to repeat it. Raises: InputError for what cannot be done as asked; Interrupted.
+    """
+    return BenchRun(options, command, callbacks).run()
+
+
+def recommended(found: Sequence[BenchRow], memory_limit: str | None, *, on_gpu: bool) -> Row | None:
+    """Row of the fastest recipe of ours that fits, has the same optimizer and clipping, and changes no arithmetic. None
+    if there is none. Products in the precision that train chooses by itself are allowed: on a GPU bf16, and tf32."""
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
+    rounding = ("bf16", "tf32") if on_gpu else ()
+
+    def fits(figures: Measured) -> bool:
+        return limit is None or figures.memory_bytes is None or figures.memory_bytes <= limit
+
+    def keeps_arithmetic(figures: Measured) -> bool:
+        levers = () if figures.recipe is None else figures.recipe.levers
+        return figures.recipe is not None and all(
+            lever.arithmetic == "exact" or (lever.name == "precision" and lever.value in rounding) for lever in levers
+        )
+
+    ours = [
+        (each.measured.samples_per_s, each.row)
+        for each in found
+        if each.measured is not None and each.row.side == "brimful" and each.row.name != RECOMMENDED
+        and not LEARNED & each.row.settings.keys() and keeps_arithmetic(each.measured) and fits(each.measured)
+    ]  # fmt: skip
+    return max(ours, key=lambda each: each[0])[1] if ours else None
+
+
+def _plausible(found: Sequence[BenchRow]) -> list[BenchRow]:
+    """The rows, without MFU where one of the same precision is above 1: the machine was busy when it was measured."""
+    wrong = {e.measured.precision for e in found if e.measured is not None and (e.measured.mfu or 0.0) > 1.0}
+    return [
+        each
+        if each.measured is None or each.measured.precision not in wrong
+        else dataclasses.replace(each, measured=dataclasses.replace(each.measured, mfu=None))
+        for each in found
+    ]
+
+
+def _over(rate: float | None, peak: float | None) -> float | None:
+    return None if rate is None or not peak else rate / peak
+
+
+def _work_text(work: Workload, steps: Steps) -> str:
+    machine: Mapping[str, str] = work.machine.versions
+    return (
+        f"{work.rows:,} rows of {work.median_tokens:,} tokens in the median, {work.longest_tokens:,} at most, on"
+        f" {work.device} (torch {machine.get('torch', '?')}); each row of the bench: {steps.warm_up} steps of"
+        f" {work.batch_size} rows to warm up, then {steps.repeats} blocks of {steps.block}"
+    )

@@ -1,0 +1,197 @@
+"""A row by transformers' Trainer, as a script of a user has it: rows in a list, a collator that pads, its arguments.
+
+Times are read in a callback, when the device has done all that it was told. Loading, setting up and saving are outside.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from brimful.benchmarking.figures import Blocks, figures
+from brimful.benchmarking.workload import Work, useful_flops
+from brimful.core.bench import Measured, Steps
+from brimful.core.callbacks import Callbacks
+from brimful.core.records import Arithmetic
+from brimful.hardware.device_memory import device_memory
+from brimful.measurement.memory import Kept, MemoryWatch, PhaseMemory
+from brimful.models.hub.quiet import quiet_transformers
+
+#: Steps whose memory is watched phase by phase: all are warm-up.
+_WATCHED_STEPS = 2
+
+
+def measure_trainers(
+    work: Work, settings: Mapping[str, Any], steps: Steps, callbacks: Callbacks, told: Callable[[int], None]
+) -> Measured:
+    """Train for some steps and time them. told: called with the steps done so far. Raises: what Trainer raises."""
+    options, device = work.options, work.device
+    model = work.model()
+    with device_memory(device, options.memory_limit, "default"), quiet_transformers(), ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        arguments = _arguments(work, settings, steps, folder)
+        clock = _Clock(steps, told)
+        collator = None if work.random else DataCollatorWithPadding(work.prepared.tokenizer)
+        trainer = _Watched(
+            model=model, args=arguments, train_dataset=_Rows(work, steps), data_collator=collator, callbacks=[clock]
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.last_block, clock.watched = steps.total - steps.block, trainer
+        trainer.phases = PhaseMemory(lambda: _kept(trainer, device), list(model.parameters()))
+        memory = MemoryWatch(device, trainer.phases, limit=options.memory_limit)
+        trainer.train()
+        peak = memory.peak()
+    if len(clock.blocks.marks) != steps.repeats + 1:
+        raise RuntimeError(f"Trainer ended after {trainer.state.global_step} of {steps.total} steps")
+    lengths = work.lengths(range(steps.warm_up, steps.total))
+    blocks = clock.blocks
+    # A batch's tokens are read back after the last step: reading them beside the steps would wait for the device.
+    computed = [int(each) for each in trainer.computed]
+    per_step = len(computed) // steps.total
+    blocks.computed_tokens = sum(computed[steps.warm_up * per_step : steps.total * per_step])
+    blocks.losses = [float(each) for each in trainer.losses]
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    if logged and blocks.losses and (times := logged[-1] / max(fmean(blocks.losses), 1e-9)) > 1.5:
+        callbacks.warning(
+            f"Trainer logs {times:.1f} times the mean loss of its micro-batches, and its gradient before clipping is as"
+            " much larger: transformers does not divide this model's loss by the number of micro-batches"
+        )
+    return figures(
+        blocks,
+        steps,
+        lengths=lengths,
+        flops=useful_flops(model, lengths),
+        precision=next((each for each in ("bf16", "fp16", "tf32") if settings.get(each)), "fp32"),
+        arithmetic=_arithmetic(settings),
+        peak=peak,
+    )
+
+
+def _arguments(work: Work, settings: Mapping[str, Any], steps: Steps, folder: str) -> TrainingArguments:
+    options, on_cpu = work.options, work.device.type == "cpu"
+    fixed: dict[str, Any] = {
+        "max_steps": options.max_steps, "learning_rate": options.learning_rate, "lr_scheduler_type": "linear",
+        "per_device_train_batch_size": options.batch_size, "seed": options.seed, "use_cpu": on_cpu,
+        "train_sampling_strategy": "sequential", "dataloader_pin_memory": not on_cpu, "logging_strategy": "no",
+        "logging_nan_inf_filter": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "log_level": "error",
+    }  # fmt: skip
+    return TrainingArguments(output_dir=folder, **{**fixed, **settings})
+
+
+def _arithmetic(settings: Mapping[str, Any]) -> Arithmetic:
+    if settings.get("optim", "adamw_torch_fused") not in ("adamw_torch_fused", "adamw_torch", "sgd"):
+        return "training"
+    return "rounding" if any(settings.get(each) for each in ("bf16", "fp16", "tf32")) else "exact"
+
+
+def _kept(trainer: Trainer, device: torch.device) -> Kept:
+    """Bytes of Trainer's tensors that outlive a step."""
+    parameters = list(trainer.model.parameters())
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper holds the other
+    states = [] if optimizer is None else [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]  # fmt: skip
+    return Kept.of(device, [*parameters, *trainer.model.buffers()], gradients, states)
+
+
+class _Rows(Dataset[Any]):
+    """The rows of all batches in their order, as a tokenizer gives them."""
+
+    def __init__(self, work: Work, steps: Steps) -> None:
+        part, self._random = work.prepared.training, work.random
+        self._samples = np.concatenate([work.samples(number) for number in range(steps.total)])
+        self._tokens, self._targets = part.tokens, part.targets_N
+        self._floating = work.prepared.space.task != "single_label"
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        sample = int(self._samples[place])
+        target = self._targets[sample]
+        row: dict[str, Any] = {"input_ids": self._tokens.sequence(sample).tolist()}
+        if (types := self._tokens.sequence_types(sample)) is not None:
+            row["token_type_ids"] = types.tolist()
+        row["labels"] = np.asarray(target, dtype=np.float32).tolist() if self._floating else int(target)
+        return {name: torch.as_tensor(value) for name, value in row.items()} if self._random else row
+
+
+class _Watched(Trainer):  # type: ignore[misc]
+    """Trainer, its first steps watched by phase for their memory. Its steps are its own.
+
+    computed: tokens of each micro-batch, padding counted. losses: of each from step `last_block` on, on the device.
+    """
+
+    phases: PhaseMemory
+    last_block: int
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.computed: list[int] = []
+        self.losses: list[torch.Tensor] = []
+        self._backward = ExitStack()
+
+    @property
+    def watching(self) -> bool:
+        return int(self.state.global_step) < _WATCHED_STEPS
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **others: Any) -> Any:
+        self.computed.append(inputs["input_ids"].numel())
+        with self._backward:
+            return super().training_step(model, inputs, *arguments, **others)
+
+    def compute_loss(self, *arguments: Any, **others: Any) -> Any:
+        if self.watching:
+            with self.phases.forward(self.state.global_step):
+                loss = super().compute_loss(*arguments, **others)
+            self._backward.enter_context(self.phases.backward())
+        else:
+            loss = super().compute_loss(*arguments, **others)
+        if self.state.global_step >= self.last_block:
+            self.losses.append(loss.detach())
+        return loss
+
+
+class _Clock(TrainerCallback):  # type: ignore[misc]
+    """Notes the time at the edges of blocks, and ends the training after the last one."""
+
+    watched: _Watched
+
+    def __init__(self, steps: Steps, told: Callable[[int], None]) -> None:
+        self.blocks, self._steps, self._told, self._update = Blocks(), steps, told, ExitStack()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.watched.watching:
+            self._update.enter_context(self.watched.phases.update())
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._update.close()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        done = int(state.global_step)
+        self._told(done)
+        if done == 1:
+            _wait()
+            self.blocks.first_step_at = time.perf_counter()
+        if done >= self._steps.warm_up and (done - self._steps.warm_up) % self._steps.block == 0:
+            _wait()
+            self.blocks.mark()
+            control.should_log = True  # the mean loss since the last log: of the block
+        control.should_training_stop = done >= self._steps.total
+
+
+def _wait() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

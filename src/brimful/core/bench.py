@@ -1,0 +1,200 @@
+"""Records of `bench`: rows of settings that were measured side by side, each in a process of its own.
+
+A bench's folder holds `results.json`, a `Bench`. Unknown is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from brimful.core import atomic_files
+from brimful.core.errors import OutputError
+from brimful.core.records import Arithmetic, Machine, PeakMemory, Recipe, from_json
+
+Side = Literal["trainer", "brimful"]
+#: measured: there are figures. out_of_memory, failed: it was begun and could not end, and `reason` says why.
+#: unsupported: it cannot run here. left: there was no time for it.
+Status = Literal["measured", "out_of_memory", "failed", "unsupported", "left"]
+
+#: File of a bench's folder with its record.
+RESULTS = "results.json"
+#: Name of the last row: the fastest recipe of brimful that changes no arithmetic, measured once more.
+RECOMMENDED = "recommended"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to train. settings: by the names of TrainOptions, or of transformers' TrainingArguments.
+
+    base: key of the row that it differs from by one lever, if there is one. needs_gpu: the setting that only a GPU has.
+    """
+
+    side: Side
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    base: str | None = None
+    needs_gpu: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The row's name, with whose it is."""
+        return f"{self.side}: {self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Steps of every row: `repeats` blocks of `block`, after `warm_up` that are not timed."""
+
+    warm_up: int
+    repeats: int
+    block: int
+
+    @property
+    def total(self) -> int:
+        """All steps of a row."""
+        return self.warm_up + self.repeats * self.block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Work that all rows do: the same rows in the same batches from the same weights.
+
+    rows: sequences to draw batches from. median_tokens, longest_tokens: of a sequence. data_fingerprint: of the rows.
+    parameters: of the model. rates: measured FLOP/s of a large square matrix product by precision; datasheet: the
+    maker's. num_threads: of the process on a CPU. step_s: seconds of a plain padded step of transformers, by which the
+    number of steps was chosen.
+    """
+
+    device: str
+    task: str
+    labels: int
+    rows: int
+    batch_size: int
+    median_tokens: int
+    longest_tokens: int
+    data_fingerprint: str
+    model_type: str
+    parameters: int
+    machine: Machine
+    rates: Mapping[str, float] = field(default_factory=dict)
+    datasheet: Mapping[str, float] = field(default_factory=dict)
+    num_threads: int | None = None
+    step_s: float | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """True on a GPU."""
+        return self.device != "CPU"
+
+    def disturbed(self, figures: Measured) -> bool:
+        """True for a row on a CPU whose process had less than six tenths of what its threads could use: others were
+        busy, and its speed says little."""
+        if self.on_gpu or figures.cores is None or self.num_threads is None:
+            return False
+        return figures.cores < 0.6 * self.num_threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Figures of one row.
+
+    samples_per_s, step_s: medians over the blocks; block_rates: samples/s of each, in their order. tokens_per_s: real
+    tokens, without padding. flops_per_s: of the useful operations. mfu: those over the measured rate of matrix products
+    in the row's precision; datasheet_mfu: over the maker's. nvml_bytes: most that the driver counted beyond what was
+    used before the row. loss: mean over the last block, after `Steps.total` steps. fill: real over computed tokens.
+    cores: CPU seconds of the process in a second of timed steps. arithmetic: the least exact class of the settings.
+    first_step_s: from the start of the process to the end of its first step.
+    """
+
+    samples_per_s: float
+    block_rates: tuple[float, ...]
+    step_s: float
+    tokens_per_s: float
+    precision: str
+    arithmetic: Arithmetic
+    flops_per_s: float | None = None
+    mfu: float | None = None
+    datasheet_mfu: float | None = None
+    fill: float | None = None
+    loss: float | None = None
+    peak_bytes: PeakMemory = field(default_factory=PeakMemory)
+    nvml_bytes: int | None = None
+    cores: float | None = None
+    first_step_s: float | None = None
+    recipe: Recipe | None = None
+
+    @property
+    def spread(self) -> float:
+        """Slowest to fastest block, over the median."""
+        return (max(self.block_rates) - min(self.block_rates)) / self.samples_per_s
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Peak memory to compare rows by: the driver's on a GPU, resident memory of the process on a CPU."""
+        return self.nvml_bytes if self.nvml_bytes is not None else self.peak_bytes.nvml or self.peak_bytes.resident
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRow:
+    """One row, and its figures or the reason that there are none. notes: warnings of the process. wall_s: of it."""
+
+    row: Row
+    status: Status
+    measured: Measured | None = None
+    reason: str | None = None
+    notes: tuple[str, ...] = ()
+    wall_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """All rows of a bench. recommended: key of the row whose settings are recommended, None if there is none.
+
+    options: as they were given. command: to repeat it.
+    """
+
+    model: str
+    data: str | None
+    options: Mapping[str, Any]
+    command: str
+    workload: Workload
+    steps: Steps
+    rows: tuple[BenchRow, ...]
+    recommended: str | None = None
+    schema: int = 1
+
+    def measured(self) -> list[tuple[Row, Measured]]:
+        """Rows with figures, in their order."""
+        return [(each.row, each.measured) for each in self.rows if each.measured is not None]
+
+    def ratio(self, figures: Measured) -> float | None:
+        """Samples/s over those of the first row; None if that has none."""
+        first = self.rows[0].measured if self.rows else None
+        return None if first is None else figures.samples_per_s / first.samples_per_s
+
+
+def frontier(points: list[tuple[float, float]]) -> list[int]:
+    """Numbers of the points (memory, speed) that no other one beats in one and equals in the other, by memory.
+
+    Of equal points the first counts.
+    """
+    best, found = float("-inf"), []
+    for number in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1], i)):
+        if points[number][1] > best:
+            best = points[number][1]
+            found.append(number)
+    return found
+
+
+def read_bench(path: Path) -> Bench | None:
+    """The record of a bench's folder, or of its results.json; None where there is none. Raises: OutputError."""
+    file = path / RESULTS if path.is_dir() else path
+    if not file.is_file():
+        return None
+    try:
+        return from_json(Bench, file.read_text("utf-8"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise OutputError(f"{atomic_files.path_text(file)} is no record of a bench", hint="run it again") from error

@@ -1,0 +1,40 @@
+"""The command line that asks for given options."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from typing import Any
+
+from brimful.core.option_checks import flag
+
+#: Fields that a command takes as positional arguments, and those that its line shows even at their default.
+_POSITIONALS = {
+    "train": ("data",),
+    "classify": ("model", "data"),
+    "evaluate": ("model", "data"),
+    "bench": ("model", "data"),
+}
+_ALWAYS = {"train": ("model", "output"), "classify": (), "evaluate": (), "bench": ("output",)}
+
+
+def command_of(command: str, options: Any) -> str:
+    """Command line that gives `options`."""
+    words, given = [], []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name in _POSITIONALS[command]:
+            given += [] if value is None else [value]
+            continue
+        if value == field.default and field.default is not dataclasses.MISSING and field.name not in _ALWAYS[command]:
+            continue
+        text = str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+        if value is True or value is False:
+            words += [flag(field.name if value else f"no_{field.name}")]
+        elif text.startswith("-"):
+            words += [f"{flag(field.name)}={text}"]
+        else:
+            words += [flag(field.name), text]
+    if any(each.startswith("-") and each != "-" for each in given):
+        return shlex.join(["brimful", command, *words, "--", *given])
+    return shlex.join(["brimful", command, *given, *words])

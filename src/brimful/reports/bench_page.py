@@ -1,0 +1,279 @@
+"""A bench as a page: speed against memory, every row as bars, memory by component, and what each lever gained and cost.
+
+This module makes the figures and charts; the words between them are in `templates/bench.html.j2`.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from markupsafe import Markup
+
+from brimful.core.bench import RECOMMENDED, Bench, BenchRow, Measured, frontier
+from brimful.core.errors import printable
+from brimful.core.records import PeakMemory
+from brimful.core.units import bytes_text, count_text
+from brimful.reports.bench_text import COLUMNS, STATUS, cells, rate_text, recommended_row, recommended_text
+from brimful.reports.charts import Bar, Point, Stack, bar_chart, scatter, stacked_bars
+from brimful.reports.classification_page import Chart
+from brimful.reports.guide_claims import MACHINE, claim_of
+from brimful.reports.page import render
+
+#: Parts of stacked bars, and the components that each is made of.
+_STACKED = {
+    "weights": ("weights",),
+    "gradients": ("gradients",),
+    "optimizer states": ("optimizer_states",),
+    "activations": ("activations",),
+    "other of torch": ("temporaries", "workspaces", "unused"),
+    "all else": ("outside_torch", "all_else"),
+}
+
+
+def bench_page(bench: Bench) -> str:
+    """One HTML document that needs no network; the same record gives the same bytes.
+
+    Raises: InputError if matplotlib is not installed.
+    """
+    work, recommended = bench.workload, recommended_text(bench)
+    return render(
+        "bench.html.j2",
+        bench,
+        source=printable(PurePath(bench.model).name or bench.model, 48),
+        headline=_headline(bench),
+        notices=[f"{recommended}."] if recommended else [],
+        warnings=_warnings(bench),
+        missing=[
+            (each.row.key, STATUS[each.status], each.reason or "") for each in bench.rows if each.measured is None
+        ],
+        tiles=_tiles(bench),
+        plot=_plot(bench),
+        bars=[_speeds(bench), _memories(bench)],
+        stacked=_stacked(bench),
+        levers=_levers(bench),
+        guide=f"The guide's figures are of {MACHINE}.",
+        table_columns=COLUMNS,
+        table_rows=[cells(bench, number) for number in range(len(bench.rows))],
+        work_facts=_work_facts(bench),
+        recipe=_recipe(bench),
+        machine=_machine(bench),
+        settings=[(each.row.key, _settings(each)) for each in bench.rows],
+        memory_word=_memory_word(work.on_gpu),
+    )
+
+
+def _warnings(bench: Bench) -> list[str]:
+    """Rows that others disturbed, in one line, and what the rows' processes warned of, each once."""
+    work, said = bench.workload, dict[str, list[str]]()
+    disturbed = [row.key for row, figures in bench.measured() if work.disturbed(figures)]
+    for each in bench.rows:
+        for text in each.notes:
+            said.setdefault(text, []).append(each.row.key)
+    lines = [f"{', '.join(keys)}: {text}." for text, keys in said.items()]
+    if disturbed:
+        busy = "others were busy on this machine, and the speed says little"
+        lines.insert(0, f"{', '.join(disturbed)}: {busy}.")
+    return lines
+
+
+def _memory_word(on_gpu: bool) -> str:
+    return "the driver's highest reading (NVML)" if on_gpu else "the process's highest resident memory"
+
+
+def _headline(bench: Bench) -> str:
+    work, rows = bench.workload, sum(each.measured is not None for each in bench.rows)
+    device = (
+        work.device if work.on_gpu else f"{work.machine.num_cores or 'some'} cores of {work.machine.cpu or 'a CPU'}"
+    )
+    return f"{rows} ways to train, measured on {printable(device)}"
+
+
+def _tiles(bench: Bench) -> list[tuple[str, str | None, str | None]]:
+    """Trainer's plain row, the recommended one, and the least memory."""
+    measured = bench.measured()
+    if not measured:
+        return []
+    row, first = measured[0]
+    tiles: list[tuple[str, str | None, str | None]] = [
+        (f"{row.key}, samples/s", rate_text(first.samples_per_s), _bytes(first.memory_bytes))
+    ]
+    if (again := recommended_row(bench)) is not None and again.measured is not None:
+        ratio = bench.ratio(again.measured)
+        beside = None if ratio is None else f"{ratio:.2f} times the first row, {_bytes(again.measured.memory_bytes)}"
+        tiles.append(("Recommended, samples/s", rate_text(again.measured.samples_per_s), beside))
+    held = [(each.memory_bytes, row.key) for row, each in measured if each.memory_bytes is not None]
+    if held:
+        least, key = min(held)
+        tiles.append(("Least memory", bytes_text(least), key))
+    return tiles
+
+
+def _bytes(value: float | None) -> str | None:
+    return None if value is None else bytes_text(value)
+
+
+def _plot(bench: Bench) -> Chart | None:
+    """Speed against memory: every measured row a point."""
+    found = [
+        (number, each, figures, figures.memory_bytes)
+        for number, each in enumerate(bench.rows, 1)
+        if (figures := each.measured) is not None and figures.memory_bytes is not None
+    ]
+    if not found:
+        return None
+    points = [
+        Point(str(number), memory / (1 << 30), figures.samples_per_s, strong=each.row.side == "brimful")
+        for number, each, figures, memory in found
+    ]
+    front = frontier([(point.x, point.y) for point in points])
+    best = ", ".join(f"{points[i].label} ({found[i][1].row.key})" for i in front)
+    drawing = scatter(
+        "plot",
+        points,
+        front=front,
+        axes_names=("memory, GiB", "samples/s"),
+        said=("{:g}".format, "{:,g}".format),
+        alt=f"Samples a second against peak memory of {len(points)} rows. None is better in both than {best}.",
+    )
+    rows = [
+        (f"{number}. {each.row.key}", rate_text(figures.samples_per_s), bytes_text(memory))
+        for number, each, figures, memory in found
+    ]
+    return Chart(
+        drawing=drawing,
+        caption=f"Round: brimful; square: Trainer. Up and left is better. No row is better in both than those on the"
+        f" line: {best}.",
+        title="Speed and memory of each row",
+        columns=("Row", "samples/s", "Memory"),
+        rows=rows,
+    )
+
+
+def _speeds(bench: Bench) -> Chart | None:
+    bars = [
+        Bar(_name(number, each), figures.samples_per_s, _beside_first(bench, figures), each.row.side == "brimful")
+        for number, each in enumerate(bench.rows, 1)
+        if (figures := each.measured) is not None
+    ]
+    return _bars("speed", "Samples a second, and times the first row", bars)
+
+
+def _memories(bench: Bench) -> Chart | None:
+    bars = [
+        Bar(_name(number, each), float(memory), bytes_text(memory), each.row.side == "brimful")
+        for number, each in enumerate(bench.rows, 1)
+        if each.measured is not None and (memory := each.measured.memory_bytes) is not None
+    ]
+    return _bars("held", "Peak memory", bars)
+
+
+def _bars(key: str, caption: str, bars: list[Bar]) -> Chart | None:
+    if not bars:
+        return None
+    alt = f"Bar chart: {caption}. " + "; ".join(f"{bar.name} {bar.said}" for bar in bars)
+    return Chart(drawing=bar_chart(key, bars, alt=alt), caption=f"{caption}.")
+
+
+def _name(number: int, each: BenchRow) -> str:
+    return f"{number} {each.row.name}"
+
+
+def _beside_first(bench: Bench, figures: Measured) -> str:
+    ratio = bench.ratio(figures)
+    return rate_text(figures.samples_per_s) + ("" if ratio is None else f" · {ratio:.2f}")
+
+
+def _stacked(bench: Bench) -> Chart | None:
+    """Memory of each row by component."""
+    stacks, rows = [], []
+    for number, each in enumerate(bench.rows, 1):
+        if each.measured is None or each.measured.peak_bytes.total is None:
+            continue
+        peak = each.measured.peak_bytes
+        parts = _parts(peak)
+        stacks.append(Stack(_name(number, each), parts, bytes_text(peak.total)))
+        rows.append((each.row.key, *(bytes_text(part) for part in parts)))
+    if not stacks:
+        return None
+    alt = "Stacked bars: peak memory by component. " + "; ".join(f"{each.name} {each.said}" for each in stacks)
+    return Chart(
+        drawing=stacked_bars("parts", stacks, parts=list(_STACKED), alt=alt),
+        caption="Peak memory by component, as torch's allocator and the driver count it."
+        if bench.workload.on_gpu
+        else "Resident memory by component: what is not a tensor that outlives a step is all else.",
+        title="Memory by component",
+        columns=("Row", *_STACKED),
+        rows=rows,
+    )
+
+
+def _parts(peak: PeakMemory) -> list[float]:
+    return [float(sum(peak.components.get(name, 0) for name in names)) for names in _STACKED.values()]
+
+
+def _levers(bench: Bench) -> list[tuple[str, ...]]:
+    """Speed and memory of each row over those of the row it was made from, and what the guide says of the same."""
+    found = {each.row.key: each for each in bench.rows}
+    rows = []
+    for each in bench.rows:
+        base = None if each.row.base is None else found.get(each.row.base)
+        if base is None or each.measured is None or base.measured is None or each.row.name == RECOMMENDED:
+            continue
+        one, other = each.measured, base.measured
+        speed, memory = one.samples_per_s / other.samples_per_s, _ratio(one.memory_bytes, other.memory_bytes)
+        claim = claim_of(each.row.name, base.row.name) if each.row.side == "trainer" else None
+        said = ("", "") if claim is None else tuple(_times(value) for value in claim)
+        rows.append((each.row.key, base.row.key, _times(speed), "" if memory is None else _times(memory), *said))
+    return rows
+
+
+def _ratio(one: int | None, other: int | None) -> float | None:
+    return None if one is None or not other else one / other
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}"
+
+
+def _settings(each: BenchRow) -> str:
+    return ", ".join(f"{name}={value}" for name, value in each.row.settings.items()) or "defaults"
+
+
+def _recipe(bench: Bench) -> list[tuple[str, str, str]]:
+    """Levers of the recommended row, with their reasons."""
+    again = recommended_row(bench)
+    if again is None or again.measured is None or again.measured.recipe is None:
+        return []
+    levers = again.measured.recipe.levers
+    return [(each.name, f"{each.value} · {each.arithmetic}", each.reason) for each in levers]
+
+
+def _work_facts(bench: Bench) -> list[tuple[str, str | None, str | None]]:
+    work, steps = bench.workload, bench.steps
+    data = "random tokens" if bench.data is None else PurePath(bench.data).name
+    return [
+        ("Model", Markup("<bdi>{}</bdi>").format(printable(bench.model, 300)),
+         f"{work.model_type}, {count_text(work.parameters)} parameters"),
+        ("Data", Markup("<bdi>{}</bdi>").format(printable(data, 300)),
+         f"{work.rows:,} rows, SHA-256 {work.data_fingerprint[:16]}…"),
+        ("Tokens of a row", f"median {work.median_tokens:,}, at most {work.longest_tokens:,}", None),
+        ("Task", f"{work.task}, {work.labels:,} outputs", None),
+        ("Batch", f"{work.batch_size:,} rows to an optimizer step", None),
+        ("Steps of a row", f"{steps.warm_up} to warm up, then {steps.repeats} blocks of {steps.block}",
+         "speeds are medians over the blocks; the spread is slowest to fastest block over the median; the loss is the"
+         f" mean of the last block, after {steps.total} steps"),
+    ]  # fmt: skip
+
+
+def _machine(bench: Bench) -> list[tuple[str, str | None, str | None]]:
+    work, machine = bench.workload, bench.workload.machine
+    gpus = ", ".join(gpu.name for gpu in machine.gpus) or None
+    rates = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in work.rates.items())
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items()) or None
+    return [
+        ("GPU", gpus, None),
+        ("CPU", machine.cpu, None if machine.num_cores is None else f"{machine.num_cores:,} cores"),
+        ("Memory", None if machine.memory_bytes is None else bytes_text(machine.memory_bytes), None),
+        ("Matrix products", f"{rates} TFLOP/s" if rates else None, "measured; MFU is over these"),
+        ("Versions", versions, None),
+    ]

@@ -1,0 +1,158 @@
+"""Results of a bench as text: a table on the terminal, in Markdown, and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from brimful.core.bench import RECOMMENDED, Bench, BenchRow
+from brimful.core.errors import printable
+from brimful.core.units import bytes_text, count_text, share_text
+from brimful.reports.memory_text import memory_names
+from brimful.reports.text_columns import aligned, fitted
+
+#: Status of a row without figures, in words.
+STATUS = {
+    "out_of_memory": "out of memory", "failed": "failed", "unsupported": "not here", "left": "no time", "measured": "",
+}  # fmt: skip
+_NAME = 44
+COLUMNS = ("#", "row", "samples/s", "spread", "ratio", "tokens/s", "MFU", "memory", "loss", "arithmetic")
+
+
+def rate_text(rate: float) -> str:
+    """Samples a second, with three digits at least."""
+    return count_text(rate) if rate >= 100 else f"{rate:.3g}"
+
+
+def cells(bench: Bench, number: int) -> tuple[str, ...]:
+    """One row of the table, in the order of COLUMNS; empty where nothing is known."""
+    each = bench.rows[number]
+    figures, name = each.measured, each.row.key
+    if figures is None:
+        return (str(number + 1), name, STATUS[each.status], *[""] * 7)
+    ratio, memory = bench.ratio(figures), figures.memory_bytes
+    return (
+        str(number + 1),
+        name,
+        rate_text(figures.samples_per_s),
+        share_text(figures.spread),
+        "" if ratio is None else f"{ratio:.2f}",
+        count_text(figures.tokens_per_s),
+        "" if figures.mfu is None else share_text(figures.mfu),
+        "" if memory is None else bytes_text(memory),
+        "" if figures.loss is None else f"{figures.loss:.3f}",
+        figures.arithmetic,
+    )
+
+
+def bench_text(bench: Bench) -> str:
+    """The table for a terminal, then what was not measured, and what is recommended."""
+    rows = [tuple(cells(bench, number)) for number in range(len(bench.rows))]
+    shown = [(row[0], fitted(row[1], _NAME), *row[2:]) for row in rows]
+    lines = aligned([COLUMNS, *shown])
+    for heading, wanted in _HEADINGS.items():
+        found = [f"  {each.row.key}: {printable(each.reason, 300)}" for each in bench.rows if each.status in wanted]
+        lines += ["", heading, *found] if found else []
+    said = recommended_text(bench)
+    lines += ["", said] if said else []
+    if any(each.status == "left" for each in bench.rows):
+        lines += ["", f"The same command measures the rest: {printable(bench.command, 1000)}"]
+    return "\n".join(lines)
+
+
+_HEADINGS = {
+    "Did not end:": ("out_of_memory", "failed"),
+    "Not here:": ("unsupported",),
+    "Not measured:": ("left",),
+}
+
+
+def recommended_row(bench: Bench) -> BenchRow | None:
+    """The row that the recommended settings were measured by once more; None if it is not there."""
+    return next((each for each in bench.rows if each.row.name == RECOMMENDED), None)
+
+
+def recommended_text(bench: Bench) -> str | None:
+    """A sentence on the recommended row; None without one."""
+    if bench.recommended is None:
+        return None
+    row = next(each for each in bench.rows if each.row.key == bench.recommended)
+    again = recommended_row(bench)
+    measured = row.measured
+    if again is not None and again.measured is not None and not bench.workload.disturbed(again.measured):
+        measured = again.measured
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in row.row.settings.items())
+    ratio = None if measured is None else bench.ratio(measured)
+    first = bench.rows[0].row.key
+    gained = "" if ratio is None else f", {ratio:.2f} times {first}"
+    same = ", the fastest that fits and changes no arithmetic"
+    return f"Recommended: {row.row.key}{gained}{same}: brimful train ... {printable(flags, 500)}".rstrip(" .")
+
+
+def bench_markdown(bench: Bench) -> str:
+    """The table in Markdown, with the work above it and the command below."""
+    work = bench.workload
+    lines = [
+        f"{work.rows:,} rows, {work.median_tokens:,} tokens in the median, batch {work.batch_size}, on"
+        f" {_machine_text(bench)}.",
+        "",
+        _markdown(COLUMNS),
+        "|" + "---|" * len(COLUMNS),
+        *(_markdown(cells(bench, number)) for number in range(len(bench.rows))),
+        "",
+    ]
+    reasons = [f"- {each.row.key}: {printable(each.reason, 300)}" for each in bench.rows if each.reason is not None]
+    lines += [*reasons, ""] if reasons else []
+    if (said := recommended_text(bench)) is not None:
+        lines += [said + ".", ""]
+    return "\n".join([*lines, "```", printable(bench.command, 100_000), "```", ""])
+
+
+def _markdown(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(printable(cell, 200).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _machine_text(bench: Bench) -> str:
+    machine = bench.workload.machine
+    name = bench.workload.device if bench.workload.on_gpu else f"{machine.cpu or 'CPU'}, {machine.num_cores} cores"
+    versions = ", ".join(f"{each} {machine.versions[each]}" for each in _SHOWN if each in machine.versions)
+    return printable(f"{name} ({versions})", 300)
+
+
+_SHOWN = ("torch", "transformers", "brimful")
+_CSV = (
+    *("number", "side", "row", "settings", "status", "reason", "samples_per_s", "ratio", "spread", "repeats"),
+    *("step_s", "tokens_per_s", "mfu", "datasheet_mfu", "precision", "arithmetic", "loss", "nvml_bytes"),
+    *("resident_bytes", "allocated_bytes", "reserved_bytes", "first_step_s"),
+)
+_PARTS = (
+    *("weights", "gradients", "optimizer_states", "activations", "temporaries", "workspaces", "unused"),
+    *("outside_torch", "all_else"),
+)
+
+
+def bench_csv(bench: Bench) -> str:
+    """All figures, unrounded: a line for each row, memory by component in columns of its own."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*_CSV, *(f"{name}_bytes" for name in _PARTS)])
+    for number, each in enumerate(bench.rows):
+        settings = " ".join(f"{name}={value}" for name, value in each.row.settings.items())
+        values: list[object] = [number + 1, each.row.side, each.row.name, settings, each.status, each.reason]
+        figures = each.measured
+        if figures is not None:
+            peak = figures.peak_bytes
+            values += [
+                figures.samples_per_s, bench.ratio(figures), figures.spread, len(figures.block_rates), figures.step_s,
+                figures.tokens_per_s, figures.mfu, figures.datasheet_mfu, figures.precision, figures.arithmetic,
+                figures.loss, figures.nvml_bytes, peak.resident, peak.allocated, peak.reserved, figures.first_step_s,
+                *(peak.components.get(name) for name in _PARTS),
+            ]  # fmt: skip
+        writer.writerow(["" if value is None else value for value in values])
+    return text.getvalue()
+
+
+def component_names() -> dict[str, str]:
+    """Components of peak memory in the order in which they are stacked, with their names."""
+    return {name: memory_names(name) for name in _PARTS}

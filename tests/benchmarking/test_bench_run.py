@@ -1,0 +1,220 @@
+"""A bench as a whole: rows are kept and not repeated, what does not fit is said, other work is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import brimful
+from benches import figures, guide_bench, recipe
+from brimful.benchmarking import run as bench_run
+from brimful.benchmarking.folder import BenchFolder
+from brimful.benchmarking.process import Ended, Watch
+from brimful.core.bench import RECOMMENDED, Bench, read_bench
+from brimful.core.bench_options import BenchOptions
+from brimful.core.callbacks import Callbacks
+from brimful.core.records import json_text
+from tiny_files import save_base, write_reviews
+
+WORK = asdict(guide_bench().workload)
+
+
+class Plans:
+    """Processes of rows that answer at once. done: rows that were begun."""
+
+    def __init__(self, **ends: Ended) -> None:
+        self.done: list[str] = []
+        self.ends, self.wall_s = ends, 1.0
+        self.work: dict[str, Any] = WORK
+        self.more: dict[str, Any] = {}
+
+    def __call__(self, plan: Mapping[str, Any], watch: Watch, *, limit_s: float | None) -> Ended:
+        json.dumps(plan)
+        row = plan["row"]
+        if row is None:
+            return Ended(found=json.loads(json_text({"workload": self.work, "notes": []})), wall_s=1.0)
+        self.done.append(f"{row['side']}: {row['name']}")
+        watch.told(1)
+        if row["name"] in self.ends:
+            return self.ends[row["name"]]
+        more = {"recipe": recipe(("packing", "packed", "exact"))} if row["side"] == "brimful" else {}
+        found = figures(50.0 if row["side"] == "brimful" else 20.0, 4, flops_per_s=1e13, **more, **self.more)
+        return Ended(
+            found={"measured": json.loads(json_text(asdict(found))), "notes": ["mind"]}, wall_s=self.wall_s,
+            nvml_bytes=1 << 31,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
+    given = Plans(checkpointing=Ended(found=None, reason="ended by SIGSEGV"))
+    monkeypatch.setattr(bench_run, "run_plan", given)
+    return given
+
+
+def bench(folder: Path, **more: Any) -> Bench:
+    options = BenchOptions(**{"model": "m", "output": str(folder / "b"), "batch_size": 4, **more})
+    return bench_run.run_bench(options, Callbacks(), command="brimful bench m")
+
+
+def statuses(found: Bench) -> dict[str, str]:
+    return {each.row.key: each.status for each in found.rows}
+
+
+def test_finished_rows_are_kept_and_failed_ones_tried_again(tmp_path: Path, plans: Plans) -> None:
+    first = bench(tmp_path)
+    assert statuses(first)["trainer: checkpointing"] == "failed"
+    assert first.rows[-1].row.name == RECOMMENDED
+    assert first.rows[-1].row.settings["precision"] == "fp32"
+    assert first.recommended == "brimful: fp32"
+    assert first.rows[0].measured is not None
+    assert first.rows[0].measured.mfu == pytest.approx(1e13 / 5e13)
+    assert first.rows[0].measured.memory_bytes == 1 << 31
+    assert first.rows[0].notes == ("mind",)
+    assert read_bench(tmp_path / "b") == first
+    page = brimful.report(tmp_path / "b")
+    assert page.read_bytes() == (tmp_path / "b" / "bench.html").read_bytes()
+    plans.done.clear()
+    again = bench(tmp_path, rows="default,optim=adafactor")
+    assert plans.done == [
+        "trainer: checkpointing", "brimful: plain", "trainer: optim=adafactor", "brimful: optim=adafactor"
+    ]  # fmt: skip
+    assert statuses(again)["brimful: optim=adafactor"] == "measured"
+    assert {each.row.key: each for each in first.rows}["brimful: bf16"] in again.rows
+
+
+def test_a_row_half_written_is_measured_again(tmp_path: Path, plans: Plans) -> None:
+    bench(tmp_path)
+    for file in (tmp_path / "b" / "rows").iterdir():
+        file.write_text(file.read_text()[:200])
+    begun = len(plans.done)
+    bench(tmp_path)
+    assert len(plans.done) == 2 * begun
+
+
+def test_a_disturbed_row_of_a_cpu_is_measured_again(tmp_path: Path, plans: Plans) -> None:
+    plans.work = {**WORK, "device": "CPU", "num_threads": 2}
+    plans.more = {"cores": 1.1}
+    assert bench(tmp_path, rows="precision=fp32").rows[0].measured is not None
+    assert plans.done[:5] == plans.done[5:]  # once more at the end
+    assert "others were busy" in (tmp_path / "b" / "bench.html").read_text()
+    plans.more = {"cores": 1.9}
+    bench(tmp_path, rows="precision=fp32")
+    assert plans.done[10:] == plans.done[:5]
+    bench(tmp_path, rows="precision=fp32")
+    assert len(plans.done) == 15
+    assert "others were busy" not in (tmp_path / "b" / "bench.html").read_text()
+
+
+def test_without_matplotlib_all_but_the_page_is_written(
+    tmp_path: Path, plans: Plans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise brimful.InputError("a report as a page needs matplotlib", hint="pip install it")
+
+    monkeypatch.setattr(bench_run, "check_charts", missing)
+    found = bench(tmp_path, rows="precision=fp32")
+    assert found.rows[-1].row.name == RECOMMENDED
+    names = {each.name for each in (tmp_path / "b").iterdir()}
+    assert {"results.json", "results.csv", "results.md"} <= names
+    assert "bench.html" not in names
+
+
+def test_memory_that_ran_out_is_a_row(tmp_path: Path, plans: Plans) -> None:
+    plans.ends = {
+        "fp32": Ended(found={"error": "OutOfMemoryError: full", "out_of_memory": True}, wall_s=1.0),
+        "bf16": Ended(found=None, reason="killed from outside", killed=True),
+    }
+    found = bench(tmp_path)
+    assert statuses(found)["brimful: fp32"] == statuses(found)["brimful: bf16"] == "out_of_memory"
+    plans.done.clear()
+    bench(tmp_path)
+    assert plans.done == []  # memory runs out again
+    table = (tmp_path / "b" / "results.md").read_text()
+    assert "- brimful: fp32: OutOfMemoryError: full" in table
+
+
+def test_the_budget_leaves_rows_and_says_so(tmp_path: Path, plans: Plans) -> None:
+    plans.wall_s = 100.0
+    found = bench(tmp_path, budget_s=60.0, steps=1, repeats=1, warmup_steps=1)
+    said = statuses(found)
+    assert said["trainer: plain"] == "measured"
+    assert set(said.values()) == {"measured", "left"}
+    left = next(each for each in found.rows if each.status == "left")
+    assert (left.reason or "").startswith("no time left: about 100 s, ")
+    assert found.recommended is None
+    plans.done.clear()
+    assert "left" not in statuses(bench(tmp_path, budget_s=0.0)).values()
+    assert "trainer: plain" not in plans.done
+    plans.ends = {"optim=sgd": Ended(found=None, reason="not done after 3 s", timed_out=True, wall_s=3.0)}
+    plans.wall_s = 1.0
+    assert statuses(bench(tmp_path, rows="optim=sgd", budget_s=1e4))["trainer: optim=sgd"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("more", "work", "said"),
+    [
+        ({"seed": 1}, {}, "--seed was 42, is 1"),
+        ({"steps": 7}, {}, "--steps was"),
+        ({}, {"data_fingerprint": "c"}, "the data_fingerprint differs"),
+        ({}, {"device": "another GPU"}, "the device differs"),
+    ],
+)
+def test_a_bench_of_other_work_is_refused(
+    tmp_path: Path, plans: Plans, more: dict[str, Any], work: dict[str, Any], said: str
+) -> None:
+    bench(tmp_path)
+    plans.work = {**WORK, **work}
+    with pytest.raises(brimful.OptionError, match=said):
+        bench(tmp_path, **more)
+
+
+def test_folders_of_others_are_left_alone(tmp_path: Path, plans: Plans) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "letter.txt").write_text("dear")
+    with pytest.raises(brimful.OptionError, match="has other files in it"):
+        bench(tmp_path)
+    with BenchFolder(tmp_path / "c").locked(), pytest.raises(brimful.OutputError, match="another process"):
+        bench(tmp_path, output=str(tmp_path / "c"))
+    (tmp_path / "c" / "results.json").write_text("{}")
+    with pytest.raises(brimful.OutputError, match="is no record of a bench"):
+        read_bench(tmp_path / "c")
+
+
+def test_work_that_cannot_be_begun_is_an_error_with_its_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Ended(found={"error": "no such model", "is_input": True, "hint": "see there"})
+    monkeypatch.setattr(bench_run, "run_plan", lambda *_, **__: wrong)
+    with pytest.raises(brimful.InputError, match=r"^no such model") as caught:
+        bench(tmp_path)
+    assert caught.value.hint == "see there"
+
+
+def test_the_command_with_real_processes(tmp_path: Path) -> None:
+    """One row of each side and the recommended one, without torch in the process that was asked."""
+    base, rows = save_base(tmp_path / "base"), write_reviews(tmp_path / "rows.csv", 16)
+    words = ("bench", base, rows, "-o", tmp_path / "b", "--batch-size", 8, "--steps", 1, "--repeats", 1)
+    code = (
+        "import sys\nfrom brimful.cli.commands import run\n"
+        f"assert run({[str(word) for word in words] + ['--rows', 'precision=fp16']!r}) == 0\n"
+        "assert not {'torch', 'transformers', 'pyarrow'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "brimful: precision=fp16  not here" in done.stdout
+    found = read_bench(tmp_path / "b")
+    assert found is not None
+    assert [each.status for each in found.rows] == ["measured", "measured", "unsupported", "unsupported", "measured"]
+    assert found.command.startswith(f"brimful bench {base} {rows} --output {tmp_path / 'b'} --rows precision=fp16")
+    assert "needs a GPU: fp16" in done.stdout
+    table = list(csv.DictReader((tmp_path / "b" / "results.csv").read_text().splitlines()))
+    assert [row["status"] for row in table] == [each.status for each in found.rows]
+    assert float(table[1]["resident_bytes"]) > 1e8
+    assert (tmp_path / "b" / "bench.html").stat().st_size < 1_500_000

@@ -1,0 +1,157 @@
+"""Rows: the guide's table in the guide's settings, Trainer's counterpart of ours, and mistakes in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import brimful
+from benches import figures, recipe
+from brimful.benchmarking.rows import PLAIN, check_rows, recommended_of, rows_of, trainers_settings
+from brimful.benchmarking.run import recommended
+from brimful.core.bench import BenchRow, Measured, Row, frontier
+from brimful.core.bench_options import BenchOptions
+from brimful.reports.guide_claims import CLAIMS, claim_of
+
+
+def asked(rows: str = "default", **more: Any) -> BenchOptions:
+    return BenchOptions(model="m", rows=rows, **more)
+
+
+def test_the_guides_nine_rows_have_the_guides_settings() -> None:
+    rows = rows_of(asked("guide", batch_size=4), longest=512, on_gpu=True)
+    theirs = {row.name: dict(row.settings) for row in rows if row.side == "trainer"}
+    assert list(theirs) == list(CLAIMS)
+    one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    lean = {**one, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    assert theirs["plain"] == {}
+    assert theirs["accumulation"] == one
+    assert theirs["accumulation, checkpointing"] == lean
+    assert theirs["fp16"] == {"fp16": True}
+    assert theirs["all, Adafactor"] == {**lean, "fp16": True, "optim": "adafactor"}
+    assert theirs["all, 8-bit Adam"] == {**lean, "fp16": True, "optim": "adamw_bnb_8bit"}
+    ours = {row.name: row for row in rows if row.side == "brimful"}
+    assert ours["split in four"].settings == {"precision": "bf16", "token_budget": 512, "execution": "captured"}
+    keys = {row.key for row in rows}
+    assert all(row.base in keys for row in rows if row != PLAIN)
+
+
+def test_every_set_of_rows_is_accepted_by_train() -> None:
+    for name in ("default", "guide", "levers"):
+        check_rows(asked(name))
+        rows = rows_of(asked(name), longest=128, on_gpu=False)
+        assert rows[0] == PLAIN
+        assert len({row.key for row in rows}) == len(rows)
+        halves = {"fp16", "tf32"}
+        assert {row.needs_gpu for row in rows if halves & {*row.settings, *map(str, row.settings.values())}} <= halves
+
+
+def test_rows_that_need_a_gpu_say_what_for() -> None:
+    rows = {row.key: row.needs_gpu for row in rows_of(asked("guide"), longest=128, on_gpu=False)}
+    assert rows["trainer: fp16"] == rows["brimful: fp16"] == rows["trainer: all, Adafactor"] == "fp16"
+    assert rows["brimful: bf16, compiled"] == "compiled steps"
+    assert rows["brimful: states offloaded"] == "states in host memory"
+    assert rows["brimful: bf16"] is rows["trainer: accumulation"] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "theirs"),
+    [
+        ({"precision": "bf16"}, {"bf16": True}),
+        ({"precision": "fp32", "optim": "adafactor"}, {"optim": "adafactor"}),
+        ({"execution": "compiled", "precision": "tf32"}, {"torch_compile": True, "tf32": True}),
+        ({"per_device_batch_size": 2}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
+        ({"max_grad_norm": 0.0}, {"max_grad_norm": 0.0}),
+        ({"precision": "fp8"}, None),
+        ({"gradient_checkpointing": "every-2"}, None),
+        ({"optimizer_offload": True}, None),
+        ({"token_budget": 64}, None),
+    ],
+)
+def test_trainers_counterpart(settings: dict[str, Any], theirs: dict[str, Any] | None) -> None:
+    assert trainers_settings(settings, 8) == theirs
+
+
+def test_rows_that_the_user_names() -> None:
+    rows = rows_of(asked("optim=adafactor+max_grad_norm=0,token-budget=64"), longest=64, on_gpu=True)
+    assert [row.key for row in rows] == [
+        "trainer: plain", "brimful: plain", "trainer: optim=adafactor+max_grad_norm=0",
+        "brimful: optim=adafactor+max_grad_norm=0", "brimful: token-budget=64",
+    ]  # fmt: skip
+    assert rows[2].settings == {"bf16": True, "optim": "adafactor", "max_grad_norm": 0.0}
+    assert rows[3].settings == {
+        "precision": "bf16", "optim": "adafactor", "max_grad_norm": 0.0, "execution": "captured"
+    }  # fmt: skip
+    assert rows_of(asked("weight_dtype=bf16"), longest=64, on_gpu=False)[-1].settings["precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "hint"),
+    [
+        ({"rows": "fast"}, "it is no set of rows", "default, guide, levers"),
+        ({"rows": "presicion=bf16"}, "which is no lever", "did you mean precision?"),
+        ({"rows": "learning_rate=1"}, "which is no lever", "the levers are"),
+        ({"rows": "token_budget=many"}, "it must be a whole number", "token_budget=8"),
+        ({"rows": "precision=fp13"}, "--precision is 'fp13'", ""),
+        ({"rows": "optimizer_in_backward=yes"}, "it must be true or false", "=true"),
+        ({"rows": "optimizer_in_backward=true"}, "updates weights before the norm", "--late-clipping"),
+        ({"shape": "512"}, "it must be rows x tokens", "512x512"),
+        ({"shape": "8x2"}, "sequences of 2 tokens", "at least 3"),
+        ({"shape": "8x8", "data": "a.csv"}, "--shape and DATA are both given", ""),
+        ({"budget_s": -1.0}, "--budget-s is -1.0", ""),
+        ({"output": ""}, "--output is empty", ""),
+    ],
+)
+def test_mistakes_are_one_line(given: dict[str, Any], said: str, hint: str) -> None:
+    with pytest.raises(brimful.OptionError) as caught:
+        check_rows(BenchOptions(model="m", **given))
+    assert said in str(caught.value)
+    assert hint in (caught.value.hint or "")
+
+
+def rows_with(*given: tuple[str, Measured | None]) -> list[BenchRow]:
+    return [
+        BenchRow(row=Row(side="brimful", name=name), status="measured" if found else "failed", measured=found)
+        for name, found in given
+    ]
+
+
+def test_the_recommended_row_is_the_fastest_that_fits_and_changes_no_arithmetic() -> None:
+    exact, bf16 = recipe(("precision", "fp32", "exact")), recipe(("precision", "bf16", "rounding"))
+    small = recipe(("precision", "bf16", "rounding"), ("optimizer", "bf16 states", "training"))
+    fp16 = recipe(("precision", "fp16", "rounding"))
+    rows = rows_with(
+        ("slow", figures(10, 4, recipe=exact)),
+        ("large", figures(90, 40, recipe=exact)),
+        ("bf16", figures(70, 8, recipe=bf16)),
+        ("fp16", figures(95, 8, recipe=fp16)),
+        ("8 bits", figures(99, 2, recipe=small)),
+        ("broken", None),
+    )
+    rows.append(BenchRow(row=PLAIN, status="measured", measured=figures(500, 1)))
+    unclipped = Row(side="brimful", name="unclipped", settings={"max_grad_norm": 0.0})
+    rows.append(BenchRow(row=unclipped, status="measured", measured=figures(400, 1, recipe=exact)))
+
+    def name(**given: Any) -> str | None:
+        found = recommended(rows, **{"memory_limit": None, "on_gpu": True, **given})
+        return None if found is None else found.name
+
+    assert name() == "large"
+    assert name(memory_limit="20GiB") == "bf16"
+    assert name(memory_limit="20GiB", on_gpu=False) == "slow"
+    assert name(memory_limit="1GiB") is None
+    again = recommended_of(rows[2].row)
+    assert (again.key, again.base) == ("brimful: recommended", "brimful: bf16")
+
+
+def test_the_front_has_the_rows_that_no_other_beats() -> None:
+    assert frontier([(4, 10), (2, 5), (3, 12), (5, 12), (1, 1), (2, 4), (3, 12)]) == [4, 1, 2]
+    assert frontier([]) == []
+
+
+def test_claims_are_of_the_guides_figures() -> None:
+    speed, memory = claim_of("fp16", "plain") or (0, 0)
+    assert round(speed, 2) == 2.10
+    assert round(memory, 2) == 0.93
+    assert claim_of("selective", "plain") is None

@@ -1,0 +1,140 @@
+"""Both sides of a bench on one model: the same rows in the same order from the same weights, so the same losses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from brimful.benchmarking.our_side import measure_ours
+from brimful.benchmarking.trainer_side import measure_trainers
+from brimful.benchmarking.worker import failure, measure
+from brimful.benchmarking.workload import describe, make_work, useful_flops
+from brimful.core.bench import Measured, Steps
+from brimful.core.bench_options import BenchOptions
+from brimful.core.callbacks import Callbacks
+from brimful.core.errors import InputError
+from tiny_files import save_classifier, write_csv, write_reviews
+
+
+class Heard(Callbacks):
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+STEPS = Steps(warm_up=2, repeats=2, block=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier without dropout, and rows of one label, of several, and of numbers."""
+    path = tmp_path_factory.mktemp("bench")
+    save_classifier(path / "model", ("bad", "good"), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    write_reviews(path / "reviews.csv", 36)
+    rows = [(f"the film was long {i}", i % 2, (i // 2) % 2) for i in range(24)]
+    write_csv(path / "several.csv", ("text", "good", "bad"), rows)
+    return path
+
+
+def options(folder: Path, data: str | None = "reviews.csv", **more: Any) -> BenchOptions:
+    given = {"model": str(folder / "model"), "data": None if data is None else str(folder / data), "batch_size": 8}
+    return BenchOptions(**{**given, "device": "cpu", **more})
+
+
+def ours(asked: BenchOptions, **settings: Any) -> Measured:
+    return measure_ours(make_work(asked, Callbacks(), **settings), STEPS, Callbacks(), lambda _: None)
+
+
+def theirs(asked: BenchOptions, listener: Callbacks | None = None, **settings: Any) -> Measured:
+    return measure_trainers(make_work(asked, Callbacks()), settings, STEPS, listener or Callbacks(), lambda _: None)
+
+
+@pytest.mark.parametrize("data", ["reviews.csv", "several.csv", None])
+def test_the_losses_of_both_sides_are_equal(folder: Path, data: str | None) -> None:
+    labels = {"label_column": "good,bad"} if data == "several.csv" else {}
+    shape = {"shape": "24x12"} if data is None else {}
+    asked = options(folder, data, learning_rate=1e-2, **labels, **shape)
+    one, other = ours(asked), theirs(asked)
+    assert one.loss == pytest.approx(other.loss, rel=1e-4)
+    assert one.loss != pytest.approx(ours(options(folder, data, **labels, **shape)).loss, rel=1e-3)  # it has learned
+    assert one.flops_per_s is not None
+    assert one.flops_per_s / one.samples_per_s == pytest.approx((other.flops_per_s or 0) / other.samples_per_s)
+    assert one.tokens_per_s / one.samples_per_s == pytest.approx(other.tokens_per_s / other.samples_per_s)
+    assert len(one.block_rates) == len(other.block_rates) == STEPS.repeats
+    for each in (one, other):
+        assert each.samples_per_s == pytest.approx(np.median(each.block_rates))
+        assert each.step_s == pytest.approx(8 / each.samples_per_s)
+        assert each.peak_bytes.resident
+        parts = each.peak_bytes.components
+        assert parts["optimizer_states"] >= 2 * parts["weights"] * 0.9
+        assert (each.arithmetic, each.precision) == ("exact", "fp32")
+        assert each.first_step_s
+
+
+def test_accumulation_of_trainer_is_said_and_its_loss_is_the_mean(folder: Path) -> None:
+    asked, listener = options(folder), Heard()
+    plain = theirs(asked)
+    split = theirs(asked, listener, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    assert split.loss == pytest.approx(plain.loss, rel=0.05)
+    assert "4.0 times the mean loss of its micro-batches" in listener.warnings[0]
+    assert ours(asked, token_budget=40).loss == pytest.approx(plain.loss, rel=1e-3)
+
+
+def test_classes_of_arithmetic(folder: Path) -> None:
+    asked = options(folder)
+    assert theirs(asked, bf16=True).arithmetic == "rounding"
+    assert theirs(asked, optim="adafactor").arithmetic == "training"
+    assert ours(asked, precision="bf16").arithmetic == "rounding"
+    assert ours(asked, precision="bf16", optimizer_state_dtype="bf16").arithmetic == "training"
+
+
+def test_the_work_is_described(folder: Path) -> None:
+    work = make_work(options(folder, None, shape="20x12"), Callbacks())
+    found = describe(work)
+    assert (found.rows, found.median_tokens, found.longest_tokens, found.device) == (16, 12, 12, "CPU")
+    assert {"fp32", "bf16"} == set(found.rates)
+    assert found.step_s
+    model, lengths = work.model(), work.lengths(range(2))
+    assert useful_flops(model, lengths) == pytest.approx(2 * (useful_flops(model, lengths[:8]) or 0))
+    with pytest.raises(InputError, match="there are 36 rows, and a batch has 64"):
+        make_work(options(folder, batch_size=64), Callbacks())
+
+
+def test_a_plan_that_cannot_be_done_has_its_reason(folder: Path) -> None:
+    asked = {"model": str(folder / "model"), "data": str(folder / "reviews.csv"), "batch_size": 8, "device": "cpu"}
+    row = {"side": "brimful", "name": "a", "settings": {"peft": "nothing"}, "base": None, "needs_gpu": None}
+    with pytest.raises(InputError) as caught:
+        measure({"options": asked, "row": row, "steps": {"warm_up": 1, "repeats": 1, "block": 1}})
+    found = failure(caught.value)
+    assert "names no method" in found["error"]
+    assert (found["is_input"], found["out_of_memory"]) == (True, False)
+    ran_out = failure(torch.OutOfMemoryError("CUDA out of memory.\nTried\x1b"))
+    assert ran_out["error"] == "OutOfMemoryError: CUDA out of memory."
+    assert (ran_out["is_input"], ran_out["out_of_memory"]) == (False, True)
+    assert failure(RuntimeError())["error"] == "RuntimeError"
+
+
+def test_the_process_of_a_row_ends_with_whoever_began_it(folder: Path, tmp_path: Path) -> None:
+    asked = {"model": str(folder / "model"), "data": str(folder / "reviews.csv"), "batch_size": 8, "device": "cpu"}
+    row = {"side": "brimful", "name": "a", "settings": {}, "base": None, "needs_gpu": None}
+    (tmp_path / "plan.json").write_text(
+        json.dumps({"options": asked, "row": row, "steps": {"warm_up": 1, "repeats": 1, "block": 1_000_000}})
+    )
+    command = [sys.executable, "-m", "brimful.benchmarking.worker", tmp_path / "plan.json", tmp_path / "result.json"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline().startswith("STEP")
+        process.stdin.close()
+        process.stdout.read()
+        assert process.wait(60) == 1
+    assert not (tmp_path / "result.json").exists()

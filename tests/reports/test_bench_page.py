@@ -1,0 +1,96 @@
+"""The page and the text of a bench: every row, hostile names as text, and what the guide says of the same levers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benches import figures, guide_bench
+from brimful.core.bench import Bench, BenchRow
+from brimful.reports.bench_page import bench_page
+from brimful.reports.bench_text import bench_csv, bench_markdown, bench_text
+from brimful.reports.charts import Point, Stack, scatter, stacked_bars
+from pages import Page
+
+HOSTILE = "</script><script>alert('x')</script>\x1b[31m \u202e& | model"
+
+
+def test_everything_of_a_bench_is_on_its_page() -> None:
+    bench = guide_bench(HOSTILE, data=HOSTILE)
+    document = bench_page(bench)
+    assert document == bench_page(bench)
+    assert len(document) < 500_000
+    page = Page(document)
+    page.check()
+    for said in ("Speed against memory", "Every row", "Memory by component", "What each lever gained", "To repeat it"):
+        assert said in page.text
+    labels = [chart.attrib["aria-label"] for chart in page.charts]
+    assert len(labels) == 4
+    assert all(each.row.key in page.text for each in bench.rows)
+    assert "out of memory" in page.text
+    assert "needs the package bitsandbytes" in page.text
+    assert "no time left" in page.text
+    assert "Recommended: brimful: bf16" in page.text
+    assert "11.10 times trainer: plain" in page.text
+    assert "\x1b" not in document
+    assert "\u202e" not in document
+    assert page.record["rows"][0]["row"]["name"] == "plain"
+    # fp16 beside the plain row: 40 and 10 samples/s, and the guide's 18.64 and 8.86
+    assert "4.00" in page.text
+    assert "2.10" in page.text
+    assert "Round: brimful; square: Trainer." in page.text
+    assert "V100" in page.text
+
+
+def test_a_bench_with_nothing_measured_has_a_page() -> None:
+    bench = guide_bench()
+    none = [BenchRow(row=each.row, status="left", reason="no time") for each in bench.rows[:3]]
+    found = replace(bench, rows=tuple(none), recommended=None)
+    page = Page(bench_page(found))
+    page.check()
+    assert "0 ways to train" in page.text
+    assert "Memory by component" not in page.text
+    assert "The same command measures the rest" in bench_text(found)
+
+
+def test_the_table_has_rates_ratios_and_reasons() -> None:
+    bench = guide_bench()
+    lines = bench_text(bench).splitlines()
+    assert lines[0].split()[:5] == ["#", "row", "samples/s", "spread", "ratio"]
+    assert lines[1].split()[:6] == ["1", "trainer:", "plain", "10", "20.0", "%"]
+    assert lines[4].split()[1:6] == ["trainer:", "fp16", "40", "20.0", "%"]
+    assert "4.00" in lines[4]
+    assert "Did not end:" in lines
+    assert "Not measured:" in lines
+    assert any(line.startswith("Recommended: brimful: bf16, 11.10 times") for line in lines)
+    markdown = bench_markdown(guide_bench("a|b"))
+    assert markdown.count("\n| ") == len(bench.rows) + 1
+    assert "- brimful: Adafactor: a|b: tried to allocate" in markdown
+    assert bench_csv(bench).count("\n") == len(bench.rows) + 1
+
+
+def test_ratios_are_of_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench: Bench = guide_bench()
+    assert bench.ratio(figures(25, 1)) == 2.5
+    unmeasured = replace(bench, rows=(BenchRow(row=bench.rows[0].row, status="failed"), *bench.rows[1:]))
+    assert unmeasured.ratio(figures(25, 1)) is None
+    assert "Recommended: brimful: bf16, the fastest" in bench_text(unmeasured)
+
+
+def test_charts_of_a_bench_draw_all_that_they_are_given() -> None:
+    points = [Point("1", 2, 10), Point("2", 4, 30, strong=True)]
+    said = ("{:g}".format, "{:g}".format)
+    drawn = scatter("p", points, front=[0, 1], axes_names=("x name", "y name"), said=said, alt="a")
+    assert drawn == scatter("p", points, front=[0, 1], axes_names=("x name", "y name"), said=said, alt="a")
+    for text in (">1<", ">2<", ">x name<", ">y name<"):
+        assert text in drawn
+    assert "var(--strong)" in drawn
+    assert "var(--bar)" in drawn
+    bars = stacked_bars("s", [Stack("one", (1, 2), "3 B")], parts=("weights", "rest"), alt="a")
+    for text in (">one<", ">3 B<", ">weights<", ">rest<"):
+        assert text in bars
+    assert bars.count("var(--part-1)") == bars.count("var(--part-2)") == 2
+    assert "#" not in bars.replace('"#', "").replace("(#", "")
+    empty = scatter("e", [], front=[], axes_names=("x", "y"), said=said, alt="a")
+    assert "<svg" in empty
