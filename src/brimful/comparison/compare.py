@@ -1,0 +1,225 @@
+"""Compare folders: read each, find what differs, and pair the answers to the same rows."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from brimful.comparison.answers import Answers, in_common, read_answers
+from brimful.comparison.benches import RESULTS, read_results
+from brimful.comparison.paired import RESAMPLES, compare_answers
+from brimful.core import atomic_files
+from brimful.core.compare_options import CompareOptions
+from brimful.core.comparison import Compared, ComparedRow, Comparison, Difference, Paired, RowFigures
+from brimful.core.errors import DataError, listed
+from brimful.core.evaluation import MAIN_METRIC, Evaluation, Metric
+from brimful.core.option_checks import flag
+from brimful.core.options import NOT_PART_OF_THE_RUN
+from brimful.core.records import Machine, Recipe, TaskName
+from brimful.reports.comparison_page import comparison_page
+from brimful.reports.run_record import RunReport, read_record
+from brimful.reports.write import check_page
+
+#: Options of the command rather than of what it made.
+_NOT_COMPARED = frozenset({"output", "json", "quiet", "resume", "dry_run", "report", "report_to", "push_to_hub"})
+#: Options that are not part of what is learned and yet decide it.
+_LEARNED = frozenset({"data", "eval_data", "num_train_epochs", "max_steps", "max_length", "task"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    """A folder as it was read. settings: by part and name. source: what its evaluation rows are from."""
+
+    compared: Compared
+    settings: Mapping[tuple[str, str], str]
+    task: TaskName | None = None
+    source: str | None = None
+    answers: Answers | None = None
+    rows: Mapping[str, RowFigures] = field(default_factory=dict)
+
+
+def compare(*folders: str | Path, html: str | Path | None = None, seed: int = 42) -> Comparison:
+    """Compare folders of runs, evaluations or benches, two or more, with the first; loads no torch.
+
+    html: a page to write. seed: of the resampling of rows. Raises: BrimfulError.
+    """
+    page = None if html is None else str(html)
+    return run_comparison(CompareOptions(folders=tuple(map(str, folders)), html=page, seed=seed))
+
+
+def run_comparison(options: CompareOptions) -> Comparison:
+    """Compare with `options`, for `compare` and the command line."""
+    if options.html is not None:
+        check_page(Path(options.html), "--html")
+    names = _short_names(options.folders)
+    sides = [_read(Path(folder).expanduser(), name) for folder, name in zip(options.folders, names, strict=True)]
+    if len({side.compared.kind == "bench" for side in sides}) > 1:
+        kinds = ", ".join(f"{side.compared.name} is a {side.compared.kind}" for side in sides)
+        raise DataError(f"a bench is not compared with a run: {kinds}", hint="compare runs with runs")
+    paired, notes = _paired(sides, options.seed)
+    comparison = Comparison(
+        compared=tuple(side.compared for side in sides),
+        main_metric=MAIN_METRIC[sides[0].task] if sides[0].task is not None else None,
+        differences=_differences(sides),
+        paired=paired,
+        rows=_rows(sides),
+        notes=tuple(notes),
+        resamples=RESAMPLES if paired else 0,
+        seed=options.seed,
+        command=shlex.join(["brimful", "compare", *options.folders]),
+    )
+    if options.html is not None:
+        atomic_files.write_bytes(Path(options.html), comparison_page(comparison).encode())
+    return comparison
+
+
+def _read(folder: Path, name: str) -> _Side:
+    results = folder / RESULTS if folder.is_dir() else folder
+    if not (folder / "run.json").is_file() and results.name == RESULTS and results.is_file():
+        read = read_results(results)
+        bench = Compared(name=name, folder=str(folder), kind="bench", device=read.device)
+        return _Side(compared=bench, settings=read.settings, rows=read.rows)
+    record = read_record(folder)
+    return _evaluation(record, folder, name) if isinstance(record, Evaluation) else _run(record, folder, name)
+
+
+def _run(report: RunReport, folder: Path, name: str) -> _Side:
+    run, found = report.run, report.evaluation
+    main = MAIN_METRIC[run.labels.task]
+    last = report.evaluations[-1].metrics if report.evaluations else {}
+    metrics = found.metrics if found is not None else {name: Metric(value=value) for name, value in last.items()}
+    rate = run.samples_per_s
+    if rate is None and report.steps:
+        rate = report.steps[-1].samples_per_s
+    compared = Compared(
+        name=name,
+        folder=str(folder),
+        kind="run",
+        status=run.status,
+        device=run.recipe.device,
+        metrics=metrics,
+        num_rows=None if found is None else found.num_rows,
+        steps=run.steps if run.status == "finished" else report.last_step,
+        train_s=run.train_s,
+        wall_s=sum(run.phases_s.values()) or None,
+        samples_per_s=rate,
+        tokens_per_s=run.tokens_per_s,
+        peak_bytes=run.peak_bytes.total,
+        memory=run.peak_bytes.components,
+        losses=tuple((each.step, each.loss) for each in report.steps if each.loss is not None),
+        evaluated=tuple((e.step, e.metrics[main]) for e in report.evaluations if main in e.metrics),
+    )
+    return _Side(
+        compared=compared,
+        settings=_settings({"model": run.model, **run.options}, run.recipe, run.machine)
+        | {("learned", "data fingerprint"): run.data_fingerprint[:16]},
+        task=run.labels.task,
+        source=run.data_fingerprint.rpartition("+")[2],
+        answers=read_answers(folder / "predictions.parquet"),
+    )
+
+
+def _evaluation(record: Evaluation, folder: Path, name: str) -> _Side:
+    compared = Compared(
+        name=name,
+        folder=str(folder),
+        kind="evaluation",
+        device=None if record.recipe is None else record.recipe.device,
+        metrics=record.metrics,
+        num_rows=record.num_rows,
+        wall_s=record.wall_s,
+    )
+    beside = (folder if folder.is_dir() else folder.parent) / Path(record.predictions or "predictions.parquet").name
+    saved = beside if beside.is_file() else Path(record.predictions or beside)
+    return _Side(
+        compared=compared,
+        settings=_settings(
+            {"model": record.model, "data": record.data, **record.options}, record.recipe, record.machine
+        ),
+        task=record.labels.task,
+        source=record.data,
+        answers=read_answers(saved),
+    )
+
+
+def _settings(options: Mapping[str, Any], recipe: Recipe | None, machine: Machine | None) -> dict[tuple[str, str], str]:
+    """Settings by part and name, as text; those that are not set are left out."""
+    found: dict[tuple[str, str], str] = {}
+    for name, value in options.items():
+        if name not in _NOT_COMPARED and value is not None:
+            is_learned = name in _LEARNED or name not in NOT_PART_OF_THE_RUN
+            found["learned" if is_learned else "run", flag(name)] = str(value)
+    for lever in recipe.levers if recipe is not None else ():
+        found["run", lever.name] = lever.value
+    if machine is not None:
+        found |= {("machine", name): version for name, version in machine.versions.items()}
+        gpus = ", ".join(gpu.name for gpu in machine.gpus)
+        facts = {"CPU": machine.cpu, "CPU cores": machine.num_cores, "GPU": gpus or None}
+        found |= {("machine", name): str(fact) for name, fact in facts.items() if fact is not None}
+    return found
+
+
+def _differences(sides: Sequence[_Side]) -> tuple[Difference, ...]:
+    """Settings that are not the same everywhere, in the order of the first folder that has them."""
+    keys = dict.fromkeys(key for side in sides for key in side.settings)
+    found = []
+    for part, name in keys:
+        values = tuple(side.settings.get((part, name)) for side in sides)
+        if len(set(values)) > 1:
+            found.append(Difference(name=name, values=values, part=part))  # type: ignore[arg-type]
+    order = ("learned", "run", "machine")
+    return tuple(sorted(found, key=lambda each: order.index(each.part)))
+
+
+def _paired(sides: Sequence[_Side], seed: int) -> tuple[tuple[Paired, ...], list[str]]:
+    """Each other folder's answers beside the first one's, and notes about those that cannot be."""
+    first, found, notes = sides[0], list[Paired](), list[str]()
+    if first.compared.kind == "bench":
+        return (), []
+    without = [side.compared.name for side in sides if side.answers is None]
+    if without:
+        notes.append(f"answers to each row are not saved in {listed(without)}: nothing is paired there")
+    for place, side in enumerate(sides[1:], 1):
+        who = f"{side.compared.name} and {first.compared.name}"
+        if first.answers is None or side.answers is None:
+            continue
+        if side.task != first.task:
+            notes.append(f"{who} have different tasks: {side.task}, {first.task}")
+            continue
+        if side.source != first.source:
+            notes.append(f"{who} were evaluated on rows of different data: their answers are not paired")
+            continue
+        common = in_common(first.answers, side.answers)
+        if common.differing:
+            notes.append(f"{common.differing:,} rows have other labels in {side.compared.name}: they do not count")
+        rows = (len(first.answers.keys), len(side.answers.keys))
+        if len(common.truths) < max(rows):
+            said = f"{len(common.truths):,} rows of {rows[0]:,} and {rows[1]:,}"
+            notes.append(f"{who} have {said} in common" + ("" if common.truths else ": nothing is paired"))
+        if first.task is not None and (pair := compare_answers(common, first.task, first=0, other=place, seed=seed)):
+            found.append(pair)
+    return tuple(found), notes
+
+
+def _rows(sides: Sequence[_Side]) -> tuple[ComparedRow, ...]:
+    names = dict.fromkeys(name for side in sides for name in side.rows)
+    return tuple(ComparedRow(name=name, figures=tuple(side.rows.get(name) for side in sides)) for name in names)
+
+
+def _short_names(folders: Sequence[str]) -> list[str]:
+    """As many of the last parts of each path as tell all apart; a number besides where nothing does."""
+    parts = [Path(folder).expanduser().absolute().parts for folder in folders]
+
+    def last(number: int) -> list[str]:
+        return ["/".join(each[-number:]) for each in parts]
+
+    longest = max(map(len, parts))
+    number = next((n for n in range(1, longest) if len(set(last(n))) == len(set(parts))), longest)
+    names, seen = last(number), dict[str, int]()
+    for place, name in enumerate(names):
+        seen[name] = seen.get(name, 0) + 1
+        names[place] = name if seen[name] == 1 else f"{name} ({seen[name]})"
+    return names

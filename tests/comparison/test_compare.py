@@ -1,0 +1,242 @@
+"""`brimful compare`: folders of runs, evaluations and benches, on the terminal, as JSON and as a page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import brimful
+from brimful.core.comparison import Comparison
+from brimful.core.errors import DataError, OptionError
+from brimful.core.evaluation import Evaluation
+from brimful.core.records import Lever, Machine, Recipe, from_json, to_json
+from brimful.reports.comparison_page import comparison_page
+from brimful.reports.comparison_text import comparison_text
+from commands import Brimful, call
+from pages import Page
+from reports.test_run_page import HOSTILE, names_of, record, write_run
+
+HERE = Path(__file__).parents[2]
+
+
+def write_side(
+    folder: Path, *, wrong: Sequence[int] = (), rows: Sequence[int] = range(1, 41), seed: int = 42, **changes: Any
+) -> Path:
+    """A run that answers some of its rows wrongly."""
+    run, evaluation = record(5)
+    names = names_of(5)
+    run = replace(run, options={**run.options, "seed": seed}, **changes)
+    write_run(folder, run, evaluation)
+    truths = [names[row % 5] for row in rows]
+    given = [names[(row + (row in wrong)) % 5] for row in rows]
+    pq.write_table(pa.table({"row": rows, "truth": truths, "label": given}), folder / "predictions.parquet")
+    return folder
+
+
+def test_two_runs_side_by_side(tmp_path: Path) -> None:
+    lever = Lever(name="packing", value="off", arithmetic="exact", reason="asked")
+    first = write_side(tmp_path / "first", wrong=range(1, 21))
+    other = write_side(
+        tmp_path / "other", wrong=[1, 2, 33], seed=7, samples_per_s=30.0, recipe=Recipe(device="CPU", levers=(lever,)),
+        machine=Machine(cpu="a CPU", num_cores=4, memory_bytes=1 << 34, versions={"torch": "3"}),
+    )  # fmt: skip
+    found = brimful.compare(first, other)
+    assert [each.name for each in found.compared] == ["first", "other"]
+    differing = {(each.part, each.name): each.values for each in found.differences}
+    assert differing == {
+        ("learned", "--seed"): ("42", "7"),
+        ("run", "packing"): ("packed", "off"),
+        ("machine", "torch"): ("2", "3"),
+        ("machine", "CPU cores"): ("2", "4"),
+    }
+    (pair,) = found.paired
+    assert (pair.num_rows, pair.only_first, pair.only_other) == (40, 1, 18)
+    assert pair.metrics[0].difference == pytest.approx(17 / 40)
+    assert found.notes == ()
+    text = comparison_text(found)
+    for said in (
+        "other less first, on the same 40 rows",
+        "+0.4250",
+        "better",
+        "first 1, other 18 rows",
+        "30, x 1.50",
+    ):
+        assert said in text
+    assert from_json(Comparison, to_json(found)) == found
+
+
+def test_what_cannot_be_paired_is_said(tmp_path: Path) -> None:
+    first = write_side(tmp_path / "first")
+    part = write_side(tmp_path / "part", rows=range(21, 61))
+    elsewhere = write_side(tmp_path / "elsewhere", data_fingerprint="another")
+    without = write_side(tmp_path / "without")
+    (without / "predictions.parquet").unlink()
+    found = brimful.compare(first, part, elsewhere, without)
+    assert [(pair.first, pair.other, pair.num_rows) for pair in found.paired] == [(0, 1, 20)]
+    said = "\n".join(found.notes)
+    assert "part and first have 20 rows of 40 and 40 in common" in said
+    assert "elsewhere and first were evaluated on rows of different data" in said
+    assert "not saved in without" in said
+
+
+def test_rows_to_evaluate_on_are_what_counts_not_those_trained_on(tmp_path: Path) -> None:
+    first = write_side(tmp_path / "first", data_fingerprint="train-1+held-out")
+    other = write_side(tmp_path / "other", data_fingerprint="train-2+held-out")
+    assert len(brimful.compare(first, other).paired) == 1
+
+
+def test_a_run_under_way_has_its_last_evaluation(tmp_path: Path) -> None:
+    first, other = write_side(tmp_path / "first"), write_side(tmp_path / "other", status="running", samples_per_s=None)
+    for name in ("evaluation.json", "predictions.parquet"):
+        (other / name).unlink()
+    found = brimful.compare(first, other)
+    assert found.compared[1].metrics["accuracy"].value == pytest.approx(1 - 1 / 40)
+    assert found.compared[1].steps == 40
+    assert found.compared[1].samples_per_s == 20.0
+    assert found.paired == ()
+
+
+def test_evaluations_are_compared_too(tmp_path: Path) -> None:
+    def write(folder: Path, model: str) -> Path:
+        write_side(folder)
+        (folder / "run.json").unlink()
+        record = from_json(Evaluation, (folder / "evaluation.json").read_text("utf-8"))
+        (folder / "evaluation.json").write_text(to_json(replace(record, model=model)), "utf-8")
+        return folder / "evaluation.json"
+
+    found = brimful.compare(write(tmp_path / "a", "one"), write(tmp_path / "b", "another"))
+    assert [each.kind for each in found.compared] == ["evaluation", "evaluation"]
+    assert [(each.name, each.values) for each in found.differences] == [("--model", ("one", "another"))]
+    assert found.paired[0].num_rows == 40
+
+
+def test_the_command_without_torch(tmp_path: Path) -> None:
+    folders = [str(write_side(tmp_path / name)) for name in ("first", "other")]
+    page = tmp_path / "page.html"
+    program = (
+        "import sys; from brimful.cli.commands import run; "
+        f"assert run(['compare', *{folders!r}, '--json', '--html', {str(page)!r}]) == 0; "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["compared"][0]["name"] == "first"
+    assert done.stderr == f"page: {page}\n"
+    assert page.is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "hint"),
+    [
+        ([], "brimful compare needs A B", "run-a run-b"),
+        (["one"], "two folders or more", "run-a run-b"),
+        (["nothing", "there"], "there is no record", "run.json"),
+        (["a", "b", "--html", "page.txt"], "no name of a page", ".html"),
+    ],
+)
+def test_mistakes(words: list[str], said: str, hint: str) -> None:
+    brimful_command: Brimful = call
+    found = brimful_command("compare", *words)
+    assert found.code == 2
+    first, second = found.err.splitlines()
+    assert said in first
+    assert hint in second
+    assert found.out == ""
+
+
+def test_the_page_is_whole_and_escaped(tmp_path: Path) -> None:
+    first = write_side(tmp_path / "<b>run", wrong=[1])
+    other = write_side(tmp_path / "other", model=f"another {HOSTILE}", seed=3)
+    document = comparison_page(brimful.compare(first, other))
+    page = Page(document)
+    page.check()
+    assert "<b>run" not in document
+    for said in ("<b>run", "Loss of training.", "Accuracy of the evaluation rows.", "McNemar", "What differs".lower()):
+        assert said in page.text
+    assert "\x1b" not in document
+    assert "\u202e" not in document
+    assert [chart.attrib["role"] for chart in page.charts] == ["img"] * len(page.charts)
+    assert page.record["paired"][0]["num_rows"] == 40
+    assert comparison_page(brimful.compare(first, other)) == document
+
+
+def test_many_runs_fit_on_a_page(tmp_path: Path) -> None:
+    for number in range(8):
+        (tmp_path / str(number)).mkdir()
+        write_side(tmp_path / str(number) / "run", seed=number)
+    found = brimful.compare(*(tmp_path / str(number) / "run" for number in range(8)))
+    assert [each.name for each in found.compared] == [f"{number}/run" for number in range(8)]
+    Page(comparison_page(found)).check()
+
+
+LOGS = [
+    {"work": "tweets", "side": "hf", "samples_per_s": 10.0, "samples_per_s_range": [9.0, 11.0], "nvml_bytes": 1 << 30},
+    {"work": "tweets", "side": "brimful", "samples_per_s": 40.0, "peak_reserved_bytes": 1 << 30},
+    {"model": "bart", "side": "hf", "error": "CUDA out of memory"},
+]
+
+
+def test_benches_are_compared_row_by_row(tmp_path: Path) -> None:
+    measured = {"samples_per_s": 20.0, "block_rates": [19.0, 22.0], "loss": 0.5, "peak_bytes": {"resident": 2 << 30}}
+    work = {"batch_size": 8, "device": "CPU", "machine": {"cpu": "a CPU", "versions": {"torch": "2"}}}
+    bench: dict[str, Any] = {
+        "model": "m",
+        "options": {"seed": 1, "output": "x"},
+        "workload": work,
+        "rows": [
+            {"row": {"side": "trainer", "name": "plain"}, "status": "measured", "measured": measured},
+            {"row": {"side": "brimful", "name": "plain"}, "status": "out_of_memory", "reason": "memory ran out"},
+        ],
+    }
+    faster = json.loads(json.dumps(bench))
+    faster |= {"model": "n", "options": {"seed": 1, "output": "y"}}
+    faster["workload"] |= {"batch_size": 16}
+    faster["rows"][0]["measured"]["samples_per_s"] = 30.0
+    for name, content in {"a": bench, "b": faster, "c": LOGS}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps(content), "utf-8")
+    found = brimful.compare(tmp_path / "a", tmp_path / "b")
+    differing = {each.name: each.values for each in found.differences}
+    assert differing == {"--model": ("m", "n"), "batch size": ("8", "16")}
+    plain, failed = found.rows
+    assert (plain.name, failed.name) == ("trainer: plain", "brimful: plain")
+    assert plain.figures[0] is not None
+    assert (plain.figures[0].low, plain.figures[0].high, plain.figures[0].peak_bytes) == (19.0, 22.0, 2 << 30)
+    text = comparison_text(found)
+    assert "20 (19 to 22)" in text
+    assert "x 1.50" in text
+    assert "memory ran out" in text
+    page = Page(comparison_page(found))
+    page.check()
+    assert "2 benches side by side" in page.text
+    logged = brimful.compare(tmp_path / "c", tmp_path / "c")
+    assert [row.name for row in logged.rows] == ["tweets · hf", "tweets · brimful", "bart · hf"]
+    assert [each.name for each in logged.compared] == ["c", "c (2)"]
+    assert logged.rows[2].figures[0] is not None
+    assert logged.rows[2].figures[0].reason == "CUDA out of memory"
+    with pytest.raises(DataError, match="a bench is not compared with a run"):
+        brimful.compare(tmp_path / "a", write_side(tmp_path / "run"))
+    (tmp_path / "a" / "results.json").write_text("{}", "utf-8")
+    with pytest.raises(DataError, match="it has no rows of a bench"):
+        brimful.compare(tmp_path / "a", tmp_path / "b")
+
+
+def test_the_committed_benches_can_be_read() -> None:
+    files = sorted((HERE / "benchmarks").rglob("results.json"))
+    assert files
+    found = brimful.compare(*(file.parent for file in files))
+    assert all(any(f is not None and f.samples_per_s for f in row.figures) for row in found.rows)
+
+
+def test_one_folder_is_a_mistake_in_python_too(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="two folders or more"):
+        brimful.compare(tmp_path)
