@@ -90,5 +90,5 @@ if __name__ == "__main__":
     except Exception as error:
         with suppress(OSError):
             said = f"the process of a GPU failed with {type(error).__name__}: {printable(error, 300)}"
-            given.send(DeviceError(said, hint="--num-gpus 1 does without"))
+            given.send(DeviceError(said, hint="--gpus 1 does without"))
         raise

@@ -22,13 +22,17 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import numpy as np
+import torch
 
-from brimful.core.errors import DeviceError
+from brimful.core.errors import DeviceError, OptionError
+from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.options import ClassifyOptions
+from brimful.core.place import find_place
 from brimful.core.records import OutOfMemory
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.classification.runner import Result, Runner
 from brimful.engine.inference import Done
+from brimful.hardware.probe import num_gpus_of
 
 #: Windows that a process has at a time: one that it computes, one that it launches.
 _IN_FLIGHT = 2
@@ -182,8 +186,23 @@ class _Member:
         except Exception:  # it is gone, or what it sent cannot be read: nobody may wait for it
             return DeviceError(
                 "the process of one of the GPUs ended before its work was done",
-                hint="its last words are above; --num-gpus 1 does without",
+                hint="its last words are above; --gpus 1 does without",
             )
+
+
+def check_gpus_there(options: ClassifyOptions | EvaluateOptions, device: torch.device) -> None:
+    """Check that there are as many GPUs as --gpus asks for. Raises: OptionError."""
+    asked, there = options.gpus, num_gpus_of(device)
+    if asked in (None, "1"):
+        return
+    if (count := 1 if getattr(options, "claim", False) else find_place().count) > 1:
+        said = f"--gpus is {asked}, and a launcher has started {count} processes"
+        raise OptionError(said, hint="leave it out: each of them has a GPU")
+    if device.type == "cpu":
+        raise OptionError(f"--gpus is {asked}, and there is no GPU to run on", hint="leave it out")
+    if asked != "all" and int(asked) > there:
+        found = "is 1 GPU" if there == 1 else f"are {there} GPUs"
+        raise OptionError(f"--gpus is {asked}, and there {found} to run on", hint=f"use at most {there}")
 
 
 def other_gpus(num_gpus: int) -> list[dict[str, str]]:

@@ -20,7 +20,8 @@ from brimful.core.records import LabelSpace, OutOfMemory, Recipe
 from brimful.data.batches.batch import PaddedLayout
 from brimful.data.tokens.encoder import Encoder, Tokens
 from brimful.engine.assemble import LEVERS
-from brimful.engine.prepare import Longest, longest_to_read, make_encoder
+from brimful.engine.prepare import make_encoder
+from brimful.engine.sequence_lengths import Longest, longest_to_read
 from brimful.hardware.probe import device_name
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.lever import Assembly

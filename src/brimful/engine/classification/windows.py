@@ -176,6 +176,10 @@ class Reading:
         if rest is not None and rest.num_rows:
             yield self._window(rest)
 
+    def no_rows(self, schema: pa.Schema) -> Window:
+        """A window without rows, of an input with these columns."""
+        return self._window(schema.empty_table().append_column(_FAULTS, pa.array([], pa.large_string())))
+
     def _window(self, table: pa.Table) -> Window:
         texts, faults = self._read(table, _one_chunk(table[_FAULTS]))
         return Window(table=table.drop_columns([_FAULTS]), faults=faults, texts=texts)
