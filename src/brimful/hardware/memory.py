@@ -21,6 +21,10 @@ class CaptureMemoryError(RuntimeError):
     """Memory ran out while a graph was captured. Its message is the allocator's."""
 
 
+class ElsewhereMemoryError(MemoryError):
+    """Memory ran out in another process that takes the step together with this one."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """True if memory ran out, or an error that followed from that: a capture may end with one of its own."""
     seen: set[int] = set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -18,14 +18,32 @@ from brimful.core.process_lock import PROCESS_LOCK
 
 @contextmanager
 def matmul_precision(value: Literal["highest", "high"]) -> Iterator[None]:
-    """Within, fp32 products are full ones, or of 10-bit mantissas on matrix units."""
+    """Within, fp32 products are full ones, or of 10-bit mantissas on matrix units.
+
+    Torch has an old setting and a new one by backend, which transformers uses; both are given back.
+    """
     with PROCESS_LOCK:
-        before = torch.get_float32_matmul_precision()
+        cpu: Any = torch.backends.mkldnn
+        backends: list[Any] = [torch.backends.cuda.matmul, cpu.matmul]
+        were = [backend.fp32_precision for backend in backends]
+        try:
+            before = torch.get_float32_matmul_precision()
+        except RuntimeError:  # the new setting says tf32, and the old one was never touched
+            before = "highest"
         torch.set_float32_matmul_precision(value)
         try:
             yield
         finally:
             torch.set_float32_matmul_precision(before)
+            for backend, was in zip(backends, were, strict=True):
+                backend.fp32_precision = "none"  # as the setting for all backends says
+                if backend.fp32_precision != was:
+                    backend.fp32_precision = was
+
+
+def products_are_full() -> bool:
+    """True if fp32 products on a GPU are full ones, by either of torch's settings."""
+    return str(torch.backends.cuda.matmul.fp32_precision) != "tf32"
 
 
 @contextmanager

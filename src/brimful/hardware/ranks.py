@@ -5,10 +5,10 @@ One process group: gloo between hosts' memories, NCCL between GPUs. It lives for
 
 from __future__ import annotations
 
-import socket
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,25 +19,33 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from brimful.core.errors import DeviceError, RanksError, first_line, printable
+from brimful.core.errors import DeviceError, RanksError, first_line
 from brimful.core.place import Place
+from brimful.hardware.pulse import Lost, Pulse
+from brimful.hardware.watch import Watch
+
+#: Waits for work that was begun: until it is done, or on a GPU until what is launched from now on comes after it.
+Ending = Callable[[], None]
 
 #: Time for all processes to come, and for one to wait for others at work: an epoch's evaluation, a checkpoint.
 _MEETING, _WAITING = timedelta(minutes=10), timedelta(hours=24)
-#: Time for a process that failed to say so, after the others noticed.
-_LAST_WORDS_S = 2.0
+#: Most seconds from the end of a connection until it is known whose process is gone.
+_VERDICT_S = 9.0
 
 
 class Ranks:
     """Several processes, of which this is number `rank` of `count`; the first leads. One alone has nothing to do.
 
     Raises, wherever others are waited for: RanksError if one of them is gone.
+
+    watch: of the others; None for one alone. pulse: where this process is, for them to see.
     """
 
-    def __init__(self, place: Place | None = None, store: Any = None) -> None:
+    def __init__(self, place: Place | None = None, watch: Watch | None = None) -> None:
         place = place or Place()
         self.rank, self.count, self.leads = place.rank, place.count, place.leads
-        self._store, self._failed = store, False
+        self.pulse = Pulse() if watch is None else watch.pulse
+        self.watch, self._failed, self._warnings = watch, False, list[str]()
 
     @property
     def reachable(self) -> bool:
@@ -49,6 +57,35 @@ class Ranks:
         with self._others():
             for tensor in tensors:
                 dist.all_reduce(tensor)
+
+    def begin_sum(self, tensor: Tensor) -> Ending:
+        """Begin to replace a tensor by its sum over all processes."""
+        return self._begin(dist.all_reduce, tensor)
+
+    def begin_exchange(self, into: Tensor, given: Tensor) -> Ending:
+        """Begin to send each process its part of `given`, and to take what others send, in their order."""
+        return self._begin(dist.all_to_all_single, into, given)
+
+    def begin_gather(self, into: Tensor, own: Tensor) -> Ending:
+        """Begin to put each process's `own` side by side, in their order."""
+        return self._begin(_ALL_GATHER, into, own)
+
+    def begin_scattered_sum(self, into: Tensor, given: Tensor) -> Ending:
+        """Begin to sum this process's part of `given` over all processes."""
+        return self._begin(_REDUCE_SCATTER, into, given)
+
+    def _begin(self, collective: Callable[..., Any], *tensors: Tensor) -> Ending:
+        """On a GPU, collectives are on the current stream, and there is nothing to wait for."""
+        waits = not tensors[0].is_cuda
+        with self._others(waits=False):
+            begun = collective(*tensors, async_op=waits)
+
+        def end() -> None:
+            if waits:
+                with self._others():
+                    begun.wait()
+
+        return end
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """Of each flag, whether it is set in some process. Waits for the hosts, not for the devices."""
@@ -74,6 +111,16 @@ class Ranks:
         except BaseException:
             self._failed = True
             raise
+
+    def spread(self, text: str = "") -> str:
+        """Return the leader's `text` in all processes."""
+        sent = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        size = torch.tensor(len(sent))
+        with self._others():
+            dist.broadcast(size, src=0)
+            given = sent if self.leads else torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(given, src=0)
+        return bytes(given.tolist()).decode()
 
     def hear(self) -> tuple[int, int]:
         """Wait for the leader's next order."""
@@ -104,30 +151,42 @@ class Ranks:
         found: np.ndarray = tensor.numpy()
         return found
 
-    def fail(self, error: BaseException) -> None:
-        """Leave word of why this process ends, for the others."""
-        if self._store is not None and not isinstance(error, RanksError):
-            with suppress(Exception):
-                self._store.set(f"failed/{self.rank}", f"{socket.gethostname()}: {first_line(error)}")
+    def new_warnings(self) -> list[str]:
+        """Return what other processes have warned of since this was asked the last time."""
+        said = [text for beat in self.watch.beats() for text in beat.warnings] if self.watch is not None else []
+        new = [text for text in said if text not in self._warnings]
+        self._warnings += new
+        return new
+
+    @property
+    def lost(self) -> Lost | None:
+        """The process that is gone or stuck, once that is known."""
+        return None if self.watch is None else self.watch.found
 
     @contextmanager
-    def _others(self) -> Iterator[None]:
+    def _others(self, *, waits: bool = True) -> Iterator[None]:
+        try:
+            with self.pulse.waiting() if waits else nullcontext():
+                yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # the other end of a connection is gone
+            raise self._gone(error) from error
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Within, another library sends to other processes, in the midst of its work. Raises: RanksError."""
         try:
             yield
-        except RuntimeError as error:  # the other end of a connection is gone
-            raise RanksError(self._who_failed() or f"another process is gone ({first_line(error)})") from error
+        except RuntimeError as error:
+            if not any(name in str(error) for name in _BACKENDS):
+                raise
+            raise self._gone(error) from error
 
-    def _who_failed(self) -> str | None:
-        """Wait a moment for last words: the connection may break before they are there."""
-        until = time.monotonic() + _LAST_WORDS_S
-        with suppress(Exception):  # the store may have gone with its process
-            while time.monotonic() < until:
-                for rank in range(self.count):
-                    if self._store.check([f"failed/{rank}"]):
-                        said = self._store.get(f"failed/{rank}").decode()
-                        return f"process {rank} of {self.count} failed: {printable(said, 500)}"
-                time.sleep(_LAST_WORDS_S / 20)
-        return None
+    def _gone(self, error: Exception) -> RanksError:
+        lost = None if self.watch is None else self.watch.wait_for_verdict(_VERDICT_S)
+        said = f"another process is gone ({first_line(error)})" if lost is None else str(lost)
+        return RanksError(said, lost=None if lost is None else lost.rank)
 
 
 def digest(tensors: Iterable[Tensor]) -> int:
@@ -137,7 +196,12 @@ def digest(tensors: Iterable[Tensor]) -> int:
     return int(torch.stack(sums).mul(torch.arange(1, len(sums) + 1, device=sums[0].device)).sum())
 
 
-_DTYPES = (torch.int64, torch.float32, torch.float64)
+#: Names by which errors of connections are known.
+_BACKENDS = ("gloo", "NCCL", "TCPStore")
+#: By the names of torch 2.13, or those of before.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_DTYPES = (torch.int64, torch.float32, torch.float64, torch.uint8)
 
 #: One process by itself.
 ALONE = Ranks()
@@ -153,22 +217,38 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
         yield ALONE
         return
     if dist.is_initialized():
-        hint = "call it before init_process_group, or train in your own loop with brimful.Step"
+        hint = "call it before init_process_group; to train in your own loop there is brimful.Step"
         raise DeviceError("torch.distributed is in use in this process already", hint=hint)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         store, rank, count = next(rendezvous("env://", place.rank, place.count, timeout=_MEETING))
         store.set_timeout(_MEETING)
+        watch = _watch(place, device, PrefixStore("brimful", store))
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_WAITING)
     except (RuntimeError, ValueError) as error:
         hint = "see that MASTER_ADDR and MASTER_PORT are the same in all, and that all were started"
         raise DeviceError(f"the {place.count} processes did not meet: {first_line(error)}", hint=hint) from error
-    ranks = Ranks(place, PrefixStore("brimful", store))
+    watch.begin()
+    failed = False
     try:
-        yield ranks
+        yield Ranks(place, watch)
     except BaseException as error:
-        ranks.fail(error)
+        watch.fail(error)
+        failed = True
         raise
     finally:
-        with suppress(Exception):
-            dist.destroy_process_group()
+        watch.end()
+        watch.wait_for_ends()
+        if not (failed and device.type == "cuda"):  # NCCL would wait for graphs that the error's frames hold
+            gc.collect()
+            with suppress(Exception):
+                dist.destroy_process_group()
+
+
+def _watch(place: Place, device: torch.device, store: Any) -> Watch:
+    """Return a watch that has given a first sign of life."""
+    pulse = Pulse(place.rank, f"GPU {device.index or 0}" if device.type == "cuda" else "CPU")
+    own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    watch = Watch(pulse, store, place.count, own_store=own_store)
+    watch.announce()
+    return watch

@@ -1,0 +1,261 @@
+"""Runs of which one process is killed, stopped, stuck or out of memory: it is named, all end, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from brimful.cli.commands import run
+from brimful.core.place import Place
+from brimful.data.batches import prefetch
+from brimful.engine.first_batch import FirstBatch
+from brimful.engine.training import evaluations
+from brimful.step.forward import Forward
+from brimful.step.step import Step
+from forked_ranks import Forked
+from runs import checkpoints, events, save_tiny_model, single_label_rows, write_rows
+
+ASK = ["--batch-size", "8", "--logging-steps", "1", "--no-baselines", "--learning-rate", "1e-3", "--device", "cpu"]
+LONG = ["--num-train-epochs", "500", "--save-steps", "2", "--eval-split", "0", "--hang-timeout", "3"]
+SHORT = ["--max-steps", "8", "--hang-timeout", "3"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lost")
+    save_tiny_model(folder / "model", dropout=0.0)
+    write_rows(folder / "rows.jsonl", single_label_rows(75))
+    return folder
+
+
+def words(files: Path, output: Path, *more: str) -> list[str]:
+    data, model = str(files / "rows.jsonl"), str(files / "model")
+    return ["train", data, "--model", model, "--output", str(output), *ASK, *more]
+
+
+def start(
+    folder: Path, arguments: list[str], *, count: int = 2, where: int = 1, harm: Callable[[], None] = lambda: None
+) -> Forked:
+    """Processes of a run. harm: done in process `where` before it begins."""
+
+    def work(place: Place) -> int:
+        if place.rank == where:
+            harm()
+        return run(list(arguments))
+
+    return Forked(folder, count, work)
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return events(folder, "step") if (folder / "events.jsonl").exists() else []
+
+
+def wait_for(happened: Callable[[], Any], limit_s: float = 60.0) -> None:
+    until = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def at_call(owner: Any, name: str, number: int, act: Callable[[], None]) -> Callable[[], None]:
+    """A harm: `act` before call `number` of a function."""
+
+    def harm() -> None:
+        calls, original = [0], getattr(owner, name)
+
+        def harmed(*arguments: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == number:
+                act()
+            return original(*arguments, **options)
+
+        setattr(owner, name, harmed)
+
+    return harm
+
+
+def sleep() -> None:
+    time.sleep(3600)
+
+
+def slowly() -> None:
+    time.sleep(3.5)
+
+
+def fail() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("sent", "rank", "why"),
+    [(signal.SIGKILL, 0, "has ended"), (signal.SIGSTOP, 2, "it is stopped"), (signal.SIGSTOP, 0, "it is stopped")],
+)
+def test_killed_and_stopped(sent: signal.Signals, rank: int, why: str, files: Path, tmp_path: Path) -> None:
+    """The others name it and end with one code; fewer go on from the last checkpoint, which is whole."""
+    output = tmp_path / "run"
+    ask = words(files, output, *LONG)
+    three = start(tmp_path / "logs", ask, count=3)
+    wait_for(lambda: len(checkpoints(output)) > 1)
+    os.kill(three.pids[rank], sent)
+    speaker = 1 if rank == 0 else 0
+    wait_for(lambda: "error: " in three.said(speaker), 20.0)
+    for other in {0, 1, 2} - {rank}:
+        assert three.exit_code(other) == 7
+    os.kill(three.pids[rank], signal.SIGKILL)
+    said = three.said(speaker)
+    assert f"error: process {rank} of 3 (" in said
+    assert "CPU), at step " in said
+    assert why in said
+    assert "error" not in three.said(2 if rank != 2 else 1)
+    if rank:
+        (lost,) = events(output, "process_lost")
+        assert (lost["rank"], lost["device"]) == (rank, "CPU")
+    last = checkpoints(output)[-1]
+    ask += ["--resume", "--num-train-epochs", str((last + 2) / 10)]
+    assert start(tmp_path / "again", ask, count=2).results() == [0, 0]
+    assert checkpoints(output)[-1] >= last
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "phase"),
+    [
+        pytest.param(Step, "accumulate", "steps", id="in a step"),
+        pytest.param(prefetch, "shares_of", "input", id="in its data loader"),
+    ],
+)
+def test_stuck(owner: Any, name: str, phase: str, files: Path, tmp_path: Path) -> None:
+    """A process that lives, and does not get on."""
+    both = start(tmp_path / "logs", words(files, tmp_path / "run", *LONG), harm=at_call(owner, name, 9, sleep))
+    assert both.exit_codes() == [7, 7]
+    assert "error: process 1 of 2 (" in both.said(0)
+    assert f"in phase {phase}: has not got on for 3." in both.said(0)
+    assert "test_lost_processes.py:" in both.said(0) or phase == "input"
+    (lost,) = events(tmp_path / "run", "process_lost")
+    assert (lost["rank"], lost["phase"]) == (1, phase)
+
+
+def test_one_that_only_is_slow_is_left_alone(files: Path, tmp_path: Path) -> None:
+    """The leader evaluates and saves for longer than a step may take, and the other one compiles that long."""
+
+    def compiles() -> None:
+        space: dict[str, Any] = {"__name__": "torch._inductor.graph", "slowly": slowly}
+        exec("def compile():\n    slowly()", space)
+        space["compile"]()
+
+    def harms(place: Place) -> int:
+        if place.rank:
+            at_call(Step, "accumulate", 4, compiles)()
+        else:
+            at_call(evaluations.RowScores, "__init__", 1, slowly)()
+        return run(words(files, tmp_path / "run", *SHORT, "--hang-timeout", "2.5"))
+
+    assert Forked(tmp_path / "logs", 2, harms).results() == [0, 0]
+
+
+def test_memory_that_runs_out_in_one_process(files: Path, tmp_path: Path) -> None:
+    """All lay batches out smaller; a process for which nothing smaller fits is named, and the steps so far are kept."""
+
+    def once() -> None:
+        at_call(Step, "accumulate", 1, fail)()
+
+    fits = start(tmp_path / "once", words(files, tmp_path / "two", *SHORT), harm=once)
+    assert fits.results() == [0, 0]
+    (found,) = events(tmp_path / "two", "out_of_memory")
+    assert found["tokens_after"] < found["tokens_before"]
+    assert run(words(files, tmp_path / "one", *SHORT)) == 0
+    told = [[event["loss"] for event in steps(tmp_path / name)] for name in ("one", "two")]
+    assert told[1] == pytest.approx(told[0], rel=1e-4)
+
+    def always() -> None:
+        for number in range(5, 50):
+            at_call(Step, "accumulate", number, fail)()
+
+    both = start(tmp_path / "always", words(files, tmp_path / "three", *LONG), harm=always)
+    assert both.results() == [6, 6]
+    assert "memory ran out in the step of batch" in both.said(0)
+    assert "(out of memory in process 1 of 2); all is saved after step" in both.said(0)
+    assert checkpoints(tmp_path / "three")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_in_an_evaluation(rank: int, files: Path, tmp_path: Path) -> None:
+    def broken() -> None:
+        raise RuntimeError("a bug")
+
+    both = start(tmp_path / "logs", words(files, tmp_path / "run", *SHORT), where=rank,
+                 harm=at_call(Forward, "submit", 1, broken))  # fmt: skip
+    codes = both.exit_codes()
+    assert codes[1 - rank] == 7
+    assert codes[rank] == 1
+    assert "a bug" in both.said(0)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_that_follows(sent: signal.Signals, files: Path, tmp_path: Path) -> None:
+    """The leader hears of it, saves, and ends all."""
+    both = start(tmp_path / "logs", words(files, tmp_path / "run", *LONG))
+    wait_for(lambda: len(steps(tmp_path / "run")) > 3)
+    os.kill(both.pids[1], sent)
+    assert both.results() == [143, 0]
+    assert checkpoints(tmp_path / "run")[-1] == steps(tmp_path / "run")[-1]["step"]
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_all(sent: signal.Signals, code: int, files: Path, tmp_path: Path) -> None:
+    """Ctrl-C in a terminal, and torchrun's SIGTERM, go to every process."""
+    three = start(tmp_path / "logs", words(files, tmp_path / "run", *LONG), count=3)
+    wait_for(lambda: len(steps(tmp_path / "run")) > 3)
+    for pid in three.pids:
+        os.kill(pid, sent)
+    assert three.results() == [code, 0, 0]
+    assert "all is saved" in three.said(0)
+    assert three.said(1).strip() == ""
+
+
+def test_early_stop_and_fallback_are_for_all(files: Path, tmp_path: Path) -> None:
+    """The leader finds the first batch to differ on the fast path: all take the slow one, and end when it does."""
+
+    def work(place: Place) -> int:
+        if place.leads:
+            from brimful.engine import first_batch
+
+            original, seen = first_batch.compare, []
+
+            def compare(*given: Any) -> FirstBatch:
+                found = original(*given)
+                seen.append(1)
+                return found if len(seen) > 1 else FirstBatch(**vars(found) | {"passed": False, "reason": "a test"})
+
+            first_batch.compare = compare
+        early = ["--metric-for-best-model", "loss", "--early-stopping-patience", "1", "--eval-steps", "1"]
+        ask = words(files, tmp_path / "run", "--num-train-epochs", "50", "--hang-timeout", "10", *early)
+        ask[ask.index("1e-3")] = "1e-12"
+        return run(ask)
+
+    both = Forked(tmp_path / "logs", 2, work)
+    assert both.results() == [0, 0]
+    assert "the plain model on padded rows runs" in both.said(0)
+    assert "weights of processes" not in both.said(0)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["steps"] < 50
+
+
+def test_any_number_of_processes_goes_on(files: Path, tmp_path: Path) -> None:
+    """From one to three to two: batches are those of one process all the way."""
+    constant = words(files, tmp_path / "constant", "--max-steps", "27", "--lr-scheduler-type", "constant")
+    assert run(constant) == 0
+    output = tmp_path / "parts"
+    for count, steps_in_all in ((1, 7), (3, 14), (2, 27)):
+        ask = words(files, output, "--max-steps", str(steps_in_all), "--lr-scheduler-type", "constant", "--resume")
+        assert start(tmp_path / f"parts-{count}", ask, count=count).results() == [0] * count
+    for one, parts in zip(steps(tmp_path / "constant"), steps(output), strict=True):
+        assert parts["loss"] == pytest.approx(one["loss"], rel=1e-3)
+        assert parts["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)

@@ -1,0 +1,128 @@
+"""Rules by which a process is found gone or stuck: the right one, and none that is only slow."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from brimful.hardware.pulse import Beat, Lost, Pulse, lost
+
+BEAT = Pulse(device="GPU 0").beat()
+WAITS = {"waiting": True, "idle_s": 20.0}
+
+
+def beats(*of_each: dict[str, Any]) -> dict[int, Beat]:
+    """Beats of processes in step 7, that differ by what is given."""
+    common = {"host": "elsewhere", "phase": "steps", "step": 7, "idle_s": 0.1, "limit_s": 8.0}
+    return {rank: dataclasses.replace(BEAT, rank=rank, **common | more) for rank, more in enumerate(of_each)}
+
+
+def found(of: dict[int, Beat], silent_s: dict[int, float] | None = None, **more: Any) -> Lost | None:
+    return lost(of, dict.fromkeys(of, 0.2) | (silent_s or {}), len(of), **more)
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        pytest.param([{}, {}, WAITS], id="one waits for the others"),
+        pytest.param([{"phase": "evaluation", "limit_s": 600.0, "idle_s": 90.0}, WAITS], id="a long evaluation"),
+        pytest.param([{"phase": "saving", "limit_s": 1800.0, "idle_s": 300.0}, WAITS], id="a long save"),
+        pytest.param([{"limit_s": 900.0, "idle_s": 100.0}, WAITS], id="one compiles"),
+        pytest.param([{"ended": True, "idle_s": 99.0}, {}], id="one is done"),
+        pytest.param([{"ended": True}, WAITS], id="only one is left"),
+    ],
+)
+def test_nobody_is_lost(healthy: list[dict[str, Any]]) -> None:
+    assert found(beats(*healthy)) is None
+
+
+def test_one_that_is_silent() -> None:
+    three = beats(WAITS, {}, WAITS)
+    assert found(three, {1: 4.5}) is None
+    gone = found(three, {1: 5.0})
+    assert gone is not None
+    assert str(gone) == "process 1 of 3 (elsewhere, GPU 0), at step 7, in phase steps: no sign of life for 5.0 s"
+    assert Lost.from_json(json.dumps(dataclasses.asdict(gone))) == gone
+    tokens = beats(WAITS, {"phase": "tokens"}, WAITS)
+    assert found(tokens, {1: 20.0}) is None  # a call may hold Python's lock
+    assert found(tokens, {1: 5.0}, broken=True) is not None  # but somebody is gone
+
+
+def test_one_that_does_not_get_on() -> None:
+    stuck = found(beats(WAITS, {"phase": "input", "idle_s": 8.5, "where": "ahead.py:80, take"}, WAITS))
+    assert stuck is not None
+    assert (stuck.rank, stuck.step, stuck.phase) == (1, 7, "input")
+    assert "has not got on for 8.5 s, at ahead.py:80, take" in str(stuck)
+    both = found(beats({"idle_s": 9.0}, {"idle_s": 9.0, "step": 6}))
+    assert both is not None
+    assert both.rank == 1  # the one behind
+
+
+def test_all_wait_for_one_another() -> None:
+    behind = found(beats(WAITS | {"calls": 9}, WAITS | {"calls": 8}, WAITS | {"calls": 9}))
+    assert behind is not None
+    assert behind.rank == 1
+    level = found(beats(WAITS, WAITS))
+    assert level is not None
+    assert level.rank is None
+    assert "all processes have waited for one another" in str(level)
+
+
+@pytest.mark.parametrize(("sent", "said"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "it is stopped")])
+def test_the_system_is_asked_about_a_process_of_this_host(sent: signal.Signals, said: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        process = BEAT.process.replace(str(os.getpid()), str(child.pid), 1)
+        here = beats({}, {"host": BEAT.host, "process": process, "limit_s": 9.0})
+        assert found(here, {1: 6.0}) is None  # it runs: it may be starved
+        child.send_signal(sent)
+        until = time.monotonic() + 30
+        while (gone := found(here, {1: 6.0})) is None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert gone is not None
+        assert said in str(gone)
+        assert (found(here, {1: 2.0}) is None) == (sent == signal.SIGSTOP)  # a short stop may be meant
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_pulse_knows_where_it_is() -> None:
+    pulse = Pulse(device="GPU 3")
+    pulse.hang_s = 0.02
+    assert pulse.beat().limit_s > 1000
+    pulse.begin(1)
+    assert pulse.beat().phase == "capture"
+    pulse.begin(2, tokens=30, rows=2)
+    time.sleep(0.03)
+    beat = pulse.beat()
+    assert (beat.phase, beat.tokens, beat.rows, beat.count) == ("steps", 30, 2, 3)
+    assert "pulse.py" in str(beat.where)
+    assert beat.idle_s > beat.limit_s
+    with pulse.waiting():
+        assert pulse.beat().waiting
+    pulse.begin(3)
+    assert pulse.beat().limit_s > 0.2  # ten times the slowest step
+    pulse.pardon(100.0)
+    assert pulse.beat().idle_s < 0
+    assert Beat.from_json(beat.to_json()) == beat
+
+
+def test_who_compiles_takes_its_time() -> None:
+    pulse = Pulse()
+    pulse.hang_s = 0.0
+    pulse.begin(1)
+    pulse.begin(2)
+    space: dict[str, Any] = {"__name__": "torch._inductor.graph", "pulse": pulse}
+    exec("def compile():\n    return pulse.beat()", space)
+    time.sleep(0.01)
+    assert space["compile"]().limit_s > 600
+    assert pulse.beat().limit_s < 600
