@@ -52,6 +52,18 @@ class Forked:
         files = [self._folder / f"rank-{rank}.pickle" for rank in range(len(self.pids))]
         return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 
+    def exit_code(self, rank: int) -> int | None:
+        """Wait for one process; return what it has returned, or the code that it ended with."""
+        status = os.waitpid(self.pids[rank], 0)[1]
+        file = self._folder / f"rank-{rank}.pickle"
+        if file.exists():
+            return int(pickle.loads(file.read_bytes()))
+        return None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+    def exit_codes(self) -> list[int | None]:
+        """Return `exit_code` of each."""
+        return [self.exit_code(rank) for rank in range(len(self.pids))]
+
     def said(self, rank: int) -> str:
         return (self._folder / f"rank-{rank}.log").read_text("utf-8", "replace")
 

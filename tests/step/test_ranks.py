@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,14 @@ import torch
 
 from brimful.core.place import Place
 from brimful.data.batches.batch import Whole, make_batch
-from brimful.data.batches.shares import share_of
+from brimful.data.batches.shares import shares_of
 from brimful.hardware.ranks import ALONE, Ranks, joined
 from brimful.levers.optimizer import Optimizer
 from brimful.step.precision import Precision
+from brimful.step.reduce import buckets
+from brimful.step.reduce.buckets import Bucket, Overlap
 from brimful.step.step import Step
+from brimful.step.updates.bucketed_adamw import Savings
 from brimful.tasks.task import MultiLabel, Regression, SingleLabel, Task
 from forked_ranks import Forked
 from step.test_exactness import _label_space
@@ -24,6 +30,7 @@ from tiny import FAMILIES, sequences
 from tolerances import STEP_FP64, difference
 
 CPU = torch.device("cpu")
+FUSED = importlib.util.find_spec("triton") is not None
 WEIGHTS = np.array([1, 2, 0.5], dtype=np.float32)
 #: The first batch has rows for one process alone: what others have no gradient of yet is used, too.
 LENGTHS = [[9], [30, 4, 17, 8, 2, 39], [5, 5, 33], [12, 40, 3, 3, 21, 6]]
@@ -41,47 +48,182 @@ def tasks() -> dict[str, tuple[Task, np.ndarray]]:
     }
 
 
-def trained(ranks: Ranks, kind: str, *, packed: bool = True) -> dict[str, Any]:
-    """Four steps of SGD in fp64, whose weights then hold their gradients."""
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run of four steps. tokens: most of a micro-batch. half: gradients in bf16 on their way. fused: our AdamW.
+
+    same_shapes: of micro-batches in all processes; else one without rows has none.
+    """
+
+    kind: str = "single_label"
+    packed: bool = True
+    tokens: int | None = None
+    frozen: bool = False
+    half: bool = False
+    overlap: bool = True
+    fused: bool = False
+    sharding: str = "none"
+    adamw: bool = False
+    offload: bool = False
+    same_shapes: bool = True
+
+
+CASES = [
+    *(Case(kind=kind) for kind in ("single_label", "multi_label", "regression")),
+    Case(packed=False),
+    Case(tokens=48),
+    Case(tokens=48, packed=False),
+    Case(frozen=True),
+    Case(overlap=False),
+    Case(same_shapes=False),
+    Case(half=True),
+    *(
+        Case(sharding=sharding, adamw=adamw, tokens=tokens, packed=packed)
+        for sharding in ("states", "gradients")
+        for adamw, tokens, packed in ((False, None, True), (True, 48, True), (True, 48, False))
+    ),
+    Case(sharding="gradients", adamw=True, half=True, frozen=True),
+]
+#: These take more time.
+OF_WEIGHTS = [
+    Case(sharding="parameters", adamw=True, tokens=48),
+    Case(sharding="parameters", packed=False),
+    Case(sharding="parameters", adamw=True, frozen=True, offload=True),
+]
+OF_OURS = [Case(fused=True, tokens=48)] if FUSED else []
+
+
+def trained(ranks: Ranks, case: Case, make: Callable[..., Step] = Step, rounds: int = 1) -> dict[str, Any]:
+    """Four steps of SGD in fp64, whose weights then hold their gradients; of AdamW in fp32 where it is ours."""
     torch.set_num_threads(1)
-    task, targets = tasks()[kind]
-    model = FAMILIES["bert"].model(3).double().train()
+    task, targets = tasks()[case.kind]
+    model = FAMILIES["bert"].model(3).train()
+    model = model if case.fused else model.double()
+    if case.frozen:
+        model.bert.embeddings.requires_grad_(False)
+        model.bert.encoder.layer[0].attention.requires_grad_(False)
     precision = Precision(value="fp32", device=CPU, reason="a test")
-    update = Optimizer(value="sgd").update(model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
-    step = Step(execution_of(model, packed=packed), task, update, precision, seed=0, ranks=ranks)
+    adamw = Optimizer(value="adamw_torch", fused=case.fused, epsilon=1e-3, weight_decay=0.1)
+    optimizer = adamw if case.fused or case.adamw else Optimizer(value="sgd")
+    savings = Savings(on_host=True) if case.offload and ranks.count > 1 else None
+    optimizer = replace(optimizer, sharding=case.sharding if ranks.count > 1 else "none", savings=savings)
+    update = optimizer.update(model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
+    execution = execution_of(model, packed=case.packed)
+    step = make(
+        execution, task, update, precision, seed=0, ranks=ranks, half_wire=case.half, overlap=case.overlap
+    )  # fmt: skip
+    layout = PACKED if case.packed else PADDED
+    layout = layout if case.tokens is None else layout.limited(case.tokens, 40)
     outcomes = []
-    for number, lengths in enumerate(LENGTHS):
+    for number, lengths in enumerate(LENGTHS * rounds):
         ids, rows = sequences(lengths, seed=number), np.arange(len(lengths))
         of_rows = np.array([0.5, 2, 1, 1, 3, 1], dtype=np.float32)[: len(lengths)]
-        targets_N = targets[number][: len(lengths)]
+        targets_N = targets[number % len(LENGTHS)][: len(lengths)]
+        shares = shares_of(np.array(lengths), ranks.count)
         whole = Whole(
-            denominator=task.denominator(targets_N, of_rows), num_samples=len(lengths), num_tokens=sum(lengths)
-        )
-        mine = share_of(np.array(lengths), ranks.rank, ranks.count)
+            denominator=task.denominator(targets_N, of_rows), num_samples=len(lengths), num_tokens=sum(lengths),
+            shares=[np.array(lengths)[rows] for rows in shares] if case.same_shapes else (),
+        )  # fmt: skip
+        mine = shares[ranks.rank]
         batch = make_batch(
-            number, rows[mine], [ids[i] for i in mine], None, targets_N[mine], task, PACKED if packed else PADDED,
+            number, rows[mine], [ids[i] for i in mine], None, targets_N[mine], task, layout,
             weights_N=of_rows[mine], whole=whole if ranks.count > 1 else None,
         )  # fmt: skip
+        batch = batch if make is Step else batch.sent(CPU)
         outcomes.append(step.run(batch).read())
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    parts = [p.detach() for p in model.parameters()]
+    weights = torch.cat([(p.full_tensor() if hasattr(p, "full_tensor") else p).flatten() for p in parts])
+    step.release()
+    if ranks.leads and not case.fused:  # a plain model again
+        assert torch.equal(weights, torch.cat([p.detach().flatten() for p in model.parameters()]))
+        execution(batch.arrived(0).inputs)
     return {"weights": weights.numpy(), "told": [(o.loss, o.grad_norm, o.num_samples, o.num_tokens) for o in outcomes]}
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_several_processes_learn_what_one_does(count: int, tmp_path: Path) -> None:
-    cases = [*((kind, True) for kind in tasks()), ("single_label", False)]
+    cases = CASES + OF_OURS + OF_WEIGHTS if count == 2 else CASES[::3] + OF_WEIGHTS[:1]
 
     def work(place: Place) -> list[dict[str, Any]]:
-        with joined(place, CPU) as ranks:
-            return [trained(ranks, kind, packed=packed) for kind, packed in cases]
+        with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:
+            patch.setattr(buckets, "BUCKET_BYTES", 1 << 12)
+            return [trained(ranks, case) for case in cases]
 
     found = Forked(tmp_path, count, work).results()
-    for number, (kind, packed) in enumerate(cases):
-        expected = trained(ALONE, kind, packed=packed)
+    for number, case in enumerate(cases):
+        expected = trained(ALONE, case)
+        weights, told = (1e-3, 1e-2) if case.half else (1e-5, 1e-4) if case.fused else (STEP_FP64, 1e-9)
         for each in (rank[number] for rank in found):
-            assert difference(each["weights"], expected["weights"]) < STEP_FP64
-            np.testing.assert_allclose(each["told"], expected["told"], rtol=1e-9)
+            assert difference(each["weights"], expected["weights"]) < weights, case
+            np.testing.assert_allclose(each["told"], expected["told"], rtol=told)
             assert np.array_equal(each["weights"], found[0][number]["weights"])
+
+
+def test_buckets_are_begun_in_one_order_as_gradients_complete() -> None:
+    """Those that nothing was learned of come at the end; what is added after a bucket has begun is a mistake."""
+    layers = [torch.nn.Linear(4, 4) for _ in range(3)]
+    parameters = [p for layer in layers for p in layer.parameters()]
+    cut = [
+        Bucket(number=n, members=(4 - 2 * n, 5 - 2 * n), starts=(0, 16), start=0, end=32) for n in range(3)
+    ]  # fmt: skip
+    begun: list[int] = []
+    overlap = Overlap(parameters, cut, lambda bucket: begun.append(bucket.number))
+
+    def learn(chosen: list[torch.nn.Linear]) -> list[int]:
+        begun.clear()
+        x = torch.ones(1, 4)
+        for layer in chosen:
+            x = layer(x)
+        x.sum().backward()
+        return list(begun)
+
+    assert learn(layers) == []
+    overlap.arm()
+    assert learn(layers) == [0, 1, 2]
+    overlap.arm()
+    assert learn([layers[0], layers[2]]) == [0]
+    overlap.finish()
+    assert begun == [0, 1, 2]
+    overlap.finish()  # of a process without rows
+    assert begun == [0, 1, 2, 0, 1, 2]
+    overlap.arm()
+    learn(layers)
+    with pytest.raises(RuntimeError, match="after it was sent"):
+        learn(layers)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_buckets_hold_each_parameter_once_in_whole_parts(count: int) -> None:
+    sizes = [5, 1 << 24, 33, 1 << 20, 1, 3 << 20, 1 << 22, 7]
+    found = buckets.cut_buckets(sizes, count)
+    assert [index for bucket in found for index in bucket.members] == list(reversed(range(len(sizes))))
+    assert len(found) > 2
+    end = 0
+    for bucket in found:
+        assert (bucket.start, (bucket.end - bucket.start) % (16 * count)) == (end, 0)
+        for index, start in zip(bucket.members, bucket.starts, strict=True):
+            assert end <= start
+            end = start + sizes[index]
+        assert end <= bucket.end
+        end = bucket.end
+
+
+def test_others_have_as_many_micro_batches_of_the_same_shapes() -> None:
+    lengths = np.array([40, 3, 33, 21, 5, 12, 9])
+    task, targets = tasks()["single_label"]
+    layout = replace(PACKED, groups=False).limited(48, 40)
+    for rows in (lengths, lengths[:1]):
+        shares = shares_of(rows, 4)
+        whole = Whole(denominator=1.0, num_samples=len(rows), num_tokens=1, shares=[rows[mine] for mine in shares])
+        made = [
+            make_batch(
+                0, mine, [np.ones(n, dtype=np.int64) for n in rows[mine]], None, targets[0][:1].repeat(len(mine)),
+                task, layout, whole=whole,
+            )
+            for mine in shares
+        ]  # fmt: skip
+        assert len({tuple(micro.shape for micro in batch.micro_batches) for batch in made}) == 1
+        assert sorted(int(row) for batch in made for row in batch.samples) == list(range(len(rows)))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
@@ -89,7 +231,7 @@ def test_shares_are_even_and_whole(count: int) -> None:
     random = np.random.default_rng(1)
     for number_of_rows in (1, 2, 7, 32, 256):
         lengths = random.integers(1, 200, number_of_rows)
-        shares = [share_of(lengths, rank, count) for rank in range(count)]
+        shares = shares_of(lengths, count)
         assert sorted(np.concatenate(shares).tolist()) == list(range(number_of_rows))
         assert all((np.diff(share) > 0).all() for share in shares)
         loads = [int(lengths[share].sum()) for share in shares]

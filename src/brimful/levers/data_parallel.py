@@ -8,27 +8,45 @@ from dataclasses import dataclass
 from brimful.core.errors import OptionError
 from brimful.core.option_checks import ADAMW_ONLY, flag
 from brimful.core.options import TrainOptions
+from brimful.core.records import Arithmetic
+from brimful.levers.facts import recomputes
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import Packing
+from brimful.levers.sharding import Sharding
+from brimful.models.model_stats import layers_of
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel(Lever):
-    """Processes that take each step together."""
+    """Processes that take each step together.
+
+    half: whether gradients are in bf16 on their way. overlap: whether they are sent while the backward pass goes on.
+    """
 
     name = "processes"
     source = "Li et al. 2020, arXiv 2006.15704; shares by Graham 1969, Bounds on multiprocessing timing anomalies"
     count: int
+    half: bool = False
+    overlap: bool = True
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Effect on results."""
+        return "rounding" if self.half else "exact"
 
     @classmethod
     def supports(cls, assembly: Assembly) -> Verdict:
         """Return whether a batch may be split among processes."""
         equivalence = assembly.lever(Packing).equivalence
         asked = [name for name in ADAMW_ONLY if getattr(assembly.options, name) != _DEFAULTS[name]]
+        sharding = assembly.find(Sharding)
+        if sharding is not None and sharding.value == "parameters" and asked == ["optimizer_offload"]:
+            asked = []
         if asked:
-            return Verdict(ok=False, because=f"{flag(asked[0])} is for one process so far")
+            but = ", or for --sharding parameters" if asked == ["optimizer_offload"] else ""
+            return Verdict(ok=False, because=f"{flag(asked[0])} is for one process so far{but}")
         if equivalence.independent:
             return Verdict(ok=True, because="the loss of a row is its own")
         return Verdict(ok=False, because=f"rows of a batch influence one another: {equivalence.reason}")
@@ -36,7 +54,12 @@ class DataParallel(Lever):
     @classmethod
     def choose(cls, assembly: Assembly) -> DataParallel | None:
         """Take as many as a launcher has started."""
-        if assembly.num_ranks == 1 or not assembly.training:
+        options = assembly.options
+        if not assembly.training or not isinstance(options, TrainOptions):
+            return None
+        if assembly.num_ranks == 1:
+            if options.reduce_dtype != "fp32":
+                assembly.warn(f"--reduce-dtype {options.reduce_dtype} has no effect: one process sends no gradients")
             return None
         verdict = cls.supports(assembly)
         if not verdict.ok:
@@ -44,12 +67,30 @@ class DataParallel(Lever):
                 f"{assembly.num_ranks} processes cannot take this run's steps: {verdict.because}",
                 hint="start one process",
             )
+        half, overlap = options.reduce_dtype == "bf16", not _runs_layers_twice(assembly)
         reason = "started by a launcher; each takes a share of a batch's tokens, and gradients are summed"
-        return cls(value=str(assembly.num_ranks), reason=reason, count=assembly.num_ranks)
+        reason += ", in bf16 on their way," if half else ""
+        sharding = assembly.find(Sharding)
+        if sharding is not None and sharding.value == "parameters":
+            return cls(
+                value=str(assembly.num_ranks), reason=f"{reason} layer by layer", count=assembly.num_ranks, half=half
+            )
+        reason += " beside the backward pass" if overlap else " after the backward pass, in which layers run twice"
+        return cls(value=str(assembly.num_ranks), reason=reason, count=assembly.num_ranks, half=half, overlap=overlap)
 
     def cost(self, work: StepWork) -> Cost:
-        """Count gradients gathered in fp32 before they are summed. How long that takes depends on the link."""
-        return Cost(step_bytes=4 * work.num_trained)
+        """Count gradients gathered in fp32, and their copies in bf16. How long sums take depends on the link."""
+        return Cost(resident_bytes=(8 if self.half else 4) * work.num_trained)
 
     def apply(self, assembly: Assembly) -> None:
         """Leave it to the step, which is given the processes."""
+
+
+def _runs_layers_twice(assembly: Assembly) -> bool:
+    """Return whether a weight may get gradients more than once in a backward pass: of layers that share it, and are
+    computed again one by one."""
+    if not recomputes(assembly.options):  # type: ignore[arg-type]
+        return False
+    layers = layers_of(assembly.model)
+    within = [id(p) for layer in layers or () for p in layer.parameters()]
+    return layers is None or len(within) != len(set(within))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from brimful.data.batches.batch import Batch, MicroBatch
+from brimful.hardware.memory import ElsewhereMemoryError, is_out_of_memory
 from brimful.hardware.process_settings import RandomStream
 from brimful.hardware.ranks import ALONE, Ranks
 from brimful.hardware.read_back import ReadBack, host_room
@@ -112,7 +113,7 @@ class Probed:
     """Losses and gradient of one batch, without dropout.
 
     losses_N: each sample's addend to the loss sum, fp64, on the host, in order of the samples' numbers. gradients: of
-    the batch's loss, fp32, in the order of the update's parameters.
+    the batch's loss, fp32, in the order of the update's parameters, in host memory.
     """
 
     losses_N: Tensor
@@ -124,7 +125,8 @@ class Step:
 
     memory: watches its phases, once it is told to.
     seeded_dropout: whether dropout of the model's own code is drawn by its place in the pass, as ours is.
-    ranks: processes that take each step together, each on a part of its batch; all have the same weights.
+    ranks: processes that take each step together, each on a part of its batch; all have the same weights. half_wire:
+    whether gradients are in bf16 on their way between them. overlap: whether they are sent within backward passes.
     """
 
     def __init__(
@@ -137,6 +139,8 @@ class Step:
         seed: int,
         seeded_dropout: bool = False,
         ranks: Ranks = ALONE,
+        half_wire: bool = False,
+        overlap: bool = True,
     ) -> None:
         self.execution, self.task, self.update, self.precision, self.seed = execution, task, update, precision, seed
         self.seeded_dropout, self.ranks = seeded_dropout, ranks
@@ -144,25 +148,74 @@ class Step:
         self.memory = PhaseMemory(self.update.kept, self.update.parameters)
         self._random = RandomStream(self.device)
         self._keeps_all = False
+        if ranks.count > 1:
+            update.share(ranks, half=half_wire, overlap=overlap)
 
     @property
     def num_graphs(self) -> int:
         """CUDA graphs captured so far."""
         return 0
 
+    @property
+    def is_shared(self) -> bool:
+        """True while other processes take part in what is computed."""
+        return self.ranks.count > 1 and not self._keeps_all
+
     def run(self, batch: Batch) -> Pending:
-        """One step on one effective batch. Returns at once; the outcome is read later."""
-        several, room = len(batch.micro_batches) > 1 or self.ranks.count > 1, Pending.room(self.device)
+        """One step on one effective batch. Returns at once; the outcome is read later.
+
+        Raises: ElsewhereMemoryError where memory ran out in another process: the step is then taken again by all.
+        """
+        several, room = len(batch.micro_batches) > 1, Pending.room(self.device)
         self.update.begin()
-        self.update.whole = not several
-        rows = []
-        for index in range(len(batch.micro_batches)):
-            rows.append(self.accumulate(batch, index))
-            if several:
-                self.update.gather()
-        self.reduce(gathered=bool(rows))
-        readings = self.apply_update(gathered=several)
+        self.update.whole = not (several or self.is_shared)
+        rows: list[Tensor] = []
+        if self.is_shared:
+            self._accumulate_together(batch, rows)
+        else:
+            self._accumulate_all(batch, rows, gather_last=several)
+        readings = self.apply_update(gathered=several or self.is_shared)
         return self._pending(batch, readings, rows, room)
+
+    def _accumulate_all(self, batch: Batch, rows: list[Tensor], *, gather_last: bool) -> None:
+        """Compute gradients of all micro-batches, and put losses of their rows into `rows`.
+
+        gather_last: whether to gather those of the last one.
+        """
+        last, sums = len(batch.micro_batches) - 1, self.update.reduction if self.is_shared else None
+        for index in range(len(batch.micro_batches)):
+            if sums is not None and (index == last or sums.each):
+                sums.arm()
+            rows.append(self.accumulate(batch, index))
+            if sums is not None and sums.each and index < last:
+                sums.finish()
+            if index < last or gather_last:
+                self.update.gather()
+
+    def _accumulate_together(self, batch: Batch, rows: list[Tensor]) -> None:
+        """As `_accumulate_all`, summed over processes; one that memory runs out in does not keep the others waiting."""
+        failure: Exception | None = None
+        try:
+            with self.with_others():
+                self._accumulate_all(batch, rows, gather_last=False)
+        except Exception as error:
+            if not is_out_of_memory(error) or self.update.gathers_weights:
+                raise
+            failure, sums = error, self.update.reduction
+            if sums is not None and sums.each:
+                for _ in range(len(batch.micro_batches) - 1 - len(rows)):
+                    sums.finish()
+        self.reduce()
+        self.agree(failure)
+
+    def agree(self, failure: Exception | None, kind: Callable[[str], Exception] = ElsewhereMemoryError) -> None:
+        """Fail in all processes if memory ran out in one. Waits for the other hosts.
+
+        Raises: `failure`, of this process, or a `kind`.
+        """
+        failed = self.ranks.any([failure is not None and rank == self.ranks.rank for rank in range(self.ranks.count)])
+        if any(failed):
+            raise failure or kind(f"out of memory in process {failed.index(True)} of {len(failed)}")
 
     def _pending(
         self, batch: Batch, readings: Tensor, rows: Sequence[Tensor], room: Tensor,
@@ -253,7 +306,7 @@ class Step:
                     with self.settings(batch, index):
                         rows_S = self.loss_rows_S(copy.deepcopy(batch.arrived(index)))
                         rows_S.sum().backward()  # type: ignore[no-untyped-call]
-                self.update.compile_kernels(gathered=len(batch.micro_batches) > 1)
+                self.update.compile_kernels(gathered=len(batch.micro_batches) > 1 or self.is_shared)
         finally:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
@@ -289,7 +342,7 @@ class Step:
         losses_N = torch.cat([rows_S[: len(micro.samples)].double().cpu() for micro, rows_S in micros])
         losses_N = losses_N[torch.from_numpy(np.argsort(batch.samples, kind="stable"))]
         scale = _PROBE_SCALE if self.precision.scaled else 1.0
-        return Probed(losses_N=losses_N, gradients=[g.float() / scale for g in gradients])
+        return Probed(losses_N=losses_N, gradients=[(g.float() / scale).cpu() for g in gradients])
 
     def _prepare(self, batch: Batch) -> None:
         """Whatever is done once, before the first step. Unless overridden, nothing."""
@@ -316,19 +369,23 @@ class Step:
                 found.append(self.loss_rows_S(batch.arrived(0)).detach())
         return float((found[0] - found[1]).norm()) > 1e-4 * float(found[0].norm())
 
-    def reduce(self, *, gathered: bool = True) -> None:
-        """Sum loss and gradients over all processes; nothing to do for one.
+    def reduce(self) -> None:
+        """Sum loss and gradients over all processes; nothing to do for one."""
+        if self.is_shared:
+            self.update.reduce()
 
-        The others wait for this process here: from then on the step may not be taken again. gathered: whether this one
-        had any rows.
-        """
-        if self.ranks.count > 1:
-            self.update.committed = True
-            self.update.reduce(self.ranks, gathered=gathered)
+    def with_others(self) -> AbstractContextManager[None]:
+        """The context of passes in which weights are put together of parts of all processes."""
+        return self.ranks.passing() if self.update.gathers_weights else nullcontext()
 
     def state(self) -> StepState:
         """Everything an exact continuation needs."""
-        return self.update.state()
+        with self.with_others():
+            return self.update.state()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Trained weights in fp32, and buffers, by their names."""
+        return {**self.update.weights(), **dict(self.execution.model.named_buffers())}
 
     def load_state(self, state: StepState) -> None:
         """Take up where `state` was taken."""
@@ -337,7 +394,8 @@ class Step:
     def release(self) -> None:
         """End training: the model's parameters are plain fp32 ones again, and the step may not run any more."""
         self.precision.after_training()
-        self.update.release()
+        with self.with_others():
+            self.update.release()
 
 
 def _mix(seed: int, number: int, index: int, rank: int = 0) -> int:

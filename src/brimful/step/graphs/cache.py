@@ -131,6 +131,9 @@ class GraphCache:
         if recorder is not None:
             recorder.caches.add(self)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
     def __len__(self) -> int:
         return len(self._graphs)
 
@@ -166,7 +169,7 @@ class GraphCache:
         except (RuntimeError, torch.AcceleratorError) as refusal:
             if is_out_of_memory(refusal):
                 raise CaptureMemoryError(str(refusal)) from refusal
-            self.stop(str(refusal).splitlines()[0][:200])
+            self.stop(str(_first(refusal)).splitlines()[0][:200])
             return None
         self._graphs[key] = graph = Graph(recorded, outputs, static, self._keep())
         return graph
@@ -190,3 +193,11 @@ class GraphCache:
         """Drops all graphs, whose addresses may be of what has been replaced, and meets all shapes anew."""
         self._graphs.clear()
         self._met.clear()
+
+
+def _first(refusal: BaseException) -> BaseException:
+    """The error that a capture met first: its end has another one of its own."""
+    first = refusal
+    while isinstance(first.__context__, RuntimeError | torch.AcceleratorError):
+        first = first.__context__
+    return first

@@ -7,13 +7,16 @@ decides on runs eagerly after them.
 Our kernels are compiled together before the first step, or read from where an earlier process left them: its gradient
 is computed once for nothing.
 
+Several processes capture the same graphs at the same steps, with the sums of gradients as branches of the last backward
+pass; each shape ran eagerly before, by which they were connected.
+
 Dropout: torch fills a graph's seed at each replay from the generator state that it was captured with, so masks are
 drawn by (seed, batch, micro-batch) as in the eager step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,8 +26,9 @@ import torch
 from torch import Tensor
 
 from brimful.data.batches.batch import Batch, MicroBatch
+from brimful.hardware.memory import CaptureMemoryError
 from brimful.models.packed.packed_forward import PaddedModel
-from brimful.step.graphs.cache import GraphCache, GraphPool
+from brimful.step.graphs.cache import Graph, GraphCache, GraphPool
 from brimful.step.state import StepState
 from brimful.step.step import Outcome, Pending, Step
 from brimful.step.updates.fused_adamw import MOST_GRAPHS
@@ -121,16 +125,15 @@ class CapturedStep(Step):
         micro, memory = batch.micro_batches[0], batch.memories[0]
 
         def compute(static: Tensor) -> tuple[Tensor, Tensor]:
-            rows_S = self.backward(micro.over(static))
-            self.reduce()
+            rows_S = self._last(micro, static)
             if self._probing:
                 self._kept = self.update.gradients(gathered=False)
-            return rows_S, self.apply_update(gathered=False)
+            return rows_S, self.apply_update(gathered=self.is_shared)
 
         room, rows_S = Pending.room(self.device), self._rows_room(micro)
         with self.settings(batch, 0):
             with self._changing_nothing():
-                graph = self._graphs.find(("whole", micro.shape), compute, memory)
+                graph = self._find(("whole", micro.shape), compute, memory)
             if graph is None:
                 return None
             self.update.committed = True
@@ -154,15 +157,15 @@ class CapturedStep(Step):
     def _pieces(self, batch: Batch) -> Pending | None:
         """The step as a graph for each micro-batch, and one for the update; None as `_whole`."""
         self.update.prepare_gathering()
-        micros = zip(batch.micro_batches, batch.memories, strict=True)
-        room = Pending.room(self.device)
+        room, last = Pending.room(self.device), len(batch.micro_batches) - 1
         with self.settings(batch, 0), self._changing_nothing():
-            graphs = [
-                self._graphs.find(("accumulate", micro.shape), partial(self._accumulate, micro), memory)
-                for micro, memory in micros
-            ]
+            graphs = []
+            for index, (micro, memory) in enumerate(zip(batch.micro_batches, batch.memories, strict=True)):
+                ends = self.is_shared and index == last
+                kind, compute = ("last", self._last) if ends else ("accumulate", self._accumulate)
+                graphs.append(self._find((kind, micro.shape), partial(compute, micro), memory))
             on_device = self.update.on_device
-            update = self._graphs.find(("update",), lambda _: self.apply_update(gathered=True)) if on_device else None
+            update = self._find(("update",), lambda _: self.apply_update(gathered=True)) if on_device else None
         if (update is None and on_device) or None in graphs:
             return None
         rows = []
@@ -170,7 +173,6 @@ class CapturedStep(Step):
             assert graph is not None
             with self.settings(batch, index):
                 rows.append(graph.replay(batch.memories[index]).clone())
-        self.reduce()
         if self._probing:
             self._kept = self.update.gradients(gathered=True)
         if update is None:
@@ -192,6 +194,39 @@ class CapturedStep(Step):
         if outcome.applied:
             self._graphs.stop("what the model's code decides on the host is not the same for all batches of one shape")
         return outcome
+
+    def _find(self, key: Hashable, compute: Callable[[Tensor], Any], memory: Tensor | None = None) -> Graph[Any] | None:
+        """As `GraphCache.find`, with one outcome in all processes: a replay without others waits for them for ever.
+
+        Sums are recorded, and wait for nobody: a process comes to the end of a capture whatever others do.
+        Raises: CaptureMemoryError in all processes where it was raised in one.
+        """
+        if not self.is_shared or key in self._graphs:
+            return self._graphs.find(key, compute, memory)
+        graph, failure = None, None
+        try:
+            graph = self._graphs.find(key, compute, memory)
+        except CaptureMemoryError as error:
+            failure = error
+        self.agree(failure, CaptureMemoryError)
+        if any(self.ranks.any([graph is None])):
+            if graph is not None:
+                self._graphs.stop("a graph was refused in another process")
+            return None
+        return graph
+
+    def _last(self, micro: MicroBatch, static: Tensor) -> Tensor:
+        """The last micro-batch of a batch, whose backward pass sends gradients to other processes, if there are any."""
+        if self.is_shared and self.update.reduction is not None:
+            self.update.reduction.arm()
+        rows_S = self.backward(micro.over(static))
+        self.reduce()
+        return rows_S
+
+    def release(self) -> None:
+        """As `Step` does. Graphs hold the connection to other processes, which cannot end before them."""
+        self._graphs.free()
+        super().release()
 
     def _accumulate(self, micro: MicroBatch, static: Tensor) -> Tensor:
         rows_S = self.backward(micro.over(static))

@@ -1,0 +1,133 @@
+"""Optimizer states, gradients and weights of which each of several processes keeps a part alone.
+
+    fits one GPU whole                            nothing is cut: each process has all
+    fits with states cut, gradients, weights      cut: the first of these that fits
+
+Cutting costs time, and a model that fits whole needs none of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from brimful.core.errors import OptionError
+from brimful.core.option_checks import flag
+from brimful.core.options import TrainOptions
+from brimful.core.units import bytes_text
+from brimful.hardware.memory import device_free_bytes, free_host_bytes
+from brimful.levers.facts import recomputes
+from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.models.model_stats import linear_parameters
+
+#: Ways to cut, each keeping less than the one before.
+_CUTS = ("states", "gradients", "parameters")
+#: Names of a configuration's fields that count experts.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+#: Share of free memory that weights, gradients and states may take; activations have the rest.
+_MOST = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding(Lever):
+    """The part of a training's memory that each process keeps, of `count`."""
+
+    name = "sharding"
+    source = "Rajbhandari et al. 2020, arXiv 1910.02054"
+    count: int
+
+    @classmethod
+    def supports(cls, assembly: Assembly) -> Verdict:
+        """Return whether an update may be cut: AdamW with fp32 states, and SGD without momentum."""
+        options = assembly.options
+        assert isinstance(options, TrainOptions)
+        if options.optim not in ("adamw_torch", "adamw_torch_fused", "sgd"):
+            return Verdict(ok=False, because=f"{options.optim} may look at whole weights; AdamW and SGD do not")
+        if options.optim_args:
+            return Verdict(ok=False, because=f"{flag('optim_args')} {options.optim_args} needs torch's own update")
+        return Verdict(ok=True, because="each number is updated by itself")
+
+    @classmethod
+    def choose(cls, assembly: Assembly) -> Sharding | None:
+        """Take what was asked for; for `auto` the least that fits."""
+        options, count = assembly.options, assembly.num_ranks
+        if not assembly.training or not isinstance(options, TrainOptions):
+            return None
+        asked = options.sharding
+        if count == 1:
+            if asked not in ("auto", "none"):
+                assembly.warn(f"--sharding {asked} has no effect: one process has all")
+            return None
+        verdict = cls.supports(assembly)
+        if asked != "auto":
+            weights = cls._of_weights(assembly)
+            why_not = next((each for each in (verdict, weights) if not each.ok), None)
+            if asked != "none" and why_not is not None and (why_not is verdict or asked == "parameters"):
+                raise OptionError(f"--sharding {asked} does not work here: {why_not.because}", hint="leave it out")
+            return cls(value=asked, reason="asked for", count=count)
+        return cls._that_fits(assembly, verdict)
+
+    @classmethod
+    def _of_weights(cls, assembly: Assembly) -> Verdict:
+        """Return whether weights may be cut: all processes must reach the same ones in each pass."""
+        config, options = assembly.model.config, assembly.options
+        experts = [name for name in _EXPERTS if getattr(config, name, None)]
+        if experts:
+            return Verdict(ok=False, because="processes would wait for experts that their own tokens do not reach")
+        if assembly.adapter is not None or getattr(options, "peft", None) is not None:
+            return Verdict(ok=False, because="weights are cut of models without adapters")
+        if recomputes(options) and options.gradient_checkpointing != "full":  # type: ignore[arg-type, union-attr]
+            return Verdict(ok=False, because="layers are computed again all or none: --gradient-checkpointing full")
+        return Verdict(ok=True, because="each layer is put together for its turn")
+
+    @classmethod
+    def _that_fits(cls, assembly: Assembly, verdict: Verdict) -> Sharding:
+        count, free = assembly.num_ranks, _free_bytes(assembly)
+        needs = {name: needed_bytes(assembly, name) for name in ("none", *_CUTS)}
+        whole = f"weights, gradients and states take {bytes_text(needs['none'])} of each process"
+        if free is None or needs["none"] <= _MOST * free:
+            return cls(value="none", reason=f"{whole}, and it has room for them whole", count=count)
+        said = f"{whole}, and {bytes_text(free)} are free"
+        if not verdict.ok:
+            return cls(value="none", reason=f"{said}; {verdict.because}", count=count)
+        weights = cls._of_weights(assembly)
+        cuts = _CUTS if weights.ok else _CUTS[:-1]
+        chosen = next((name for name in cuts if needs[name] <= _MOST * free), cuts[-1])
+        reason = f"{said}; cut, {bytes_text(needs[chosen])}"
+        if needs[chosen] > _MOST * free:
+            more = "--optimizer-offload, or more processes" if weights.ok else weights.because
+            assembly.warn(f"{reason}: that may not fit either ({more})")
+        return cls(value=chosen, reason=reason, count=count)
+
+    def cost(self, work: StepWork) -> Cost:
+        """Count what other processes keep, as less. Sending weights takes time that depends on the link."""
+        elsewhere = 1 - 1 / self.count
+        bytes_each = {"none": 0, "states": 8, "gradients": 12, "parameters": 16}[self.value]
+        return Cost(resident_bytes=-round(bytes_each * elsewhere * work.num_trained))
+
+    def apply(self, assembly: Assembly) -> None:
+        """Leave it to the optimizer, which is asked for an update that is cut."""
+
+
+def needed_bytes(assembly: Assembly, sharding: str) -> int:
+    """Bytes that a process keeps of weights in fp32, their copies in half precision, gradients, their sums, and
+    AdamW's states."""
+    parameters, linear = list(assembly.model.parameters()), linear_parameters(assembly.model)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    frozen = sum(p.nbytes for p in parameters if not p.requires_grad)
+    copies = 2 * sum(p.numel() for p in parameters if id(p) in linear) if assembly.precision.half is not None else 0
+    part = 1 / assembly.num_ranks
+    each = {
+        "none": 4 + 8 + 8,
+        "states": 4 + 8 + 12 * part,
+        "gradients": 4 + 12 * part,
+        "parameters": 16 * part,
+    }[sharding]
+    whole = copies + frozen
+    return int(trained * each + (whole * part if sharding == "parameters" else whole))
+
+
+def _free_bytes(assembly: Assembly) -> int | None:
+    if assembly.device.type == "cuda":
+        return device_free_bytes(assembly.device)
+    free = free_host_bytes()
+    return None if free is None else free // assembly.num_ranks

@@ -1,0 +1,1 @@
+"""Sums of gradients over processes, beside the backward pass that they come from."""

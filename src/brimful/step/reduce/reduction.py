@@ -1,0 +1,105 @@
+"""Sums over processes, in the precision of the memory that they are in, or in bf16 on the way.
+
+bf16: each process sends every other one its part of a bucket, adds up the parts that it is sent in fp32, in the order
+of the processes, and sends the sum round: half the bytes, rounded twice, whatever the number of processes. A ring of
+sums in bf16 would round once a hop.
+
+On a GPU collectives are on a stream of their own, branches of a graph where a step is captured. On a CPU gloo's threads
+do them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from brimful.hardware.ranks import Ending, Ranks
+from brimful.kernels.side_stream import SideStream
+from brimful.step.reduce.buckets import Bucket, Overlap
+
+
+class Reduction:
+    """Sums of the gradients of one update over processes, bucket by bucket, while the backward pass goes on.
+
+    memory: of all gradients. fill: puts a bucket's gradients there. half: whether sums are in bf16 on the way. overlap:
+    whether buckets are sent within backward passes. side_stream: that gradients may be computed on.
+    """
+
+    def __init__(
+        self, ranks: Ranks, parameters: Sequence[Tensor], buckets: Sequence[Bucket], memory: Tensor,
+        fill: Callable[[Bucket], object], *, half: bool, overlap: bool, side_stream: SideStream | None = None,
+    ) -> None:  # fmt: skip
+        self.ranks, self._memory, self._fill, self._side_stream = ranks, memory, fill, side_stream
+        self._overlap = Overlap(parameters if overlap else (), buckets, self._begin)
+        self._stream = _stream(memory.device) if memory.is_cuda else None
+        self._endings: list[Ending] = []
+        # Made beforehand: a process that others wait for allocates nothing.
+        self._halves = [self._half_memory(bucket) for bucket in buckets] if half else []
+
+    def _half_memory(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Memory to send a bucket in bf16, and to be sent one, in whole parts of each process."""
+        size = -(-(bucket.end - bucket.start) // self.ranks.count) * self.ranks.count
+        sent = torch.zeros(size, dtype=torch.bfloat16, device=self._memory.device)
+        return sent, torch.zeros_like(sent)
+
+    #: Whether gradients are sent after each micro-batch, and not after the last one of a batch.
+    each = False
+
+    def arm(self) -> None:
+        """Begin sums within the next backward pass."""
+        self._overlap.arm()
+
+    def finish(self) -> None:
+        """Begin the sums that were not begun, and have all of them before what is launched from now on."""
+        self._overlap.finish()
+        endings, self._endings = self._endings, []
+        for ending in endings:
+            ending()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def remove(self) -> None:
+        """Leave the parameters as they were."""
+        self._overlap.remove()
+
+    def _begin(self, bucket: Bucket) -> None:
+        if self._stream is None:
+            self._fill(bucket)
+            self._endings.append(self._sum(bucket))
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        if self._side_stream is not None:
+            self._side_stream.precede(self._stream)
+        with torch.cuda.stream(self._stream):
+            self._fill(bucket)
+            self._sum(bucket)()
+
+    def _sum(self, bucket: Bucket) -> Ending:
+        whole, ranks = self._memory[bucket.part], self.ranks
+        if not self._halves:
+            return ranks.begin_sum(whole)
+        sent, got = self._halves[bucket.number]
+        sent[: len(whole)].copy_(whole)
+        exchanged = ranks.begin_exchange(got, sent)
+
+        def end() -> None:
+            exchanged()
+            first, *others = got.view(ranks.count, -1)
+            total = first.to(whole.dtype)
+            for part in others:
+                total += part
+            own = sent.view(ranks.count, -1)[ranks.rank]
+            own.copy_(total)
+            ranks.begin_gather(got, own)()
+            whole.copy_(got[: len(whole)])
+
+        return end
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the process, of high priority: what is sent must not wait for the kernels that hide it."""
+    return torch.cuda.Stream(device, priority=-1)

@@ -1,0 +1,124 @@
+"""Runs of the command line whose processes keep parts of states, gradients or weights: what they learn and leave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from brimful.cli.commands import run
+from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
+from engine.training.test_several_processes import start, told, words
+from runs import save_tiny_model, single_label_rows, write_rows
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    save_tiny_model(folder / "model", dropout=0.0)
+    write_rows(folder / "rows.jsonl", single_label_rows(75))
+    return folder
+
+
+def sharding(folder: Path) -> dict[str, Any]:
+    levers = json.loads((folder / "run.json").read_text())["recipe"]["levers"]
+    return next(dict(lever) for lever in levers if lever["name"] == "sharding")
+
+
+def same(one: list[tuple[int, float, float]], other: list[tuple[int, float, float]]) -> None:
+    assert len(one) == len(other)
+    for expected, found in zip(one, other, strict=True):
+        assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_parts_of_any_number_of_processes_make_one_checkpoint(files: Path, tmp_path: Path) -> None:
+    """Three steps each by two, three, two and one: the checkpoints are whole, and the run is one process's."""
+    constant = ("--lr-scheduler-type", "constant", "--save-steps", "3", "--eval-split", "0", "--save-total-limit", "9")
+    assert run(words(files, tmp_path / "one", "--max-steps", "12", *constant)) == 0
+    output = tmp_path / "parts"
+    for part, count in enumerate((2, 3, 2, 1)):
+        steps, cut = str(3 * part + 3), ("gradients", "states", "parameters", "auto")[part]
+        ask = words(files, output, "--max-steps", steps, *constant, "--sharding", cut, "--resume")
+        both = start(tmp_path / f"logs-{part}", *ask, count=count)
+        assert both.results() == [0] * count
+        if count > 1:
+            assert sharding(output)["value"] == cut
+            assert "weights of processes" not in both.said(0)
+    same(told(tmp_path / "one"), told(output))
+    for step in (3, 6, 9, 12):
+        alone, parts = (
+            load_checkpoint(checkpoint_path(tmp_path / name / "checkpoints", step)) for name in ("one", "parts")
+        )
+        assert alone.state.optimizer.keys() == parts.state.optimizer.keys()
+        for name, kept in alone.state.optimizer.items():
+            for key, tensor in kept.tensors.items():
+                torch.testing.assert_close(parts.state.optimizer[name].tensors[key], tensor, rtol=2e-2, atol=1e-5)
+    (one, other) = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "parts"))
+    assert one.keys() == other.keys()
+
+
+def test_the_best_of_parts_of_weights_is_kept(files: Path, tmp_path: Path) -> None:
+    """In host memory, evaluated together; what is saved is a plain model, that of the best step."""
+    best = ("--metric-for-best-model", "loss", "--eval-steps", "1", "--max-steps", "4", "--sharding", "parameters")
+    ask = words(files, tmp_path / "run", *best, "--optimizer-offload", "--freeze", "embeddings")
+    ask[ask.index("1e-3")] = "10"  # worse and worse
+    both = start(tmp_path / "logs", *ask)
+    assert both.results() == [0, 0]
+    assert "was best, and is kept" in both.said(0)
+    assert "could not be compared with the plain model: weights are in parts" in both.said(0)
+    (step,) = [int(words.split()[0]) for words in both.said(0).split("the model after step ")[1:]]
+    saved = load_checkpoint(checkpoint_path(tmp_path / "run" / "checkpoints", step)).state.weights
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
+    for name, weight in saved.items():
+        assert torch.equal(model.get_parameter(name), weight)
+
+
+def test_what_cannot_be_cut_is_refused_and_not_chosen(files: Path, tmp_path: Path) -> None:
+    ask = words(files, tmp_path / "run", "--optim", "adafactor", "--max-steps", "1")
+    refused = start(tmp_path / "refused", *ask, "--sharding", "states")
+    assert refused.results()[0] == 2
+    assert "--sharding states does not work here: adafactor may look at whole weights" in refused.said(0)
+    offload = start(tmp_path / "offload", *words(files, tmp_path / "run", "--optimizer-offload", "--sharding", "none"))
+    assert offload.results()[0] == 2
+    assert "for one process so far, or for --sharding parameters" in offload.said(0)
+    assert run([*words(files, tmp_path / "alone", "--max-steps", "1"), "--sharding", "states"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "expected"), [(1000, "none"), (2.3, "states"), (1.5, "gradients"), (1.1, "parameters")]
+)
+def test_the_least_that_fits_is_chosen(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_mib: float, expected: str
+) -> None:
+    from brimful.levers import sharding as lever
+
+    original = lever.needed_bytes
+
+    def scaled(assembly: Any, name: str) -> int:
+        """Of a model whose weights, gradients and states take 2 MiB whole."""
+        return int(2 * (1 << 20) * original(assembly, name) / original(assembly, "none"))
+
+    monkeypatch.setattr(lever, "needed_bytes", scaled)
+    monkeypatch.setattr(lever, "_free_bytes", lambda _: int(free_mib * (1 << 20)))
+    ask = words(files, tmp_path / "run", "--max-steps", "2", "--eval-split", "0")
+    assert start(tmp_path / "logs", *ask).results() == [0, 0]
+    found = sharding(tmp_path / "run")
+    assert found["value"] == expected
+    assert "MiB" in found["reason"]
+
+
+@pytest.mark.parametrize("sharding", ["none", "gradients"])
+def test_adapters_learn_what_one_process_learns(files: Path, tmp_path: Path, sharding: str) -> None:
+    """Class weights, a ragged last batch, several micro-batches."""
+    more = ("--peft", "lora", "--num-train-epochs", "1", "--class-weights", "balanced", "--token-budget", "64")
+    assert run(words(files, tmp_path / "one", *more)) == 0
+    assert start(tmp_path / "logs", *words(files, tmp_path / "two", *more, "--sharding", sharding)).results() == [0, 0]
+    same(told(tmp_path / "one"), told(tmp_path / "two"))
+    one, two = (load_file(tmp_path / name / "model" / "adapter_model.safetensors") for name in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-2, atol=1e-4)

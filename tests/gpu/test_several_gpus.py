@@ -1,0 +1,88 @@
+"""Training on two GPUs beside one, captured beside eager: the same losses and gradient norms, and a clean end."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu.word_models import save_word_model
+from runs import events
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+WORDS = [f"word{i}" for i in range(200)]
+ASK = ["--max-steps", "40", "--logging-steps", "1", "--learning-rate", "1e-3", "--max-length", "128", "--no-baselines"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder, draw = tmp_path_factory.mktemp("several"), random.Random(0)
+    with (folder / "data.jsonl").open("w") as file:
+        for _ in range(700):
+            words = draw.choices(WORDS[10:], k=draw.randrange(3, 100))
+            label = draw.randrange(4)
+            words.insert(draw.randrange(len(words)), WORDS[label])
+            file.write(json.dumps({"text": " ".join(words), "label": f"class {label}"}) + "\n")
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
+    save_word_model(
+        folder / "model", WORDS, **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )  # fmt: skip
+    return folder / "data.jsonl", folder / "model"
+
+
+def train(inputs: tuple[Path, Path], output: Path, gpus: int, *more: str) -> list[dict[str, Any]]:
+    """Steps of a run in processes of its own."""
+    data, model = map(str, inputs)
+    words = [sys.executable, "-m", "brimful", "train", data, "--model", model, "--output", str(output)]
+    ended = subprocess.run(
+        [*words, "--gpus", str(gpus), *ASK, *more], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "weights of processes" not in ended.stderr
+    return events(output, "step")
+
+
+def execution(output: Path) -> str:
+    recipe = json.loads((output / "run.json").read_text())["recipe"]["levers"]
+    return next(str(lever["value"]) for lever in recipe if lever["name"] == "execution")
+
+
+@pytest.mark.parametrize("budget", ["32768", "512"], ids=["one micro-batch", "several"])
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+def test_captured_on_two_is_one(inputs: tuple[Path, Path], tmp_path: Path, budget: str, reduce_dtype: str) -> None:
+    """Every step in fp32: the sums are in another order, and nothing else differs."""
+    ask = ["--precision", "fp32", "--token-budget", budget]
+    one = train(inputs, tmp_path / "one", 1, *ask)
+    wire = ["--reduce-dtype", reduce_dtype]
+    two = train(inputs, tmp_path / "two", 2, *ask, "--execution", "captured", *wire)
+    eager = train(inputs, tmp_path / "eager", 2, *ask, "--execution", "eager", *wire)
+    assert execution(tmp_path / "two") == "captured"
+    tolerance = 1e-2 if reduce_dtype == "bf16" else 1e-3
+    for alone, captured, launched in zip(one, two, eager, strict=True):
+        assert captured["loss"] == pytest.approx(alone["loss"], rel=tolerance)
+        assert captured["grad_norm"] == pytest.approx(alone["grad_norm"], rel=5 * tolerance)
+        assert captured["loss"] == pytest.approx(launched["loss"], rel=tolerance)
+
+
+def test_compiled_in_bf16_learns_what_one_does(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    ask = ["--precision", "bf16", "--execution", "compiled"]
+    one, two = (train(inputs, tmp_path / str(gpus), gpus, *ask) for gpus in (1, 2))
+    assert execution(tmp_path / "2") == "compiled"
+    for alone, together in zip(one, two, strict=True):
+        assert together["loss"] == pytest.approx(alone["loss"], rel=5e-2)
+
+
+def test_memory_that_does_not_suffice_is_met_by_both(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Under a limit that no graph of the first budget fits, or no batch: the run goes on smaller, and ends."""
+    told = train(inputs, tmp_path / "run", 2, "--precision", "fp32", "--memory-limit", "1.5GB", "--batch-size", "512")
+    assert len(told) == 40

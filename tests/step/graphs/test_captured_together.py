@@ -1,0 +1,104 @@
+"""Captured steps of several processes: the same graphs in all, or none. What is recorded is computed at each replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+
+from brimful.core.place import Place
+from brimful.hardware.memory import CaptureMemoryError
+from brimful.hardware.ranks import joined
+from brimful.step.graphs import cache, captured_step
+from brimful.step.graphs.cache import Graph, GraphCache
+from brimful.step.graphs.captured_step import CapturedStep
+from brimful.step.step import Step
+from forked_ranks import Forked
+from step.test_ranks import CPU, Case, trained
+
+SINGLE, SEVERAL = Case(), Case(tokens=48)
+
+
+class Later:
+    """A recorded computation."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self.replay = compute
+
+
+class Replayed(Graph[Any]):
+    """A graph whose outputs are those of its last replay: nothing was computed when it was recorded."""
+
+    def replay(self, inputs: Any = None) -> Any:
+        if self._static_inputs is not None and inputs is not None:
+            self._static_inputs.copy_(inputs)
+        return self._recorded.replay()  # type: ignore[func-returns-value]
+
+
+class Pool:
+    """Records nothing at first. refusals: what captures of this process fail with, by their number."""
+
+    refusals: dict[int, Exception] = {}
+    num_recorded = 0
+
+    def __init__(self, device: torch.device, most_tokens: int) -> None:
+        self.device, self.caches = device, WeakSet[GraphCache]()
+
+    @contextmanager
+    def measured(self, num_tokens: int) -> Iterator[None]:
+        yield
+
+    def record(self, compute: Callable[[], Any]) -> tuple[Any, Any]:
+        number, Pool.num_recorded = Pool.num_recorded, Pool.num_recorded + 1
+        if number in self.refusals:
+            raise self.refusals[number]
+        return Later(compute), None
+
+    def renew(self) -> None:
+        pass
+
+
+def run(ranks: Any, case: Case, refusals: dict[int, Exception]) -> dict[str, Any]:
+    """As `trained`, twice over the batches, captured from the second time on."""
+    Pool.refusals, Pool.num_recorded, notes = refusals, 0, list[str]()
+
+    def make(*arguments: Any, **options: Any) -> Step:
+        return CapturedStep(*arguments, **options, most_tokens=96, precompile=False, note=notes.append)
+
+    found = trained(ranks, case, make=make, rounds=2)
+    return found | {"notes": notes, "recorded": Pool.num_recorded}
+
+
+def work(place: Place) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:
+        patch.setattr(captured_step, "GraphPool", Pool)
+        patch.setattr(cache, "Graph", Replayed)
+        found: list[Any] = [trained(ranks, SINGLE, rounds=2), trained(ranks, SEVERAL, rounds=2)]
+        found += [run(ranks, case, {}) for case in (SINGLE, SEVERAL)]
+        here = place.rank == 1
+        found.append(run(ranks, SEVERAL, {1: RuntimeError("not permitted")} if here else {}))
+        try:
+            run(ranks, SINGLE, {1: CaptureMemoryError("no room")} if here else {})
+        except CaptureMemoryError as error:
+            found.append(str(error))
+        return found
+
+
+def test_graphs_are_those_of_all_or_of_none(tmp_path: Path) -> None:
+    both = Forked(tmp_path, 2, work).results()
+    for single, several, captured, in_pieces, refused, full in both:
+        for eager, other in ((single, captured), (several, in_pieces), (several, refused)):
+            assert torch.equal(torch.from_numpy(eager["weights"]), torch.from_numpy(other["weights"]))
+            assert eager["told"] == other["told"]
+        assert captured["recorded"] > 1
+        assert in_pieces["recorded"] > captured["recorded"]
+        assert captured["notes"] == in_pieces["notes"] == []
+        assert len(refused["notes"]) == 1
+        assert full in ("no room", "out of memory in process 1 of 2")
+    assert "refused in another process" in both[0][4]["notes"][0]
+    assert "not permitted" in both[1][4]["notes"][0]
