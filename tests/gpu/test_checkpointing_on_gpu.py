@@ -49,6 +49,8 @@ def gradient(kind: type[Step], *, token_budget: int, **options: Any) -> torch.Te
 @pytest.mark.parametrize("kind", [Step, CapturedStep])
 def test_recomputed_layers_have_the_same_gradient(kind: type[Step], compiled: bool, token_budget: int) -> None:
     """But for the order of sums: other masks of dropout would be another gradient altogether."""
+    if kind is CapturedStep and not compiled:
+        pytest.skip("torch's attention draws masks of fp32, and the lever refuses to capture that")
     for precision, tolerance in (("fp32", 1e-4), ("bf16", 2e-2)):
         kept, again, repeated = (
             gradient(kind, checkpointed=each, compiled=compiled, token_budget=token_budget, precision=precision)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +156,23 @@ def test_several_gpus_write_what_one_writes(model: Path, tmp_path: Path, monkeyp
     pq.write_table(pa.table({"text": long}), tmp_path / "rows.parquet")
     options: dict[str, Any] = {"max_length": 64, "shard_rows": 500, "execution": "compiled"}
     for number in (1, 2):
-        brimful.classify(model, tmp_path / "rows.parquet", tmp_path / f"by{number}", num_gpus=number, **options)
+        brimful.classify(model, tmp_path / "rows.parquet", tmp_path / f"by{number}", gpus=str(number), **options)
     one, two = ({p.name: p.read_bytes() for p in (tmp_path / f"by{n}").glob("*.parquet")} for n in (1, 2))
     assert one == two
     assert used == [1, 2]
+
+
+def test_launched_processes_write_and_score_what_one_does(model: Path, tmp_path: Path) -> None:
+    """torchrun with a process for each of two GPUs, whose results travel by way of the hosts."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU here")
+    rows = pa.table({"text": texts(40_000), "label": [f"LABEL_{i % 3}" for i in range(40_000)]})
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    one = [sys.executable, "-m", "brimful"]
+    both = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "brimful"]
+    for number, launched in (("one", one), ("two", both)):
+        given = [str(model), str(tmp_path / "rows.parquet"), "--execution", "captured"]
+        subprocess.run([*launched, "classify", *given, "-o", str(tmp_path / f"{number}.parquet")], check=True)
+        subprocess.run([*launched, "evaluate", *given, "-o", str(tmp_path / f"{number}.csv")], check=True)
+    for suffix in ("parquet", "csv"):
+        assert (tmp_path / f"two.{suffix}").read_bytes() == (tmp_path / f"one.{suffix}").read_bytes()

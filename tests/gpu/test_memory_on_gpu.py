@@ -16,7 +16,8 @@ from brimful.core.records import PeakMemory
 from brimful.hardware.device_memory import check_expandable
 from brimful.hardware.memory import process_bytes
 from brimful.measurement.memory import Kept, MemoryWatch, PhaseMemory
-from tiny_files import save_classifier, write_reviews
+from gpu.sized_models import save_sized_classifier
+from tiny_files import write_reviews
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -67,7 +68,7 @@ def test_phases_of_known_tensors() -> None:
 @pytest.mark.parametrize("budget", [None, 128])
 def test_a_run_explains_its_memory(tmp_path: Path, execution: str, budget: int | None) -> None:
     """Gradients: as many bytes as weights at most, and fp32 sums of them where a batch is split."""
-    model = save_classifier(tmp_path / "model", ["bad", "good"])
+    model = save_sized_classifier(tmp_path / "model", "bert", ["bad", "good"])
     data = write_reviews(tmp_path / "rows.csv", 200)
     run = train(
         data, model=model, output=tmp_path / "run", device="cuda", execution=execution, token_budget=budget,
@@ -87,7 +88,7 @@ def test_a_run_explains_its_memory(tmp_path: Path, execution: str, budget: int |
 def test_a_run_keeps_to_its_limit(tmp_path: Path, execution: str) -> None:
     """With a budget that would take more: memory runs out, the budget is halved, and the driver sees the limit kept."""
     fraction = torch.cuda.get_per_process_memory_fraction()
-    model = save_classifier(tmp_path / "model", ["bad", "good"])
+    model = save_sized_classifier(tmp_path / "model", "bert", ["bad", "good"])
     data = write_reviews(tmp_path / "rows.csv", 4000)
     torch.cuda.empty_cache()
     outside = (process_bytes(GPU) or 0) - torch.cuda.memory_reserved()
@@ -104,14 +105,20 @@ def test_a_run_keeps_to_its_limit(tmp_path: Path, execution: str) -> None:
 
 
 def test_a_limit_below_what_the_process_has(tmp_path: Path) -> None:
-    model, data = save_classifier(tmp_path / "model", ["bad", "good"]), write_reviews(tmp_path / "rows.csv")
+    model, data = (
+        save_sized_classifier(tmp_path / "model", "bert", ["bad", "good"]),
+        write_reviews(tmp_path / "rows.csv"),
+    )
     with pytest.raises(OptionError, match=r"--memory-limit is 1MB, and .* in use outside torch already"):
         train(data, model=model, output=tmp_path / "run", device="cuda", memory_limit="1MB")
 
 
 @pytest.mark.parametrize("execution", ["eager", "captured"])
 def test_expandable_segments_are_there_and_given_back(tmp_path: Path, execution: str) -> None:
-    model, data = save_classifier(tmp_path / "model", ["bad", "good"]), write_reviews(tmp_path / "rows.csv", 200)
+    model, data = (
+        save_sized_classifier(tmp_path / "model", "bert", ["bad", "good"]),
+        write_reviews(tmp_path / "rows.csv", 200),
+    )
     run = train(
         data, model=model, output=tmp_path / "run", device="cuda", execution=execution, allocator="expandable",
         baselines=False, num_train_epochs=3,
@@ -124,7 +131,10 @@ def test_expandable_segments_are_there_and_given_back(tmp_path: Path, execution:
 
 
 def test_the_allocator_by_the_command_line(tmp_path: Path) -> None:
-    model, data = save_classifier(tmp_path / "model", ["bad", "good"]), write_reviews(tmp_path / "rows.csv", 200)
+    model, data = (
+        save_sized_classifier(tmp_path / "model", "bert", ["bad", "good"]),
+        write_reviews(tmp_path / "rows.csv", 200),
+    )
     words = ["train", data, "--model", model, "--output", tmp_path / "run", "--no-baselines", "--device", "cuda"]
     words += ["--allocator", "expandable", "--memory-limit", "8GB", "--num-train-epochs", "3"]
     done = subprocess.run(

@@ -101,7 +101,7 @@ def test_wherever_it_runs_out_training_learns_the_same(
         np.testing.assert_allclose(losses(tmp_path / str(number)), expected, rtol=LOSS)
         if execution == "captured" and share < 0.6:
             assert run.compilations.captured > 0  # again, after what was captured before was freed
-    assert len(where) >= 4
+    assert len(where) >= (4 if execution == "eager" else 2)  # a graph allocates nothing, and checks begin again
 
 
 def test_wherever_it_runs_out_answers_are_the_same(small: tuple[Path, Path], tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def made(seed: int = 0, **asked: Any) -> tuple[Step, Assembly, Recipe]:
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "num_hidden_layers": 4}
     model = FAMILIES["bert"].model(seed=seed, **sizes).train()
     assembly = assembly_of(
-        model, equivalence=EQUAL, device="cuda", warn=lambda _: None, lengths=tuple(ROWS.lengths[0]),
+        model, equivalence=EQUAL, device="cuda:0", warn=lambda _: None, lengths=tuple(ROWS.lengths[0]),
         **{"batch_size": 6, "execution": "eager"} | PLAIN | asked,
     )  # fmt: skip
     recipe = assembly.recipe(ALL, "cuda")

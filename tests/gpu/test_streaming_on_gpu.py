@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 import brimful
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.streamed_layers import StreamedLayers, move_all_but
-from runs import tiny_tokenizer
+from runs import single_label_rows, tiny_tokenizer, write_rows
 from tiny import VOCABULARY
 
 pytestmark = pytest.mark.gpu
@@ -67,3 +68,43 @@ def test_a_model_larger_than_the_limit_classifies(stored: Any, tmp_path: Path) -
     assert done.equivalence is not None
     assert done.equivalence.passed
     assert torch.cuda.max_memory_allocated() < 2_000_000_000
+
+
+@pytest.mark.parametrize("more", [{}, {"optimizer_in_backward": True, "max_grad_norm": 0.0}], ids=["", "in backward"])
+@pytest.mark.parametrize("stored", ["host", "disk"])
+def test_training_gives_the_same_bytes(stored: Any, more: dict[str, Any], tmp_path: Path) -> None:
+    """As with states in host memory and layers computed again; nothing waits between layers."""
+    model_of(5, 256).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    data, found = write_rows(tmp_path / "rows.jsonl", single_label_rows(400)), []
+    for asked in (
+        {"optimizer_offload": True, "gradient_checkpointing": "full", "execution": "eager"},
+        {"stream_weights": stored},
+    ):
+        output = tmp_path / str(len(found))
+        run = brimful.train(
+            data, model=tmp_path / "model", output=output, device="cuda", batch_size=32, max_steps=20, eval_steps=10,
+            learning_rate=1e-4, deterministic=True, baselines=False, **asked | more,
+        )  # fmt: skip
+        assert run.first_batch is not None
+        assert run.first_batch.passed
+        found.append(load_file(output / "model" / "model.safetensors"))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("stored", ["host", "disk"])
+def test_a_model_larger_than_the_limit_is_trained(stored: Any, tmp_path: Path) -> None:
+    """Weights of 3.2 GB in fp32, 13 GB with gradients and states, 3 GB of memory; its first batch is the plain
+    model's."""
+    model_of(64, 1024).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    data = write_rows(tmp_path / "rows.jsonl", single_label_rows(100))
+    run = brimful.train(
+        data, model=tmp_path / "model", output=tmp_path / "run", device="cuda", precision="bf16", batch_size=16,
+        max_steps=3, eval_split=0.1, learning_rate=1e-5, stream_weights=stored, memory_limit="3GB", baselines=False,
+        save_steps=1000,
+    )  # fmt: skip
+    assert run.first_batch is not None
+    assert run.first_batch.passed
+    assert run.steps == 3
+    assert torch.cuda.max_memory_allocated() < 3_000_000_000

@@ -25,15 +25,22 @@ LEVERS: dict[str, dict[str, Any]] = {
     "updated in backward": {"optimizer_in_backward": True},
     "states in bf16": {"optimizer_state_dtype": "bf16"},
     "weights in bf16": {"weight_dtype": "bf16", "precision": "bf16"},
+    "weights streamed": {"stream_weights": "host"},
+    "weights streamed from a file": {"stream_weights": "disk"},
     "adafactor": {"optim": "adafactor"},
     "sgd": {"optim": "sgd"},
 }
+STREAMED = ("weights streamed", "weights streamed from a file")
 #: Pairs that are refused, and a part of the reason.
 REFUSED = {
     frozenset(pair): reason
     for reason, pairs in {
         "is for AdamW": itertools.product(
-            ("adafactor", "sgd"), ("states offloaded", "updated in backward", "states in bf16", "weights in bf16")
+            ("adafactor", "sgd"),
+            ("states offloaded", "updated in backward", "states in bf16", "weights in bf16", *STREAMED),
+        ),
+        "computes every layer again": itertools.product(
+            ("every other recomputed", "recomputed within a limit", "activations offloaded"), STREAMED
         ),
         "overflows are known only at the end": [("fp16", "updated in backward")],
     }.items()

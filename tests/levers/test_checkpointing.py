@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import brimful
 from brimful.core.errors import OptionError
@@ -23,7 +25,7 @@ from brimful.levers.lever import StepWork
 from brimful.levers.token_budget import TokenBudget
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.activations import Activations, LayerActivations
-from brimful.models.packed.check_inputs import packed_row, padded_rows
+from brimful.models.packed.check_inputs import one_layer_of_each_kind, packed_row, padded_rows
 from brimful.models.packed.family_forms import has_form
 from brimful.models.packed.offload import offload
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
@@ -84,6 +86,43 @@ def test_a_run_learns_the_same_bit_for_bit(
 
 #: Families whose own modules are told of a packed row.
 TOLD = [name for name in FAMILIES if has_form(FAMILIES[name].model().config)]
+
+
+def test_a_layer_whose_call_is_a_checkpoint_itself_is_recomputed_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in transformers 5.17, where `__call__` of a layer is one around the call that knows its context."""
+    outer = 0
+
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal outer
+        plain = super(GradientCheckpointingLayer, layer).__call__
+        if layer.gradient_checkpointing and layer.training:
+            outer += 1
+            return layer._gradient_checkpointing_func(partial(plain, **kwargs), *args)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", call, raising=False)
+    monkeypatch.setattr("brimful.models.packed.offload.LEAST_BYTES", 1)
+    model, found = save_tiny_model(tmp_path / "base", dropout=0.2, num_hidden_layers=4), []
+    for asked in ("none", "full", "offload"):
+        brimful.train(
+            data, model=model, output=tmp_path / asked, max_steps=3, batch_size=8, eval_split=0.0, device="cpu",
+            gradient_checkpointing=asked, baselines=False,
+        )  # fmt: skip
+        found.append(weights_of(tmp_path / asked))
+    assert outer
+    assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in other)
+
+
+def test_a_copy_for_a_check_keeps_all_activations() -> None:
+    """A GPU's streams, which move them, could not be copied."""
+    model = FAMILIES["bert"].model(**DEEP)
+    layers = layers_of(model)
+    offload(layers, 2, torch.device("cpu"))
+    small = layers_of(one_layer_of_each_kind(model))
+    assert not any(layer.gradient_checkpointing or layer._gradient_checkpointing_func for layer in small)
+    assert all(layer.gradient_checkpointing and layer._gradient_checkpointing_func for layer in layers)
 
 
 @pytest.mark.parametrize(("name", "packed"), [*((name, True) for name in TOLD), ("xlm", False)])

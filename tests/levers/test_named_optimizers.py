@@ -19,7 +19,7 @@ import brimful
 from brimful.core.errors import Interrupted, OptionError
 from brimful.core.options import OptimizerChoice
 from brimful.engine.inference import evaluate_rows
-from brimful.engine.training import loop
+from brimful.engine.training import evaluations
 from brimful.engine.training.checkpoint import load_checkpoint
 from brimful.levers import optimizer_names
 from brimful.levers.optimizer import Optimizer
@@ -75,7 +75,8 @@ def test_ten_steps_are_those_of_trainers_optimizer(name: str, optim_args: str | 
 
 def learned(model: nn.Module) -> torch.Tensor:
     """All weights but biases of keys, whose gradients are zero but for rounding, which Adafactor scales up to one."""
-    return torch.cat([p.detach().flatten() for name, p in model.named_parameters() if not name.endswith("key.bias")])
+    weights = (p.detach().cpu() for name, p in model.named_parameters() if not name.endswith("key.bias"))
+    return torch.cat([weight.flatten() for weight in weights])
 
 
 @pytest.mark.parametrize("name", [installed(name) for name in TRIED])
@@ -146,7 +147,7 @@ def test_a_checkpoint_without_a_schedule(tmp_path: Path, monkeypatch: pytest.Mon
         signal.raise_signal(signal.SIGTERM)
         return evaluate_rows(*given, **named)
 
-    monkeypatch.setattr(loop, "evaluate_rows", told)
+    monkeypatch.setattr(evaluations, "evaluate_rows", told)
     with pytest.raises(Interrupted):
         brimful.train(data, output=tmp_path / "stopped", **asked)
     state = load_checkpoint(tmp_path / "stopped" / "checkpoints" / "step-00000002").state

@@ -24,14 +24,11 @@ _FILLS = 8192
 _SMALL, _LARGE = 128, 384
 
 
-def recomputes(options: TrainOptions) -> bool:
-    """Return whether layers may be computed again in the backward pass."""
-    return options.gradient_checkpointing not in ("none", "offload")
-
-
 def recomputed_every(options: TrainOptions) -> int | None:
     """Return the distance of recomputed layers from one another, None where it is not fixed."""
     asked = options.gradient_checkpointing
+    if options.stream_weights != "none":
+        return 1
     if asked in ("none", "selective", "offload"):
         return None
     return 1 if asked == "full" else int(asked.removeprefix("every-"))

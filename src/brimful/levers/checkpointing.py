@@ -29,6 +29,7 @@ from brimful.levers.activations import (
     recomputed_layers,
 )
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.packing import streamed
 from brimful.levers.token_budget import TokenBudget
 from brimful.models.model_stats import layer_lists, layers_of
 from brimful.models.packed.offload import offload
@@ -79,7 +80,7 @@ class Checkpointing(Lever):
             return None
         options: TrainOptions = assembly.options  # type: ignore[assignment]
         asked, every = options.gradient_checkpointing, recomputed_every(options)
-        if asked == "none":
+        if asked == "none" or options.stream_weights != "none":  # which computes every layer again
             return None
         layers, verdict = layers_of(assembly.model), cls.supports(assembly)
         if verdict.ok and layers is None and every is not None and every > 1:
@@ -155,7 +156,8 @@ class Checkpointing(Lever):
 def seeds_dropout(assembly: Assembly) -> bool:
     """Return whether dropout of the model's own code must be drawn by its place in the pass."""
     found = assembly.find(Checkpointing)
-    return assembly.device.type == "cuda" and found is not None and found.recomputes
+    recomputes = streamed(assembly) or (found is not None and found.recomputes)
+    return assembly.device.type == "cuda" and recomputes
 
 
 def _numbered(numbers: tuple[int, ...]) -> str:

@@ -69,8 +69,9 @@ class ExecutionMode(Lever):
         if assembly.device.type != "cuda":
             because = f"graphs and fused kernels are for GPUs, and this runs on {assembly.device.type}"
             return Verdict(ok=False, because=because)
-        if assembly.num_ranks > 1:
-            return Verdict(ok=False, because="steps of several processes are not captured yet")
+        if assembly.num_ranks > 1 and not (assembly.lever(Packing).packed and assembly.lever(Optimizer).fused):
+            because = "steps of several processes are captured where rows are packed and our kernels update weights"
+            return Verdict(ok=False, because=because)
         if streamed(assembly):
             return Verdict(ok=False, because="weights come layer by layer, and copies take longer than launches")
         if assembly.training:
@@ -161,14 +162,17 @@ def repeats_shapes(assembly: Assembly) -> Verdict:
     batches = assembly.batches(assembly.budget)
     num_shapes = len({int(lengths_N.max()) for lengths_N in batches})
     num_steps = assembly.num_tokens / max(1.0, float(np.mean([lengths_N.sum() for lengths_N in batches])))
-    often = num_steps >= _STEPS_A_SHAPE * num_shapes and num_shapes <= _MOST_SHAPES
+    often = (
+        num_steps >= _STEPS_A_SHAPE * num_shapes or assembly.options.execution != "auto"
+    )  # asked for, it need not pay
     because = f"batches that must not be split have {num_shapes} lengths in about {num_steps:.0f} steps"
-    return Verdict(ok=often, because=because)
+    return Verdict(ok=often and num_shapes <= _MOST_SHAPES, because=because)
 
 
 def recording_of(assembly: Assembly) -> Recording:
     """Return how padded passes can be captured, if they can."""
-    return how_recorded(assembly.model, assembly.max_length, training=assembly.training)
+    attention = getattr(assembly.execution, "attention", "sdpa")
+    return how_recorded(assembly.model, assembly.max_length, training=assembly.training, attention=attention)
 
 
 def lists_to_compile(assembly: Assembly) -> list[nn.ModuleList]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from brimful.core.options import TrainOptions
 from brimful.kernels.attention.dispatch import candidates, choose_attention, grouped_attention, length_class
 from brimful.kernels.attention.pattern import Heads, Pattern, RelativeBias
 from brimful.levers.lever import Assembly, Verdict
@@ -78,11 +79,16 @@ def kernels_of(assembly: Assembly) -> AttentionKernels:
     model, precision, length = assembly.model, assembly.precision, assembly.typical_length
     if not (assembly.training and assembly.packing_wanted):
         measured = None
-    elif assembly.options.gradient_checkpointing in ("none", "offload"):  # type: ignore[union-attr]
+    elif not recomputes(assembly.options):  # type: ignore[arg-type]
         measured = measure_attention(model, precision, length)
     else:
         measured = Measured(fastest="triton_attention", said="it draws the masks of a recomputed layer again")
     return choose_kernels(model.config, precision, length, measured)
+
+
+def recomputes(options: TrainOptions) -> bool:
+    """Return whether layers may be computed again in the backward pass."""
+    return options.stream_weights != "none" or options.gradient_checkpointing not in ("none", "offload")
 
 
 def equivalence_of(assembly: Assembly) -> Equivalence:

@@ -16,18 +16,23 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from brimful.core import records
-from brimful.core.options import OptimizerChoice, TrainOptions
+from brimful.core.options import OptimizerChoice, ShardingChoice, TrainOptions
 from brimful.core.records import Arithmetic
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer_names import OPTIMIZERS, WITH_32_BITS, NamedOptimizer, check_installed, make_optimizers
 from brimful.levers.packing import Packing
+from brimful.levers.sharding import Sharding
+from brimful.levers.streaming import Streaming
 from brimful.levers.update_memory import asked_savings, check_savings, described
 from brimful.models.model_stats import linear_parameters
 from brimful.step.precision import Precision
 from brimful.step.updates.bucketed_adamw import BucketedAdamW, Savings
+from brimful.step.updates.fully_sharded import FullyShardedUpdate
 from brimful.step.updates.fused_adamw import FusedAdamW, can_fuse
 from brimful.step.updates.given_update import GivenUpdate, Gradients
+from brimful.step.updates.sharded import ShardedUpdate
+from brimful.step.updates.streamed_adamw import StreamedAdamW
 from brimful.step.updates.torch_update import TorchUpdate
 from brimful.step.updates.update import Update
 
@@ -57,6 +62,7 @@ class Optimizer(Lever):
     fused: bool = False
     copies: bool = True
     savings: Savings | None = None
+    sharding: ShardingChoice = "none"
 
     @property
     def named(self) -> NamedOptimizer | None:
@@ -77,7 +83,7 @@ class Optimizer(Lever):
         asked = asked_optimizer(assembly.options)  # type: ignore[arg-type]
         if asked.value not in ("adamw_torch", "adamw_torch_fused"):
             return Verdict(ok=False, because="ours are of AdamW")
-        if asked.savings is not None:
+        if asked.savings is not None or _cut(assembly) != "none":
             return Verdict(ok=False, because="ours update all weights at once")
         if not min(asked.beta1, asked.beta2) > 0:
             return Verdict(ok=False, because="ours need decays above 0")
@@ -89,6 +95,7 @@ class Optimizer(Lever):
         if not assembly.training:
             return None
         assembly.lever(Packing)  # puts the model on its device
+        assembly.find(Streaming)  # or leaves its layers elsewhere
         if assembly.optimizer is not None:
             return _given(assembly.optimizer)
         asked, verdict = asked_optimizer(assembly.options), cls.supports(assembly)  # type: ignore[arg-type]
@@ -101,9 +108,14 @@ class Optimizer(Lever):
         if asked.named is not None:
             reason = "asked for; as transformers' Trainer makes it, fp32 weights"
             reason += ", embeddings with states in 32 bits" if asked.value in WITH_32_BITS else ""
+        cut = _cut(assembly)
+        if cut != "none":
+            where = " in host memory" if asked.savings is not None else ""
+            reason = f"{whose}; torch's fused kernels on this process's part{where}, fp32 weights and states"
         return replace(
             asked,
             fused=verdict.ok,
+            sharding=cut,
             copies=assembly.precision.half is not None and assembly.fact(equivalence_of).half_weights,
             reason=reason,
         )
@@ -180,6 +192,19 @@ class Optimizer(Lever):
     def update(self, model: nn.Module, schedule: Tensor, precision: Precision, *, max_grad_norm: float) -> Update:
         """Make the update of a model's trained parameters. schedule: (steps + 1,) learning rate by applied steps."""
         decayed = decayed_names(model)
+        if self.sharding != "none":
+            cut: dict[str, Any] = {
+                "max_grad_norm": max_grad_norm,
+                "scaled": precision.scaled,
+                "kind": "sgd" if self.value == "sgd" else "adamw",
+                "betas": (self.beta1, self.beta2),
+                "epsilon": self.epsilon,
+                "weight_decay": dict.fromkeys(decayed, self.weight_decay),
+            }
+            if self.sharding == "parameters":
+                offload = self.savings is not None and self.savings.on_host
+                return FullyShardedUpdate(model, schedule, device=precision.device, offload=offload, **cut)
+            return ShardedUpdate(model, schedule, scatters_gradients=self.sharding == "gradients", **cut)
         if self.fused:
             return FusedAdamW(
                 model,
@@ -192,16 +217,18 @@ class Optimizer(Lever):
                 half=precision.half if self.copies else None,
             )
         if self.savings is not None:
-            return BucketedAdamW(
-                model,
-                schedule,
-                max_grad_norm=max_grad_norm,
-                scaled=precision.scaled,
-                betas=(self.beta1, self.beta2),
-                epsilon=self.epsilon,
-                weight_decay=dict.fromkeys(decayed, self.weight_decay),
-                savings=replace(self.savings, halved=frozenset(linear_parameters(model))),
-            )
+            given: dict[str, Any] = {
+                "max_grad_norm": max_grad_norm,
+                "scaled": precision.scaled,
+                "betas": (self.beta1, self.beta2),
+                "epsilon": self.epsilon,
+                "weight_decay": dict.fromkeys(decayed, self.weight_decay),
+                "savings": replace(self.savings, halved=frozenset(linear_parameters(model))),
+            }
+            streamed = getattr(model, "streamed_layers", None)
+            if streamed is None:
+                return BucketedAdamW(model, schedule, **given)
+            return StreamedAdamW(model, schedule, streamed=streamed, device=precision.device, **given)
         groups = parameter_groups(model, decayed, self.weight_decay)
 
         def make(learning_rate: Tensor) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
@@ -234,6 +261,12 @@ class Optimizer(Lever):
             "weight_decay": self.weight_decay,
             "warmup_steps": 0,  # of an optimizer's own: the schedule has one
         }
+
+
+def _cut(assembly: Assembly) -> ShardingChoice:
+    """Return the way in which processes keep parts."""
+    sharding = assembly.find(Sharding)
+    return "none" if sharding is None else cast(ShardingChoice, sharding.value)
 
 
 def _given(optimizer: torch.optim.Optimizer | str) -> Optimizer:

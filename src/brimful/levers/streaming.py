@@ -1,7 +1,8 @@
 """Streaming: weights of layers in host memory or in a file, each on the device for its turn alone.
 
-For models that are read and do not fit. A pass takes as long as its products or as the link takes for all weights,
-whichever is longer: a large token budget hides the link.
+For models that do not fit. A pass takes as long as its products or as the link takes for all weights, whichever is
+longer: a large token budget hides the link. In training gradients and states of the optimizer stay outside, too, and
+layers are computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from brimful.core.errors import OptionError, printable
-from brimful.core.options import ClassifyOptions
+from brimful.core.options import TrainOptions
 from brimful.core.units import bytes_text
 from brimful.hardware.memory import free_host_bytes
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import streamed
 from brimful.levers.precision import PrecisionLever
-from brimful.models.model_stats import layers_of
+from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.models.packed.streamed_layers import StreamedLayers, own_parameters
 
 #: Share of free host memory that pinned weights may take.
@@ -26,20 +30,31 @@ _HOST_SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Lever):
-    """Layers whose weights come for their turn. num_bytes: of these, as they are kept. largest: of one of them."""
+    """Layers whose weights come for their turn.
+
+    num_bytes: of these, as they are kept. largest: of one of them. trained: how many of their weights are trained.
+    """
 
     name = "streaming"
     source = "Sheng et al. 2023, arXiv 2303.06865; Rajbhandari et al. 2021, arXiv 2104.07857"
     num_bytes: int
     largest: int
+    trained: int = 0
 
     @classmethod
     def supports(cls, assembly: Assembly) -> Verdict:
         """Return whether layers can be told apart."""
-        if layers_of(assembly.model) is None:
+        layers = layers_of(assembly.model)
+        if layers is None:
             return Verdict(ok=False, because="the model has no list of layers of its own")
+        if assembly.training and not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+            return Verdict(ok=False, because="Hugging Face's own code cannot recompute this model's layers")
         if assembly.precision.value == "fp8":
             return Verdict(ok=False, because="copies of weights in fp8 stay on the device; take bf16")
+        if assembly.num_ranks > 1:
+            return Verdict(ok=False, because="weights are streamed in one process")
+        if assembly.optimizer is not None:
+            return Verdict(ok=False, because="the loop's own optimizer needs all weights at once")
         return Verdict(ok=True, because="two layers are on the device at a time")
 
     @classmethod
@@ -47,42 +62,67 @@ class Streaming(Lever):
         """Stream where it was asked for."""
         if not streamed(assembly):
             return None
-        asked: str = assembly.options.stream_weights  # type: ignore[union-attr]
+        asked = assembly.options.stream_weights
         verdict = cls.supports(assembly)
         if not verdict.ok:
             raise OptionError(f"--stream-weights {asked} does not work here: {verdict.because}", hint="leave it out")
         assembly.lever(PrecisionLever)  # weights are kept as they are multiplied
         layers = layers_of(assembly.model)
         assert layers is not None
-        sizes = [sum(p.nbytes for p in each) for each in own_parameters(layers)]
+        own, halved = own_parameters(layers), {id(p) for p in _halved(assembly)}
+        sizes = [sum(p.numel() * (2 if id(p) in halved else p.itemsize) for p in each) for each in own]
+        trained = sum(p.numel() for each in own for p in each if p.requires_grad)
         if asked == "host":
-            _check_host(sum(sizes))
+            _check_host(sum(sizes) + _bytes_beside(assembly.options) * trained)
         where = "in host memory" if asked == "host" else f"in a file in {_folder(assembly)}"
         reason = f"asked for: {bytes_text(sum(sizes))} of {len(sizes)} layers {where}; {verdict.because}"
-        return cls(value=asked, reason=reason, num_bytes=sum(sizes), largest=max(sizes))
+        if assembly.training:
+            reason += "; gradients and states of the optimizer are there, too, and layers are computed again"
+        return cls(value=asked, reason=reason, num_bytes=sum(sizes), largest=max(sizes), trained=trained)
 
     def cost(self, work: StepWork) -> Cost:
-        """Bytes of the layers that are not on the device; seconds of their copies are taken to be hidden."""
-        return Cost(resident_bytes=2 * self.largest - self.num_bytes)
+        """Bytes of the layers that are not on the device, nor their gradients, and seconds of computing them again;
+        those of their copies are taken to be hidden."""
+        again = work.products_s(work.num_tokens) / work.passes if work.num_trained else 0.0
+        return Cost(resident_bytes=2 * self.largest - self.num_bytes, step_bytes=-4 * self.trained, step_s=again)
 
     def apply(self, assembly: Assembly) -> None:
         """Put the weights where they are kept, and bring them for each pass."""
         layers = layers_of(assembly.model)
         assert layers is not None
+        for parameter in _halved(assembly):
+            parameter.data = parameter.data.to(assembly.precision.dtype)
         folder = Path(_folder(assembly)) if self.value == "disk" else None
         try:
-            assembly.model.streamed_layers = StreamedLayers(layers, assembly.device, folder)
+            assembly.model.streamed_layers = streamed_layers = StreamedLayers(layers, assembly.device, folder)
         except OSError as error:
             where = printable(str(folder), 200)
             raise OptionError(
                 f"--stream-weights disk: a file of {bytes_text(self.num_bytes)} cannot be made in {where}: {error}",
                 hint="name another folder with --stream-folder",
             ) from error
+        if assembly.training:
+            streamed_layers.recompute()
 
 
 def _folder(assembly: Assembly) -> str:
-    options = assembly.options
-    return (options.stream_folder if isinstance(options, ClassifyOptions) else None) or tempfile.gettempdir()
+    return assembly.options.stream_folder or tempfile.gettempdir()
+
+
+def _halved(assembly: Assembly) -> list[Any]:
+    """Trained weights that the update keeps in half precision alone."""
+    if getattr(assembly.options, "weight_dtype", "fp32") == "fp32" or assembly.precision.half is None:
+        return []
+    linear = linear_parameters(assembly.model)
+    return [p for p in assembly.model.parameters() if p.requires_grad and id(p) in linear]
+
+
+def _bytes_beside(options: Any) -> int:
+    """Bytes of a trained weight beside itself: its states, and its gradient unless that is used up at once."""
+    if not isinstance(options, TrainOptions):
+        return 0
+    states = 4 if options.optimizer_state_dtype == "bf16" else 8
+    return states + (0 if options.optimizer_in_backward else 4)
 
 
 def _check_host(num_bytes: int) -> None:

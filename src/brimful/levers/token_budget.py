@@ -17,8 +17,9 @@ from brimful.levers.activations import fitting_tokens, recomputed_every
 from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer import asked_optimizer
-from brimful.levers.packing import Packing
+from brimful.levers.packing import Packing, streamed
 from brimful.levers.padded_rows import padded_shapes
+from brimful.levers.sharding import Sharding, needed_bytes
 from brimful.levers.weights import cpu_budget
 from brimful.models.model_stats import matmul_parameters
 from brimful.models.packed.packed_forward import padding_id_of
@@ -184,7 +185,11 @@ def _largest(assembly: Assembly) -> int:
 
 def _state_bytes(assembly: Assembly) -> int:
     """Bytes that training adds: masters, half-precision copies, gradients, and the optimizer's states."""
-    parameters = list(assembly.model.parameters())
+    sharding = assembly.find(Sharding)
+    if sharding is not None and sharding.value != "none":
+        there: int = sum(int(p.nbytes) for p in assembly.model.parameters() if p.is_cuda)
+        return max(0, needed_bytes(assembly, sharding.value) - there)
+    parameters = [p for p in assembly.model.parameters() if p.is_cuda or not streamed(assembly)]
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     asked = asked_optimizer(assembly.options)  # type: ignore[arg-type]
     each = 4 + assembly.precision.dtype.itemsize + asked.gradient_bytes + asked.device_state_bytes

@@ -8,8 +8,7 @@ from brimful.core.errors import OptionError
 from brimful.core.options import TrainOptions
 from brimful.core.units import bytes_text
 from brimful.hardware.memory import free_host_bytes
-from brimful.levers.activations import recomputes
-from brimful.levers.facts import equivalence_of
+from brimful.levers.facts import equivalence_of, recomputes
 from brimful.levers.lever import Assembly
 from brimful.models.model_stats import layers_of
 from brimful.step.updates.bucketed_adamw import Savings
@@ -23,7 +22,7 @@ def asked_savings(options: TrainOptions) -> Savings | None:
     found = Savings(
         weights=torch.bfloat16 if options.weight_dtype == "bf16" else None,
         states=torch.bfloat16 if options.optimizer_state_dtype == "bf16" else torch.float32,
-        on_host=options.optimizer_offload,
+        on_host=options.optimizer_offload or options.stream_weights != "none",
         in_backward=options.optimizer_in_backward,
         late_clipping=options.late_clipping,
     )
@@ -47,7 +46,7 @@ def check_savings(assembly: Assembly, asked: Savings) -> None:
                 "--weight-dtype bf16 does not work on this model: with weights in bf16 it computes something else",
                 hint="leave it out; --optimizer-state-dtype bf16 and --optimizer-offload save memory, too",
             )
-    if asked.on_host:
+    if asked.on_host and assembly.options.stream_weights == "none":  # which counts all that is streamed
         _check_host(assembly, asked)
 
 

@@ -15,6 +15,7 @@ from brimful.kernels.layout import Inputs, PackedShape, packed_inputs, padded_in
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.family_forms import farthest_bucket, full_attention_limit
 from brimful.models.packed.packed_forward import padding_id_of
+from brimful.models.packed.recompute import all_kept_in
 
 #: Most positions of models that have a learned table of them; packed rows in the equivalence check are longer.
 _SHORT_TABLE = 1026
@@ -31,8 +32,14 @@ def one_layer_of_each_kind(model: Any) -> Any:
 
     Of the last layer only pooled tokens are read: what attention makes of the others is seen by a layer above.
     Two layers are of one kind if they have the same modules with the same settings, their number left out, and the same
-    entry in the configuration's `layer_types`. A model whose layers are shared or nested is copied whole.
+    entry in the configuration's `layer_types`. A model whose layers are shared or nested is copied whole. A copy keeps
+    all activations, whatever the model does.
     """
+    with all_kept_in(model):
+        return _first_layers(model)
+
+
+def _first_layers(model: Any) -> Any:
     layers, text = layers_of(model), model.config.get_text_config()
     field = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     if layers is None or isinstance(getattr(type(text), field, None), property):
@@ -146,9 +153,13 @@ def _types(sequence: np.ndarray) -> np.ndarray:
 
 
 def wake(small: nn.Module) -> None:
-    """Random values for parameters that are all zero: behind a new head or a closed gate everything looks equal."""
+    """Random values for parameters that are all zero: behind a new head or a closed gate everything looks equal.
+
+    Weights that are not finite are 0: they are for their rows to show, and say nothing of how rows are computed.
+    """
     random = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in small.parameters():
+            parameter.nan_to_num_(0.0, 0.0, 0.0)
             if not parameter.any():
                 parameter.normal_(0, 0.02, generator=random)

@@ -34,7 +34,7 @@ from torch.fx import GraphModule
 from brimful.core.cache import read_cached, write_cached
 from brimful.core.errors import ModelError, printable
 from brimful.core.tolerances import TOLERANCES
-from brimful.hardware.memory import once_more
+from brimful.hardware.memory import is_out_of_memory, once_more
 from brimful.hardware.process_settings import matmul_precision
 from brimful.kernels import float8
 from brimful.kernels.forward_context import ForwardContext
@@ -115,6 +115,14 @@ class Equivalence:
         return self
 
 
+class _KernelsFailedError(Exception):
+    """Kernels that fail on their device. found: what is known of the model without them."""
+
+    def __init__(self, found: Equivalence) -> None:
+        super().__init__(found.reason)
+        self.found = found
+
+
 def check_equivalence(
     model: Any,
     *,
@@ -138,7 +146,9 @@ def check_equivalence(
     was = model.config._attn_implementation
     try:
         equivalence = once_more(lambda: _check(model, max_length, device, precision, kernel), device)
-    except Exception as failure:  # any failure of a model's code fails the check; not cached: it may be the machine's
+    except _KernelsFailedError as failure:  # not cached: it may be the machine's
+        return failure.found
+    except Exception as failure:  # any failure of a model's code fails the check; not cached either
         why = f"{model.config.model_type} could not be tried: {type(failure).__name__}: {printable(failure)}"
         return Equivalence(packed=False, independent=False, reason=why)
     finally:
@@ -188,7 +198,13 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
         case = _Case(
             form=form, row=row, num_tokens=num_tokens, plain=plain.detach(), gradient=plain_gradient, precision=around
         )
-        return _on_device(small.to(device), case, found, precision)
+        try:
+            return _on_device(small.to(device), case, found, precision)
+        except Exception as failure:
+            if is_out_of_memory(failure):
+                raise
+            why = f"kernels could not be tried: {type(failure).__name__}: {printable(failure)}"
+            raise _KernelsFailedError(replace(found, reason=why)) from failure
 
 
 def _training_only(padded: PaddedModel, sequences: Sequence[np.ndarray]) -> tuple[bool, bool]:

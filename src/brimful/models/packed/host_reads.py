@@ -53,10 +53,10 @@ class Recording:
     compilable: bool = True
 
 
-def how_recorded(model: Any, max_length: int, *, training: bool) -> Recording:
+def how_recorded(model: Any, max_length: int, *, training: bool, attention: str = "sdpa") -> Recording:
     """Return whether a padded pass of `model` can be recorded, and with what.
 
-    max_length: longest sequence there can be. The model is not changed.
+    max_length: longest sequence there can be. attention: as of `PaddedModel`. The model is not changed.
     """
     if training and (drawn := _left_out_at_random(model)):
         return Recording(why_not=f"the host draws which layers are left out ({drawn})")
@@ -64,18 +64,18 @@ def how_recorded(model: Any, max_length: int, *, training: bool) -> Recording:
     small = one_layer_of_each_kind(model).cpu().train(training)
     try:
         before = _host_streams()
-        why_not = _why_the_host(small, None, max_length)
+        why_not = _why_the_host(small, None, max_length, attention)
         if _host_streams() != before:
             return Recording(why_not="the host draws random numbers in each pass")
         if why_not is None:
             return Recording()
-        decisions = _decisions(small, max_length)
+        decisions = _decisions(small, max_length, attention)
         if decisions is None:
             return Recording(why_not=f"{why_not}, and finds others in other batches")
-        left = _why_the_host(small, decisions, max_length)
+        left = _why_the_host(small, decisions, max_length, attention)
         if left is not None:
             return Recording(why_not=left)
-        in_layers = _why_the_host(small, decisions, max_length, pause_in_layers=True)
+        in_layers = _why_the_host(small, decisions, max_length, attention, pause_in_layers=True)
         return Recording(with_decisions=True, compilable=in_layers is None)
     except Exception as failure:
         return Recording(why_not=f"it could not be traced: {type(failure).__name__}: {printable(failure, 100)}")
@@ -89,7 +89,7 @@ _TRACED = (("meta", None), ("meta", torch.bfloat16), ("cpu", None))
 
 
 def _why_the_host(
-    small: Any, decisions: HostDecisions | None, max_length: int, *, pause_in_layers: bool = False
+    small: Any, decisions: HostDecisions | None, max_length: int, attention: str, *, pause_in_layers: bool = False
 ) -> str | None:
     """Return what the host is needed for in one pass, backward too where the model is in training; None for nothing.
 
@@ -98,7 +98,7 @@ def _why_the_host(
     failure: Exception | None = None
     for name, dtype in _TRACED:
         device, traced = torch.device(name), copy.deepcopy(small).to(dtype)
-        execution = PaddedModel(traced)
+        execution = PaddedModel(traced, attention)
         if pause_in_layers:
             for layer in (layer for layers in layer_lists(traced) for layer in layers):
                 layer._compiled_call_impl = layer._call_impl
@@ -157,10 +157,10 @@ class _HostIsReal(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def _decisions(small: Any, max_length: int) -> HostDecisions | None:
+def _decisions(small: Any, max_length: int, attention: str) -> HostDecisions | None:
     """Return those of one batch, None if another one of the same shape does not have the same, or its own logits."""
     first, other = _batches(small.config, max_length)
-    found, execution, modes = HostDecisions(), PaddedModel(small), small.training
+    found, execution, modes = HostDecisions(), PaddedModel(small, attention), small.training
     small.eval()
     try:
         with torch.no_grad():

@@ -87,8 +87,29 @@ def place_calls(layers: Sequence[nn.Module], embeddings: nn.Module | None, follo
     for number, layer in enumerate(layers):
         if not isinstance(layer._compiled_call_impl, LayerCall):
             layer._compiled_call_impl = LayerCall(layer, number, follows if number == len(layers) - 1 else None)
+        checkpoint = vars(layer).get("_gradient_checkpointing_func")
+        if checkpoint is not None and not isinstance(checkpoint, OneCheckpoint):
+            changed: Any = layer
+            changed._gradient_checkpointing_func = OneCheckpoint(checkpoint)
     if embeddings is not None and not isinstance(embeddings._compiled_call_impl, LayerCall | None):
         embeddings._compiled_call_impl = LayerCall(embeddings, None)
+
+
+class OneCheckpoint:
+    """Stands for a layer's function for checkpointing, and leaves a layer's call in its context as the one checkpoint.
+
+    In some releases of transformers, 5.17 among them, a layer's `__call__` is a checkpoint of its own, around the one
+    that knows the context: the layer would be recomputed twice, once of them outside of its pass.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        inner = call.func if isinstance(call, partial) else call
+        if isinstance(getattr(inner, "__self__", None), nn.Module) and active_context() is not None:
+            return call(*args)
+        return self.function(call, *args, **kwargs)
 
 
 def remove_calls(model: nn.Module) -> None:
@@ -96,6 +117,10 @@ def remove_calls(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module._compiled_call_impl, LayerCall):
             module._compiled_call_impl = None
+        checkpoint = vars(module).get("_gradient_checkpointing_func")
+        if isinstance(checkpoint, OneCheckpoint):
+            changed: Any = module
+            changed._gradient_checkpointing_func = checkpoint.function
 
 
 def compiled_modules(model: nn.Module) -> list[nn.Module]:
@@ -110,15 +135,16 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def as_they_were(model: nn.Module) -> Iterator[None]:
-    """Within, modules are called as they were before they were placed or compiled."""
-    calls = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl]
-    for module, _ in calls:
+    """Within, modules are called as they were before they were placed or compiled. What is placed there is removed."""
+    calls = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
+    for module in calls:
         module._compiled_call_impl = None
     try:
         yield
     finally:
-        for module, call in calls:
-            module._compiled_call_impl = call
+        for module in model.modules():
+            if module._compiled_call_impl or module in calls:
+                module._compiled_call_impl = calls.get(module)
 
 
 def many_compiled_forms(layers: Sequence[nn.Module]) -> AbstractContextManager[Any]:

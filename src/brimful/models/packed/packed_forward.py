@@ -153,7 +153,7 @@ class PaddedModel(LayoutModel):
     decisions: HostDecisions | None = None
 
     def __init__(self, model: Any, attention: str = "sdpa") -> None:
-        self.model = model
+        self.model, self.attention = model, attention
         try:
             model.set_attn_implementation(attention)
         except (ValueError, ImportError):  # families without it: they say so, and have another

@@ -10,7 +10,7 @@ layer are the same call, with gradients on, and the first one's graph is dropped
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,24 +30,25 @@ def recompute(layers: Sequence[nn.Module], numbers: Collection[int]) -> None:
         chosen._gradient_checkpointing_func = call_recomputed
 
 
+@contextmanager
+def all_kept_in(model: nn.Module) -> Iterator[None]:
+    """Within, no module is recomputed, and none knows by what."""
+    switches = {"gradient_checkpointing": False, "_gradient_checkpointing_func": None}
+    were = [(vars(module), {n: vars(module)[n] for n in switches if n in vars(module)}) for module in model.modules()]
+    for attributes, switched in were:
+        attributes.update({name: switches[name] for name in switched})
+    try:
+        yield
+    finally:
+        for attributes, switched in were:
+            attributes.update(switched)
+
+
 def keep_all(layers: Sequence[nn.Module]) -> None:
     """Undo `recompute`."""
     for layer in layers:
         for name in ("gradient_checkpointing", "_gradient_checkpointing_func"):
             vars(layer).pop(name, None)
-
-
-@contextmanager
-def all_kept(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Within, no layer is recomputed."""
-    recomputed: list[Any] = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
-    for layer in recomputed:
-        layer.gradient_checkpointing = False
-    try:
-        yield
-    finally:
-        for layer in recomputed:
-            layer.gradient_checkpointing = True
 
 
 def call_recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -57,6 +58,13 @@ def call_recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     torch's random streams are set back for it, but within a CUDA graph, where they cannot be: what draws numbers there
     must draw them by its place in the pass.
     """
+    return call_recomputed_within(nullcontext, function, *arguments)
+
+
+def call_recomputed_within(
+    around: Callable[[], AbstractContextManager[None]], function: Callable[..., Any], *arguments: Any
+) -> Any:
+    """`call_recomputed`, with what is computed again and its backward pass within a context of its own."""
     named: dict[str, Any] = {}
     while isinstance(function, partial):
         arguments, named = (*function.args, *arguments), {**function.keywords, **named}
@@ -66,7 +74,7 @@ def call_recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     given = [leaves[place] for place in places]
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
     call = _Call(
-        function, [None if place in places else leaf for place, leaf in enumerate(leaves)], tree, places, device
+        function, [None if place in places else leaf for place, leaf in enumerate(leaves)], tree, places, device, around
     )
     # Parameters get their gradients through an input that asks for one, where no other does.
     found = _Recomputed.apply(call, torch.empty(0, requires_grad=True), *given)  # type: ignore[no-untyped-call]
@@ -76,12 +84,15 @@ def call_recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
 class _Call:
     """A call that can be made again.
 
-    leaves: its arguments one after another, None at the places of tensors that gradients flow into.
+    leaves: its arguments one after another, None at the places of tensors that gradients flow into. around: makes the
+    context of the second call and of its backward pass.
     """
 
     def __init__(
-        self, function: Callable[..., Any], leaves: list[Any], tree: Any, places: list[int], device: torch.device
-    ) -> None:
+        self, function: Callable[..., Any], leaves: list[Any], tree: Any, places: list[int], device: torch.device,
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self.around = around
         self._function, self._leaves, self._tree, self._places = function, leaves, tree, places
         self._device = device
         self._dtype = torch.get_autocast_dtype(device.type)
@@ -147,10 +158,11 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [_leaf(x) for x in ctx.saved_tensors]
-        with ctx.call.again():
-            found = ctx.call.make(given)
-        pairs = [(y, dy) for y, dy in zip(found, gradients, strict=True) if y.requires_grad and dy is not None]
-        torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
+        with ctx.call.around():
+            with ctx.call.again():
+                found = ctx.call.make(given)
+            pairs = [(y, dy) for y, dy in zip(found, gradients, strict=True) if y.requires_grad and dy is not None]
+            torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
         return None, None, *(x.grad for x in given)
 
 

@@ -5,33 +5,40 @@ device at a time: while a layer runs from one, the next layer's weights come int
 Products are those of weights that never leave. On a CPU pieces are copied likewise, to memory that stands for a
 device's.
 
+A layer that is trained has its turn in the forward pass, in the backward pass, where it is computed again
+(`recompute`), and in the update. Weights that were changed in a turn go back at its end.
+
 Parameters outside of layers, and those that layers share, stay on the device.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-#: Pieces on the device, and of a file in pinned memory on their way there.
-_PIECES, _STAGED = 2, 3
+from brimful.models.packed.recompute import call_recomputed_within
+from brimful.models.packed.weight_stores import FileStore, HostStore, Store
+
+#: Pieces on the device.
+_PIECES = 2
 #: Bytes that a parameter starts at a multiple of.
 _ALIGNMENT = 256
 
 
 def own_parameters(layers: nn.ModuleList) -> list[list[nn.Parameter]]:
-    """The parameters of each layer that no other module has."""
+    """The parameters of each layer that no other module has, trained ones first."""
     owners: dict[int, int] = {}
     for layer in layers:
         for parameter in set(layer.parameters()):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    return [[p for p in layer.parameters() if owners[id(p)] == 1] for layer in layers]
+    owned = ([p for p in layer.parameters() if owners[id(p)] == 1] for layer in layers)
+    return [sorted(each, key=lambda p: not p.requires_grad) for each in owned]
 
 
 def move_all_but(model: nn.Module, layers: nn.ModuleList, device: torch.device) -> None:
@@ -57,26 +64,34 @@ class StreamedLayers:
     """Weights of a model's layers, as hooks on them bring them to the device and let them go.
 
     folder: of a file without a name for the weights, None for host memory. num_bytes: of all that is streamed.
-    fetched_bytes: copied to the device so far.
+    fetched_bytes, kept_bytes: copied to the device so far, and back. parameters: of each layer. pieces: on the device.
+    after_backward: called with the number of each layer that a backward pass has come through, in its turn.
     """
 
     def __init__(self, layers: nn.ModuleList, device: torch.device, folder: Path | None = None) -> None:
-        self._device, self._parameters = device, own_parameters(layers)
-        self._places = [_places(each) for each in self._parameters]
+        self._device, self._layers, self.parameters = device, layers, own_parameters(layers)
+        self._places = [_places(each) for each in self.parameters]
         sizes = [end for _, end in self._places]
-        self.num_bytes, self.fetched_bytes = sum(sizes), 0
+        self._trained = [_places([p for p in each if p.requires_grad])[1] for each in self.parameters]
+        self.num_bytes, self.fetched_bytes, self.kept_bytes = sum(sizes), 0, 0
+        self.after_backward: Callable[[int], None] = lambda _: None
         self._on_gpu = device.type == "cuda"
-        self._pieces = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(_PIECES)]
+        self._inward, self._outward = (torch.cuda.Stream(device) if self._on_gpu else None for _ in range(2))
+        self.pieces = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(_PIECES)]
+        self._inside: list[int | None] = [None] * _PIECES  # the layer whose weights a piece has, or is given
+        self._arrived: list[Any] = [None] * _PIECES
         self._free: list[Any] = [None] * _PIECES
-        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
-        self._ready: dict[int, Any] = {}
-        make = _HostStore if folder is None else _FileStore
-        self._store: Any = make(sizes, self._on_gpu, folder)
-        depth = range(len(self._parameters))
+        self._kept: dict[int, Any] = {}
+        self._turns, self._changed, self._is_wide = [0] * len(layers), set[int](), False
+        self.folder = folder
+        self._store: Store = (
+            HostStore(sizes, self._on_gpu) if folder is None else FileStore(sizes, self._on_gpu, folder)
+        )
+        depth = range(len(self.parameters))
         # Views are made here: those of an inference pass cannot be parameters.
-        self._here = [self._views(number, self._pieces[number % _PIECES]) for number in depth]
+        self._here = [self._views(number, self.pieces[number % _PIECES]) for number in depth]
         self._home = [self._views(number, self._store.home(number)) for number in depth]
-        for parameters, views in zip(self._parameters, self._home, strict=True):
+        for parameters, views in zip(self.parameters, self._home, strict=True):
             for parameter, view in zip(parameters, views, strict=True):
                 parameter.data = view.copy_(parameter.data)
         self._hooks = []
@@ -84,128 +99,139 @@ class StreamedLayers:
             self._hooks.append(layer.register_forward_pre_hook(self._before(number)))
             self._hooks.append(layer.register_forward_hook(self._after(number), always_call=True))
 
+    def recompute(self) -> None:
+        """Have all layers computed again in the backward pass, their weights there until it is through."""
+        for number, layer in enumerate(self._layers):
+            changed: Any = layer
+            changed.gradient_checkpointing = True
+            around = partial(self._backward_turn, number)
+            changed._gradient_checkpointing_func = partial(call_recomputed_within, around)
+
     def remove(self) -> None:
         """Take the hooks off: weights are where they are kept, in memory of their own."""
         for hook in self._hooks:
             hook.remove()
-        for parameters, views in zip(self._parameters, self._home, strict=True):
+        self.settle()
+        for parameters, views in zip(self.parameters, self._home, strict=True):
             for parameter, view in zip(parameters, views, strict=True):
                 parameter.data = view.clone()
 
-    def _before(self, number: int) -> Callable[..., None]:
-        def arrive(*_: Any) -> None:
-            if number not in self._ready:
-                self._fetch(number)
-            event = self._ready.pop(number)
-            if event is not None:
-                torch.cuda.current_stream(self._device).wait_event(event)
-            self._show(number, self._here[number])
-            if number + 1 < len(self._parameters):
-                self._fetch(number + 1)
+    def settle(self) -> None:
+        """Wait until weights are kept as they were changed: parameters can be read then."""
+        if self._outward is not None:
+            self._outward.synchronize()
+        self._store.settle()
 
-        return arrive
+    def forget(self) -> None:
+        """Bring weights anew: they were changed where they are kept."""
+        self._inside = [None] * _PIECES
+        self._store.forget()
+
+    @contextmanager
+    def turn(self, number: int, *, toward: int = -1, changes: bool = False) -> Iterator[None]:
+        """Within, the weights of a layer are on the device. toward: 1 or -1, where the next turn is. changes: whether
+        they are changed."""
+        self._begin(number, toward)
+        try:
+            if changes:
+                self._changed.add(number)
+            yield
+        finally:
+            self._end(number)
+
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        """Within, weights in half precision come in fp32."""
+        self._is_wide = True
+        try:
+            yield
+        finally:
+            self._is_wide = False
+
+    @contextmanager
+    def _backward_turn(self, number: int) -> Iterator[None]:
+        with self.turn(number):
+            yield
+            self.after_backward(number)
+
+    def _before(self, number: int) -> Callable[..., None]:
+        return lambda *_: self._begin(number, toward=1)
 
     def _after(self, number: int) -> Callable[..., None]:
         def leave(*_: Any) -> None:
-            self._show(number, self._home[number])
-            if self._on_gpu:
-                self._free[number % _PIECES] = torch.cuda.current_stream(self._device).record_event()
-            if number + 1 == len(self._parameters):
-                self._fetch(0)  # of the next pass
+            self._end(number)
+            if number + 1 == len(self.parameters) and not torch.is_grad_enabled():
+                self._fetch(0, toward=1)  # of the next pass; after a pass that learns the last layers come again
 
         return leave
 
-    def _fetch(self, number: int) -> None:
-        """Begin to bring a layer's weights to the piece that they are used from."""
-        if number in self._ready:
+    def _begin(self, number: int, toward: int) -> None:
+        self._turns[number] += 1
+        if self._turns[number] > 1:
             return
-        self._ready = {n: e for n, e in self._ready.items() if n % _PIECES != number % _PIECES}
-        home = self._store.take(number)
-        piece = self._pieces[number % _PIECES][: len(home)]
+        self._fetch(number, toward)
+        event = self._arrived[number % _PIECES]
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        views = self._here[number]
+        self._show(number, [v.float() if v.itemsize == 2 else v for v in views] if self._is_wide else views)
+        if 0 <= number + toward < len(self.parameters):
+            self._fetch(number + toward, toward)
+
+    def _end(self, number: int) -> None:
+        self._turns[number] -= 1
+        if self._turns[number]:
+            return
+        place = number % _PIECES
+        if number in self._changed:
+            self._changed.discard(number)
+            self._free[place] = self._kept[number] = self._keep(number, self.pieces[place])
+        elif self._on_gpu:
+            self._free[place] = torch.cuda.current_stream(self._device).record_event()
+        self._show(number, self._home[number])
+        torch.clear_autocast_cache()  # casts of weights would stay on the device until the pass is over
+
+    def _keep(self, number: int, piece: Tensor) -> Any:
+        self.kept_bytes += self._trained[number]
+        return self._store.keep(number, piece[: self._trained[number]], self._outward)
+
+    def _fetch(self, number: int, toward: int) -> None:
+        """Begin to bring a layer's weights to the piece that they are used from, unless they are there."""
+        place = number % _PIECES
+        if self._inside[place] == number:
+            return
+        self._inside[place] = None
+        home = self._store.take(number, self._following(number, toward))
+        piece = self.pieces[place][: len(home)]
         self.fetched_bytes += len(home)
-        if self._stream is None:
+        if self._inward is None:
             piece.copy_(home)
-            self._ready[number] = None
         else:
-            if self._free[number % _PIECES] is not None:
-                self._stream.wait_event(self._free[number % _PIECES])
-            with torch.cuda.stream(self._stream):
+            for event in (self._free[place], self._kept.get(number)):
+                if event is not None:
+                    self._inward.wait_event(event)
+            with torch.cuda.stream(self._inward):
                 piece.copy_(home, non_blocking=True)
-                self._ready[number] = self._stream.record_event()
-        self._store.taken(number, self._ready[number])
+                self._arrived[place] = self._inward.record_event()
+        self._store.taken(number, self._arrived[place])
+        self._inside[place] = number
+
+    def _following(self, number: int, toward: int) -> int | None:
+        following, depth = number + toward, len(self.parameters)
+        if torch.is_grad_enabled():
+            return following if 0 <= following < depth else None
+        return following % depth
 
     def _show(self, number: int, views: Sequence[Tensor]) -> None:
-        for parameter, view in zip(self._parameters[number], views, strict=True):
+        for parameter, view in zip(self.parameters[number], views, strict=True):
             parameter.data = view
 
     def _views(self, number: int, piece: Tensor) -> list[Tensor]:
         starts, _ = self._places[number]
         return [
             piece[start : start + p.nbytes].view(p.dtype).view(p.shape)
-            for start, p in zip(starts, self._parameters[number], strict=True)
+            for start, p in zip(starts, self.parameters[number], strict=True)
         ]
-
-
-class _HostStore:
-    """Pieces in host memory, pinned for a GPU."""
-
-    def __init__(self, sizes: Sequence[int], pinned: bool, _: Path | None) -> None:
-        self._homes = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
-
-    def home(self, number: int) -> Tensor:
-        """Bytes of a piece, where they are kept."""
-        return self._homes[number]
-
-    def take(self, number: int) -> Tensor:
-        """The same, to copy from."""
-        return self._homes[number]
-
-    def taken(self, number: int, event: Any) -> None:
-        """Take note of the event after which a piece was copied."""
-
-
-class _FileStore:
-    """Pieces of a file that has no name and is gone with the process, read ahead into a few buffers by a thread."""
-
-    def __init__(self, sizes: Sequence[int], pinned: bool, folder: Path | None) -> None:
-        self._sizes = sizes
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="brimful-weights-") as file:
-            file.truncate(sum(sizes))
-            mapped = torch.from_file(file.name, shared=True, size=sum(sizes), dtype=torch.uint8)
-        self._homes: list[Tensor] = list(mapped.split(list(sizes)))
-        self._buffers = [torch.empty(max(sizes), dtype=torch.uint8, pin_memory=pinned) for _ in range(_STAGED)]
-        self._copied: list[Any] = [None] * _STAGED
-        self._reading: dict[int, tuple[int, Future[Tensor]]] = {}
-        self._reader, self._next = ThreadPoolExecutor(1, thread_name_prefix="brimful-weights"), 0
-
-    def home(self, number: int) -> Tensor:
-        """As `_HostStore` has it."""
-        return self._homes[number]
-
-    def take(self, number: int) -> Tensor:
-        """As `_HostStore` has it, once it is read; the next piece begins to be."""
-        following = (number + 1) % len(self._sizes)
-        for each in (number, following):
-            if each not in self._reading:
-                self._begin(each)
-        return self._reading[number][1].result()
-
-    def taken(self, number: int, event: Any) -> None:
-        """As `_HostStore` has it."""
-        place, _ = self._reading.pop(number)
-        self._copied[place] = event
-
-    def _begin(self, number: int) -> None:
-        used = {place for place, _ in self._reading.values()}
-        place = next(each % _STAGED for each in range(self._next, self._next + _STAGED) if each % _STAGED not in used)
-        self._next = place + 1
-        self._reading[number] = (place, self._reader.submit(self._read, number, place))
-
-    def _read(self, number: int, place: int) -> Tensor:
-        if self._copied[place] is not None:
-            self._copied[place].synchronize()
-        read: Tensor = self._buffers[place][: self._sizes[number]].copy_(self._homes[number])
-        return read
 
 
 def _places(parameters: Sequence[Tensor]) -> tuple[list[int], int]:

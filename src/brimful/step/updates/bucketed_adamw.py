@@ -10,7 +10,7 @@ at all. A gradient that is not finite leaves its bucket and those after it as th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +47,7 @@ class Savings:
 
 
 @dataclass(eq=False)
-class _Bucket:
+class Bucket:
     """Parameters by number, the place of each in the states, and how many of them have their gradient by now."""
 
     number: int
@@ -63,15 +63,15 @@ class BucketedAdamW(Update):
 
     def __init__(
         self, model: nn.Module, schedule: Tensor, *, max_grad_norm: float, scaled: bool, betas: tuple[float, float],
-        epsilon: float, weight_decay: Mapping[str, float], savings: Savings,
+        epsilon: float, weight_decay: Mapping[str, float], savings: Savings, device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(model, schedule, max_grad_norm=max_grad_norm, scaled=scaled)
+        super().__init__(model, schedule, max_grad_norm=max_grad_norm, scaled=scaled, device=device)
         self._savings, self._betas, self._epsilon = savings, betas, epsilon
         self._decays = [weight_decay.get(name, 0.0) for name in self.named]
         for parameter in self.parameters:
             if savings.weights is not None and id(parameter) in savings.halved:
                 parameter.data = parameter.data.to(savings.weights)
-        self._buckets = _buckets(self.parameters, BUCKET)
+        self._buckets = self._made_buckets()
         self._bucket_of = {i: each for each in self._buckets for i in each.members}
         self._arenas = [self._arena(each) for each in self._buckets]
         self._host = HostStates(self._arenas, self.device) if savings.on_host else None
@@ -80,7 +80,7 @@ class BucketedAdamW(Update):
         self._learning_rate, self._squares, self._skipped = (torch.zeros((), **zeros) for _ in range(3))
         self._late_norm, self._scale = torch.zeros((), **zeros), torch.ones((), **zeros)
         self._used: set[int] = set()
-        self._sums: list[Tensor] | None = None
+        self._sums: dict[int, Tensor] | None = None
         self._gathered: set[int] = set()
         self._is_held = self._is_begun = False
         index = {id(p): i for i, p in enumerate(self.parameters)}
@@ -90,7 +90,10 @@ class BucketedAdamW(Update):
             if savings.in_backward
         ]
 
-    def _arena(self, bucket: _Bucket) -> Tensor:
+    def _made_buckets(self) -> list[Bucket]:
+        return buckets_of(self.parameters, BUCKET)
+
+    def _arena(self, bucket: Bucket) -> Tensor:
         device = torch.device("cpu") if self._savings.on_host else self.device
         pinned = self._savings.on_host and self.device.type == "cuda"
         return torch.zeros(2, bucket.size, dtype=self._savings.states, device=device, pin_memory=pinned)
@@ -120,7 +123,7 @@ class BucketedAdamW(Update):
             if bucket.num_complete == len(bucket.members):
                 self._update_early(bucket)
 
-    def _update_early(self, bucket: _Bucket) -> None:
+    def _update_early(self, bucket: Bucket) -> None:
         """Update a bucket from the gradients that there are, and free them."""
         gradients = {i: g for i in bucket.members if (g := self.parameters[i].grad) is not None}
         if gradients:
@@ -136,7 +139,12 @@ class BucketedAdamW(Update):
     def prepare_gathering(self) -> None:
         """Allocate the sums: memory of a capture is written to at every replay."""
         if self._sums is None:
-            self._sums = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
+            here = (i for i in range(len(self.parameters)) if self._is_summed_here(i))
+            self._sums = {i: torch.zeros_like(self.parameters[i], dtype=torch.float32) for i in here}
+
+    def _is_summed_here(self, index: int) -> bool:
+        """True for a parameter whose gradients of several micro-batches are summed on the device."""
+        return True
 
     def gather(self) -> None:
         """Add the gradients of one micro-batch to the batch's, in fp32."""
@@ -171,14 +179,21 @@ class BucketedAdamW(Update):
     def _apply_whole(self, *, gathered: bool) -> Tensor:
         found = self._gradients(gathered=gathered)
         self._begin()
-        norm = torch.nn.utils.get_total_norm(list(found.values()), foreach=True) / self.scale
+        norm = self._norm(found) / self.scale
         self._skipped.copy_((~(torch.isfinite(norm) & torch.isfinite(self.loss))).float())
         late = self._savings.late_clipping
         self._scale = self.scale / self._clip(self._late_norm if late else norm)
         self.committed = True
-        for bucket in self._buckets:
-            self._update(bucket, {i: found[i] for i in bucket.members if i in found})
+        self._update_all(found)
         return norm
+
+    def _norm(self, gradients: Mapping[int, Tensor]) -> Tensor:
+        """The norm of the whole gradient, times the scale."""
+        return torch.nn.utils.get_total_norm(list(gradients.values()), foreach=True)
+
+    def _update_all(self, gradients: Mapping[int, Tensor]) -> None:
+        for bucket in self._buckets:
+            self._update(bucket, {i: gradients[i] for i in bucket.members if i in gradients})
 
     def _gradients(self, *, gathered: bool) -> dict[int, Tensor]:
         if not gathered:
@@ -187,7 +202,11 @@ class BucketedAdamW(Update):
         return {i: self._sums[i] for i in sorted(self._gathered)}
 
     def _begin(self) -> None:
-        """Read the learning rate, and begin the norm."""
+        """Read the learning rate, and begin the norm. What a capture that was refused left behind is dropped."""
+        for bucket in self._buckets:
+            bucket.num_complete, bucket.is_done = 0, False
+        if self._host is not None:
+            self._host.forget()
         place = self.applied.clamp(max=len(self.schedule) - 1)
         self._learning_rate.copy_(self.schedule.index_select(0, place.view(1))[0])
         self._squares.zero_()
@@ -197,7 +216,7 @@ class BucketedAdamW(Update):
             return torch.ones_like(norm)
         return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
-    def _update(self, bucket: _Bucket, gradients: Mapping[int, Tensor]) -> None:
+    def _update(self, bucket: Bucket, gradients: Mapping[int, Tensor]) -> None:
         """Update those parameters of a bucket that ever had a gradient."""
         self._used |= gradients.keys()
         members = [(i, start) for i, start in zip(bucket.members, bucket.starts, strict=True) if i in self._used]
@@ -225,7 +244,7 @@ class BucketedAdamW(Update):
             for part in wide.unbind()
         )
         steps = [self._steps[i] for i, _ in chosen]
-        torch._foreach_add_(steps, 1 - self._skipped)
+        torch._foreach_add_(steps, [1 - self._skipped] * len(steps))  # one tensor would be read by the host
         torch._fused_adamw_(
             weights, given, first, second, [], steps,
             lr=self._learning_rate, beta1=self._betas[0], beta2=self._betas[1], weight_decay=decay, eps=self._epsilon,
@@ -241,7 +260,7 @@ class BucketedAdamW(Update):
         for bucket in self._buckets:
             bucket.num_complete, bucket.is_done = 0, False
         if gathered and self._sums is not None:
-            torch._foreach_zero_(self._sums)
+            torch._foreach_zero_(list(self._sums.values()))
         self.before()
 
     @contextmanager
@@ -287,7 +306,7 @@ class BucketedAdamW(Update):
 
     def _gradient_tensors(self) -> Iterator[Tensor]:
         yield from super()._gradient_tensors()
-        yield from self._sums or ()
+        yield from (self._sums or {}).values()
 
     def _state_tensors(self) -> Iterator[Tensor]:
         yield from self._arenas
@@ -327,13 +346,15 @@ class BucketedAdamW(Update):
             self._late_norm.fill_(groups[0]["late_norm"])
 
 
-def _buckets(parameters: Sequence[Tensor], most: int) -> list[_Bucket]:
-    """Parameters from the last to the first, as a backward pass comes to them."""
-    found: list[_Bucket] = []
+def buckets_of(
+    parameters: Sequence[Tensor], most: int, owner: Callable[[int], Hashable] = lambda _: None
+) -> list[Bucket]:
+    """Parameters from the last to the first, as a backward pass comes to them; in one bucket those of one owner."""
+    found: list[Bucket] = []
     for index in reversed(range(len(parameters))):
         size = -(-parameters[index].numel() // _ALIGNMENT) * _ALIGNMENT
-        if not found or found[-1].size + size > most:
-            found.append(_Bucket(number=len(found), members=[], starts=[], size=0))
+        if not found or found[-1].size + size > most or owner(found[-1].members[0]) != owner(index):
+            found.append(Bucket(number=len(found), members=[], starts=[], size=0))
         found[-1].members.append(index)
         found[-1].starts.append(found[-1].size)
         found[-1].size += size

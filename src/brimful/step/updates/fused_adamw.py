@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from brimful.hardware.ranks import Ranks
 from brimful.kernels.side_stream import SideStream
 from brimful.models.half_weights import arena_order
 from brimful.models.model_stats import linear_parameters
+from brimful.step.reduce.buckets import Bucket, cut_sections
+from brimful.step.reduce.reduction import Reduction
 from brimful.step.state import ParameterState
 from brimful.step.updates.update import Update
 
@@ -110,6 +112,7 @@ class FusedAdamW(Update):
         fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}  # whatever the process's default is
         self._master, self._moment1, self._moment2 = (torch.zeros(end, **fp32) for _ in range(3))
         self._copy = torch.zeros(max(end_of_copies, 1), dtype=half, device=device)
+        self._blocks_of: list[Tensor] = []  # of each bucket that is sent
         self._sum: Tensor | None = None  # fp32 gradients of several micro-batches, made when first needed
         self._steps = torch.zeros(count, **fp32)
         self._used = torch.zeros(count, dtype=torch.int32, device=device)
@@ -122,7 +125,7 @@ class FusedAdamW(Update):
         self.side_stream = SideStream(device) if device.type == "cuda" else None
         # Tables of graphs, made beforehand: memory of a capture is written to at every replay. Those that a capture has
         # taken wait for its end to be filled.
-        self._spare = list(self._nowhere.new_zeros(MOST_GRAPHS, count + count % 2)[:, :count].unbind(0))
+        self._spare = self._tables_of_graphs(MOST_GRAPHS)
         self._waiting: list[tuple[Tensor, list[int]]] = []
 
         def views(arena: Tensor) -> Iterator[Tensor]:
@@ -155,6 +158,10 @@ class FusedAdamW(Update):
             copied_P=table([id(p) in copied for p in self.parameters], torch.int32),
         )
 
+    def _tables_of_graphs(self, number: int) -> list[Tensor]:
+        count = len(self.parameters)
+        return list(self._nowhere.new_zeros(number, count + count % 2)[:, :count].unbind(0))
+
     def before(self) -> None:
         """Drop gradients: each backward pass leaves its own, wherever it likes."""
         self._spare += [table for table, _ in self._waiting]  # of a capture that did not come to its end
@@ -177,13 +184,33 @@ class FusedAdamW(Update):
         self._gathering().run()
         self._gathered.fill_(1)
 
-    def reduce(self, ranks: Ranks, *, gathered: bool) -> None:
-        """As `Update` has it, in the arena of sums."""
+    def share(self, ranks: Ranks, *, half: bool = False, overlap: bool = True) -> None:
+        """As `Update` has it, in the arena of sums: a bucket's gradients are added to it when they are complete."""
         self.prepare_gathering()
         assert self._sum is not None
-        if not gathered:
-            self._sum.zero_()
-        ranks.sum([self.loss, self._used, self._sum])
+        starts, copied = self._places.starts_P.tolist(), self._places.copied_P.tolist()
+        order = sorted(range(len(starts)), key=starts.__getitem__)
+        sections = [[index for index in order if copied[index]], [index for index in order if not copied[index]]]
+        buckets = cut_sections([each for each in sections if each], starts, [p.numel() for p in self.parameters])
+        parameter_B = self._places.blocks_B3[:, 0].cpu()
+        self._blocks_of = [
+            self._places.blocks_B3[torch.isin(parameter_B, torch.tensor(bucket.members)).to(self.device)]
+            for bucket in buckets
+        ]
+        self._spare += self._tables_of_graphs(MOST_GRAPHS * len(buckets))
+        self.reduction = Reduction(
+            ranks, self.parameters, buckets, self._sum, self._gather_bucket, half=half, overlap=overlap,
+            side_stream=self.side_stream,
+        )  # fmt: skip
+
+    def _gather_bucket(self, bucket: Bucket) -> None:
+        self._gathering(self._blocks_of[bucket.number], set(bucket.members)).run()
+
+    def reduce(self) -> None:
+        """As `Update` has it. Which parameters are used is summed on the device."""
+        assert self.reduction is not None
+        self.reduction.finish()
+        self.reduction.ranks.sum([self.loss, self._used])
         self._used.clamp_(max=1)
 
     def apply(self, *, gathered: bool) -> Tensor:
@@ -206,14 +233,16 @@ class FusedAdamW(Update):
     def _readings(self) -> Tensor:
         return torch.empty(5, dtype=torch.float64, device=self.device)
 
-    def _gathering(self) -> _Launch:
+    def _gathering(self, blocks_B3: Tensor | None = None, members: Collection[int] | None = None) -> _Launch:
+        """blocks_B3, members: of a part of the parameters; None for all."""
         self.prepare_gathering()
         places = self._places
+        blocks_B3 = places.blocks_B3 if blocks_B3 is None else blocks_B3
         gathered = (
-            places.blocks_B3, places.starts_P, places.copied_P, self._addresses(), self._used, self._gathered,
+            blocks_B3, places.starts_P, places.copied_P, self._addresses(members), self._used, self._gathered,
             self._sum,
         )  # fmt: skip
-        return _Launch(adamw.gather_gradients, (len(places.blocks_B3),), gathered, self._constants)
+        return _Launch(adamw.gather_gradients, (len(blocks_B3),), gathered, self._constants)
 
     def _updating(self, readings: Tensor, *, gathered: bool) -> Iterator[_Launch]:
         places, blocks = self._places, len(self._places.blocks_B3)
@@ -239,13 +268,14 @@ class FusedAdamW(Update):
         )  # fmt: skip
         yield _Launch(adamw.adamw_update, (blocks,), updated, self._constants)
 
-    def _addresses(self) -> Tensor:
-        """(P,) int64: where each parameter's gradient is, 0 where there is none."""
-        for parameter in self.parameters:
+    def _addresses(self, members: Collection[int] | None = None) -> Tensor:
+        """(P,) int64: where each parameter's gradient is, 0 where there is none. members: those asked for."""
+        chosen = [p if members is None or i in members else None for i, p in enumerate(self.parameters)]
+        for parameter in (p for p in chosen if p is not None):
             gradient = parameter.grad
             if gradient is not None and (not gradient.is_contiguous() or gradient.data_ptr() % 16):
                 parameter.grad = gradient.clone(memory_format=torch.contiguous_format)  # a view of something larger
-        return self._to_device([0 if p.grad is None else p.grad.data_ptr() for p in self.parameters])
+        return self._to_device([0 if p is None or p.grad is None else p.grad.data_ptr() for p in chosen])
 
     def _to_device(self, addresses: list[int]) -> Tensor:
         if not self.parameters[0].is_cuda:

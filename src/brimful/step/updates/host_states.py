@@ -53,14 +53,18 @@ class HostStates:
         if len(self._leaving) > _LEAVING:
             main.wait_event(self._leaving.popleft()[1])
 
-    def finish(self) -> None:
-        """End a step: what is launched from now on comes after all copies."""
+    def forget(self) -> None:
+        """Drop what is on its way: copies of a capture that was refused were never made."""
         self._coming.clear()
         self._done.clear()
+        self._leaving.clear()
+
+    def finish(self) -> None:
+        """End a step: what is launched from now on comes after all copies."""
         for stream in (self._inward, self._outward):
             if stream is not None:
                 torch.cuda.current_stream(self._device).wait_stream(stream)
-        self._leaving.clear()
+        self.forget()
 
     def _begin(self, number: int) -> tuple[Tensor, Any]:
         found = torch.empty_like(self.arenas[number], device=self._device, pin_memory=False)

@@ -16,21 +16,20 @@ from torch import Tensor, nn
 from brimful.hardware.ranks import Ranks
 from brimful.kernels.side_stream import SideStream
 from brimful.measurement.memory import Kept
+from brimful.step.reduce.buckets import GradientArena
+from brimful.step.reduce.reduction import Reduction
 from brimful.step.state import Counters, ParameterState, Shard, StepState
 
 #: torch.amp.GradScaler's own constants.
 _FIRST_SCALE, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
-#: Bytes of gradients that are sent at once, unless one has more.
-_BUCKET_BYTES = 32 << 20
-
-
 class Update:
     """An optimizer over a model's trained parameters, with all that a step does around it.
 
     schedule: (steps + 1,) fp32 learning rate by applied steps; the last one holds for any step beyond. max_grad_norm:
-    0 for no clipping. scaled: whether gradients are of the loss times a scale that follows overflows.
+    0 for no clipping. scaled: whether gradients are of the loss times a scale that follows overflows. device: that
+    updates are made on, where not all parameters are there.
     loss: () addends of the effective batch's loss so far. applied, scale, growth: () counters that training keeps.
     committed: set by `apply` once all memory that it needs is its own, before it changes what training keeps, until the
     step is under way: one that fails before that may be taken again. An update within the backward pass sets it then.
@@ -41,12 +40,22 @@ class Update:
     committed = False
     #: Whether the next backward pass is a whole batch's: then weights may be updated within it.
     whole = False
+    #: Whether all processes must ask for the state together: each has a part of it.
+    gathers_state = False
+    #: Whether weights are put together in each pass, in which all processes take part.
+    gathers_weights = False
+    #: Sums over processes, where several take each step together.
+    reduction: Reduction | None = None
+    _shared_arena: GradientArena | None = None
 
-    def __init__(self, model: nn.Module, schedule: Tensor, *, max_grad_norm: float, scaled: bool) -> None:
+    def __init__(
+        self, model: nn.Module, schedule: Tensor, *, max_grad_norm: float, scaled: bool,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.max_grad_norm, self.scaled = model, max_grad_norm, scaled
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self.named.values())
-        self.device = device = self.parameters[0].device
+        self.device = device = device or self.parameters[0].device
         double = self.parameters[0].dtype == torch.float64
         self.schedule = schedule.to(device=device, dtype=torch.float32)
         self.loss = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=device)
@@ -55,6 +64,13 @@ class Update:
         self.growth = torch.zeros((), dtype=torch.int32, device=device)
         for parameter in self.parameters:
             parameter.grad = None  # made by the first backward: what a model does not use is never decayed
+
+    def share(self, ranks: Ranks, *, half: bool = False, overlap: bool = True) -> None:
+        """Sum gradients over these processes from now on. half: in bf16 on the way. overlap: within backward passes."""
+        arena = self._shared_arena = GradientArena(self.parameters, ranks.count)
+        self.reduction = Reduction(
+            ranks, self.parameters, arena.buckets, arena.memory, arena.fill, half=half, overlap=overlap
+        )
 
     def begin(self) -> None:
         """Prepare for a step, on the host, before anything of it is launched. Unless overridden, nothing."""
@@ -74,21 +90,19 @@ class Update:
     def gather(self) -> None:
         """Take in the gradients of one micro-batch of several, after its backward pass."""
 
-    def reduce(self, ranks: Ranks, *, gathered: bool) -> None:
-        """Sum the loss, and the gradients of all micro-batches, over processes.
+    def reduce(self) -> None:
+        """Sum the loss, and the gradients of all micro-batches, over processes; what was not sent yet is.
 
-        What one of them has a gradient of, all have then. gathered: whether this one had any micro-batches.
+        What one of them has a gradient of, all have then.
         """
+        assert self.reduction is not None
+        assert self._shared_arena is not None
+        self.reduction.finish()
+        ranks = self.reduction.ranks
         used = ranks.any([parameter.grad is not None for parameter in self.parameters])
-        for parameter, is_used in zip(self.parameters, used, strict=True):
-            if is_used and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        for parameter, view, is_used in zip(self.parameters, self._shared_arena.views, used, strict=True):
+            parameter.grad = view if is_used else None
         ranks.sum([self.loss])
-        for bucket in _buckets([p.grad for p in self.parameters if p.grad is not None]):
-            together = torch.cat([gradient.flatten() for gradient in bucket])
-            ranks.sum([together])
-            parts = together.split([gradient.numel() for gradient in bucket])
-            torch._foreach_copy_(bucket, [part.view(g.shape) for part, g in zip(parts, bucket, strict=True)])
 
     def compile_kernels(self, *, gathered: bool) -> None:
         """Compile the kernels of ours that `apply` and `gather` launch, on the gradients that there are."""
@@ -184,7 +198,11 @@ class Update:
 
     def _gradient_tensors(self) -> Iterator[Tensor]:
         """Gradients, and their sums."""
-        return (p.grad for p in self.parameters if p.grad is not None)
+        own = [p.grad for p in self.parameters if p.grad is not None]
+        if self._shared_arena is None:
+            return iter(own)
+        views = {view.data_ptr() for view in self._shared_arena.views}
+        return iter([self._shared_arena.memory, *(gradient for gradient in own if gradient.data_ptr() not in views)])
 
     def _state_tensors(self) -> Iterator[Tensor]:
         """The optimizer's states of all parameters."""
@@ -218,16 +236,3 @@ class Update:
 
     def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take up what `_groups` gave."""
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients of one dtype after another, as many together as are sent at once."""
-    bucket: list[Tensor] = []
-    for gradient in gradients:
-        full = sum(each.nbytes for each in bucket) + gradient.nbytes > _BUCKET_BYTES
-        if bucket and (full or bucket[0].dtype != gradient.dtype):
-            yield bucket
-            bucket = []
-        bucket.append(gradient)
-    if bucket:
-        yield bucket

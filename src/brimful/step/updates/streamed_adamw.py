@@ -1,0 +1,186 @@
+"""AdamW of layers whose weights come to the device for their turn: gradients and states stay outside it, too.
+
+When a backward pass has come through a layer, its gradients are added to their sums in host memory and freed; the norm
+of each sum is taken while it is on the device. The update then brings weights, states and sums of one bucket after
+another, and sends weights and states back. The arithmetic is that of `BucketedAdamW`, bit for bit. An update within the
+backward pass is made in a layer's turn there, and no gradient leaves the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brimful.measurement.memory import Kept
+from brimful.models.packed.streamed_layers import StreamedLayers, end_streaming
+from brimful.models.packed.weight_stores import unnamed_file
+from brimful.step.state import ParameterState, StepState
+from brimful.step.updates import bucketed_adamw
+from brimful.step.updates.bucketed_adamw import Bucket, BucketedAdamW, buckets_of
+from brimful.step.updates.host_states import HostStates
+
+
+class StreamedAdamW(BucketedAdamW):
+    """AdamW by buckets, some of which are of streamed layers. Its savings have states in host memory."""
+
+    def __init__(
+        self, model: Any, schedule: Tensor, *, streamed: StreamedLayers, device: torch.device, **given: Any
+    ) -> None:
+        self._streamed = streamed
+        self._owners = {id(p): number for number, each in enumerate(streamed.parameters) for p in each}
+        super().__init__(model, schedule, device=device, **given)
+        own = [[b for b in self._buckets if self._owner(b.members[0]) == n] for n in range(len(streamed.parameters))]
+        self._of_layer: list[list[Bucket]] = own
+        sums = (self._outside(bucket, torch.float32, 1 if self._is_streamed(bucket) else 0) for bucket in self._buckets)
+        self._layer_sums = HostStates(list(sums), self.device)
+        self._summed: set[int] = set()  # buckets of layers that this batch has gradients of
+        self._norms: dict[int, Tensor] = {}  # of the gradients of layers' parameters that it has
+        streamed.after_backward = self._take
+
+    def _owner(self, index: int) -> int | None:
+        """The number of the layer that a parameter is streamed with, None for one that stays."""
+        return self._owners.get(id(self.parameters[index]))
+
+    def _is_streamed(self, bucket: Bucket) -> bool:
+        return self._owner(bucket.members[0]) is not None
+
+    def _made_buckets(self) -> list[Bucket]:
+        return buckets_of(self.parameters, bucketed_adamw.BUCKET, self._owner)
+
+    def _arena(self, bucket: Bucket) -> Tensor:
+        return self._outside(bucket, self._savings.states, 2)
+
+    def _outside(self, bucket: Bucket, dtype: torch.dtype, count: int) -> Tensor:
+        """(count, size) zeros where weights are kept."""
+        folder: Path | None = self._streamed.folder
+        if folder is None or not count:
+            pinned = self.device.type == "cuda"
+            return torch.zeros(count, bucket.size, dtype=dtype, pin_memory=pinned)
+        return unnamed_file(folder, count * bucket.size * dtype.itemsize).view(dtype).view(count, bucket.size)
+
+    def _is_summed_here(self, index: int) -> bool:
+        return self._owner(index) is None
+
+    def before(self) -> None:
+        """As `Update` has it."""
+        super().before()
+        self._layer_sums.finish()
+
+    def _take(self, number: int) -> None:
+        """Take the gradients of a layer, in its turn: update its weights, or add to the sums in host memory."""
+        for bucket in self._of_layer[number]:
+            if not self._is_begun:
+                self._add(bucket)
+            elif not bucket.is_done:
+                self._update_early(bucket)
+
+    def _add(self, bucket: Bucket) -> None:
+        given = {i: g for i in bucket.members if (g := self.parameters[i].grad) is not None}
+        if not given:
+            return
+        if bucket.number in self._summed:
+            sums = self._layer_sums.fetch(bucket.number)
+        else:
+            sums = torch.zeros(1, bucket.size, dtype=torch.float32, device=self.device)
+        summed = self._cut(bucket, sums)
+        for i, gradient in given.items():
+            summed[i].add_(gradient)
+            self.parameters[i].grad = None
+        norms = torch._foreach_norm([summed[i] for i in given])
+        self._norms.update(zip(given, norms, strict=True))
+        self._summed.add(bucket.number)
+        self._layer_sums.put(bucket.number, sums)
+
+    def _norm(self, gradients: Mapping[int, Tensor]) -> Tensor:
+        here = torch._foreach_norm(list(gradients.values())) if gradients else ()
+        norms = self._norms | dict(zip(gradients, here, strict=True))
+        whole: Tensor = torch.linalg.vector_norm(torch.stack([norms[i] for i in sorted(norms)]))
+        return whole
+
+    def _update_all(self, gradients: Mapping[int, Tensor]) -> None:
+        self._layer_sums.finish()
+        for owner, buckets in groupby(self._buckets, key=lambda bucket: self._owner(bucket.members[0])):
+            if owner is None:
+                for bucket in buckets:
+                    self._update(bucket, {i: gradients[i] for i in bucket.members if i in gradients})
+                continue
+            with self._streamed.turn(owner, changes=True):
+                for bucket in buckets:
+                    self._update(bucket, self._sums_of(bucket))
+
+    def _sums_of(self, bucket: Bucket) -> dict[int, Tensor]:
+        """Sums of a layer's gradients on the device, by parameter."""
+        if bucket.number not in self._summed:
+            return {}
+        found = self._cut(bucket, self._layer_sums.fetch(bucket.number))
+        return {i: part for i, part in found.items() if i in self._norms}
+
+    def _cut(self, bucket: Bucket, sums: Tensor) -> dict[int, Tensor]:
+        """(1, size) sums by parameter."""
+        shapes = ((i, start, self.parameters[i].shape) for i, start in zip(bucket.members, bucket.starts, strict=True))
+        return {i: sums[0, start : start + shape.numel()].view(shape) for i, start, shape in shapes}
+
+    def _update_early(self, bucket: Bucket) -> None:
+        owner = self._owner(bucket.members[0])
+        if owner is None:
+            super()._update_early(bucket)
+            return
+        with self._streamed.turn(owner, changes=True):
+            super()._update_early(bucket)
+
+    def _end(self, *, gathered: bool) -> None:
+        super()._end(gathered=gathered)
+        self._summed.clear()
+        self._norms.clear()
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """As `Update` has it. There must be no gradients yet."""
+        with super().undisturbed():
+            try:
+                yield
+            finally:
+                self._end(gathered=True)
+
+    def gradients(self, *, gathered: bool) -> list[Tensor]:
+        """As `Update` has it, in host memory: there may be no room for them elsewhere. Waits for the device."""
+        self._layer_sums.finish()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        found = {i: g.cpu() for i, g in self._gradients(gathered=gathered).items()}
+        for bucket in self._buckets:
+            if bucket.number in self._summed:
+                summed = self._cut(bucket, self._layer_sums.arenas[bucket.number])
+                found |= {i: summed[i] for i in bucket.members if i in self._norms}
+        zeros = (torch.zeros(p.shape, dtype=torch.float32) for p in self.parameters)
+        return [found[i].clone() if i in found else zero for i, zero in enumerate(zeros)]
+
+    def weights(self) -> dict[str, Tensor]:
+        """As `Update` has it, those of layers in host memory. Waits for the device."""
+        self._streamed.settle()
+        return super().weights()
+
+    def state(self) -> StepState:
+        """As `Update` has it."""
+        self._streamed.settle()
+        return super().state()
+
+    def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
+        self._streamed.forget()  # weights were loaded where they are kept
+        super()._load_optimizer_state(state, used)
+
+    def kept(self) -> Kept:
+        """As `Update` has it, the pieces that weights come to included."""
+        weights = [*self.model.parameters(), *self.model.buffers(), *self._streamed.pieces]
+        return Kept.of(self.device, weights, self._gradient_tensors(), self._state_tensors())
+
+    def release(self) -> None:
+        """As `Update` has it: weights of layers are in host memory."""
+        end_streaming(self.model)
+        super().release()

@@ -1,0 +1,125 @@
+"""Training whose weights, gradients and states stream: the same bytes as without, refusals, and what reads weights."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import brimful
+from brimful.core.errors import OptionError
+from brimful.core.options import TrainOptions
+from brimful.core.records import Run
+from brimful.levers.streaming import Streaming
+from brimful.models.packed.streamed_layers import StreamedLayers
+from levers.assemblies import assembly_of
+from levers.test_lever_pairs import course, made
+from runs import save_tiny_model, single_label_rows, write_rows
+from step.test_step import same, snapshot
+from tiny import FAMILIES
+
+CLIPPED = {"max_grad_norm": 0.1}
+
+
+def train(folder: Path, name: str, **asked: Any) -> tuple[Run, str]:
+    base, data = folder / "base", folder / "rows.jsonl"
+    if not base.exists():
+        save_tiny_model(base)
+        write_rows(data, single_label_rows(60))
+    run = brimful.train(
+        data, model=base, output=folder / name, device="cpu", batch_size=8, max_steps=6, eval_steps=2,
+        learning_rate=1e-3, metric_for_best_model="accuracy", baselines=False, **CLIPPED | asked,
+    )  # fmt: skip
+    (weights,) = (folder / name / "model").glob("*.safetensors")
+    return run, hashlib.sha256(weights.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"precision": "bf16", "freeze": "embeddings,layers 0-0"}, {"peft": "lora"}, {"packing": "off"}],
+    ids=["whole", "frozen layers in bf16", "lora", "padded"],
+)
+def test_a_run_gives_the_same_bytes(more: dict[str, Any], tmp_path: Path) -> None:
+    """With dropout, clipping, evaluations, checkpoints and the best model; its first batch is the plain model's."""
+    expected, weights = train(tmp_path, "kept", optimizer_offload=True, **more)
+    found, streamed = train(tmp_path, "streamed", stream_weights="host", **more)
+    assert streamed == weights
+    assert found.metrics == expected.metrics
+    assert found.first_batch is not None
+    assert found.first_batch.passed
+    assert not found.first_batch.fallbacks
+    assert found.packed is expected.packed
+
+
+def test_weights_in_a_file_and_an_update_within_the_backward_pass(tmp_path: Path) -> None:
+    _, weights = train(tmp_path, "kept", optimizer_in_backward=True, max_grad_norm=0.0)
+    files = tmp_path / "files"
+    files.mkdir()
+    found, streamed = train(
+        tmp_path, "streamed", optimizer_in_backward=True, max_grad_norm=0.0, stream_weights="disk",
+        stream_folder=str(files),
+    )  # fmt: skip
+    assert streamed == weights
+    assert list(files.iterdir()) == []  # files have no name
+    line = next(lever for lever in found.recipe.levers if lever.name == "streaming")
+    assert str(files) in line.reason
+
+
+def test_what_is_loaded_takes_the_place_of_what_is_on_the_device() -> None:
+    step, assembly, _ = made(stream_weights="host", **CLIPPED)
+    course(step, assembly, stop=1)
+    early = snapshot(step)
+    expected = course(step, assembly, start=1)
+    late = snapshot(step)
+    step.load_state(early)
+    assert course(step, assembly, start=1) == expected
+    assert same(snapshot(step), late)
+
+
+def test_layers_have_two_pieces_and_only_what_is_trained_goes_back() -> None:
+    step, assembly, _ = made(stream_weights="host", freeze="embeddings,layers 0-1")
+    streamed: StreamedLayers = assembly.model.streamed_layers
+    homes = [[p.data_ptr() for p in each] for each in streamed.parameters]
+    course(step, assembly, stop=2)
+    assert [[p.data_ptr() for p in each] for each in streamed.parameters] == homes
+    assert len(streamed.pieces) == 2
+    trained = sum(p.nbytes for each in streamed.parameters for p in each if p.requires_grad)
+    assert trained * 2 <= streamed.kept_bytes < 2.2 * trained + 256 * 100  # in two steps
+    assert all(p.grad is None for each in streamed.parameters for p in each)
+
+
+def test_a_step_that_fails_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that it has left in host memory are not added to."""
+    step, assembly, _ = made(stream_weights="host", token_budget=64)
+    expected = course(step, assembly, stop=2)
+    again, assembly, _ = made(stream_weights="host", token_budget=64)
+    accumulate, calls = again.accumulate, []
+
+    def failing(*given: Any) -> torch.Tensor:
+        calls.append(given)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("in the second micro-batch")
+        return accumulate(*given)
+
+    monkeypatch.setattr(again, "accumulate", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        course(again, assembly, stop=1)
+    assert again.abandon()
+    assert course(again, assembly, stop=2) == expected
+
+
+def test_what_cannot_be_streamed_is_refused() -> None:
+    for options, reason in (
+        ({"num_ranks": 2}, "in one process"),
+        ({"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])}, "the loop's own optimizer"),
+    ):
+        assembly = assembly_of(FAMILIES["bert"].model(), stream_weights="host")
+        for name, value in options.items():
+            setattr(assembly, name, value)
+        with pytest.raises(OptionError, match=reason):
+            assembly.find(Streaming)
+    with pytest.raises(OptionError, match="--stream-folder is for --stream-weights disk"):
+        TrainOptions(data="", model="", output="", stream_folder=".")
