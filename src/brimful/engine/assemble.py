@@ -18,7 +18,7 @@ from brimful.core.phases import Phases
 from brimful.core.records import Learning, Recipe
 from brimful.data.batches.batch import Layout
 from brimful.data.batches.prefetch import Source
-from brimful.data.batches.shares import share_of
+from brimful.data.batches.shares import shares_of
 from brimful.data.tokens.augment import Augmenter
 from brimful.engine.compilations import CompilationWatch
 from brimful.engine.prepare import Prepared
@@ -37,6 +37,7 @@ from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing
 from brimful.levers.parameter_efficient import FrozenWeights, TrainedPart
 from brimful.levers.precision import PrecisionLever
+from brimful.levers.sharding import Sharding
 from brimful.levers.streaming import Streaming
 from brimful.levers.token_budget import TokenBudget
 from brimful.levers.weights import Weights
@@ -51,7 +52,18 @@ from brimful.tasks.task import Task
 
 #: All levers, in the order of their lines in the recipe.
 LEVERS: tuple[type[Lever], ...] = (
-    *(TrainedPart, Packing, DataParallel, TokenBudget, Checkpointing, PrecisionLever, Streaming, FrozenWeights, Float8),
+    *(
+        TrainedPart,
+        Sharding,
+        Packing,
+        DataParallel,
+        TokenBudget,
+        Checkpointing,
+        PrecisionLever,
+        Streaming,
+        FrozenWeights,
+        Float8,
+    ),
     Optimizer,
     *(Attention, Weights, ExecutionMode, Dropout, MemoryLimit, Allocator),
 )
@@ -64,7 +76,7 @@ class Assembled:
     """A model on its device, and the step that trains it.
 
     lengths: of the sequences of batches to come, or like them. longest: most tokens of a sequence to come. adapter:
-    peft's wrapper around the model, if any.
+    peft's wrapper around the model, if any. eager_attention: whether padded rows must have it.
     """
 
     model: Any
@@ -77,6 +89,7 @@ class Assembled:
     lengths: Sequence[np.ndarray]
     longest: int
     adapter: Any = None
+    eager_attention: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +123,7 @@ def build(
         precision,
         callbacks,
         task=prepared.task,
-        batches=[_part(lengths[order.samples(number)], ranks) for number in range(looked_at)],
+        batches=[part for number in range(looked_at) for part in _parts(lengths[order.samples(number)], ranks)],
         mean_length=float(lengths.mean()),
         max_length=prepared.max_length,
         longest=int(lengths.max()) if options.transform is None else prepared.max_length,
@@ -159,23 +172,10 @@ def assemble(
     )
     with whole_model_fits(precision.device):
         recipe = assembly.recipe(LEVERS, device_name(precision.device))
-    execution, layout, update = assembly.execution, assembly.layout, assembly.update
-    assert execution is not None
-    assert layout is not None
-    assert update is not None
-    mode, parts = assembly.lever(ExecutionMode), (execution, task, update, assembly.precision)
-    step = (
-        CapturedStep(
-            *parts,
-            seed=assembly.seed,
-            seeded_dropout=seeds_dropout(assembly),
-            most_tokens=layout.most_tokens,
-            precompile=mode.fused,
-            note=assembly.warn,
-        )
-        if mode.captured
-        else Step(*parts, seed=assembly.seed, seeded_dropout=seeds_dropout(assembly), ranks=ranks)
-    )
+        execution, layout = assembly.execution, assembly.layout
+        assert execution is not None
+        assert layout is not None
+        step = _step(assembly, execution, layout, task, ranks)
     return Assembled(
         model=assembly.model,
         execution=execution,
@@ -187,12 +187,34 @@ def assemble(
         lengths=batches,
         longest=longest,
         adapter=assembly.adapter,
+        eager_attention=eager_attention,
     )
 
 
-def _part(lengths_N: np.ndarray, ranks: Ranks) -> np.ndarray:
-    """Lengths of the rows of a batch that this process takes."""
-    return lengths_N if ranks.count == 1 else lengths_N[share_of(lengths_N, ranks.rank, ranks.count)]
+def _step(assembly: Assembly, execution: LayoutModel, layout: Layout, task: Task, ranks: Ranks) -> Step:
+    """Return the step that `assembly` describes: captured, or launched by the host."""
+    mode, update, seeded_dropout = assembly.lever(ExecutionMode), assembly.update, seeds_dropout(assembly)
+    assert update is not None
+    parts, together = (execution, task, update, assembly.precision), assembly.find(DataParallel)
+    shared: dict[str, Any] = {"seed": assembly.seed, "seeded_dropout": seeded_dropout, "ranks": ranks}
+    if together is not None:
+        shared |= {"half_wire": together.half, "overlap": together.overlap}
+    if not mode.captured:
+        return Step(*parts, **shared)
+    return CapturedStep(
+        *parts,
+        **shared,
+        most_tokens=layout.most_tokens,
+        precompile=mode.fused,
+        note=assembly.warn,
+    )
+
+
+def _parts(lengths_N: np.ndarray, ranks: Ranks) -> list[np.ndarray]:
+    """Lengths of the rows of a batch that each process takes."""
+    if ranks.count == 1:
+        return [lengths_N]
+    return [lengths_N[rows] for rows in shares_of(lengths_N, ranks.count) if len(rows)]
 
 
 def _source(options: TrainOptions, prepared: Prepared, layout: Layout, ranks: Ranks) -> Source:

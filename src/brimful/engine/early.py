@@ -8,6 +8,7 @@ from brimful.core.errors import ModelError, printable
 from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.export_options import ExportOptions
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions
+from brimful.core.trackers import check_trackers
 from brimful.data.file_names import split_suffix
 from brimful.data.labels.columns import NO_PAIR, check_exists, text_parts
 from brimful.data.readers.file_format import FileFormat
@@ -15,7 +16,7 @@ from brimful.data.readers.formats import EXCEL
 from brimful.data.readers.locations import find_splits, locate, refusals
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import fitting, open_stream
-from brimful.data.writers.output_path import check_output, check_replaced
+from brimful.data.writers.output_path import check_claimed, check_output, check_replaced
 from brimful.engine.training.resume import check_options
 from brimful.engine.training.run_folder import RunFolder, check_free, run_in
 from brimful.models.hub.adapters import find_adapter
@@ -45,6 +46,8 @@ def check_early(options: ClassifyOptions | EvaluateOptions | ExportOptions | Tra
         _check_order(options)
         if options.output is not None:
             check_output(Path(options.output), options.data)
+            if options.claim:
+                check_claimed(Path(options.output))
             check_replaced(Path(options.output), overwrite=options.overwrite, resume=options.resume)
         if options.data != "-":
             names = {"--text-column": options.text_column, "--pair-column": options.pair_column}
@@ -52,6 +55,7 @@ def check_early(options: ClassifyOptions | EvaluateOptions | ExportOptions | Tra
         _check_model(options)
         return
     if not isinstance(options, ProfileOptions):
+        check_trackers(options.report_to)
         check_free(Path(options.output), resume=options.resume)
         if options.resume and (run := RunFolder(Path(options.output)).read()) is not None:
             check_options(run, options)

@@ -12,14 +12,13 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import printable
@@ -29,51 +28,18 @@ from brimful.core.records import FirstBatch
 from brimful.core.tolerances import TOLERANCES
 from brimful.data.batches.batch import Batch, make_batch
 from brimful.engine.assemble import Assembled, Built, build
+from brimful.engine.plain_pass import Rows, plain
 from brimful.engine.prepare import Prepared
 from brimful.hardware.memory import is_out_of_memory
 from brimful.hardware.ranks import ALONE, Ranks
-from brimful.kernels.layout import Inputs, map_tensors, padded_inputs
 from brimful.levers.precision import choose_precision
-from brimful.models.model_stats import layers_of
-from brimful.models.packed.layer_calls import as_they_were
-from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
-from brimful.models.packed.recompute import all_kept
-from brimful.models.packed.training_check import without_dropout
 from brimful.step.precision import Precision
 from brimful.step.step import Probed
-from brimful.tasks.task import Task
 
 A = TypeVar("A", bound=Assembled)
 
-#: Most tokens that are compared, by device, and most of one row: eager scores grow with the square of a row.
-_MOST_TOKENS = {"cuda": 16384, "cpu": 512}
-_LONGEST = {"cuda": 1024, "cpu": 512}
-#: Tokens of a batch of the plain model, padding counted, by the same reason.
-_PLAIN_TOKENS = 8192
 #: Times what the plain model loses in a precision that all parameters together may differ by, and one alone.
 _MARGIN, _MARGIN_OF_ONE = 3.0, 6.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Rows of a batch: ids and token types of each, all targets, and weights, if rows have any."""
-
-    ids: Sequence[np.ndarray]
-    types: Sequence[np.ndarray] | None
-    targets_N: np.ndarray
-    weights_N: np.ndarray | None = None
-
-    def some(self, device_type: str) -> Rows:
-        """As many of the first as are compared, cut where they are too long; at least one."""
-        longest = _LONGEST[device_type]
-        ends = np.cumsum([min(len(each), longest) for each in self.ids])
-        count = max(1, int(np.searchsorted(ends, _MOST_TOKENS[device_type], side="right")))
-        return Rows(
-            ids=[each[:longest] for each in self.ids[:count]],
-            types=None if self.types is None else [each[:longest] for each in self.types[:count]],
-            targets_N=self.targets_N[:count],
-            weights_N=None if self.weights_N is None else self.weights_N[:count],
-        )
 
 
 def checked(
@@ -134,13 +100,7 @@ def _slower(made: Assembled, options: TrainOptions, precision: Precision) -> tup
         return replace(options, execution="captured"), precision, False, "the captured step"
     if mode == "captured":
         return replace(options, execution="eager"), precision, False, "the eager step"
-    slower, eager = slowest(options)
-    return slower, precision, eager, "the plain model on padded rows"
-
-
-def slowest(options: TrainOptions) -> tuple[TrainOptions, bool]:
-    """Return the options of the slowest path, and that padded rows must have eager attention there."""
-    return replace(options, execution="eager", packing="off"), True
+    return replace(options, execution="eager", packing="off"), precision, True, "the plain model on padded rows"
 
 
 def _name(made: Assembled) -> str:
@@ -165,11 +125,14 @@ def compare(made: Assembled, rows: Rows) -> FirstBatch:
     memory does not suffice, or the plain model differs from itself."""
     began, device = time.perf_counter(), made.step.device
     rows = rows.some(device.type)
+    if made.step.update.gathers_weights:
+        why = "weights are in parts of several processes; packing was checked on a copy of one layer of each kind"
+        return FirstBatch(num_rows=0, num_tokens=0, precision=made.precision.value, reason=why)
     num_tokens = sum(len(each) for each in rows.ids)
     found = FirstBatch(num_rows=len(rows.ids), num_tokens=num_tokens, precision=made.precision.value)
     try:
         expected = plain(made, rows, choose_precision("fp32", device))
-        if not (expected.losses_N.isfinite().all() and _norms(expected.gradients).isfinite().all()):
+        if not (expected.losses_N.isfinite().all() and _norms(device, expected.gradients).isfinite().all()):
             why = "the plain model's own loss or gradient is not finite"
             return replace(found, reason=why, seconds=time.perf_counter() - began)
         lost = None
@@ -181,7 +144,7 @@ def compare(made: Assembled, rows: Rows) -> FirstBatch:
         found = _judged(found, made, _probed(made, batch), expected, lost)
         if not found.passed:
             again = plain(made, rows, choose_precision("fp32", device))
-            if _overall(again.gradients, expected.gradients) > TOLERANCES["fp32"].step:
+            if _errors(again, expected, device)[1] > TOLERANCES["fp32"].step:
                 found = replace(found, passed=None, reason="the plain model differs from itself from pass to pass")
     except _StepError as failure:
         found = replace(found, passed=False, reason=f"it ended in {failure}")
@@ -211,10 +174,11 @@ def _said(failure: Exception) -> str:
 def _judged(found: FirstBatch, made: Assembled, ours: Probed, expected: Probed, lost: Probed | None) -> FirstBatch:
     """Complete what was found by errors, and by whether they are within what the precision loses."""
     tolerance = TOLERANCES[made.precision.value if made.precision.plan is None else "fp8"].step
-    of_ours, of_lost = _errors(ours, expected), None if lost is None else _errors(lost, expected)
+    device = made.step.device
+    of_ours, of_lost = _errors(ours, expected, device), None if lost is None else _errors(lost, expected, device)
     loss_error, gradient_error, each_P = of_ours
     loss_lost, gradient_lost, lost_P = of_lost or (0.0, 0.0, torch.zeros_like(each_P))
-    norms_P = _norms(expected.gradients)
+    norms_P = _norms(device, expected.gradients)
     total = float(norms_P.norm())
     # A parameter may differ by what rounding does to it, or by what is nothing beside the whole gradient.
     allowed_P = torch.maximum(tolerance * norms_P, _MARGIN_OF_ONE * lost_P)
@@ -249,97 +213,17 @@ def _known(value: Tensor | float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _errors(ours: Probed, expected: Probed) -> tuple[float, float, Tensor]:
+def _errors(ours: Probed, expected: Probed, device: torch.device) -> tuple[float, float, Tensor]:
     """Relative error of the rows' losses and of the gradient, and (P,) norms of each parameter's difference."""
     off = (ours.losses_N - expected.losses_N).norm() / expected.losses_N.norm().clamp_min(1e-30)
-    each_P = _norms([one - other for one, other in zip(ours.gradients, expected.gradients, strict=True)])
-    return float(off), _overall(ours.gradients, expected.gradients), each_P
+    each_P = _norms(device, ours.gradients, expected.gradients)
+    whole = each_P.norm() / _norms(device, expected.gradients).norm().clamp_min(1e-30)
+    return float(off), float(whole), each_P
 
 
-def _overall(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    off = _norms([one - other for one, other in zip(found, expected, strict=True)]).norm()
-    return float(off / _norms(expected).norm().clamp_min(1e-30))
-
-
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """(P,) fp64 on the host."""
-    return torch.stack(torch._foreach_norm(list(tensors))).double().cpu()
-
-
-def plain(made: Assembled, rows: Rows, precision: Precision) -> Probed:
-    """Compute losses and gradient by the plain model on padded rows, by the fp32 weights of the step in memory."""
-    step, model = made.step, made.model
-    weights = {name: w.detach().requires_grad_(True) for name, w in step.update.weights().items()}
-    task, device = step.task, step.device
-    denominator = task.denominator(rows.targets_N, rows.weights_N)
-    losses_N = torch.zeros(len(rows.ids), dtype=torch.float64)
-    gradients: list[Tensor] | None = None
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
-    whole = not (made.packing.packed or made.packing.equivalence.independent)
-    try:
-        with _plain_form(model), without_dropout(model), precision.autocast(), torch.enable_grad():
-            for members in [np.arange(len(rows.ids))] if whole else _cut(rows.ids):
-                rows_R = _plain_losses(model, weights, rows, members, task, device)
-                losses_N[torch.from_numpy(members)] = rows_R.detach().double().cpu()
-                found = torch.autograd.grad(
-                    rows_R.sum() / denominator, list(weights.values()), allow_unused=True, materialize_grads=True
-                )
-                gradients = list(found if gradients is None else torch._foreach_add(gradients, list(found)))
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-    assert gradients is not None
-    return Probed(losses_N=losses_N, gradients=[g.float() for g in gradients])
-
-
-class _Plain(nn.Module):
-    """The plain model as a module, for its weights to be others."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model, self._padded = model, PaddedModel(model, "eager")
-
-    def forward(self, inputs: Inputs) -> Tensor:
-        """Logits (R, C)."""
-        return self._padded(inputs).logits
-
-
-def _plain_losses(
-    model: nn.Module, weights: dict[str, Tensor], rows: Rows, members: np.ndarray, task: Task, device: torch.device
-) -> Tensor:
-    """(R,) addends to the loss sum of some rows. Frozen weights are as they are kept, in fp32."""
-    ids = [rows.ids[i] for i in members]
-    types = None if rows.types is None else [rows.types[i] for i in members]
-    longest, padding_id = max(len(each) for each in ids), padding_id_of(model.config)
-    inputs = padded_inputs(ids, len(ids), longest, padding_id=padding_id, types=types)
-    inputs = map_tensors(inputs, lambda tensor: tensor.to(device))
-    frozen = {name: p for name, p in model.named_parameters() if name not in weights and p.dtype.itemsize == 2}
-    by_name = {f"model.{name}": weight.float() for name, weight in frozen.items()}
-    by_name |= {f"model.{name}": weight for name, weight in weights.items()}
-    logits_RC = torch.func.functional_call(_Plain(model), by_name, (inputs,))
-    logits_RC = logits_RC if logits_RC.dtype == torch.float64 else logits_RC.float()
-    rows_R: Tensor = task.loss_rows_S(logits_RC, torch.from_numpy(rows.targets_N[members]).to(device))
-    if rows.weights_N is not None:
-        rows_R = rows_R * torch.from_numpy(rows.weights_N[members]).to(rows_R)
-    return rows_R
-
-
-def _cut(ids: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """Rows of each padded batch, in order of length."""
-    order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-    while order:
-        count = max(1, _PLAIN_TOKENS // len(ids[order[0]]))
-        yield np.array(order[:count])
-        order = order[count:]
-
-
-@contextmanager
-def _plain_form(model: Any) -> Iterator[None]:
-    """Within, nothing of a model that trains is compiled or recomputed; its attention is given back."""
-    before = model.config._attn_implementation
-    with as_they_were(model), all_kept(list(layers_of(model) or ())):
-        try:
-            yield
-        finally:
-            model.set_attn_implementation(before)
+def _norms(device: torch.device, tensors: Sequence[Tensor], others: Sequence[Tensor] | None = None) -> Tensor:
+    """(P,) fp64 on the host: of each tensor, or of its difference from the other one, one at a time on the device."""
+    sent = (tensor.to(device) for tensor in tensors)
+    if others is not None:
+        sent = (one - other.to(device) for one, other in zip(sent, others, strict=True))
+    return torch.stack([tensor.norm() for tensor in sent]).double().cpu()

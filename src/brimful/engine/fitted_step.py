@@ -108,7 +108,10 @@ class FittedStep:
         assert self._batch is not None
         if self._batch.rows is None:  # made by hand: there is one way to lay it out
             return max(micro.inputs.num_tokens for micro in self._batch.micro_batches)
-        return layout.largest([len(each) for each in self._batch.rows.ids]) if len(self._batch.rows.ids) else 0
+        rows = self._batch.rows
+        whole = () if rows.whole is None else rows.whole.shares
+        shares = [each.tolist() for each in whole] or [[len(row) for row in rows.ids]]
+        return max((layout.largest(lengths) for lengths in shares if lengths), default=0)
 
     def _limited(self, num_tokens: int) -> Layout:
         return self._built.layout.limited(num_tokens, self._built.longest, self._built.lengths)

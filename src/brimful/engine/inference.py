@@ -128,6 +128,7 @@ def predict_together(forward: Forward, tokens: Tokens, ranks: Ranks) -> Iterator
         return
     mine = _part(tokens, ranks)
     for rows, logits_MC in predict(forward, tokens.take(mine)):
+        ranks.pulse.move()
         yield mine[rows], logits_MC
     for sender in range(1, ranks.count):
         while len(rows := ranks.receive(sender)):
@@ -138,6 +139,7 @@ def send_part(forward: Forward, tokens: Tokens, ranks: Ranks) -> None:
     """Compute this process's part of the rows, and send it to the one that leads."""
     mine = _part(tokens, ranks)
     for rows, logits_MC in predict(forward, tokens.take(mine)):
+        ranks.pulse.move()
         ranks.send(mine[rows])
         ranks.send(logits_MC)
     ranks.send(mine[:0])

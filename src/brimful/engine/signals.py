@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from brimful.hardware.ranks import Ranks
 
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 
@@ -38,3 +41,21 @@ class StopSignals:
         if self.received is None:
             self.received = number
             self._tell()
+
+
+@contextmanager
+def passing_on(ranks: Ranks) -> Iterator[None]:
+    """Within, signals to stop are the leader's to hear: it saves, and gives the order. It is told of them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def tell(number: int, _: object) -> None:
+        ranks.pulse.told = number
+
+    before = {number: signal.signal(number, tell) for number in _STOPS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -5,10 +5,10 @@
 
 A plan is empty, or `ACT:OPERATION:NAME:COUNT`:
 
-    ACT        kill   SIGKILL before the operation          term, int  send the signal before it
+    ACT        kill   SIGKILL before the operation          term, int, stop  send the signal before it
                tear   write half of it, sync, then SIGKILL     count      nothing: COUNT is a file for the number
     OPERATION  open write fsync replace rename unlink rmdir mkdir ftruncate, `any` of these, `event`,
-               or `call` of a function of brimful.engine.training.loop
+               or `call` of a function of brimful.engine.training.evaluations
     NAME       of the file it is about (for a rename the new one), temporary marks left out, as a pattern; for `event`
                the kind of event, after it was written
     COUNT      which one of these, from 1
@@ -30,6 +30,7 @@ from typing import Any
 
 _MARKS = re.compile(r"^\.(?:tmp|old)-(.*?)(?:-[0-9a-f]{8})?$")
 _SIGNALS = {"kill": signal.SIGKILL, "tear": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
+_SIGNALS["stop"] = signal.SIGSTOP
 _at_end: list[Callable[[], Any]] = []
 _OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "ftruncate")
 
@@ -118,10 +119,10 @@ def run(plan: str, arguments: list[str]) -> None:
 
 
 def _arrange_call(plan: str) -> None:
-    from brimful.engine.training import loop
+    from brimful.engine.training import evaluations
 
     act, _, name, count = plan.split(":")
-    left, original = [int(count)], getattr(loop, name)
+    left, original = [int(count)], getattr(evaluations, name)
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
         left[0] -= 1
@@ -129,7 +130,7 @@ def _arrange_call(plan: str) -> None:
             os.kill(os.getpid(), _SIGNALS[act])
         return original(*arguments, **options)
 
-    setattr(loop, name, wrapped)
+    setattr(evaluations, name, wrapped)
 
 
 # --- the server ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ import brimful as package
 from brimful.core.callbacks import Callbacks
 from brimful.core.evaluation import Evaluation
 from brimful.core.records import Run, from_json
-from brimful.engine.training import loop as training
+from brimful.engine.training import evaluations
+from brimful.engine.training.evaluations import Evaluations
 from runs import single_label_rows, write_rows
 
 
@@ -24,7 +25,7 @@ class Passes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         for name in ("evaluate_rows", "predict"):
-            monkeypatch.setattr(training, name, self._counted(getattr(training, name)))
+            monkeypatch.setattr(evaluations, name, self._counted(getattr(evaluations, name)))
 
     def _counted(self, function: Any) -> Any:
         def counted(*given: Any, **named: Any) -> Any:
@@ -91,13 +92,14 @@ def test_of_the_best_model_where_it_is_not_the_last(
 ) -> None:
     passes = Passes(monkeypatch)
     calls = iter([0.1, 0.9, 0.9])  # the first evaluation stays the best
-    original = training.TrainingLoop._is_best
+    original = Evaluations._is_best
 
-    def first_is_best(loop: Any) -> bool:
-        loop._state.metrics = {**loop._state.metrics, "loss": next(calls)}
-        return original(loop)
+    def first_is_best(found: Any) -> bool:
+        state = found._run.state
+        state.metrics = {**state.metrics, "loss": next(calls)}
+        return original(found)
 
-    monkeypatch.setattr(training.TrainingLoop, "_is_best", first_is_best)
+    monkeypatch.setattr(Evaluations, "_is_best", first_is_best)
     run = train(model, tmp_path, num_train_epochs=3, metric_for_best_model="loss", baselines=False)
     assert passes.count == 3
     record = evaluation(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 import brimful
 from brimful.core.callbacks import Callbacks
 from brimful.core.records import FirstBatch
-from brimful.engine import first_batch
-from brimful.engine.first_batch import Rows, compare
+from brimful.engine import first_batch, plain_pass
+from brimful.engine.first_batch import compare
+from brimful.engine.plain_pass import Rows
 from brimful.levers import facts
+from brimful.models.model_stats import layers_of
 from brimful.models.packed import packed_forward
 from brimful.models.packed.equivalence import check_equivalence
 from brimful.models.packed.packed_forward import PackedModel
@@ -132,6 +135,7 @@ def test_a_step_that_fails_is_not_run(model: Path, rows: Path, tmp_path: Path, m
         return run(self, *given)
 
     run = PackedModel.__call__
+    brimful.train(rows, model=model, output=tmp_path / "run", dry_run=True, **SIZES)  # the equivalence check passes
     monkeypatch.setattr(PackedModel, "__call__", failing)
     heard = _Heard()
     ended = brimful.train(rows, model=model, output=tmp_path / "run", callbacks=heard, **SIZES)
@@ -181,9 +185,11 @@ def test_a_wrong_loss_or_gradient_is_found(change: Callable[[Any], Any]) -> None
     assert compare(step._built, SAMPLE).passed
     plain_task = copy.copy(inner.task)
     change(inner)
-    real = first_batch._plain_losses
+    real = plain_pass._Plain
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(first_batch, "_plain_losses", lambda m, w, r, i, task, d: real(m, w, r, i, plain_task, d))
+        patch.setattr(
+            plain_pass, "_Plain", lambda model, precision, _, *more: real(model, precision, plain_task, *more)
+        )
         assert compare(step._built, SAMPLE).passed is False
 
 
@@ -232,3 +238,22 @@ def test_statistics_of_batches_are_as_before() -> None:
     found = compare(step._built, SAMPLE)
     assert found.passed, found.reason
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_the_plain_model_keeps_inputs_of_layers_alone_and_is_left_as_it_was() -> None:
+    """By torch's checkpointing: each layer is called twice, and the gradient is that of all activations kept."""
+    step, calls = make_step(FAMILIES["bert"].model()), list[str]()
+    made, layers = step._built, layers_of(step._built.model)
+    assert layers is not None
+    before = [dict(vars(layer)) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(lambda *_: calls.append("layer")) for layer in layers]
+    found = plain_pass.plain(made, SAMPLE, made.precision)
+    for hook in hooks:
+        hook.remove()
+    assert len(calls) in (len(layers), 2 * len(layers))  # by transformers' release, the hook is in what is recomputed
+    assert [{name: vars(layer).get(name) for name in was} for layer, was in zip(layers, before, strict=True)] == before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_pass, "_recomputed_by_torch", lambda _: nullcontext())
+        kept = plain_pass.plain(made, SAMPLE, made.precision)
+    assert all(torch.equal(one, other) for one, other in zip(found.gradients, kept.gradients, strict=True))
+    assert not any(gradient.is_cuda for gradient in found.gradients)

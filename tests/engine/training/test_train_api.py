@@ -145,7 +145,7 @@ def test_tensorboard_has_what_the_log_has(model: Path, rows: Path, tmp_path: Pat
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    brimful.train(rows, model=model, output=tmp_path / "run", report_to="tensorboard", eval_steps=5, **SIZES)
+    brimful.train(rows, model=model, output=tmp_path / "run", report_to=["tensorboard"], eval_steps=5, **SIZES)
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     board.Reload()
     found = [(point.step, point.value) for point in board.Scalars("train/loss")]

@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.cores import num_cores
-from brimful.core.errors import DataError, Interrupted, OptionError, printable
+from brimful.core.errors import DataError, Interrupted, OptionError, RanksError, printable
 from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.evaluation import Baseline, Evaluation, Mistake
 from brimful.core.options import ClassifyOptions
+from brimful.core.place import find_place
 from brimful.data.labels.columns import Columns, check_exists, find_columns
 from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.in_memory import Tables
@@ -27,17 +28,31 @@ from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import read_rows
 from brimful.data.tokens.token_stream import TokenStream, choose_workers
 from brimful.data.writers.output_path import check_output
+from brimful.engine.classification.gpu_workers import GpuWorkers, check_gpus_there, job_of
+from brimful.engine.classification.rank_windows import (
+    Begin,
+    End,
+    SharedStages,
+    awaited,
+    begin,
+    leading,
+    runner_of,
+    take_part,
+)
+from brimful.engine.classification.ready import gpu_workers
 from brimful.engine.classification.request import Asked, TextRequest, Texts
-from brimful.engine.classification.runner import Checked, Runner, check_model
+from brimful.engine.classification.runner import Checked, check_model
 from brimful.engine.classification.stages import Busy, Stages, run_stages
 from brimful.engine.classification.verify import rows_to_compare, verified_runner
 from brimful.engine.classification.windows import Reading, WindowSize
 from brimful.engine.evaluation.truth import Truth, read_truth
-from brimful.engine.prepare import report_columns
+from brimful.engine.read_examples import report_columns
 from brimful.engine.scoring import PredictionFile, evaluation_of, mistakes_of, prediction_form, truth_column
-from brimful.engine.signals import StopSignals
+from brimful.engine.signals import StopSignals, passing_on
 from brimful.hardware.probe import choose_device, probe
+from brimful.hardware.ranks import Ranks, joined
 from brimful.levers.precision import choose_forward_precision
+from brimful.step.precision import Precision
 from brimful.step.recovery import OutOfMemoryLog, out_of_memory_text
 from brimful.tasks.answers import answer_form
 from brimful.tasks.scoring.baselines import constant_baseline
@@ -50,7 +65,7 @@ _SAMPLE = 2048
 _SHARED = (
     *("text_column", "pair_column", "header", "column_names", "delimiter", "encoding", "sheet", "max_length"),
     *("threshold", "precision", "device", "verify", "packing", "token_budget", "execution", "num_workers"),
-    *("trust_remote_code", "allow_pickle"),
+    *("trust_remote_code", "allow_pickle", "gpus"),
 )
 
 #: The columns that `classify` adds to rows without a label, in their order.
@@ -69,16 +84,18 @@ def evaluate_model(
     asked = ClassifyOptions(
         model=options.model, data=options.data, **{name: getattr(options, name) for name in _SHARED}
     )
-    precision = choose_forward_precision(options.precision, choose_device(options.device))
-    checked = check_model(asked)
-    form = answer_form(checked.facts.config, threshold=options.threshold)
-    given = _read(options, asked, checked, callbacks, tables)
+    place = find_place()
+    device = choose_device(options.device, place.local_rank)
+    check_gpus_there(options, device)
+    precision = choose_forward_precision(options.precision, device)
     with ExitStack() as stack:
-        num_workers = options.num_workers
-        if num_workers is None:
-            num_workers = choose_workers(given.texts.num_bytes, precision.device.type, num_cores() or 1)
-        tokens = stack.enter_context(TokenStream(checked.encoder, num_workers=num_workers, warn=callbacks.warning))
-        request = TextRequest(form, tokens)
+        ranks = stack.enter_context(joined(place, device))
+        if not ranks.leads:
+            return _follow(options, asked, precision, ranks, stack, tables)
+        records = stack.enter_context(leading(ranks))
+        checked = check_model(asked)
+        given = _read(options, asked, checked, callbacks, tables)
+        request = _request(options, checked, given, precision, stack, callbacks)
         sample = given.texts.slice(0, max(_SAMPLE, options.verify or 0))
         first = request.submit(sample, Busy())()
         num_tokens = (mean_tokens := float(first.num_tokens_N.mean())) * len(given.texts)
@@ -94,30 +111,75 @@ def evaluate_model(
         )
         runner, fallback = verified.runner, verified.fallback
         callbacks.recipe(runner.recipe)
-        run = _Pass(options, given, request, runner, callbacks)
+        job = job_of(runner, asked, first.sequences, int(num_tokens))
+        workers = stack.enter_context(gpu_workers(options.gpus, runner, job, callbacks, log, by_default=False))
+        begin(ranks, Begin(job=job))
+        if ranks.count > 1:
+            callbacks.note(f"{ranks.count} processes share the rows")
+        run = _Pass(options, given, request, workers, ranks, log, callbacks, precision.device.type)
         stack.callback(run.discard)
         callbacks.stage("evaluating")
         with StopSignals() as stop:
             run.through(stop)
         scored = run.scorer.result()
         run.finish()
-    notes = [*given.notes, *([fallback] if fallback else []), *map(out_of_memory_text, log.found), *run.notes()]
-    return evaluation_of(
-        scored,
-        model=options.model,
-        data=options.data,
-        command=command,
-        labels=given.truth.space,
-        left_out=given.truth.left_out,
-        baselines=(_constant(given.truth),),
-        notes=tuple(notes),
-        predictions=options.output,
-        mistakes=run.mistakes(),
-        options={k: v for k, v in vars(options).items() if k not in ("model", "data")},
-        recipe=runner.recipe,
-        machine=probe(),
-        wall_s=time.perf_counter() - began,
-    )
+        notes = (*given.notes, *([fallback] if fallback else []), *map(out_of_memory_text, log.found), *run.notes())
+        record = evaluation_of(
+            scored,
+            model=options.model,
+            data=options.data,
+            command=command,
+            labels=given.truth.space,
+            left_out=given.truth.left_out,
+            baselines=(_constant(given.truth),),
+            notes=notes,
+            predictions=options.output,
+            mistakes=run.mistakes(),
+            options={k: v for k, v in vars(options).items() if k not in ("model", "data")},
+            recipe=runner.recipe,
+            machine=probe(),
+            wall_s=time.perf_counter() - began,
+        )
+        records.append(record)
+        return record
+
+
+def _request(
+    options: EvaluateOptions, checked: Checked, given: _Given, precision: Precision, stack: ExitStack,
+    callbacks: Callbacks,
+) -> TextRequest:  # fmt: skip
+    num_workers = options.num_workers
+    if num_workers is None:
+        num_workers = choose_workers(given.texts.num_bytes, precision.device.type, num_cores() or 1)
+    tokens = stack.enter_context(TokenStream(checked.encoder, num_workers=num_workers, warn=callbacks.warning))
+    return TextRequest(answer_form(checked.facts.config, threshold=options.threshold), tokens)
+
+
+def _follow(
+    options: EvaluateOptions, asked: ClassifyOptions, precision: Precision, ranks: Ranks, stack: ExitStack,
+    tables: Tables | None,
+) -> Evaluation:  # fmt: skip
+    """Take part in the evaluation that another process leads; return its record."""
+    silent = Callbacks()
+    stack.enter_context(passing_on(ranks))
+    checked = check_model(asked)
+    given = _read(options, asked, checked, silent, tables)
+    order = awaited(ranks)
+    record = order.record if isinstance(order, End) else None
+    if isinstance(order, Begin):
+        request = _request(options, checked, given, precision, stack, silent)
+        runner, heard = runner_of(order, checked, precision.device)
+        record = take_part(
+            ranks,
+            WindowSize.on(precision.device.type, sequences_per_row=1).cut(given.texts),
+            tokenise=lambda part: request.submit(part, Busy()),
+            compute=lambda found: runner.submit(found.sequences),
+            heard=heard,
+        )
+    if record is None:
+        raise RanksError("the leading process has ended before all rows were evaluated")
+    found: Evaluation = record
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,10 +267,12 @@ class _Pass:
     """All windows through all stages, into the scorer and the file of answers."""
 
     def __init__(
-        self, options: EvaluateOptions, given: _Given, request: TextRequest, runner: Runner, callbacks: Callbacks
-    ) -> None:
+        self, options: EvaluateOptions, given: _Given, request: TextRequest, workers: GpuWorkers, ranks: Ranks,
+        log: OutOfMemoryLog, callbacks: Callbacks, device_type: str,
+    ) -> None:  # fmt: skip
         self._options, self._given, self._request = options, given, request
-        self._runner, self._callbacks = runner, callbacks
+        self._workers, self._ranks, self._log, self._callbacks = workers, ranks, log, callbacks
+        self._device_type = device_type
         truth = given.truth
         named = {"seed": options.seed, "resamples": options.resamples, "threshold": options.threshold}
         self.scorer = make_scorer(truth.space, truth.targets_N, **named)  # type: ignore[arg-type]
@@ -218,14 +282,23 @@ class _Pass:
 
     def through(self, stop: StopSignals) -> None:
         """Every window. Raises: Interrupted when told to stop."""
-        stages, request = Stages(), self._request
-        run_stages(
-            WindowSize.on(self._runner.precision.device.type, sequences_per_row=1).cut(self._given.texts),
+        stages, request, others = Stages(), self._request, self._ranks.count - 1
+        shared = SharedStages(
+            self._ranks,
             tokenise=lambda part: request.submit(part, stages.tokenise),
-            compute=lambda asked: self._runner.submit(asked.sequences),
+            compute=lambda asked: self._workers.submit(asked.sequences),
             write=self._write,
+            hear=self._log,
+        )
+        run_stages(
+            WindowSize.on(self._device_type, sequences_per_row=1).cut(self._given.texts),
+            tokenise=shared.tokenise,
+            compute=shared.compute,
+            write=shared.write,
             stages=stages,
             stop=lambda: stop.received is not None,
+            devices=lambda: self._workers.num_ready + others,
+            most_devices=len(self._workers) + others,
         )
         if stop.received is not None and self._done < len(self._given.texts):
             raise Interrupted(

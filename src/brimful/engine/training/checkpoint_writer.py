@@ -7,7 +7,7 @@ A state too large to be copied is written at once, from the tensors as they are.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,11 @@ class CheckpointWriter:
         except DiskFullError as error:
             failure = error
         return Saved(step=self._step, failure=failure)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for what was begun, but no longer."""
+        if (writing := self._writing) is not None:
+            wait([writing], timeout=seconds)
 
     def close(self) -> None:
         """Wait for what was begun."""

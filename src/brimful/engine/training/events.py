@@ -29,13 +29,15 @@ _BLOCK_BYTES = 1 << 16
 class EventLog:
     """An open log. Opening repairs a torn last line. One writer, one thread.
 
-    lost: events that could not be written since it was opened. report: called once with the first reason.
+    lost: events that could not be written since it was opened. report: called once with the first reason. heard: called
+    after each event that was written, on the thread that wrote it.
     Raises: DiskFullError or OutputError if the file cannot be opened.
     """
 
     def __init__(self, path: Path, *, report: Callable[[str], None]) -> None:
         self.path, self.lost = path, 0
         self._report, self._reported = report, False
+        self.heard: Callable[[], None] | None = None
         self._unrecorded = 0  # lost events that no events_lost line tells of yet
         self._torn = False  # there may be a part of a line after self._end
         with atomic_files.file_errors(path):
@@ -62,6 +64,8 @@ class EventLog:
             self.lost += 1
             self._unrecorded += 1
             self._say(f"cannot write {atomic_files.path_text(self.path)}: {error.strerror}; going on without the log")
+        if self.heard is not None:
+            self.heard()
 
     def position(self) -> int:
         """Bytes of whole lines so far, all of them on the disk: stored in a checkpoint, given to `cut` on resume."""

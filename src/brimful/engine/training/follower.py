@@ -6,11 +6,7 @@ one process alone has met, a signal, a full disk, a metric, can lead two of them
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,20 +15,23 @@ import torch
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import RanksError
 from brimful.core.options import TrainOptions
-from brimful.core.records import Run
+from brimful.core.phases import Phases
+from brimful.core.records import OutOfMemory, Run
 from brimful.data.batches.batch import Batch
 from brimful.data.batches.prefetch import Feed
 from brimful.engine.assemble import Built, build
-from brimful.engine.first_batch import slowest
 from brimful.engine.fitted_step import FittedStep
-from brimful.engine.inference import evaluating, evaluation_forward, send_part
+from brimful.engine.inference import evaluating, evaluation_forward, predict, send_part
 from brimful.engine.learning import resumed
 from brimful.engine.prepare import Prepared, prepare
+from brimful.engine.signals import passing_on
 from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
-from brimful.engine.training.orders import Order
+from brimful.engine.training.orders import Order, own_work
 from brimful.engine.training.run_folder import RunFolder
+from brimful.engine.training.same_path import options_of, with_sizes
 from brimful.hardware.ranks import Ranks, digest
 from brimful.levers.precision import choose_precision
+from brimful.step.recovery import out_of_memory_text
 from brimful.step.step import Pending
 
 #: Steps whose rows can still be asked about: more than the leader has in flight.
@@ -46,7 +45,7 @@ def follow(options: TrainOptions, device: torch.device, ranks: Ranks) -> Run:
     """
     path = Path(options.output)
     if not options.dry_run:
-        with _deaf():
+        with passing_on(ranks):
             _take_part(options, device, ranks)
     run = RunFolder(path).read()
     if run is None:
@@ -55,16 +54,22 @@ def follow(options: TrainOptions, device: torch.device, ranks: Ranks) -> Run:
 
 
 def _take_part(options: TrainOptions, device: torch.device, ranks: Ranks) -> None:
-    callbacks, precision = Callbacks(), choose_precision(options.precision, device)
+    callbacks, precision, phases = Callbacks(), choose_precision(options.precision, device), Phases()
+    phases.heard = ranks.pulse.enter
+    phases.enter("data")
     found = RunFolder(Path(options.output)).read() if options.resume else None
     if found is not None:
         options = resumed(options, found)
-    prepared = prepare(options, callbacks, before=found)
-    order, fallbacks = ranks.hear()
+    prepared = prepare(options, callbacks, phases, before=found)
+    order, _ = ranks.hear()
     if order == Order.END:
         return
-    asked, eager = slowest(options) if fallbacks else (options, False)
-    built = build(asked, prepared, precision, callbacks, eager_attention=eager, ranks=ranks)
+    path = ranks.spread()
+    asked, eager = options_of(path, options)
+    if asked.precision != options.precision:
+        precision = choose_precision(asked.precision, device)
+    built = build(asked, prepared, precision, callbacks, phases, eager_attention=eager, ranks=ranks)
+    built = with_sizes(path, built)
     _Follower(options, prepared, built, ranks).run()
 
 
@@ -73,7 +78,7 @@ class _Follower:
 
     def __init__(self, options: TrainOptions, prepared: Prepared, built: Built, ranks: Ranks) -> None:
         self._options, self._prepared, self._built, self._ranks = options, prepared, built, ranks
-        self._fitted = FittedStep(built, lambda _: None)
+        self._fitted = FittedStep(built, self._out_of_memory)
         self._forward = evaluation_forward(built, most_rows=options.batch_size, note=lambda _: None)
         self._steps: deque[tuple[int, Pending]] = deque(maxlen=_REMEMBERED)
 
@@ -82,12 +87,17 @@ class _Follower:
         order, number = self._ranks.hear()
         while order != Order.END:
             if order == Order.LOAD:
-                saved = checkpoint_path(RunFolder(Path(self._options.output)).checkpoints, number)
-                self._built.step.load_state(load_checkpoint(saved).state)
+                self._load(number)
             elif order == Order.BEGIN:
                 self._train(number)
-                return
+                break
             order, number = self._ranks.hear()
+        if not self._built.step.update.gathers_weights:
+            self._built.step.release()
+
+    def _load(self, step: int) -> None:
+        saved = checkpoint_path(RunFolder(Path(self._options.output)).checkpoints, step)
+        self._built.step.load_state(load_checkpoint(saved).state)
 
     def _train(self, start: int) -> None:
         """Take steps from batch `start` on, and do what is between them, until the end."""
@@ -97,18 +107,31 @@ class _Follower:
             order, number = self._ranks.hear()
             while order != Order.END:
                 if order == Order.STEP:
+                    self._ranks.pulse.await_input()
                     self._step(next(batches), number)
                 elif order == Order.EVALUATE:
                     self._evaluate()
                 elif order == Order.ROWS:
                     self._name_rows(number)
+                elif order == Order.STATE:
+                    self._built.step.state()
+                elif order == Order.LOAD:
+                    self._load(number)
+                elif order == Order.RELEASE:
+                    self._built.step.release()
                 elif order == Order.COMPARE:
                     self._ranks.send(np.array([digest(self._built.step.update.weights().values())]))
                 order, number = self._ranks.hear()
 
+    def _out_of_memory(self, found: OutOfMemory) -> None:
+        """Have the leader say that memory ran out here."""
+        pulse = self._ranks.pulse
+        pulse.warnings = (*pulse.warnings, f"process {pulse.rank}: {out_of_memory_text(found)}")
+
     def _step(self, batch: Batch, number: int) -> None:
         if batch.number != number:
             raise RuntimeError(f"the leader is at batch {number}, and this process at {batch.number}")
+        self._ranks.pulse.begin(number + 1, **own_work(batch))
         pending = self._fitted.run(batch)
         self._built.source.layout = self._fitted.layout
         self._steps.append((number, pending))
@@ -116,24 +139,16 @@ class _Follower:
     def _evaluate(self) -> None:
         evaluation = self._prepared.evaluation
         assert evaluation is not None
-        with evaluating(self._built.model), self._built.step.update.reading():
-            send_part(self._forward, evaluation.tokens, self._ranks)
+        self._ranks.pulse.enter("evaluation")
+        step = self._built.step
+        with evaluating(self._built.model), step.update.reading(), step.with_others():
+            if not step.update.gathers_weights:
+                send_part(self._forward, evaluation.tokens, self._ranks)
+                return
+            for _ in predict(self._forward, evaluation.tokens):  # all take part in each pass
+                self._ranks.pulse.move()
 
     def _name_rows(self, number: int) -> None:
         """Send the rows of a skipped step whose loss was not finite."""
         rows = next((pending.read().bad_samples for each, pending in self._steps if each == number), ())
         self._ranks.send(np.array(rows, dtype=np.int64))
-
-
-@contextmanager
-def _deaf() -> Iterator[None]:
-    """Within, signals to stop are the leader's to hear: it saves, and gives the order."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)

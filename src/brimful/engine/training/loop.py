@@ -10,60 +10,47 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from typing import Any
+from collections.abc import Sequence
+from contextlib import closing, suppress
 
-from brimful.core.callbacks import Callbacks, Progress
+from brimful.core.callbacks import Progress
 from brimful.core.errors import (
     BrimfulError,
-    CheckpointError,
     DataError,
     Interrupted,
     MemoryFullError,
     NonFiniteError,
+    RanksError,
     listed,
     printable,
 )
-from brimful.core.options import TrainOptions
-from brimful.core.phases import Phases
 from brimful.core.records import OutOfMemory, Run
 from brimful.data.batches.batch import Batch
 from brimful.data.batches.prefetch import Feed, Source
-from brimful.engine.assemble import Built
 from brimful.engine.clock import Clock
 from brimful.engine.fitted_step import FittedStep
-from brimful.engine.inference import evaluate_rows, evaluating, evaluation_forward, predict
 from brimful.engine.learning import epochs_between
-from brimful.engine.prepare import Prepared
 from brimful.engine.signals import StopSignals
-from brimful.engine.training.baselines import Baselines
-from brimful.engine.training.checkpoint import (
-    checkpoint_path,
-    load_checkpoint,
-    newest_whole,
-    saved_steps,
-)
-from brimful.engine.training.checkpoint_writer import CheckpointWriter
-from brimful.engine.training.events import EventLog
-from brimful.engine.training.final_evaluation import RowScores, final_evaluation, learning_findings
+from brimful.engine.training.evaluations import Evaluations
 from brimful.engine.training.loop_state import LoopState
-from brimful.engine.training.orders import Order
+from brimful.engine.training.orders import Order, own_work
 from brimful.engine.training.resume import check_weights
-from brimful.engine.training.run_folder import RunFolder
+from brimful.engine.training.run_context import RunContext
 from brimful.engine.training.saved_model import save_trained
-from brimful.hardware.ranks import digest
+from brimful.engine.training.saving import Saving
+from brimful.hardware.pulse import Lost
 from brimful.measurement.memory import MemoryWatch
 from brimful.reports.card import model_card
 from brimful.reports.memory_text import limit_text
 from brimful.step.recovery import out_of_memory_text
 from brimful.step.step import Outcome, Pending
-from brimful.tasks.task import LOWER_IS_BETTER
 
 #: Steps that may be in flight while the host goes on.
 _IN_FLIGHT = 2
 #: Steps in a row without a finite loss and gradient after which training stops.
 _MOST_NON_FINITE = 5
+#: Most seconds for a checkpoint that is being written when another process is lost.
+_LAST_CHECKPOINT_S = 20.0
 
 
 class _ToldToStopError(Exception):
@@ -73,48 +60,35 @@ class _ToldToStopError(Exception):
 class TrainingLoop:
     """One run from its first step, or the one after its newest checkpoint, to its saved model."""
 
-    def __init__(
-        self,
-        options: TrainOptions,
-        prepared: Prepared,
-        built: Built,
-        folder: RunFolder,
-        events: EventLog,
-        callbacks: Callbacks,
-        run: Run,
-        phases: Phases,
-        baselines: Baselines,
-    ) -> None:
-        self._options, self._prepared, self._built, self._folder = options, prepared, built, folder
-        self._events, self._callbacks, self._record = events, callbacks, run
-        self._fitted = FittedStep(built, self._out_of_memory)
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._options, self._prepared, self._built = context.options, context.prepared, context.built
+        self._events, self._callbacks, self._phases = context.events, context.callbacks, context.phases
         #: Batches from one evaluation to the next, where no steps between them were asked for.
-        self._batches_between = prepared.order.batches_per_epoch * epochs_between(options, prepared.learning)
-        self._forward = evaluation_forward(built, most_rows=options.batch_size, note=callbacks.warning)
-        self._forward.hear = self._out_of_memory
-        self._state = LoopState()
-        self._phases, self._baselines = phases, baselines
-        self._writer = CheckpointWriter(folder.checkpoints, run.run, keep=options.save_total_limit)
-        self._saved_step: int | None = None
-        self._scores: dict[int, RowScores] = {}  # by step, of the last evaluation and of the best one
-        self._took_best = False
-        #: What to go back to should the checkpoint that is being written fail: the step saved before, and the best one.
-        self._unsettled = False
-        self._unless_saved: tuple[int | None, tuple[Any, ...] | None] = (None, None)
-        self._passed_over: set[int] = set()  # steps whose checkpoints were found damaged
-        self._signals = StopSignals(lambda: callbacks.stage("stopping after this step"))
+        self._batches_between = self._prepared.order.batches_per_epoch * epochs_between(
+            self._options, self._prepared.learning
+        )
+        self._ranks, self._fitted = self._built.step.ranks, FittedStep(self._built, self._out_of_memory)
+        self._memory = MemoryWatch(self._built.step.device, self._built.step.memory, limit=self._options.memory_limit)
+        self._saving = Saving(context)
+        self._evaluations = Evaluations(context, self._memory, self._out_of_memory)
+        self._signals = StopSignals(lambda: self._callbacks.stage("stopping after this step"))
         self._flying: deque[Pending] = deque()
-        self._ranks, self._apart = built.step.ranks, False
-        self._memory = MemoryWatch(built.step.device, built.step.memory, limit=options.memory_limit)
-        self._compilations = built.compilations
+        self._compilations = self._built.compilations
         self._compilations.look(0)
         self._input_wait_s = 0.0
         self._clock = Clock()
         self._logged = (0.0, 0, 0)  # seconds, samples and tokens when progress was last told
 
+    @property
+    def _state(self) -> LoopState:
+        return self._context.state
+
     def run(self) -> Run:
         """Trains to the end and saves the model. Raises what `train` raises."""
-        with self._signals, closing(self._built.source) as source, self._settling():
+        if self._ranks.watch is not None:
+            self._ranks.watch.on_loss = self._leave
+        with self._signals, closing(self._built.source) as source, self._saving.settling():
             self._take_up()
             self._events.write("resumed" if self._state.consumed else "started", step=self._state.applied)
             self._clock = Clock(self._state.train_s)
@@ -123,6 +97,18 @@ class TrainingLoop:
                 return self._run(source)
             except MemoryFullError as error:
                 raise self._kept(error) from error
+            except RanksError:
+                if self._ranks.lost is not None:
+                    self._write_lost(self._ranks.lost)
+                raise
+
+    def _leave(self, lost: Lost) -> None:
+        """Write down who is lost, and let the checkpoint that is being written be whole, where the loop cannot."""
+        self._write_lost(lost)
+        self._saving.wait(_LAST_CHECKPOINT_S)
+
+    def _write_lost(self, lost: Lost) -> None:
+        self._events.write("process_lost", **dataclasses.asdict(lost))
 
     def _run(self, source: Source) -> Run:
         self._do_what_is_due()  # a signal to stop may have come before it was done
@@ -141,25 +127,12 @@ class TrainingLoop:
         with self._clock.paused():
             return self._finish()
 
-    @contextmanager
-    def _settling(self) -> Iterator[None]:
-        """Whatever ends the block, what was begun to be saved is there after it, or said to be lost."""
-        try:
-            with closing(self._writer):
-                yield
-        finally:
-            self._settle()
-
     def _take_up(self) -> None:
         """Continues from the newest whole checkpoint, if there is one; cuts the event log back to it."""
-        checkpoint, passed_over = newest_whole(self._folder.checkpoints, self._record.run)
-        for line in passed_over:
-            self._callbacks.warning(f"passed over: {line}")
-        whole_step = -1 if checkpoint is None else checkpoint.step
-        self._passed_over = {step for step in saved_steps(self._folder.checkpoints) if step > whole_step}
+        checkpoint = self._saving.newest()
         if checkpoint is not None:
-            check_weights(self._built.step.state(), checkpoint, self._options.output)
-            self._state = LoopState(**checkpoint.loop)
+            check_weights(self._built.step.tensors(), checkpoint, self._options.output)
+            self._context.state = LoopState(**checkpoint.loop)
             asked = self._state.num_steps
             if asked is not None and asked < self._prepared.num_steps:  # it may have ended for want of improvement
                 self._state.ended_early, self._state.without_improvement = False, 0
@@ -168,8 +141,7 @@ class TrainingLoop:
             if self._state.token_budget is not None:
                 self._fitted.limit_to(self._state.token_budget)
                 self._built.source.layout = self._fitted.layout
-            self._record = dataclasses.replace(self._record, out_of_memory=_records(self._state))
-            self._saved_step = checkpoint.step
+            self._record_out_of_memory()
             self._callbacks.note(f"going on after step {checkpoint.step}")
         elif self._options.resume:
             self._callbacks.warning("--resume finds no checkpoint here: starting from the beginning")
@@ -181,6 +153,7 @@ class TrainingLoop:
         for batch in feed:
             began = time.perf_counter()
             with self._ranks.together(Order.STEP, batch.number):
+                self._ranks.pulse.begin(batch.number + 1, **own_work(batch))
                 self._flying.append(self._fitted.run(batch))
             if self._compilations.look(batch.number + 1):
                 self._phases.move(time.perf_counter() - began, "capture")
@@ -188,13 +161,13 @@ class TrainingLoop:
             if len(self._flying) > _IN_FLIGHT:
                 self._land(self._flying.popleft())
             self._stop_if_told()
-            if self._unsettled and self._writer.ended:
-                self._settle()
+            self._saving.settle_if_written()
             if self._may_be_due(batch):
                 self._land_all()
                 self._do_what_is_due()
                 if self._ended():
                     return
+            self._ranks.pulse.await_input()
 
     def _out_of_memory(self, found: OutOfMemory) -> None:
         """Says and writes down that memory ran out, and has batches to come made as the run goes on."""
@@ -203,20 +176,21 @@ class TrainingLoop:
         state.out_of_memory.append(dataclasses.asdict(found))
         self._events.write("out_of_memory", step=state.applied, **dataclasses.asdict(found))
         self._callbacks.warning(out_of_memory_text(found))
-        self._record = dataclasses.replace(self._record, out_of_memory=_records(state))
+        self._record_out_of_memory()
         with suppress(BrimfulError):  # it is in the log as well
-            self._folder.write(self._record)
+            self._context.folder.write(self._context.record)
+
+    def _record_out_of_memory(self) -> None:
+        found = tuple(OutOfMemory(**each) for each in self._state.out_of_memory)
+        self._context.record = dataclasses.replace(self._context.record, out_of_memory=found)
 
     def _kept(self, error: MemoryFullError) -> MemoryFullError:
         """Saves a checkpoint before the run ends for want of memory, if weights are whole; the error that says so."""
-        if not error.resumable:
+        if not error.resumable or not self._saving.can_save:
             return error
         self._land_all()
         self._state.train_s = self._clock.seconds
-        self._settle()
-        if self._saved_step != self._state.applied:
-            self._save()
-            self._settle(must=True)
+        self._saving.save_now()
         self._events.write("stopped", step=self._state.applied, why=str(error))
         said, hint = f"{error}; all is saved after step {self._state.applied}", f"{error.hint}; --resume goes on"
         return MemoryFullError(said, hint=hint)
@@ -227,7 +201,8 @@ class TrainingLoop:
 
     def _land(self, pending: Pending) -> None:
         """Takes account of one step that the device has done."""
-        outcome, state = pending.read(), self._state
+        with self._ranks.pulse.reading():
+            outcome, state = pending.read(), self._state
         state.consumed += 1
         if not outcome.applied:
             self._skipped(outcome)
@@ -240,6 +215,12 @@ class TrainingLoop:
         state.window_batches += 1
         if state.applied % self._options.logging_steps == 0:
             self._tell(outcome)
+
+    def _tell_of_others(self) -> None:
+        """Say what other processes have warned of since."""
+        for warning in self._ranks.new_warnings():
+            self._events.write("warning", step=self._state.applied, text=warning)
+            self._callbacks.warning(warning)
 
     def _skipped(self, outcome: Outcome) -> None:
         self._state.skipped += 1
@@ -290,7 +271,10 @@ class TrainingLoop:
             memory_bytes=self._memory.now(),
         )
         self._events.write("step", **dataclasses.asdict(progress))
+        self._ranks.pulse.enter("logging")
+        self._tell_of_others()
         self._callbacks.progress(progress)
+        self._ranks.pulse.enter("steps")
         self._memory.look_beside()
         self._logged = (now, state.samples, state.tokens)
         state.window_loss, state.window_batches = 0.0, 0
@@ -318,139 +302,19 @@ class TrainingLoop:
         is_new = due(options.eval_steps) and state.metrics_step != state.applied
         with self._clock.paused():
             if is_new:
-                self._settle()
+                self._saving.settle()
             best = (state.best_value, state.best_step, state.best_metrics)
             improved = is_new and self._prepared.evaluation is not None and self._evaluate()
-            if (due(options.save_steps) or improved) and self._saved_step != state.applied:
-                self._save(best if improved else None)
+            if (due(options.save_steps) or improved) and self._saving.saved_step != state.applied:
+                self._saving.save(best if improved else None)
 
     def _evaluate(self) -> bool:
-        """Evaluates, and says whether the metric that picks the model improved."""
-        evaluation, task, state = self._prepared.evaluation, self._prepared.task, self._state
-        assert evaluation is not None
-        scores, reading = RowScores(self._prepared, self._options.seed), self._built.step.update.reading()
-        memory = self._memory.phases.phase("evaluation")
-        # Others are in the midst of an evaluation that all take part in: it is not left.
-        leave = self._leave_if_told if self._ranks.count == 1 else lambda: None
+        """Evaluate, and return whether the metric that picks the model improved."""
         try:
-            with (
-                self._phases.during("evaluation"), memory, evaluating(self._built.model), reading,
-                self._ranks.together(Order.EVALUATE),
-            ):  # fmt: skip
-                found = evaluate_rows(
-                    self._forward, evaluation.tokens, evaluation.targets_N, task, progress=leave, also=scores.add,
-                    ranks=self._ranks,
-                )  # fmt: skip
-                state.metrics = found.result()
+            return self._evaluations.evaluate(self._leave_if_told)
         except _ToldToStopError:
             self._stop_if_told()
             raise
-        for note in found.accumulator.notes:
-            self._callbacks.note(note)
-        state.metrics_step = state.applied
-        self._events.write("evaluated", step=state.applied, metrics=state.metrics)
-        self._callbacks.evaluated(state.applied, state.metrics)
-        improved = self._is_best()
-        self._scores = {step: each for step, each in self._scores.items() if step == state.best_step}
-        self._scores[state.applied] = scores
-        return improved
-
-    def _scores_of_saved(self, step: int) -> RowScores:
-        """Scores by the weights that are in place, those after `step`: of the pass that was made, or of another one."""
-        evaluation = self._prepared.evaluation
-        assert evaluation is not None
-        if step not in self._scores:
-            scores = RowScores(self._prepared, self._options.seed)
-            with evaluating(self._built.model), self._built.step.update.reading():
-                for rows, logits_MC in predict(self._forward, evaluation.tokens):
-                    scores.add(rows, self._prepared.task.answers(logits_MC))
-            self._scores[step] = scores
-        return self._scores[step]
-
-    def _final_evaluation(self, run: Run) -> Run:
-        """Evaluate the weights in place, tell of it, and add what stands out to the record."""
-        state, options, path = self._state, self._options, self._folder.path
-        if self._prepared.evaluation is None:
-            for finding in (findings := learning_findings(options, path)):
-                self._callbacks.warning(finding)
-            return dataclasses.replace(run, findings=tuple(findings))
-        with self._phases.during("evaluation"):
-            step = state.best_step if self._took_best and state.best_step is not None else state.applied
-            scores = self._scores_of_saved(step)
-            found = final_evaluation(scores, self._prepared, options, run, path, self._callbacks, self._baselines)
-        self._callbacks.evaluation(found)
-        baselines = {each.name: each.metrics for each in found.baselines}
-        return dataclasses.replace(run, baselines=baselines, findings=found.findings)
-
-    def _is_best(self) -> bool:
-        name, state = self._options.metric_for_best_model, self._state
-        if name is None:
-            return False
-        name = name.removeprefix("eval_")
-        value, best = state.metrics.get(name, math.nan), state.best_value  # some are not defined for every prediction
-        better = math.isfinite(value) and (best is None or (value < best if name in LOWER_IS_BETTER else value > best))
-        if better:
-            state.best_value, state.best_step, state.best_metrics = value, state.applied, state.metrics
-            state.without_improvement = 0
-        else:
-            state.without_improvement += 1
-        patience = self._options.early_stopping_patience
-        if patience is not None and state.without_improvement >= patience:
-            state.ended_early = True
-            self._callbacks.note(f"{name} has not improved for {patience} evaluations: training ends")
-        return better
-
-    def _save(self, best: tuple[Any, ...] | None = None) -> None:
-        """Begin to save a checkpoint. best: what was best before, where this one is better."""
-        self._settle()
-        state = self._state
-        self._compare_weights()
-        with self._phases.during("saving"):
-            self._events.write("saving", step=state.applied)
-            state.events_position = self._events.position()
-            self._unless_saved, self._saved_step = (self._saved_step, best), state.applied
-            self._writer.begin(
-                state.applied,
-                state=self._built.step.state(),
-                loop=dataclasses.asdict(state),
-                protect={state.best_step} if state.best_step is not None else set(),
-                passed_over=self._passed_over - {state.applied},
-            )
-            self._unsettled = True
-
-    def _compare_weights(self) -> None:
-        """Say so, once, if processes that made the same updates have other weights."""
-        if not self._ranks.reachable or self._apart:
-            return
-        with self._ranks.together(Order.COMPARE):
-            own = digest(self._built.step.update.weights().values())
-            others = [int(self._ranks.receive(sender)[0]) for sender in range(1, self._ranks.count)]
-        self._apart = any(each != own for each in others)
-        if self._apart:
-            apart = listed([str(rank) for rank, each in enumerate(others, 1) if each != own])
-            self._callbacks.warning(f"weights of processes {apart} are not those of process 0, which are saved")
-
-    def _settle(self, *, must: bool = False) -> None:
-        """Wait for the checkpoint that is being written. A full disk costs it, not the run, unless it `must` be there.
-
-        What is not there cannot be kept: the best one is then the one before.
-        """
-        if not self._unsettled:
-            return
-        self._unsettled, state = False, self._state
-        with self._phases.during("saving"):
-            saved = self._writer.settle()
-        if saved is None or saved.failure is None:
-            self._passed_over.discard(-1 if saved is None else saved.step)
-            return
-        self._saved_step, best = self._unless_saved
-        if best is not None:
-            state.best_value, state.best_step, state.best_metrics = best
-        self._events.write("checkpoint_failed", step=saved.step, why=str(saved.failure))
-        if must:
-            raise saved.failure
-        said = f"no checkpoint after step {saved.step}: {saved.failure}"
-        self._callbacks.warning(f"{said}; training goes on")
 
     def _ended(self) -> bool:
         state, most_steps, most_batches = self._state, self._options.max_steps, self._prepared.num_batches
@@ -470,10 +334,7 @@ class TrainingLoop:
             return
         self._land_all()
         self._state.train_s = self._clock.seconds
-        self._settle()
-        if self._saved_step != self._state.applied:
-            self._save()
-            self._settle(must=True)
+        self._saving.save_now()
         self._events.write("stopped", step=self._state.applied, signal=number)
         raise Interrupted(
             f"stopped by a signal after step {self._state.applied}; all is saved",
@@ -484,18 +345,20 @@ class TrainingLoop:
     def _finish(self) -> Run:
         """Evaluates and saves what is to be kept, and closes the record."""
         state = self._state
+        self._tell_of_others()
         peak = self._memory.peak()
         if (said := limit_text(peak, self._options.memory_limit)) is not None:
             self._callbacks.note(said)
         if self._prepared.evaluation is not None and state.metrics_step != state.applied:
-            self._settle()
+            self._saving.settle()
             self._evaluate()
-        if self._saved_step != state.applied:
-            self._save()
+        if self._saving.saved_step != state.applied:
+            self._saving.save()
         with self._phases.during("export"):
-            metrics = self._take_best()
+            took_best = self._saving.take_best()
+        metrics = state.best_metrics if took_best else state.metrics
         run = dataclasses.replace(
-            self._record,
+            self._context.record,
             status="finished",
             metrics={name: value if math.isfinite(value) else None for name, value in metrics.items()},
             steps=state.applied,
@@ -507,36 +370,18 @@ class TrainingLoop:
             compilations=self._compilations.found,
             input_wait_s=self._input_wait_s,
         )
-        run = self._final_evaluation(run)
+        best_step = state.best_step if took_best and state.best_step is not None else state.applied
+        run = self._evaluations.final(run, step=best_step)
+        if self._built.step.update.gathers_weights:
+            self._ranks.tell(Order.RELEASE)
         self._built.step.release()
         self._built.model.eval()
         card = model_card(run, self._prepared.inputs)
         with self._phases.during("export"):  # beside the last checkpoint
-            save_trained(self._built, self._prepared, self._options, self._folder.model, card)
-        self._settle(must=True)
+            save_trained(self._built, self._prepared, self._options, self._context.folder.model, card)
+        self._saving.settle(must=True)
         run = dataclasses.replace(run, phases_s=self._phases.seconds)
         self._events.write("finished", step=state.applied, metrics=metrics, phases_s=run.phases_s)
-        self._folder.write(run)
-        self._callbacks.finished(run, str(self._folder.path))
+        self._context.folder.write(run)
+        self._callbacks.finished(run, str(self._context.folder.path))
         return run
-
-    def _take_best(self) -> Mapping[str, float]:
-        """Put the best model's weights in place, if another than the last was best; return its metrics."""
-        state = self._state
-        if state.best_step is None or state.best_step == state.applied:
-            return state.metrics
-        self._settle(must=True)  # with the last weights: after the best ones it could not be tried again
-        try:
-            best = load_checkpoint(checkpoint_path(self._folder.checkpoints, state.best_step))
-        except CheckpointError as error:
-            self._events.write("best_lost", step=state.best_step, why=str(error))
-            self._callbacks.warning(f"the best model is lost, the last one is kept: {error}")
-            return state.metrics
-        self._built.step.load_state(best.state)
-        self._took_best = True
-        self._callbacks.note(f"the model after step {best.step} was best, and is kept")
-        return state.best_metrics
-
-
-def _records(state: LoopState) -> tuple[OutOfMemory, ...]:
-    return tuple(OutOfMemory(**found) for found in state.out_of_memory)

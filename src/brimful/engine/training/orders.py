@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from brimful.data.batches.batch import Batch
+
 
 class Order(IntEnum):
     """An order, and what its number is.
 
-    BUILD: faster paths that failed on the first batch. LOAD: step of a checkpoint. BEGIN: first batch to come.
-    STEP: batch to take a step on. ROWS: batch whose rows that are not finite are to be named. EVALUATE, COMPARE (all
-    weights), END: nothing.
+    BUILD: nothing; the leader's way to run follows. LOAD: step of a checkpoint. BEGIN: first batch to come. STEP: batch
+    to take a step on. ROWS: batch whose rows that are not finite are to be named. EVALUATE, COMPARE (all weights),
+    STATE (all put their parts of it together), RELEASE (and their weights, at the end), END: nothing.
     """
 
     END = 0
@@ -21,3 +23,12 @@ class Order(IntEnum):
     ROWS = 5
     EVALUATE = 6
     COMPARE = 7
+    STATE = 8
+    RELEASE = 9
+
+
+def own_work(batch: Batch) -> dict[str, int]:
+    """Return the tokens and rows of a batch, or of this process's part of it."""
+    if batch.rows is None:
+        return {"tokens": batch.num_tokens, "rows": batch.num_samples}
+    return {"tokens": sum(len(each) for each in batch.rows.ids), "rows": len(batch.rows.ids)}

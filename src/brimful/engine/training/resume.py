@@ -14,8 +14,10 @@ from brimful.core.records import LabelSpace, Run
 from brimful.engine.learning import learning_of
 
 if TYPE_CHECKING:  # they import torch, which options are checked without
+    from torch import Tensor
+
     from brimful.engine.training.checkpoint import Checkpoint
-    from brimful.step.state import StepState
+
 
 _HINT = "resume with what the run was started with, or start another one in a new folder"
 
@@ -87,11 +89,12 @@ def require_checkpoint(folder: Path, saved: list[int]) -> None:
         )
 
 
-def check_weights(own: StepState, checkpoint: Checkpoint, output: str) -> None:
+def check_weights(own: Mapping[str, Tensor], checkpoint: Checkpoint, output: str) -> None:
     """Check that a checkpoint has weights for this model. Raises: OutputError."""
+    state = checkpoint.state
     shapes, saved = (
-        {name: tensor.shape for name, tensor in {**state.weights, **state.buffers}.items()}
-        for state in (own, checkpoint.state)
+        {name: tensor.shape for name, tensor in tensors.items()}
+        for tensors in (own, {**state.weights, **state.buffers})
     )
     if other := sorted(name for name in {*shapes, *saved} if shapes.get(name) != saved.get(name)):
         raise OutputError(

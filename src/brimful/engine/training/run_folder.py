@@ -19,7 +19,7 @@ from brimful.core.units import bytes_text
 
 #: What a run may leave in its folder without a run.json: no reason to refuse the folder. A model is: it comes after
 #: run.json, so it is somebody else's, perhaps the one to be trained.
-_OURS = ("events.jsonl", "checkpoints", atomic_files.LOCK, "tensorboard")
+_OURS = ("events.jsonl", "checkpoints", atomic_files.LOCK, "tensorboard", "trackers", "wandb")
 
 
 class RunFolder:

@@ -17,6 +17,7 @@ from brimful.core.options import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.place import find_place
 from brimful.core.records import Run
+from brimful.core.trackers import Trackers
 from brimful.data.readers.in_memory import Tables
 from brimful.engine.assemble import Built, build
 from brimful.engine.first_batch import checked_build
@@ -37,7 +38,10 @@ from brimful.engine.training.resume import (
     num_steps_before,
     require_checkpoint,
 )
+from brimful.engine.training.run_context import RunContext
 from brimful.engine.training.run_folder import RunFolder, check_free, check_space, differences_of_machine
+from brimful.engine.training.same_path import path_of
+from brimful.engine.training.tracked_log import tracked
 from brimful.hardware.device_memory import device_memory
 from brimful.hardware.probe import choose_device, probe
 from brimful.hardware.process_settings import deterministic
@@ -47,6 +51,9 @@ from brimful.levers.optimizer_names import check_installed
 from brimful.levers.precision import choose_precision
 from brimful.models.hub.adapters import check_adapter
 
+#: Times --hang-timeout that a batch may take to come where texts go through a function of the user's own.
+_MORE_FOR_TRANSFORMS = 10
+
 
 def train(
     options: TrainOptions,
@@ -55,11 +62,12 @@ def train(
     callbacks: Callbacks,
     phases: Phases | None = None,
     tables: Tables | None = None,
+    trackers: Trackers | None = None,
 ) -> Run:
     """Runs what `options` ask for and returns its record. With `dry_run`, returns what would run.
 
     command: how the run was asked for, for the record. phases: of this process, if it began before. tables: data in
-    memory, by the names that options have for them.
+    memory, by the names that options have for them. trackers: follow the log of the run.
     Raises: InputError for what cannot be done; NonFiniteError, DiskFullError, CheckpointError; Interrupted after a
     signal, when all is saved.
     """
@@ -74,10 +82,12 @@ def train(
         raise OptionError(f"--gpus {options.gpus} is of the command line: a script is one process", hint=hint)
     device = choose_device("cuda" if options.gpus is not None else options.device, place.local_rank)
     with device_memory(device, options.memory_limit, options.allocator), joined(place, device) as ranks:
+        ranks.pulse.hang_s, phases.heard = options.hang_timeout, ranks.pulse.enter
+        ranks.pulse.input_s = options.hang_timeout * (1 if options.transform is None else _MORE_FOR_TRANSFORMS)
         if not ranks.leads:
             return follow(options, device, ranks)
         try:
-            return _train_on(device, options, command, callbacks, phases, tables, ranks)
+            return _train_on(device, options, command, callbacks, phases, tables, ranks, trackers or Trackers())
         finally:
             with suppress(RanksError):
                 ranks.tell(Order.END)
@@ -91,6 +101,7 @@ def _train_on(
     phases: Phases,
     tables: Tables | None,
     ranks: Ranks,
+    trackers: Trackers,
 ) -> Run:
     path = Path(options.output)
     precision = choose_precision(options.precision, device)
@@ -115,16 +126,14 @@ def _train_on(
             if _is_finished(before, path, prepared):
                 callbacks.note("this run had finished; nothing was changed")
                 return dataclasses.replace(before, options=dataclasses.asdict(options))  # it may have been moved
-            if before.status == "finished":
-                require_checkpoint(path, saved_steps(folder.checkpoints))
-            steps_before = num_steps_before(before, prepared.order.batches_per_epoch)
-            if (longer := length_note(prepared.num_steps, steps_before, options.lr_scheduler_type)) is not None:
-                callbacks.note(longer)
+            _go_on_longer(before, folder, prepared, options, callbacks)
         baselines = stack.enter_context(closing(Baselines(prepared, options, beside=device.type == "cuda")))
         baselines.begin()
         callbacks.stage("loading the model")
         built, first_batch = checked_build(options, prepared, precision, callbacks, phases, ranks)
-        ranks.tell(Order.BUILD, len(first_batch.fallbacks))
+        if ranks.reachable:
+            ranks.tell(Order.BUILD)
+            ranks.spread(path_of(built))
         callbacks.recipe(built.recipe)
         run_id = before.run if before is not None else secrets.token_hex(6)
         run = _record(options, prepared, built, command, run=run_id, status="running")
@@ -132,9 +141,33 @@ def _train_on(
         if before is not None and (moved := differences_of_machine(before, run)):
             callbacks.warning(f"rounding may differ from here on: {'; '.join(moved)}")
         folder.write(run)
-        with EventLog(folder.events, report=callbacks.warning) as events:
-            loop = TrainingLoop(options, prepared, built, folder, events, callbacks, run, phases, baselines)
-            return loop.run()
+        with (
+            EventLog(folder.events, report=callbacks.warning) as events,
+            tracked(events, trackers, path, callbacks),
+        ):
+            context = RunContext(
+                options=options,
+                prepared=prepared,
+                built=built,
+                folder=folder,
+                events=events,
+                callbacks=callbacks,
+                phases=phases,
+                baselines=baselines,
+                record=run,
+            )
+            return TrainingLoop(context).run()
+
+
+def _go_on_longer(
+    before: Run, folder: RunFolder, prepared: Prepared, options: TrainOptions, callbacks: Callbacks
+) -> None:
+    """Say what more steps than were asked for before do to the schedule. Raises: CheckpointError if none is left."""
+    if before.status == "finished":
+        require_checkpoint(folder.path, saved_steps(folder.checkpoints))
+    steps_before = num_steps_before(before, prepared.order.batches_per_epoch)
+    if (longer := length_note(prepared.num_steps, steps_before, options.lr_scheduler_type)) is not None:
+        callbacks.note(longer)
 
 
 def _is_finished(run: Run | None, path: Path, prepared: Prepared) -> bool:

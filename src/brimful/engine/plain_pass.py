@@ -1,0 +1,190 @@
+"""Rows of a batch through the plain Hugging Face model, with eager attention on padded rows, dropout off: losses and
+gradients by the weights that a step has in memory.
+
+A step is compared before it trains, and the comparison should not need more memory than the training: layers are
+recomputed by torch's own checkpointing, as Hugging Face does it, and gradients are left in host memory.
+
+Layers whose weights are streamed are here, too: each comes for its turn, and the update takes its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from brimful.engine.assemble import Assembled
+from brimful.kernels.layout import Inputs, map_tensors, padded_inputs
+from brimful.models.packed.layer_calls import as_they_were
+from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
+from brimful.models.packed.recompute import all_kept_in, keep_all
+from brimful.models.packed.streamed_layers import StreamedLayers
+from brimful.models.packed.training_check import without_dropout
+from brimful.step.precision import Precision
+from brimful.step.step import Probed
+from brimful.tasks.task import Task
+
+#: Most tokens that are compared, by device, and most of one row: eager scores grow with the square of a row.
+_MOST_TOKENS = {"cuda": 16384, "cpu": 512}
+_LONGEST = {"cuda": 1024, "cpu": 512}
+#: Tokens of a batch of the plain model, padding counted, by the same reason.
+_PLAIN_TOKENS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of a batch: ids and token types of each, all targets, and weights, if rows have any."""
+
+    ids: Sequence[np.ndarray]
+    types: Sequence[np.ndarray] | None
+    targets_N: np.ndarray
+    weights_N: np.ndarray | None = None
+
+    def some(self, device_type: str) -> Rows:
+        """As many of the first as are compared, cut where they are too long; at least one."""
+        longest = _LONGEST[device_type]
+        ends = np.cumsum([min(len(each), longest) for each in self.ids])
+        count = max(1, int(np.searchsorted(ends, _MOST_TOKENS[device_type], side="right")))
+        return Rows(
+            ids=[each[:longest] for each in self.ids[:count]],
+            types=None if self.types is None else [each[:longest] for each in self.types[:count]],
+            targets_N=self.targets_N[:count],
+            weights_N=None if self.weights_N is None else self.weights_N[:count],
+        )
+
+
+def plain(made: Assembled, rows: Rows, precision: Precision) -> Probed:
+    """Compute losses and gradient by the plain model on padded rows, by the fp32 weights of the step in memory.
+
+    Gradients are in host memory.
+    """
+    step, model = made.step, made.model
+    streamed: StreamedLayers | None = getattr(model, "streamed_layers", None)
+    elsewhere = {id(p) for each in (() if streamed is None else streamed.parameters) for p in each}
+    moved = {name for name, p in step.update.named.items() if id(p) in elsewhere}
+    by_name = ((name, w) for name, w in step.update.weights().items() if name not in moved)
+    weights = {name: w.detach().requires_grad_(True) for name, w in by_name}
+    task, device = step.task, step.device
+    denominator = task.denominator(rows.targets_N, rows.weights_N)
+    losses_N = torch.zeros(len(rows.ids), dtype=torch.float64)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
+    whole = not (made.packing.packed or made.packing.equivalence.independent)
+    update = step.update
+    try:
+        with ExitStack() as stack:
+            for context in (_plain_form(model), without_dropout(model), torch.enable_grad()):
+                stack.enter_context(context)
+            if streamed is not None:
+                stack.enter_context(update.undisturbed())
+                stack.enter_context(streamed.widened())
+            for members in [np.arange(len(rows.ids))] if whole else _cut(rows.ids):
+                update.before()
+                form = _Plain(model, precision, task, denominator)
+                rows_R = _plain_losses(form, weights, rows, members, device, elsewhere)
+                losses_N[torch.from_numpy(members)] = rows_R.double().cpu()
+            gradients = {name: _taken(weight) for name, weight in weights.items()}
+            if moved:
+                found = dict(zip(update.named, update.gradients(gathered=False), strict=True))
+                gradients = {name: found[name] if name in moved else gradients[name] for name in found}
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+    return Probed(losses_N=losses_N, gradients=[g.float() for g in gradients.values()])
+
+
+class _Plain(nn.Module):
+    """The plain model as a module, for its weights to be others, in its forward and its backward pass.
+
+    denominator: of the loss of the whole batch.
+    """
+
+    def __init__(self, model: Any, precision: Precision, task: Task, denominator: float) -> None:
+        super().__init__()
+        self.model, self._padded = model, PaddedModel(model, "eager")
+        self._precision, self._task, self._denominator = precision, task, denominator
+
+    def forward(self, inputs: Inputs, targets_R: Tensor, weights_R: Tensor | None) -> Tensor:
+        """(R,) addends to the loss sum. Their gradient is left in the weights: layers that are recomputed read them."""
+        with self._precision.autocast():
+            logits_RC = self._padded(inputs).logits
+            logits_RC = logits_RC if logits_RC.dtype == torch.float64 else logits_RC.float()
+            rows_R: Tensor = self._task.loss_rows_S(logits_RC, targets_R)
+            if weights_R is not None:
+                rows_R = rows_R * weights_R.to(rows_R)
+        (rows_R.sum() / self._denominator).backward()  # type: ignore[no-untyped-call]
+        return rows_R.detach()
+
+
+def _plain_losses(
+    form: _Plain, weights: dict[str, Tensor], rows: Rows, members: np.ndarray, device: torch.device,
+    elsewhere: Collection[int] = (),
+) -> Tensor:  # fmt: skip
+    """(R,) addends to the loss sum of some rows. Frozen weights are as they are kept, in fp32. elsewhere: ids of
+    parameters that come by themselves."""
+    model = form.model
+    ids = [rows.ids[i] for i in members]
+    types = None if rows.types is None else [rows.types[i] for i in members]
+    longest, padding_id = max(len(each) for each in ids), padding_id_of(model.config)
+    inputs = padded_inputs(ids, len(ids), longest, padding_id=padding_id, types=types)
+    inputs = map_tensors(inputs, lambda tensor: tensor.to(device))
+    others = ((name, p) for name, p in model.named_parameters() if name not in weights and id(p) not in elsewhere)
+    frozen = {name: p for name, p in others if p.dtype.itemsize == 2}
+    by_name = {f"model.{name}": weight.float() for name, weight in frozen.items()}
+    by_name |= {f"model.{name}": weight for name, weight in weights.items()}
+    targets_R = torch.from_numpy(rows.targets_N[members]).to(device)
+    weights_R = None if rows.weights_N is None else torch.from_numpy(rows.weights_N[members])
+    found: Tensor = torch.func.functional_call(form, by_name, (inputs, targets_R, weights_R))
+    return found
+
+
+def _taken(weight: Tensor) -> Tensor:
+    """The gradient of a weight, in host memory; there is none left where it was."""
+    found, weight.grad = weight.grad, None
+    return torch.zeros(weight.shape) if found is None else found.float().cpu()
+
+
+def _cut(ids: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """Rows of each padded batch, in order of length."""
+    order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+    while order:
+        count = max(1, _PLAIN_TOKENS // len(ids[order[0]]))
+        yield np.array(order[:count])
+        order = order[count:]
+
+
+@contextmanager
+def _plain_form(model: Any) -> Iterator[None]:
+    """Within, nothing of a model that trains is compiled, and Hugging Face's layers are recomputed by torch; streamed
+    ones stay as they are. Its attention is given back."""
+    before = model.config._attn_implementation
+    with ExitStack() as stack:
+        stack.enter_context(as_they_were(model))
+        if getattr(model, "streamed_layers", None) is None:
+            stack.enter_context(_recomputed_by_torch(model))
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(before)
+
+
+@contextmanager
+def _recomputed_by_torch(model: nn.Module) -> Iterator[None]:
+    """Within, layers that Hugging Face's code can recompute are, as by its `gradient_checkpointing_enable`."""
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    with all_kept_in(model):
+        for layer in layers:
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, again
+        try:
+            yield
+        finally:
+            keep_all(layers)

@@ -1,0 +1,111 @@
+"""Labelled rows as a run trains and evaluates on them: read, their columns and labels found, split, each guess said."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from brimful.core.callbacks import Callbacks
+from brimful.core.options import TaskChoice, TrainOptions
+from brimful.core.records import LabelSpace
+from brimful.data.labels.columns import Columns, describe_columns, find_columns
+from brimful.data.labels.doubts import data_doubts, label_doubts
+from brimful.data.labels.examples import Examples, draw, make_examples, num_empty_labels, split_examples
+from brimful.data.labels.label_columns import no_label_text
+from brimful.data.labels.label_space import detect_labels, label_doubt
+from brimful.data.labels.weights import weighted
+from brimful.data.readers.file_format import FileFormat
+from brimful.data.readers.in_memory import Tables
+from brimful.data.readers.locations import find_splits
+from brimful.data.readers.rows import Rows
+from brimful.data.readers.sources import fitting, read_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadExamples:
+    """Labelled rows as they were read.
+
+    fingerprint: of all rows. num_empty: rows dropped for want of a text or label.
+    """
+
+    space: LabelSpace
+    training: Examples
+    evaluation: Examples | None
+    fingerprint: str
+    num_empty: int
+
+
+def read_examples(options: TrainOptions, callbacks: Callbacks, tables: Tables) -> ReadExamples:
+    """Read the rows to train and to evaluate on, find their columns and labels, and say what was inferred.
+
+    tables: data in memory, by their names.
+    Raises: InputError for rows, columns or labels that cannot be trained on.
+    """
+    form, data, eval_data = FileFormat.of(options), options.data, options.eval_data
+    if eval_data is None and data not in tables and (splits := find_splits(data)) is not None:
+        data, eval_data = splits.training, splits.evaluation if options.eval_split else None
+        held_out = f", {eval_data} to evaluate on" if eval_data else ""
+        callbacks.note(f"splits: {data} to train on{held_out} (by their names; --eval-data names another)")
+    rows = read_rows(data, form, tables)
+    _tell_reading(rows, callbacks)
+    columns = find_columns(
+        rows,
+        text=options.text_column,
+        pair=options.pair_column,
+        label=options.label_column,
+        weight=options.weight_column,
+    )
+    report_columns(columns, callbacks)
+    space = detect_labels(rows, columns, options.task)
+    _tell_labels(rows, columns, options.task, space, callbacks)
+    training, num_empty = make_examples(rows, columns, space, options.missing_labels)
+    if options.missing_labels == "error" and (num_without := num_empty_labels(training)):
+        callbacks.note(f"{no_label_text(num_without)}; --missing-labels drop leaves them out")
+    training = draw(weighted(training, callbacks.note), options.limit, options.seed)
+    evaluation, fingerprint = None, rows.fingerprint
+    if eval_data is not None:
+        eval_rows = read_rows(eval_data, None if eval_data in tables else fitting(form, eval_data), tables)
+        _tell_reading(eval_rows, callbacks)
+        same = find_columns(eval_rows, text=columns.text, pair=columns.pair, label=",".join(columns.labels))
+        same = dataclasses.replace(same, pair=columns.pair)  # one that is there by its name is not read in training
+        evaluation, num_eval_empty = make_examples(eval_rows, same, space, options.missing_labels)
+        num_empty, fingerprint = num_empty + num_eval_empty, f"{fingerprint}+{eval_rows.fingerprint}"
+    elif options.eval_split > 0:
+        training, evaluation = split_examples(training, options.eval_split, options.seed)
+    for doubt in data_doubts(training, evaluation, space.names):
+        callbacks.warning(doubt)
+    return ReadExamples(
+        space=space, training=training, evaluation=evaluation, fingerprint=fingerprint, num_empty=num_empty
+    )
+
+
+def _tell_labels(rows: Rows, columns: Columns, task: TaskChoice, space: LabelSpace, callbacks: Callbacks) -> None:
+    """Says which task and labels were found, and what of them may be a mistake. task: as asked for."""
+    if (doubt := label_doubt(rows, columns, task, space)) is not None:
+        callbacks.warning(doubt)
+    shown = ", ".join(map(_shown_name, space.names[:8])) + (", ..." if len(space.names) > 8 else "")
+    noun = "output" if space.task == "regression" else "label"
+    callbacks.note(f"task: {space.task}, {len(space.names)} {noun}{'s' if len(space.names) > 1 else ''}: {shown}")
+    for doubt in label_doubts(rows, columns, space):
+        callbacks.warning(doubt)
+
+
+def _shown_name(name: str) -> str:
+    """A label as it is listed: in quotation marks where its ends would not be seen."""
+    return repr(name) if "," in name or name != name.strip() else name
+
+
+def _tell_reading(rows: Rows, callbacks: Callbacks) -> None:
+    """Says what was decided about the files of `rows`, and what is doubtful."""
+    for warning in rows.warnings:
+        callbacks.warning(warning)
+    for note in rows.notes:
+        callbacks.note(note)
+
+
+def report_columns(columns: Columns, callbacks: Callbacks) -> None:
+    """Says which columns are read, why these, and what of it may be a mistake."""
+    for line in describe_columns(columns):
+        callbacks.note(line)
+    for doubt in columns.doubts:
+        callbacks.warning(doubt)
