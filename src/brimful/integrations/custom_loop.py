@@ -26,12 +26,13 @@ from brimful.core.records import FirstBatch, LabelSpace, Learning, Recipe, TaskN
 from brimful.data.batches import prefetch
 from brimful.data.batches.batch import Batch, make_batch
 from brimful.data.tokens.encoder import Tokens, offsets_of
-from brimful.engine import first_batch
+from brimful.engine import first_batch, plain_pass
 from brimful.engine.assemble import Assembled, assemble
 from brimful.engine.fitted_step import FittedStep
 from brimful.engine.inference import evaluating, evaluation_forward, keep_modes, predict_logits
-from brimful.engine.prepare import DEFAULT_MAX_LENGTH
+from brimful.engine.sequence_lengths import DEFAULT_MAX_LENGTH
 from brimful.hardware.probe import choose_device
+from brimful.integrations.expected_lengths import expected_batches
 from brimful.integrations.rows import ReadRows, RowReader, Rows, joined
 from brimful.integrations.step_parts import (
     StepOutcome,
@@ -79,11 +80,8 @@ _PROBLEMS: dict[str, TaskName] = {
 }
 #: As in transformers' TrainingArguments.
 _LEARNING_RATE = 5e-5
-#: Batches that token budgets are chosen by.
-_MOST_BATCHES = 2000
 #: Steps that a loop with a schedule of its own is taken to have, by which compiling is judged.
 _SOME_STEPS = 1000
-_FEW_LENGTHS = 64
 
 
 class Step:
@@ -130,20 +128,28 @@ class Step:
                 hint="pass num_steps=..., or an optimizer of torch and its scheduler",
             )
         self._callbacks, self._options = callbacks or PythonWarnings(), _options(options)
-        self._given = Unwrapped.of(model)
-        options_asked, self._optimizer = self._options, self._owner(optimizer)
         self._num_steps = _SOME_STEPS if num_steps is None else num_steps
-        self._accumulation, self._most_rows = accumulation, options_asked.batch_size
-        self._options = dataclasses.replace(options_asked, batch_size=accumulation * options_asked.batch_size)
+        self._accumulation = accumulation
+        self._given = Unwrapped.of(model)
+        try:
+            self._begin(optimizer, lengths)
+        except BaseException:
+            self._given.restored()
+            raise
+
+    def _begin(self, optimizer: Any, lengths: Any) -> None:
+        """Assemble all that runs."""
+        asked, self._optimizer = self._options, self._owner(optimizer)
+        self._most_rows = asked.batch_size
+        self._options = dataclasses.replace(asked, batch_size=self._accumulation * asked.batch_size)
         model, config = self._given.model, self._given.model.config
-        self._reader = _reader(model, options_asked)
+        self._reader = _reader(model, asked)
         self.longest = self._reader.max_length
         self._before = (config._attn_implementation, keep_modes(model))
-        smoothing = options_asked.label_smoothing_factor
-        self._task = make_task(self._reader.space, np.zeros(0, dtype=np.int64), None, smoothing)
-        self._batches = _expected_batches(lengths, self._options.batch_size, self.longest)
-        asked = asked_precision(options_asked.precision, optimizer)
-        precision = choose_precision(asked, choose_device(options_asked.device))
+        self._task = make_task(self._reader.space, np.zeros(0, dtype=np.int64), None, asked.label_smoothing_factor)
+        self._batches = expected_batches(lengths, self._options.batch_size, self.longest)
+        device = choose_device(asked.device)
+        precision = choose_precision(asked_precision(asked.precision, optimizer), device)
         self._num_made = self._num_run = 0
         self._waiting: list[ReadRows] = []
         self.first_batch: FirstBatch | None = None
@@ -224,7 +230,8 @@ class Step:
         """One effective batch, laid out in micro-batches, on the host.
 
         rows: dictionaries with `input_ids`, `labels` and, for models that have them, `token_type_ids`; or columns of
-        these, padded on the right, with their `attention_mask`. number: of the batch, from which dropout is seeded; by
+        these, padded on the right, with their `attention_mask`. `weights` are what rows count as in the loss: 2 is two
+        rows, 0 none; the loss is over their sum. number: of the batch, from which dropout is seeded; by
         default batches are numbered on from the last.
         Raises: OptionError for rows that the model or the step cannot take.
         """
@@ -243,7 +250,8 @@ class Step:
 
     def _made(self, rows: ReadRows, number: int) -> Batch:
         layout = self._fitted.layout
-        return make_batch(number, np.arange(len(rows)), rows.ids, rows.types, rows.targets_N, self._task, layout)
+        given = (np.arange(len(rows)), rows.ids, rows.types, rows.targets_N, self._task, layout)
+        return make_batch(number, *given, weights_N=rows.weights_N)
 
     def run(self, batch: Batch) -> Pending:
         """Run one optimizer step. Return at once; `read()` of the result waits for the outcome.
@@ -260,7 +268,7 @@ class Step:
     def _compare(self, batch: Batch) -> None:
         """Hold the step to the plain model on a batch, and go down to a slower one where they differ."""
         assert batch.rows is not None
-        rows = first_batch.Rows(ids=batch.rows.ids, types=batch.rows.types, targets_N=batch.rows.targets_N)
+        rows = plain_pass.Rows(ids=batch.rows.ids, types=batch.rows.types, targets_N=batch.rows.targets_N)
         before, states = self._built, list[StepState]()
 
         def make(options: TrainOptions, precision: Precision, eager: bool) -> Assembled:
@@ -369,6 +377,7 @@ def _reader(model: Any, options: TrainOptions) -> RowReader:
     return RowReader(
         max_length=options.max_length or min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH),
         vocab_size=getattr(config.get_text_config(), "vocab_size", None) or 1 << 31,
+        padding_id=getattr(config.get_text_config(), "pad_token_id", None),
         with_types=has_token_types(config),
         types_are_words=getattr(config, "type_vocab_size", None) is None,
         space=_label_space(config, options),
@@ -380,12 +389,3 @@ def _label_space(config: Any, options: TrainOptions) -> LabelSpace:
     default: TaskName = "regression" if config.num_labels == 1 else "single_label"
     task = options.task if options.task != "auto" else _PROBLEMS.get(config.problem_type or "", default)
     return LabelSpace(task=task, names=tuple(str(config.id2label[index]) for index in range(config.num_labels)))
-
-
-def _expected_batches(lengths: Sequence[int] | np.ndarray | None, size: int, longest: int) -> list[np.ndarray]:
-    """Lengths of the sequences of batches like those to come."""
-    if lengths is None:
-        each = np.linspace(1, longest, min(_FEW_LENGTHS, longest)).astype(np.int64)
-        return [np.full(size, length) for length in each]
-    known = np.random.default_rng(0).permutation(np.minimum(np.asarray(lengths, dtype=np.int64), longest))
-    return [known[start : start + size] for start in range(0, min(len(known), _MOST_BATCHES * size), size)]

@@ -23,9 +23,11 @@ from typing import Any, TypeVar
 import torch
 
 from brimful.core.errors import ModelError, OptionError
-from brimful.engine.prepare import DEFAULT_MAX_LENGTH
+from brimful.engine.sequence_lengths import DEFAULT_MAX_LENGTH
+from brimful.hardware.process_settings import products_are_full
 from brimful.integrations.packed_execution import PackedExecution, find_left_positions, no_autocast
 from brimful.integrations.padded_batch import CannotPackError, LeftPositions, PaddedBatch
+from brimful.integrations.problem_type import problem_of
 from brimful.kernels.layout import map_tensors
 from brimful.levers.facts import choose_kernels
 from brimful.models.hub.adapters import unwrapped
@@ -44,6 +46,8 @@ _READ = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_id
 _FOR_HEAD = frozenset({"labels", "num_items_in_batch"})
 #: Arguments that ask for nothing where they are false.
 _SWITCHES = frozenset({"output_attentions", "output_hidden_states", "use_cache"})
+#: Classes around a model that several processes or devices need.
+WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -79,13 +83,10 @@ def packed(model: M) -> M:
 
 def _refuse_wrapped(model: Any) -> None:
     hint = "call brimful.packed first, then wrap or prepare what it returns"
-    if hasattr(model, "_orig_mod") or type(model).__name__ in _WRAPPERS:
+    if hasattr(model, "_orig_mod") or type(model).__name__ in WRAPPERS:
         raise OptionError(f"the model is wrapped in {type(model).__name__} already", hint=hint)
     if "forward" in vars(model):
         raise OptionError("the model's forward was replaced already, as Accelerate's prepare does", hint=hint)
-
-
-_WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
 
 
 class _PackedForward:
@@ -207,6 +208,8 @@ class _Behind:
         given = _bound(model._signature, model, args, kwargs)
         head = {name: value for name, value in given.items() if name in _FOR_HEAD and value is not None}
         _require_known(model, given)
+        if isinstance(labels := head.get("labels"), torch.Tensor):
+            problem_of(model.config, labels)
         batch = PaddedBatch.read(given)
         self._look(model)
         if self._limit is not None and batch.ids_BL.shape[1] > self._limit:
@@ -301,7 +304,7 @@ def _precision_of(model: Any) -> str:
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     found = _DTYPES.get(dtype, "fp32")
-    loose = kind == "cuda" and found == "fp32" and torch.get_float32_matmul_precision() != "highest"
+    loose = kind == "cuda" and found == "fp32" and not products_are_full()
     return "tf32" if loose else found
 
 

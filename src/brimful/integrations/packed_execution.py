@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
 from brimful.core.tolerances import TOLERANCES
-from brimful.engine.prepare import DEFAULT_MAX_LENGTH
+from brimful.engine.sequence_lengths import DEFAULT_MAX_LENGTH
 from brimful.hardware.process_settings import matmul_precision
 from brimful.integrations.padded_batch import LeftPositions, PaddedBatch
 from brimful.kernels.forward_context import ForwardContext, active_context

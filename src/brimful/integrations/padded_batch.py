@@ -111,7 +111,7 @@ class PaddedBatch:
         if form.pooling == "last" and self.padded_on_the_left and (self._real_BL(padding_id).sum(axis=1) == 0).any():
             raise CannotPackError("a row has nothing but padding tokens")
         if not masked and isinstance(padding_id, int) and (self.ids_BL == padding_id).any():
-            raise CannotPackError("there are padding tokens and no attention_mask")
+            raise CannotPackError("there are padding tokens and no attention_mask; a tokenizer returns one")
 
     def _real_BL(self, padding_id: Any) -> np.ndarray:
         real: np.ndarray = self.mask_BL & (self.ids_BL != padding_id)

@@ -23,11 +23,15 @@ _TASK_HINT = 'is it task="multi_label" or "regression"?'
 
 @dataclass(frozen=True, kw_only=True)
 class ReadRows:
-    """Token ids of each row without padding, token types if the model has any, and targets if they were read."""
+    """Token ids of each row without padding, token types if the model has any, and targets.
+
+    weights_N: fp32, what each row counts as in the loss; None: all as one.
+    """
 
     ids: list[np.ndarray]
     types: list[np.ndarray] | None
     targets_N: np.ndarray
+    weights_N: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -38,10 +42,12 @@ def joined(parts: Sequence[ReadRows]) -> ReadRows:
     if len(parts) == 1:
         return parts[0]
     types = [each for part in parts for each in part.types or ()]
+    weights = [np.ones(len(part), np.float32) if part.weights_N is None else part.weights_N for part in parts]
     return ReadRows(
         ids=[each for part in parts for each in part.ids],
         types=None if parts[0].types is None else types,
         targets_N=np.concatenate([part.targets_N for part in parts]),
+        weights_N=None if all(part.weights_N is None for part in parts) else np.concatenate(weights),
     )
 
 
@@ -51,6 +57,7 @@ class RowReader:
 
     max_length: int
     vocab_size: int
+    padding_id: int | None
     with_types: bool
     types_are_words: bool
     space: LabelSpace
@@ -58,12 +65,14 @@ class RowReader:
     def read(self, rows: Rows) -> ReadRows:
         """Rows with their targets."""
         ids, types = self.sequences(rows)
-        return ReadRows(ids=ids, types=types, targets_N=self._targets(rows, len(ids)))
+        return ReadRows(
+            ids=ids, types=types, targets_N=self._targets(rows, len(ids)), weights_N=_weights_N(rows, len(ids))
+        )
 
     def sequences(self, rows: Rows) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """Token ids of each row without padding, and token types if the model has any and they are given."""
-        each = _columns(rows) if isinstance(rows, Mapping) else _dictionaries(rows)
-        ids, types = each
+        self._require_mask(rows)
+        ids, types = _columns(rows) if isinstance(rows, Mapping) else _dictionaries(rows)
         for number, sequence in enumerate(ids):
             length = len(sequence)
             if not 0 < length <= self.max_length:
@@ -79,6 +88,22 @@ class RowReader:
         if not self.with_types or (types is None and self.types_are_words):
             return ids, None
         return ids, [np.zeros_like(sequence) for sequence in ids] if types is None else types
+
+    def _require_mask(self, rows: Rows) -> None:
+        """Refuse padded columns that do not say where rows end."""
+        if not isinstance(rows, Mapping) or rows.get("attention_mask") is not None or self.padding_id is None:
+            return
+        ids_BL = rows.get("input_ids")
+        if (
+            not isinstance(ids_BL, Tensor | np.ndarray)
+            or ids_BL.ndim != 2
+            or not (ids_BL[:, -1:] == self.padding_id).any()
+        ):
+            return
+        raise OptionError(
+            f"rows end in padding tokens ({self.padding_id}) and the batch has no attention_mask: padding is text",
+            hint="pass the attention_mask; a tokenizer and DataCollatorWithPadding return it",
+        )
 
     def _targets(self, rows: Rows, number: int) -> np.ndarray:
         """(N,) int64 classes, or (N, C) fp32."""
@@ -123,6 +148,11 @@ def _columns(rows: Mapping[str, Any]) -> tuple[list[np.ndarray], list[np.ndarray
 def _dictionaries(rows: Sequence[Mapping[str, Any]]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
     ids, types = [], []
     for number, row in enumerate(rows):
+        if not isinstance(row, Mapping) or row.get("input_ids") is None:
+            wrong = "has no input_ids" if isinstance(row, Mapping) else f"is a {type(row).__name__}"
+            raise OptionError(
+                f"row {number} {wrong}", hint="a batch is a dictionary of tensors, or a list of dictionaries"
+            )
         found = array(row["input_ids"])
         mask = np.ones(len(found), np.bool_) if row.get("attention_mask") is None else array(row["attention_mask"])
         length = int(mask.astype(bool).sum())
@@ -149,6 +179,24 @@ def _labels(rows: Rows) -> np.ndarray:
     if missing := [number for number, row in enumerate(rows) if "labels" not in row and "label" not in row]:
         raise OptionError(f"row {missing[0]} has no labels")
     return np.stack([array(row.get("labels", row.get("label"))) for row in rows])
+
+
+def _weights_N(rows: Rows, number: int) -> np.ndarray | None:
+    """(N,) fp32, None where no row has a weight."""
+    if isinstance(rows, Mapping):
+        found = rows.get("weights", rows.get("weight"))
+    else:
+        each = [row.get("weights", row.get("weight")) for row in rows]
+        found = None if all(value is None for value in each) else [1.0 if value is None else value for value in each]
+    if found is None:
+        return None
+    weights_N = array(found).astype(np.float32)
+    if weights_N.shape != (number,):
+        raise OptionError(f"weights have the shape {weights_N.shape}, and there are {number} rows", hint="one a row")
+    if not (np.isfinite(weights_N) & (weights_N >= 0)).all() or not weights_N.any():
+        wrong = "are zero for all rows" if not weights_N.any() else "are negative or not finite"
+        raise OptionError(f"weights {wrong}", hint="0 leaves a row out, 2 counts it twice")
+    return weights_N
 
 
 def array(value: Any) -> np.ndarray:

@@ -11,7 +11,7 @@ import torch
 
 from brimful.core.errors import OptionError
 from brimful.core.options import PrecisionChoice
-from brimful.integrations.packed import packed
+from brimful.integrations.packed import WRAPPERS, packed
 from brimful.models.hub.adapters import unwrapped
 from brimful.step.state import Counters, ParameterState, StepState
 from brimful.step.step import Outcome, Pending
@@ -37,7 +37,7 @@ class Unwrapped:
     def of(cls, given: Any) -> Unwrapped:
         """Take the wrappers off. Raises: OptionError for one that several processes or a compiler need."""
         kind = type(given).__name__
-        if hasattr(given, "_orig_mod") or kind in ("DataParallel", "DistributedDataParallel", "DeepSpeedEngine"):
+        if hasattr(given, "_orig_mod") or kind in WRAPPERS:
             raise OptionError(
                 f"the model is wrapped in {kind}, and a step runs one process's own model",
                 hint="pass the model itself; a step compiles and captures by itself",

@@ -18,9 +18,12 @@ import transformers
 from torch import Tensor
 
 from brimful.core.errors import OptionError
+from brimful.hardware.process_settings import products_are_full
 from brimful.integrations.gradient_step import GradientStep, LongerRowError
+from brimful.integrations.packed import WRAPPERS
+from brimful.integrations.problem_type import problem_of
 from brimful.integrations.trainer_data import lengths_of
-from brimful.integrations.trainer_reasons import problem_of, reason_of_batch, reason_of_model, reason_of_trainer
+from brimful.integrations.trainer_reasons import reason_of_batch, reason_of_model, reason_of_trainer
 from brimful.models.hub.adapters import unwrapped
 from brimful.models.hub.inspection import max_positions
 from brimful.models.model_stats import layers_of
@@ -181,7 +184,7 @@ def _refuse(given: dict[str, Any]) -> None:
     """Refuse what no Trainer can train. Raises: OptionError."""
     model, dataset, args = given.get("model"), given.get("train_dataset"), given.get("args")
     kind = type(model).__name__
-    if hasattr(model, "_orig_mod") or kind in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
+    if hasattr(model, "_orig_mod") or kind in WRAPPERS:
         raise OptionError(f"the model is wrapped in {kind} already", hint="pass the model itself; Trainer wraps it")
     if dataset is not None and not hasattr(dataset, "__len__") and (args is None or args.max_steps <= 0):
         raise OptionError(
@@ -194,5 +197,5 @@ def _precision(args: Any) -> str:
     """The precision that the arguments and torch's own setting of products ask for."""
     if args.bf16:
         return "bf16"
-    loose = args.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    loose = args.device.type == "cuda" and not products_are_full()
     return "tf32" if loose else "fp32"

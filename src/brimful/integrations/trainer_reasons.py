@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from brimful.core.errors import OptionError
+from brimful.integrations.problem_type import problem_of
 from brimful.models.hub.adapters import unwrapped
 
 #: Methods whose overriding may be of the loss, or of how it is computed.
@@ -98,24 +99,3 @@ def reason_of_batch(inputs: Any, config: Any, *, smooths: bool) -> str | None:
     if bool((given["labels"] == -100).any()):
         return "labels of -100 leave rows out of the loss"
     return None
-
-
-def problem_of(config: Any, labels: Tensor) -> str:
-    """The problem type as transformers' heads read it: of the configuration, else of the labels' dtype.
-
-    Raises: OptionError for numbers where classes are meant.
-    """
-    num_labels = config.num_labels
-    if config.problem_type is not None:
-        found = str(config.problem_type)
-    elif num_labels == 1:
-        found = "regression"
-    else:
-        whole = labels.dtype in (torch.long, torch.int)
-        found = "single_label_classification" if whole else "multi_label_classification"
-    if found != "regression" and labels.is_floating_point() and labels.ndim < 2:
-        raise OptionError(
-            f"labels are floats, one a row, and the model has {num_labels} classes",
-            hint=f"give integers below {num_labels}, or for multi-label rows of {num_labels} floats",
-        )
-    return found
