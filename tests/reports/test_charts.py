@@ -10,7 +10,7 @@ import matplotlib
 import pytest
 
 from brimful.core.errors import InputError
-from brimful.reports.charts import Bar, bar_chart, check_charts, histogram
+from brimful.reports.charts import Bar, bar_chart, check_charts, histogram, overlaid_curves
 
 BARS = [Bar("yes", 3, "3 (75.0 %)", strong=True), Bar("no", 1, "1 (25.0 %)"), Bar("never", 0, "0 (0.0 %)")]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -88,6 +88,21 @@ def test_any_name_can_stand_beside_a_bar(name: str) -> None:
     assert len(shown) == 2
     assert 0 < len(shown[0]) <= 20
     assert shown[0][0] == (name[:1] if name[:1].isprintable() and name else shown[0][0])
+
+
+def test_curves_over_one_another_are_named_and_told_apart_on_paper() -> None:
+    names = [f"run-{number}" for number in range(6)]
+    lines = {name: [(1, 2.0 + place), (2, 1.0 + place)] for place, name in enumerate(names)}
+    svg = overlaid_curves("loss", lines, axis="step", alt="Losses")
+    assert [text.strip("\u200a") for text in texts(svg) if "run-" in text] == names
+    styles = [each.get("style", "") for each in ElementTree.fromstring(svg).iter(f"{SVG}path")]
+    drawn = [style for style in styles if "stroke-width: 1.6" in style]
+    looks = [
+        ("grey" if "--bar" in style else "black", *re.findall(r"stroke-dasharray: ([^;]*)", style)) for style in drawn
+    ]
+    assert len(set(looks)) == 6
+    assert sorted(looks) == sorted(2 * list(dict.fromkeys(looks)))  # each on the chart, and beside its name
+    assert overlaid_curves("loss", {"_x": []}, axis="step", alt="Nothing").startswith("<svg")
 
 
 def test_nothing_to_draw_is_no_error() -> None:

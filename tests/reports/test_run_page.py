@@ -19,6 +19,7 @@ from brimful.core.records import (
     Compilations,
     FirstBatch,
     LabelSpace,
+    Learning,
     Lever,
     Machine,
     PeakMemory,
@@ -140,6 +141,56 @@ def test_a_run_under_way_has_what_there_is(tmp_path: Path) -> None:
     page = Page(run_page(read_record(tmp_path / "run")))  # type: ignore[arg-type]
     page.check()
     assert "How it learned" not in page.text
+
+
+def test_plans_and_limits_are_beside_what_was_measured(tmp_path: Path) -> None:
+    run, evaluation = record(5)
+    parts = {"weights": 3 << 30, "activations": 1 << 30}
+    peak = PeakMemory(total=5 << 30, reserved=4 << 30, components=parts)
+    options = {**run.options, "memory_limit": "8GiB", "activation_memory": "1.5GiB"}
+    learning = Learning(learning_rate=1e-3, num_train_epochs=3.0, num_warmup_steps=0)
+    folder = write_run(tmp_path / "run", replace(run, options=options, peak_bytes=peak, learning=learning), evaluation)
+    text = Page(run_page(run_of(folder))).text
+    assert "Steps8040" in text
+    assert "Memory (--memory-limit)at most 8.0 GiB4.0 GiB" in text
+    assert "Activations (--activation-memory)at most 1.5 GiB1.0 GiB" in text
+    assert "Epochs" not in text  # the log has none to put beside
+    plain = write_run(tmp_path / "plain", run, evaluation, num_events=0)
+    assert "Planned and measured" not in Page(run_page(run_of(plain))).text
+
+
+def test_rates_are_of_several_lines(tmp_path: Path) -> None:
+    """Steps in flight that land together before an evaluation seem to take no time: each alone would be a peak."""
+    run, _ = record(5)
+    folder = write_run(tmp_path / "run", run, None)
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text("utf-8").splitlines()[:-1]]
+    # Every tenth step lands 1 ms after the two before it; the first one of the next ten is three steps late.
+    for line in lines:
+        if line["kind"] == "step":
+            line["samples_per_s"] = {9: 8000.0, 0: 8000.0, 1: 8 / 3}.get(line["step"] % 10, 8.0)
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    rates = [step.samples_per_s for step in run_of(folder).steps]
+    assert all(rate is not None and 4 < rate < 16 for rate in rates), rates
+    rates = [step.samples_per_s for step in run_of(folder).steps[10:30]]
+    assert sum(1 / rate for rate in rates if rate) / 20 == pytest.approx(1 / 8, rel=0.1)
+
+
+def test_texts_of_mistakes_are_lines_and_failures_of_trackers_are_named(tmp_path: Path) -> None:
+    run, evaluation = record(5)
+    (mistake, *_) = evaluation.mistakes
+    evaluation = replace(evaluation, mistakes=(replace(mistake, text="Title\n\nA first\tline"),))
+    folder = write_run(tmp_path / "run", run, evaluation)
+    with (folder / "events.jsonl").open("a") as log:
+        log.write('\n{"kind": "tracker_failed", "tracker": "wandb", "why": "away"}\n')
+    text = Page(run_page(run_of(folder))).text
+    assert "Title A first line" in text
+    assert "1 times a tracker did not get all of the log" in text
+
+
+def run_of(folder: Path) -> RunReport:
+    report = read_record(folder)
+    assert isinstance(report, RunReport)
+    return report
 
 
 def test_long_logs_are_drawn_as_means(tmp_path: Path) -> None:

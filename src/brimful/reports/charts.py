@@ -28,6 +28,9 @@ _BAR_HEIGHT = 22
 
 #: Colours that matplotlib is told, and what they are in the page: its variables, which differ in the dark and in print.
 _COLOURS = {"ink": "#010203", "muted": "#020304", "line": "#030405", "bar": "#040506", "strong": "#050607"}
+#: And of the parts of stacked bars, in their order.
+_PARTS = {f"part-{number}": f"#0{number}0708" for number in range(1, 7)}
+_COLOURS |= _PARTS
 _SETTINGS: dict[str, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -44,6 +47,25 @@ class Bar:
     value: float
     said: str
     strong: bool = False
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point. label: beside it, short. strong: it stands out."""
+
+    label: str
+    x: float
+    y: float
+    strong: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One bar of parts, at most six, in the same order in all bars. said: all of it in words."""
+
+    name: str
+    parts: Sequence[float]
+    said: str
 
 
 def check_charts() -> None:
@@ -74,6 +96,75 @@ def bar_chart(key: str, bars: Sequence[Bar], *, alt: str, whole: float | None = 
             at_right = {"xy": (1, place), "xycoords": ("axes fraction", "data"), "xytext": (right, 0)}
             placed = {"textcoords": "offset points", "ha": "right", "va": "center_baseline", "annotation_clip": False}
             axes.annotate(bar.said, **at_right, **placed, color=_COLOURS["muted"])
+        return _inlined(figure, key, alt)
+
+
+def stacked_bars(key: str, stacks: Sequence[Stack], *, parts: Sequence[str], alt: str) -> Markup:
+    """Bars of parts from left to right, one below the other, with what each colour is above them.
+
+    parts: names of the parts. key, alt: as of `bar_chart`.
+    """
+    names, rows = _told_apart([stack.name for stack in stacks]), -(-len(parts) // 3)
+    left, right = (10 + max(map(_width, texts), default=0) for texts in (names, [s.said for s in stacks]))
+    colours, places = [_COLOURS[name] for name in _PARTS][: len(parts)], range(len(stacks))
+    with _matplotlib(key) as figure:
+        axes = _axes(figure, height=_BAR_HEIGHT * len(stacks), left=left, right=right, top=8 + 18 * rows)
+        most = max((sum(stack.parts) for stack in stacks), default=0.0) or 1.0
+        axes.set(xlim=(0, most), ylim=(len(stacks) - 0.5, -0.5), xticks=[])
+        begins = [0.0] * len(stacks)
+        for number, colour in enumerate(colours):
+            widths = [stack.parts[number] for stack in stacks]
+            axes.barh(places, widths, left=begins, height=0.6, color=colour, clip_on=False)
+            begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
+        axes.set_yticks(places, names, color=_COLOURS["ink"])
+        for place, stack in zip(places, stacks, strict=True):
+            at_right = {"xy": (1, place), "xycoords": ("axes fraction", "data"), "xytext": (right, 0)}
+            placed = {"textcoords": "offset points", "ha": "right", "va": "center_baseline", "annotation_clip": False}
+            axes.annotate(stack.said, **at_right, **placed, color=_COLOURS["muted"])
+        for number, (name, colour) in enumerate(zip(parts, colours, strict=True)):
+            x, y = 8 + number % 3 * (_WIDTH - 8) / 3, 12 + 18 * (number // 3)
+            where = {"xycoords": "figure points", "va": "center_baseline", "annotation_clip": False}
+            top = figure.get_size_inches()[1] * 72 - y
+            axes.annotate("\N{BLACK SQUARE}", (x, top), **where, color=colour)
+            axes.annotate(name, (x + 14, top), **where, color=_COLOURS["ink"])
+        return _inlined(figure, key, alt)
+
+
+def scatter(
+    key: str,
+    points: Sequence[Point],
+    *,
+    front: Sequence[int],
+    axes_names: tuple[str, str],
+    said: tuple[Callable[[float], str], Callable[[float], str]],
+    alt: str,
+) -> Markup:
+    """Draw points with their labels, and a line of steps through those of the front.
+
+    front: numbers of points, from left to right. axes_names, said: of x and y. key, alt: as of `bar_chart`.
+    """
+    with _matplotlib(key) as figure:
+        axes = _axes(figure, height=250, left=56, right=18, top=12, bottom=42)
+        axes.grid(color=_COLOURS["line"], linewidth=1)
+        axes.set_axisbelow(True)
+        xs, ys = [points[i].x for i in front], [points[i].y for i in front]
+        axes.step(xs, ys, where="post", color=_COLOURS["muted"], linewidth=1.2, dashes=(4, 3))
+        for strong, marker in ((False, "s"), (True, "o")):
+            chosen = [point for point in points if point.strong is strong]
+            colour = _COLOURS["strong" if strong else "bar"]
+            where = ([point.x for point in chosen], [point.y for point in chosen])
+            axes.scatter(*where, s=42, marker=marker, color=colour, linewidths=0, clip_on=False, zorder=3)
+        for point in points:
+            placed = {"textcoords": "offset points", "xytext": (5, 4), "annotation_clip": False}
+            axes.annotate(point.label, (point.x, point.y), **placed, color=_COLOURS["ink"], fontsize=10)
+        axes.set_xlim(0, 1.08 * max((point.x for point in points), default=1.0) or 1.0)
+        axes.set_ylim(0, 1.08 * max((point.y for point in points), default=1.0) or 1.0)
+        for axis, text in zip((axes.xaxis, axes.yaxis), said, strict=True):
+            axis.get_major_locator().set_params(nbins=4)
+            axis.set_major_formatter(lambda value, _, text=text: text(value))
+        axes.set_xlabel(axes_names[0], color=_COLOURS["muted"], labelpad=6)
+        axes.set_ylabel(axes_names[1], color=_COLOURS["muted"], labelpad=6)
+        axes.tick_params(labelcolor=_COLOURS["muted"])
         return _inlined(figure, key, alt)
 
 
@@ -174,12 +265,64 @@ def curves(
         axes.yaxis.get_major_locator().set_params(nbins=4)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.yaxis.set_major_formatter(lambda value, _: said(value))
-        left = 14 + max((_width(said(value)) for value in axes.get_yticks()), default=0)
-        place = axes.get_position()
-        axes.set_position((left / _WIDTH, place.y0, (_WIDTH - left - 12) / _WIDTH, place.height))
+        _widen(axes, said)
         axes.set_xlabel(axis, color=_COLOURS["muted"], labelpad=6)
         axes.tick_params(labelcolor=_COLOURS["muted"])
         return _inlined(figure, key, alt)
+
+
+#: Looks of lines over one another: colour and dashes. On paper all but `bar` are nearly black: dashes tell them apart.
+_LOOKS: tuple[tuple[str, Any], ...] = (
+    ("strong", "solid"),
+    ("ink", (0, (4, 2))),
+    ("bar", "solid"),
+    ("muted", (0, (1, 1.5))),
+    ("strong", (0, (6, 2, 1, 2))),
+    ("bar", (0, (3, 1.5))),
+)
+
+
+def overlaid_curves(
+    key: str,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    axis: str,
+    alt: str,
+    said: Callable[[float], str] = "{:g}".format,
+) -> Markup:
+    """Draw the same number of several runs over one another, each with its own line, named above them.
+
+    lines: points of each by its name. axis, said, key, alt: as of `curves`.
+    """
+    names = _told_apart(list(lines))
+    rows = -(-len(names) // 2)
+    with _matplotlib(key) as figure:
+        axes = _axes(figure, height=170, left=40, right=12, top=8 + 18 * rows, bottom=42)
+        axes.grid(axis="y", color=_COLOURS["line"], linewidth=1)
+        axes.set_axisbelow(True)
+        for place, (name, points) in enumerate(zip(names, lines.values(), strict=True)):
+            colour, dashes = _LOOKS[place % len(_LOOKS)]
+            marks = {"marker": "o", "markersize": 4, "markeredgewidth": 0} if len(points) == 1 else {}
+            xs, ys = zip(*points, strict=True) if points else ((), ())
+            # A name that begins with an underscore is no name to matplotlib.
+            axes.plot(xs, ys, color=_COLOURS[colour], linewidth=1.6, linestyle=dashes, label=f"\u200a{name}", **marks)
+        axes.xaxis.get_major_locator().set_params(nbins=5, integer=True)
+        axes.yaxis.get_major_locator().set_params(nbins=4)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.yaxis.set_major_formatter(lambda value, _: said(value))
+        _widen(axes, said)
+        axes.set_xlabel(axis, color=_COLOURS["muted"], labelpad=6)
+        axes.tick_params(labelcolor=_COLOURS["muted"])
+        above = {"loc": "lower left", "bbox_to_anchor": (0, 1.02), "borderaxespad": 0, "ncols": 2}
+        axes.legend(**above, frameon=False, labelcolor=_COLOURS["ink"], handlelength=1.8, borderpad=0.2)
+        return _inlined(figure, key, alt)
+
+
+def _widen(axes: Any, said: Callable[[float], str]) -> None:
+    """Leave room for the numbers at the left."""
+    left = 14 + max((_width(said(value)) for value in axes.get_yticks()), default=0)
+    place = axes.get_position()
+    axes.set_position((left / _WIDTH, place.y0, (_WIDTH - left - 12) / _WIDTH, place.height))
 
 
 @contextlib.contextmanager

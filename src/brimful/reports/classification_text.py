@@ -19,6 +19,8 @@ from brimful.reports.text_columns import fitted, padded
 
 #: Labels that are listed with their counts.
 _MOST_LABELS = 20
+#: Processes that are listed.
+_MOST_WORKERS = 8
 #: Widest name of a label, and most labels named in a sentence.
 _NAME, _FEW = 40, 5
 #: Confidences called sure (from the first on) and unsure (below the second).
@@ -53,10 +55,30 @@ def _pass(record: Classification) -> list[str]:
         checked = f"; {seconds_text(record.verify_s)} of it comparing with the plain model (--verify)"
         before = f"  {seconds_text(record.start_s)} before it: loading and checking the model"
         lines.append(before + (checked if record.verify_s else ""))
+    lines += claimed_lines(record)
     if record.resumed_rows:
         lines.append(f"  resumed after {record.resumed_rows:,} rows of an interrupted run")
     if peak := memory_text(record.peak_bytes):
         lines.append(f"  peak memory {peak}")
+    return lines
+
+
+def claimed_lines(record: Classification) -> list[str]:
+    """Files and processes of --claim, one process a line; none otherwise."""
+    if (found := record.claimed) is None:
+        return []
+    taken = f"; {found.num_taken_over:,} taken over from processes that had ended or stopped"
+    files, processes = found.num_files, len(found.workers)
+    lines = [
+        f"  {files:,} file{_s(files)} by {processes:,} process{'' if processes == 1 else 'es'}"
+        + (taken if found.num_taken_over else "")
+    ]
+    for by in found.workers[:_MOST_WORKERS]:
+        rate = f", {count_text(by.num_rows / by.work_s)} texts/s" if by.work_s else ""
+        said = f"{by.num_files:,} file{_s(by.num_files)}, {by.num_rows:,} row{_s(by.num_rows)}{rate}"
+        lines.append(f"    {printable(by.host, _NAME)} {by.pid} ({printable(by.device)}): {said}")
+    if processes > _MOST_WORKERS:
+        lines.append(f"    and {processes - _MOST_WORKERS:,} more")
     return lines
 
 
@@ -128,7 +150,7 @@ def limit_text(record: Classification) -> str | None:
         better = "a faster disk helps" if (record.output or "").endswith(".parquet") else "Parquet is written fastest"
         return f"Writing is the limit: {better}."
     if record.limit == "compute":
-        more = "more GPUs (--num-gpus)" if on_gpu else "a GPU"
+        more = "more GPUs (--gpus)" if on_gpu else "a GPU"
         return (
             f"Computing is the limit, as it should be. Faster: {more}, shorter texts (--max-length), a smaller model."
         )

@@ -90,7 +90,7 @@ def _mistake_row(record: Evaluation, mistake: Mistake) -> tuple[str, ...]:
     row = f"{mistake.row:,}" if mistake.file is None else f"{mistake.file}, {mistake.row:,}"
     scores = (share_text(score) for score in (mistake.score, mistake.truth_score))
     sure = () if record.labels.task == "regression" else tuple(scores)
-    return (row, mistake.truth, mistake.label, *sure, mistake.text or "")
+    return (row, mistake.truth, mistake.label, *sure, " ".join((mistake.text or "").split()))
 
 
 def _worst(record: Evaluation, rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

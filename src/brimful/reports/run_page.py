@@ -15,8 +15,9 @@ from markupsafe import Markup
 from brimful.core.errors import printable
 from brimful.core.evaluation import MAIN_METRIC
 from brimful.core.option_checks import flag
-from brimful.core.units import bytes_text, count_text, number_text, part_text, seconds_text, share_text
+from brimful.core.units import bytes_text, count_text, number_text, parse_bytes, part_text, seconds_text, share_text
 from brimful.reports.arithmetic import arithmetic_legend
+from brimful.reports.bench_text import rate_text
 from brimful.reports.charts import Bar, bar_chart, curves
 from brimful.reports.classification_page import Chart
 from brimful.reports.evaluation_page import evaluation_tiles, evaluation_values
@@ -37,6 +38,8 @@ _INCIDENTS = {
     "checkpoint_failed": "checkpoints that could not be saved",
     "best_lost": "times the best model could not be read again",
     "events_lost": "times log lines could not be written",
+    "tracker_failed": "times a tracker did not get all of the log",
+    "process_lost": "times another process of the training was gone",
     "resumed": "times it was resumed",
     "stopped": "times it was stopped",
 }
@@ -62,6 +65,7 @@ def run_page(report: RunReport) -> str:
         curves=[figure(chart) for chart in _curves(report)],
         time=_time(report),
         memory=_memory(report),
+        planned=_planned(report),
         data_facts=_data_facts(report),
         data_notes=list(run.data.get("notes") or ()),
         label_counts=_label_counts(report),
@@ -112,7 +116,7 @@ def _tiles(report: RunReport) -> list[tuple[str, str | None, str | None]]:
     last = report.steps[-1] if report.steps else None
     rate = run.samples_per_s if run.samples_per_s is not None or last is None else last.samples_per_s
     tokens = None if run.tokens_per_s is None else f"{count_text(run.tokens_per_s)} tokens/s"
-    tiles.append(("Rows per second", None if rate is None else count_text(rate), tokens))
+    tiles.append(("Rows per second", None if rate is None else rate_text(rate), tokens))
     peak = run.peak_bytes
     tiles.append(("Peak memory", None if peak.total is None else bytes_text(peak.total), peak.moment))
     return tiles
@@ -126,7 +130,7 @@ def _curves(report: RunReport) -> list[Chart]:
         _metric(report),
         _curve(report, "learning_rate", "Learning rate", said="{:.2g}".format, from_zero=True),
         _curve(report, "grad_norm", "Norm of the gradient, before clipping", said="{:.3g}".format, from_zero=True),
-        _curve(report, "samples_per_s", "Rows per second", said=count_text, from_zero=True),
+        _curve(report, "samples_per_s", "Rows per second", said=rate_text, from_zero=True),
         _held(report),
     ]
     return [chart for chart in charts if chart is not None]
@@ -198,6 +202,38 @@ def _memory(report: RunReport) -> Chart | None:
     parts = {memory_names(name): count for name, count in peak.components.items() if count >= 1 << 16}
     moment = "" if peak.moment is None else f", when it was highest ({peak.moment})"
     return _parts("memory", f"Memory by component{moment}", parts, bytes_text)
+
+
+def _planned(report: RunReport) -> list[tuple[str, str, str]]:
+    """Plans and limits beside what was measured: lines of which both are known."""
+    run, peak, options = report.run, report.run.peak_bytes, report.run.options
+    taken = run.steps if run.status == "finished" else report.last_step
+    lines: list[tuple[str, Any, Any]] = [
+        ("Steps", None if report.num_steps is None else f"{report.num_steps:,}", f"{taken:,}"),
+        ("Epochs", _epochs(report.num_epochs), _epochs(report.last_epoch)),
+        ("Memory (--memory-limit)", _limit(options.get("memory_limit")), _bytes(peak.reserved or peak.total)),
+        (
+            "Activations (--activation-memory)",
+            _limit(options.get("activation_memory")),
+            _bytes(peak.components.get("activations")),
+        ),
+    ]
+    return [(name, plan, found) for name, plan, found in lines if plan is not None and found is not None]
+
+
+def _epochs(count: float | None) -> str | None:
+    return None if count is None else f"{count:.4g}"
+
+
+def _bytes(count: int | None) -> str | None:
+    return None if count is None else bytes_text(count)
+
+
+def _limit(given: Any) -> str | None:
+    try:
+        return None if given is None else f"at most {bytes_text(parse_bytes(str(given)))}"
+    except ValueError:
+        return f"at most {given}"
 
 
 def _parts(key: str, caption: str, parts: dict[str, Any], said: Callable[[float], str]) -> Chart | None:

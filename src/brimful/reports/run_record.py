@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,9 @@ T = TypeVar("T")
 
 #: Points of a curve; more are drawn as means.
 _MOST_POINTS = 300
+#: Logged lines that a rate is of. Steps in flight are logged when they land: several at once before an evaluation, so
+#: that single lines seem to take no time at all.
+_RATE_LINES = 7
 _RUN, _EVENTS, _EVALUATION = "run.json", "events.jsonl", "evaluation.json"
 
 
@@ -44,7 +47,8 @@ class LoggedEvaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """A run's folder. steps: thinned to what a curve can show. num_steps: that were planned, where known.
+    """A run's folder. steps: thinned to what a curve can show. num_steps, num_epochs: that were planned, where known.
+    last_epoch: reached by the last logged step.
 
     left_s: estimated by the last logged step. incidents: events that a run should not have, by kind. evaluation: of the
     saved model; None while it runs, and without rows to evaluate on.
@@ -55,6 +59,8 @@ class RunReport:
     evaluations: tuple[LoggedEvaluation, ...] = ()
     last_step: int = 0
     num_steps: int | None = None
+    num_epochs: float | None = None
+    last_epoch: float | None = None
     left_s: float | None = None
     incidents: Mapping[str, int] = field(default_factory=dict)
     evaluation: Evaluation | None = None
@@ -86,17 +92,22 @@ def _run_report(folder: Path) -> RunReport:
         "checkpoint_failed",
         "best_lost",
         "events_lost",
+        "tracker_failed",
+        "process_lost",
         "resumed",
         "stopped",
     )
     evaluated = [event for event in events if event.get("kind") == "evaluated"]
     evaluation = folder / _EVALUATION
+    run = _read(Run, folder / _RUN)
     return RunReport(
-        run=_read(Run, folder / _RUN),
-        steps=_thinned([_step(event) for event in steps]),
+        run=run,
+        steps=_thinned(_with_rates([_step(event) for event in steps])),
         evaluations=tuple(LoggedEvaluation(step=e["step"], metrics=_finite(e["metrics"])) for e in evaluated),
         last_step=max((int(event.get("step", 0)) for event in events), default=0),
         num_steps=steps[-1].get("num_steps") if steps else None,
+        num_epochs=None if run.learning is None else run.learning.num_train_epochs,
+        last_epoch=_number(steps[-1].get("epoch")) if steps else None,
         left_s=_number(steps[-1].get("left_s")) if steps else None,
         incidents={kind: kinds[kind] for kind in rare if kinds[kind]},
         evaluation=_read(Evaluation, evaluation) if evaluation.is_file() else None,
@@ -161,4 +172,19 @@ def _mean(steps: Sequence[LoggedStep]) -> LoggedStep:
         if each.name != "step":
             known = [value for step in steps if (value := getattr(step, each.name)) is not None]
             means[each.name] = sum(known) / len(known) if known else None
+    means["samples_per_s"] = _rate(steps)
     return LoggedStep(step=steps[-1].step, **means)
+
+
+def _with_rates(steps: Sequence[LoggedStep]) -> list[LoggedStep]:
+    """Steps with the rate of a few lines around each."""
+    last = max(0, len(steps) - _RATE_LINES)
+    firsts = [min(max(0, place - _RATE_LINES // 2), last) for place in range(len(steps))]
+    rates = [_rate(steps[first : first + _RATE_LINES]) for first in firsts]
+    return [replace(step, samples_per_s=rate) for step, rate in zip(steps, rates, strict=True)]
+
+
+def _rate(steps: Sequence[LoggedStep]) -> float | None:
+    """Rate of lines of as many rows each, over their time together: the harmonic mean of theirs."""
+    times = [1 / step.samples_per_s for step in steps if step.samples_per_s]
+    return len(times) / sum(times) if times else None

@@ -148,6 +148,9 @@ class Terminal(Callbacks):
         self._pace.mark(time.monotonic(), done, share)
         self._draw(_counted(done, total, share, self._pace), share or 0.0, None if share is None else 1.0)
 
+    def working(self, text: str, share: float) -> None:
+        self._draw(printable(text, 300), share, 1.0)
+
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self._say(f"evaluation after step {step:,}: {shown}")
@@ -273,6 +276,9 @@ class Quiet(Terminal):
         pass
 
     def count(self, done: int, total: int | None, share: float | None = None) -> None:
+        pass
+
+    def working(self, text: str, share: float) -> None:
         pass
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Write the page of a run or of an evaluation, from its folder alone."""
+"""Write the page of a run, of an evaluation or of a bench, from its folder alone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 from brimful.core import atomic_files
+from brimful.core.bench import read_bench
 from brimful.core.errors import OptionError, printable
 from brimful.core.evaluation import Evaluation
+from brimful.reports.bench_page import bench_page
 from brimful.reports.charts import check_charts
 from brimful.reports.evaluation_page import evaluation_page
 from brimful.reports.run_page import run_page
@@ -15,17 +17,22 @@ from brimful.reports.run_record import read_record
 
 
 def report(run: str | Path, output: str | Path | None = None) -> Path:
-    """Write a page about a run, finished or under way, or about an evaluation; return its path. Loads no torch.
+    """Write a page about a run, finished or under way, an evaluation or a bench; return its path. Loads no torch.
 
-    run: folder of a run; or of an evaluation, or its JSON file. output: the page; default report.html in the folder.
+    run: folder of a run, of a bench or of an evaluation, or its JSON file. output: the page; default report.html in the
+    folder.
     Raises: BrimfulError.
     """
     check_charts()
     given = Path(run).expanduser()
     path = (given if given.is_dir() else given.parent) / "report.html" if output is None else Path(output)
     check_page(path)
-    record = read_record(given)
-    page = evaluation_page(record) if isinstance(record, Evaluation) else run_page(record)
+    bench = read_bench(given) if given.is_dir() else None
+    if bench is not None:
+        page = bench_page(bench)
+    else:
+        record = read_record(given)
+        page = evaluation_page(record) if isinstance(record, Evaluation) else run_page(record)
     atomic_files.write_bytes(path, page.encode())
     return path
 
