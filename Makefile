@@ -42,7 +42,7 @@ check: .venv/installed
 	$(BIN)/lint-imports
 
 faults: .venv/installed
-	$(BIN)/python -m pytest -m faults -s tests/engine/training/test_faults.py tests/engine/training/test_resume.py tests/engine/classification/test_classify_faults.py tests/data/writers/test_shards.py
+	$(BIN)/python -m pytest -m faults -s tests/engine/training/test_faults.py tests/engine/training/test_rank_faults.py tests/engine/training/test_resume.py tests/engine/classification/test_classify_faults.py tests/engine/classification/test_claim_faults.py tests/data/writers/test_shards.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache demo-run

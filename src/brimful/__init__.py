@@ -11,11 +11,16 @@ Importing loads neither torch nor transformers: each public name is imported whe
 from __future__ import annotations
 
 import importlib
+import random
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from brimful.api import Classifier, classify, evaluate, export, profile, train
+    from brimful.api import Classifier, bench, classify, evaluate, export, profile, train
+    from brimful.comparison.compare import compare
+    from brimful.core.bench import Bench
+    from brimful.core.bench_options import BenchOptions
     from brimful.core.classification import Classification
+    from brimful.core.comparison import Comparison
     from brimful.core.errors import (
         BrimfulError,
         CheckpointError,
@@ -47,10 +52,13 @@ __version__ = "0.1.0"
 _ERRORS = "brimful.core.errors"
 _PUBLIC = {
     "Batch": "brimful.data.batches.batch",
+    "Bench": "brimful.core.bench",
+    "BenchOptions": "brimful.core.bench_options",
     "BrimfulError": _ERRORS,
     "CheckpointError": _ERRORS,
     "Classification": "brimful.core.classification",
     "Classifier": "brimful.api",
+    "Comparison": "brimful.core.comparison",
     "ClassifyOptions": "brimful.core.options",
     "DataError": _ERRORS,
     "DeviceError": _ERRORS,
@@ -70,7 +78,9 @@ _PUBLIC = {
     "TextClassifier": "brimful.drop_in.estimator",
     "TrainOptions": "brimful.core.options",
     "Trainer": "brimful.integrations.trainer",
+    "bench": "brimful.api",
     "classify": "brimful.api",
+    "compare": "brimful.comparison.compare",
     "evaluate": "brimful.api",
     "export": "brimful.api",
     "packed": "brimful.integrations.packed",
@@ -82,11 +92,14 @@ _PUBLIC = {
 
 __all__ = [
     "Batch",
+    "Bench",
+    "BenchOptions",
     "BrimfulError",
     "CheckpointError",
     "Classification",
     "Classifier",
     "ClassifyOptions",
+    "Comparison",
     "DataError",
     "DeviceError",
     "DiskFullError",
@@ -105,7 +118,9 @@ __all__ = [
     "TextClassifier",
     "TrainOptions",
     "Trainer",
+    "bench",
     "classify",
+    "compare",
     "evaluate",
     "export",
     "packed",
@@ -119,7 +134,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'brimful' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    state = random.getstate()  # from which rich draws as it is imported
+    try:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    finally:
+        random.setstate(state)
 
 
 def __dir__() -> list[str]:

@@ -5,27 +5,32 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from brimful.benchmarking.folder import save_rows
+from brimful.benchmarking.run import run_bench
 from brimful.core import atomic_files
+from brimful.core.bench import Bench
+from brimful.core.bench_options import BenchOptions
 from brimful.core.callbacks import Callbacks, PythonWarnings, warn_caller
 from brimful.core.classification import Classification
+from brimful.core.command_line import command_of
 from brimful.core.errors import DiskFullError, OptionError, OutputError, did_you_mean, printable
 from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.evaluation import Evaluation
 from brimful.core.export_options import ExportOptions
-from brimful.core.option_checks import flag
 from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flags_of
 from brimful.core.phases import Phases
-from brimful.core.place import find_place
+from brimful.core.place import check_launched, find_place
 from brimful.core.profile import Profile
 from brimful.core.records import Run, json_text
+from brimful.core.trackers import check_trackers
 from brimful.data.readers.in_memory import Kind, Tables, as_kind
 from brimful.data.writers.shards import LineOutput
 from brimful.data.writers.table_output import TableOutput
+from brimful.engine.classification.claimed import classify_claimed
 from brimful.engine.classification.classifier import ModelClassifier
 from brimful.engine.classification.classify import classify_file
 from brimful.engine.evaluation.answers import evaluate_answers
@@ -34,7 +39,7 @@ from brimful.engine.profiling.profile import profile as _profile
 from brimful.engine.training.export import export as _export
 from brimful.engine.training.train import train as _train
 from brimful.given import Data, Given, listening, training_data
-from brimful.integrations.fanout import Fanout
+from brimful.integrations.trackers.reporting import TrackerProcesses
 from brimful.models.hub.push import check_push, push_model
 from brimful.reports.charts import check_charts
 from brimful.reports.classification_page import classification_page
@@ -45,9 +50,6 @@ from brimful.reports.write import check_page, report
 
 T = TypeVar("T")
 
-#: Fields that a command takes as positional arguments, and those that its line shows even at their default.
-_POSITIONALS = {"train": ("data",), "classify": ("model", "data"), "evaluate": ("model", "data")}
-_ALWAYS = {"train": ("model", "output"), "classify": (), "evaluate": ()}
 #: Fields of a run that `--json` shows.
 _RESULTS = (
     *("status", "metrics", "steps", "skipped_steps", "train_s", "samples_per_s", "tokens_per_s", "peak_bytes"),
@@ -59,7 +61,18 @@ _OF_A_FILE = (
     *("model", "data", "header", "column_names", "delimiter", "encoding", "sheet", "limit", "output", "text_column"),
     *("pair_column", "labels"),
     *("hypothesis_template", "multi_label", "top_k", "threshold", "logits", "resume", "max_errors", "shard_rows"),
-    *("overwrite", "report", "json", "num_gpus", "memory_limit", "allocator"),
+    *(
+        "overwrite",
+        "report",
+        "json",
+        "gpus",
+        "memory_limit",
+        "allocator",
+        "claim",
+        "lease",
+        "launcher",
+        "num_processes",
+    ),
 )
 
 
@@ -95,18 +108,20 @@ def run_training(
 ) -> Run:
     """Train with `options`, for `train` and the command line. phases: of this process, if it began before. tables: data
     in memory, by the names that options have for them."""
+    check_launched(options.launcher)
     if not find_place().leads:  # it takes part, and says and writes nothing
         return _train(options, command="", callbacks=Callbacks(), tables=tables)
-    if options.report_to == "tensorboard" and not options.dry_run:
-        from brimful.integrations.tensorboard import TensorBoard
-
-        callbacks = Fanout(callbacks, TensorBoard(Path(options.output) / "tensorboard"))
+    check_trackers(options.report_to)
     if options.report is not None and not options.dry_run:
         check_charts()
         check_page(Path(options.report), "--report")
     if options.push_to_hub is not None:
         check_push(options.push_to_hub)
-    run = _train(options, command=command_of("train", options), callbacks=callbacks, phases=phases, tables=tables)
+    trackers = TrackerProcesses(options.report_to, stage=callbacks.stage)
+    given: Any = {"callbacks": callbacks, "phases": phases, "tables": tables, "trackers": trackers}
+    run = _train(options, command=command_of("train", options), **given)
+    for name, url in trackers.pages().items():
+        callbacks.note(f"{name}: {url}")
     if options.dry_run:
         callbacks.stage("this was a dry run: nothing was trained, nothing was written")
     elif options.report is not None:
@@ -136,6 +151,33 @@ def profile(
     asked = _options("profile", ProfileOptions, options, data=name, model=model)
     with listening(callbacks or (Callbacks() if not progress else None), progress) as listener:
         return _profile(asked, listener, tables)
+
+
+def bench(
+    model: str | Path,
+    data: Data = None,
+    *,
+    labels: Any = None,
+    callbacks: Callbacks | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> Bench:
+    """Measure ways to train a model on this machine, ours and transformers' Trainer's, each in a process of its own.
+
+    data, labels, callbacks, progress: as of `train`; without data, random tokens of `shape`. Rows in memory are saved
+    in the output folder, where the processes read them. options: other fields of BenchOptions, e.g.
+    `rows="levers", budget_s=1200`.
+    Raises: BrimfulError; OptionError for an unknown option.
+    """
+    given = Given()
+    name = given.name(data, labels)
+    if given.tables:
+        folder = Path(options.get("output", BenchOptions.output))
+        atomic_files.make_folder(folder)
+        name = str(save_rows(folder, next(iter(given.tables.values()))))
+    asked = _options("bench", BenchOptions, options, without=("model", "data"), model=model, data=name)
+    with listening(callbacks, False if asked.quiet else progress) as listener:
+        return run_bench(asked, listener, command=command_of("bench", asked))
 
 
 def classify(
@@ -209,7 +251,7 @@ def run_evaluation(options: EvaluateOptions, callbacks: Callbacks, tables: Table
         record = evaluate_answers(options, command=command, callbacks=callbacks)
     else:
         record = evaluate_model(options, command=command, callbacks=callbacks, tables=tables)
-    if options.report is not None:
+    if options.report is not None and find_place().leads:
         atomic_files.write_bytes(Path(options.report), evaluation_page(record).encode())
         callbacks.note(f"report: {options.report}")
     return record
@@ -234,7 +276,7 @@ def _texts(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises: OptionError for an element of a list that cannot be in such a text.
     """
     texts = {name: _path(value) for name, value in options.items()}
-    for name in ("column_names", "labels", "text_column", "label_column"):
+    for name in ("column_names", "labels", "text_column", "label_column", "report_to"):
         if not isinstance(values := texts.get(name), list | tuple):
             continue
         for each in values:
@@ -268,10 +310,15 @@ def run_classification(
     if options.report is not None:
         check_charts()
         check_page(Path(options.report), "--report")
+    check_launched(options.launcher)
+    leads = options.claim or find_place().leads
     lines = None if stdout is None or options.output is not None else LineOutput(stdout)
     command = command_of("classify", options)
-    record = classify_file(options, command=command, callbacks=callbacks, output=lines or rows, tables=tables)
-    if options.report is not None:
+    if options.claim:
+        record = classify_claimed(options, command=command, callbacks=callbacks, tables=tables)
+    else:
+        record = classify_file(options, command=command, callbacks=callbacks, output=lines or rows, tables=tables)
+    if options.report is not None and leads:
         page = classification_page(record).encode()
         try:
             atomic_files.write_bytes(Path(options.report), page)
@@ -316,28 +363,6 @@ def _options(function: str, kind: type[T], given: Mapping[str, Any], without: Se
 def _path(given: object) -> Any:
     """A path as text; anything else is returned for the options to refuse."""
     return os.fspath(given) if isinstance(given, os.PathLike) else given
-
-
-def command_of(command: str, options: Any) -> str:
-    """Command line that gives `options`."""
-    words, given = [], []
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if field.name in _POSITIONALS[command]:
-            given += [] if value is None else [value]
-            continue
-        if value == field.default and field.default is not dataclasses.MISSING and field.name not in _ALWAYS[command]:
-            continue
-        text = str(value).removesuffix(".0") if isinstance(value, float) else str(value)
-        if value is True or value is False:
-            words += [flag(field.name if value else f"no_{field.name}")]
-        elif text.startswith("-"):
-            words += [f"{flag(field.name)}={text}"]
-        else:
-            words += [flag(field.name), text]
-    if any(each.startswith("-") and each != "-" for each in given):
-        return shlex.join(["brimful", command, *words, "--", *given])
-    return shlex.join(["brimful", command, *given, *words])
 
 
 def summary_json(run: Run) -> str:

@@ -438,6 +438,12 @@ MISTAKES = [
         hint="--save-total-limit",
     ),
     Mistake(
+        name="a tracker that there is not",
+        words=more("--report-to", "tensorboard,wanb"),
+        said=("--report-to", "no tracker 'wanb'"),
+        hint="wandb",
+    ),
+    Mistake(
         name="tensorboard in a taken folder",
         words=lambda p: (*foreign_folder(p), "--report-to", "tensorboard"),
         said=("thesis.tex",),

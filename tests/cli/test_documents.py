@@ -13,6 +13,8 @@ import pytest
 
 import brimful as package
 from brimful.cli.flags import help_texts, parse_options
+from brimful.core.bench_options import BenchOptions
+from brimful.core.compare_options import CompareOptions
 from brimful.core.errors import OptionError
 from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.export_options import ExportOptions
@@ -31,11 +33,17 @@ COMMANDS: dict[str, tuple[type[Any], Any]] = {
     "evaluate": (EvaluateOptions, partial(parse_options, "evaluate")),
     "export": (ExportOptions, partial(parse_options, "export")),
     "report": (ReportOptions, partial(parse_options, "report")),
+    "compare": (CompareOptions, partial(parse_options, "compare")),
     "profile": (ProfileOptions, partial(parse_options, "profile")),
+    "bench": (BenchOptions, partial(parse_options, "bench")),
     "demo": (DemoOptions, partial(parse_options, "demo")),
 }
 #: Flags of other programs that documents name.
 FOREIGN = {
+    "--array",
+    "--gpus-per-task",
+    "--ntasks",
+    "--wrap",
     "--nproc-per-node",
     "--ntasks-per-node",
     "--gpus-per-node",
@@ -57,7 +65,7 @@ def test_every_flag_has_help(command: str, brimful: Brimful, capsys: pytest.Capt
     for field in flags_of(options):
         assert texts[field.name].endswith("."), field.name
         assert texts[field.name] in shown, field.name
-        positional = command == "evaluate" and field.name == "data"
+        positional = command in ("evaluate", "bench") and field.name == "data"
         assert flag(field.name) in shown or field.default is dataclasses.MISSING or positional
     assert "--config" in shown
 

@@ -31,10 +31,17 @@ except SystemExit as end:
         "import brimful; brimful.TrainOptions; brimful.Profile; brimful.BrimfulError; dir(brimful)",
         *(
             _COMMAND.format(words=words)
-            for words in (["--help"], ["--version"], ["train", "--help"], ["classify", "-h"], ["profile", "-h"])
+            for words in (
+                ["--help"],
+                ["--version"],
+                ["train", "--help"],
+                ["classify", "-h"],
+                ["profile", "-h"],
+                ["bench", "-h"],
+            )
         ),
     ],
-    ids=["import", "help", "version", "train", "classify", "profile"],
+    ids=["import", "help", "version", "train", "classify", "profile", "bench"],
 )
 def test_help_and_import_load_neither_torch_nor_transformers(code: str) -> None:
     process = subprocess.run(
@@ -58,7 +65,7 @@ def test_mistakes_in_words_are_told_before_anything_heavy_is_loaded() -> None:
 def test_help_names_every_command(brimful: Brimful) -> None:
     said = brimful("--help")
     assert (said.code, said.err) == (0, "")
-    for command in ("train", "classify", "profile", "demo"):
+    for command in ("train", "classify", "profile", "bench", "demo"):
         assert f"\n  {command} " in said.out
     assert all(len(line) <= 80 for line in said.out.splitlines())
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from brimful.cli.launch import launch, number_of, watch_launcher
-from brimful.core.errors import BrimfulError, did_you_mean, printable
-from brimful.core.place import find_place
+from brimful.core.errors import BrimfulError, RanksError, did_you_mean, printable
+from brimful.core.place import LAUNCHED, Place, find_place
 
-_COMMANDS = ("train", "classify", "evaluate", "export", "report", "profile", "demo")
+_COMMANDS = ("train", "classify", "evaluate", "export", "report", "compare", "profile", "bench", "demo")
 
 _HELP = """usage: brimful COMMAND ...
 
@@ -36,7 +36,9 @@ commands:
   evaluate MODEL DATA                     see how good it is, on labelled texts
   export RUN                              make a model of a run's checkpoint
   report RUN                              write a page about a run
+  compare A B ...                         put runs, or benches, side by side
   profile DATA --model MODEL              see where the time of a step goes
+  bench MODEL DATA                        compare ways to train, Trainer's too
   demo                                    watch both at work, in a few minutes
 
 `brimful COMMAND --help` shows the options of a command, `brimful --version`
@@ -113,18 +115,23 @@ def _run(name: str, words: list[str]) -> int:
     """Run a command; return its exit code."""
     from brimful.cli.flags import parse_options
 
-    options, place = parse_options(name, words), find_place()
-    if getattr(options, "gpus", None) not in (None, "1") and place.count == 1:
+    options = parse_options(name, words)
+    if getattr(options, "launcher", "none") != "none" and LAUNCHED not in os.environ:
+        return _on_ray(name, options, words)
+    claims = getattr(options, "claim", False)  # then each process works by itself, whoever started it
+    place = Place() if claims else find_place()
+    if name == "train" and options.gpus not in (None, "1") and place.count == 1:
         return _on_several(options.gpus, [name, *words])
     watch_launcher()
-    if name == "train" and not place.leads:
-        return _follow(options)
+    if name in ("train", "classify", "evaluate") and not place.leads:
+        return _follow(name, options)
     if name in ("train", "classify", "evaluate", "export", "profile"):
         from brimful.engine.early import check_early
 
         check_early(options)
-    if name == "report":
-        _report(options)
+    without_torch = {"report": _report, "compare": _compare, "bench": _bench}
+    if name in without_torch:
+        without_torch[name](options)
         return 0
     from brimful.core.phases import Phases, process_began
     from brimful.reports.terminal import Quiet, Terminal
@@ -149,14 +156,32 @@ def _on_several(gpus: str, words: list[str]) -> int:
     return launch([sys.executable, "-m", "brimful", *words], count)
 
 
-def _follow(options: Any) -> int:
-    """Take part in a training that another process leads: what there is to say, it says."""
-    from brimful.api import run_training
+def _on_ray(name: str, options: Any, words: list[str]) -> int:
+    """Run the command in workers of Ray, after a look at what would end it at once."""
+    from brimful.cli.ray_launch import launch_on_ray
+    from brimful.engine.early import check_early
+
+    check_early(options)
+    return launch_on_ray(
+        [name, *words],
+        options.num_processes or 1,
+        output=Path(options.output),
+        on_gpu=options.device != "cpu",
+        claims=getattr(options, "claim", False),
+    )
+
+
+def _follow(name: str, options: Any) -> int:
+    """Take part in work that another process leads: what there is to say, it says."""
+    from brimful.api import run_classification, run_evaluation, run_training
     from brimful.core.callbacks import Callbacks
 
     try:
-        run_training(options, Callbacks())
+        run: Any = {"train": run_training, "classify": run_classification, "evaluate": run_evaluation}[name]
+        run(options, Callbacks())
     except BrimfulError as error:
+        if isinstance(error, RanksError) and error.lost == 0 and find_place().rank == 1:  # the leader cannot
+            return _fail(str(error), error.hint or "", error.exit_code)
         return error.exit_code
     return 0
 
@@ -164,10 +189,43 @@ def _follow(options: Any) -> int:
 def _report(options: Any) -> None:
     """Write a page, without loading torch."""
     from brimful.core.records import json_text
+    from brimful.core.trackers import check_trackers
     from brimful.reports.write import report
 
+    check_trackers(options.report_to)
     path = report(options.run, options.output)
+    if options.report_to != "none":
+        from brimful.integrations.trackers.reporting import send_run
+
+        for name, url in send_run(options.run, options.report_to).items():
+            if not options.quiet:
+                print(f"sent to {name}" if url is None else f"sent to {name}: {printable(url, 300)}", file=sys.stderr)
     print(json_text({"report": str(path)}) if options.json else path)
+
+
+def _bench(options: Any) -> None:
+    """Measure rows, each in a process of its own: this one loads no torch."""
+    from brimful.benchmarking.run import run_bench
+    from brimful.core.command_line import command_of
+    from brimful.core.records import to_json
+    from brimful.reports.bench_text import bench_text
+    from brimful.reports.terminal import Quiet, Terminal
+
+    with closing(Quiet() if options.quiet else Terminal()) as terminal:
+        bench = run_bench(options, terminal, command=command_of("bench", options))
+    print(to_json(bench).rstrip() if options.json else bench_text(bench))
+
+
+def _compare(options: Any) -> None:
+    """Print a comparison, without loading torch."""
+    from brimful.comparison.compare import run_comparison
+    from brimful.core.records import to_json
+    from brimful.reports.comparison_text import comparison_text
+
+    comparison = run_comparison(options)
+    if options.html is not None:
+        print(f"page: {printable(options.html, 500)}", file=sys.stderr)
+    print(to_json(comparison).rstrip() if options.json else comparison_text(comparison))
 
 
 @contextmanager

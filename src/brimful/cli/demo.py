@@ -10,9 +10,10 @@ import itertools
 import json
 from pathlib import Path
 
-from brimful.api import Classifier, command_of, run_training
+from brimful.api import Classifier, run_training
 from brimful.core.atomic_files import make_folder, write_bytes
 from brimful.core.callbacks import Callbacks
+from brimful.core.command_line import command_of
 from brimful.core.errors import Interrupted, OptionError
 from brimful.core.options import DemoOptions, TrainOptions
 from brimful.core.records import Run

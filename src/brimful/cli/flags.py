@@ -16,6 +16,8 @@ from itertools import pairwise
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from brimful.cli.config_file import read_configuration
+from brimful.core.bench_options import BenchOptions
+from brimful.core.compare_options import CompareOptions
 from brimful.core.errors import OptionError, did_you_mean, printable
 from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.export_options import ExportOptions
@@ -103,6 +105,13 @@ COMMANDS = (
         short={"output": "-o"},
     ),
     Command(
+        name="compare",
+        options=CompareOptions,
+        summary="Put runs, evaluations or benches side by side: settings, metrics on the same rows, speed, memory.",
+        example="brimful compare run-a run-b",
+        positionals={"folders": "A B ..."},
+    ),
+    Command(
         name="profile",
         options=ProfileOptions,
         summary="Show where the time of one training step goes, on your data. Nothing is trained, nothing is saved.",
@@ -117,6 +126,20 @@ COMMANDS = (
         },
     ),
     Command(
+        name="bench",
+        options=BenchOptions,
+        summary="Measure ways to train a model on this machine, brimful's and transformers' Trainer's side by side.",
+        example="brimful bench bert-base-uncased reviews.csv --output bench",
+        positionals={"model": "MODEL", "data": "DATA"},
+        groups={
+            "output": "what is measured",
+            "text_column": "data and labels",
+            "learning_rate": "what is learned",
+            "device": "how it runs",
+        },
+        short={"output": "-o"},
+    ),
+    Command(
         name="demo",
         options=DemoOptions,
         summary="Fine-tune MiniLM on BBC News, on this machine, and label a few sentences with the result.",
@@ -124,9 +147,11 @@ COMMANDS = (
     ),
 )
 
-#: Flags of transformers' that mean the same.
-_ALSO: Mapping[str, str] = {"--per-device-train-batch-size": "--per-device-batch-size"}
-_SHOWN_AS: Mapping[str, str] = {"output": "PATH", "trace": "FILE", "metric_for_best_model": "METRIC"}
+#: Flags of transformers', and of earlier versions, that mean the same.
+_ALSO: Mapping[str, str] = {"--per-device-train-batch-size": "--per-device-batch-size", "--num-gpus": "--gpus"}
+_SHOWN_AS: Mapping[str, str] = {
+    "output": "PATH", "trace": "FILE", "metric_for_best_model": "METRIC", "report_to": "NAMES"
+}  # fmt: skip
 #: Numbers that make sense, where 8 does not.
 _EXAMPLES = {"--max-length": 256, "--max-steps": 1000, "--limit": 500, "--seed": 42, "--save-steps": 500} | {
     "--eval-steps": 500, "--logging-steps": 10, "--token-budget": 8192, "--shard-rows": 1000000, "--verify": 256,
@@ -231,7 +256,8 @@ def _parser(command: Command, hints: Mapping[str, Any]) -> argparse.ArgumentPars
     for option in flags_of(command.options):
         name, hint, text = option.name, hints[option.name], texts[option.name].replace("%", "%%")
         if name in command.positionals:
-            positionals.add_argument(name, metavar=command.positionals[name], nargs="?", help=text)
+            several = "*" if get_origin(hint) is tuple else "?"
+            positionals.add_argument(name, metavar=command.positionals[name], nargs=several, help=text)
             continue
         if name in command.groups:
             group = parser.add_argument_group(command.groups[name])
@@ -265,6 +291,8 @@ def _value(name: str, hint: Any, given: object) -> object:
     """Convert text or a value of a file to the field's type. The dataclass checks the rest."""
     if get_origin(hint) is Literal:
         return "off" if given is False else given  # YAML reads `off` as false
+    if get_origin(hint) is tuple:
+        return tuple(map(str, given)) if isinstance(given, list | tuple) else given
     (kind,) = _kinds(hint)
     if given == "auto" and name in map(flag, CAN_BE_AUTO):
         return None

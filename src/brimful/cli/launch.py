@@ -17,15 +17,17 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from brimful.core.cores import num_cores
-from brimful.core.errors import OptionError
+from brimful.core.errors import OptionError, RanksError
 
 #: Variable with the number of a pipe that is open for as long as whoever started this process is there.
 LIFELINE = "BRIMFUL_LIFELINE"
 #: Seconds that others have to notice that one of them is gone, and to end by themselves.
 _GRACE_S = 10.0
 _POLL_S = 0.1
-#: Multicast over NVLink, which a GPU shared by others may not have.
-_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"}
+#: Signals that end a leader before it can say anything: a process is gone, as where it is another one.
+_ABRUPT = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+#: Multicast over NVLink, which a GPU shared by others may not have; stacks of torch's for each connection that ends.
+_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def number_of(gpus: str) -> int:
@@ -92,18 +94,21 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for the leader, and for a while for the others; name the first that ends badly before it."""
     leader, named, until = processes[0], False, float("inf")
     while leader.poll() is None and time.monotonic() < until:
+        # Those that end with RanksError's code have found another one gone, and say so.
         gone = [(rank, each.returncode) for rank, each in enumerate(processes) if each.poll() not in (None, 0)]
+        gone.sort(key=lambda found: found[1] == RanksError.exit_code)
         if gone and not named and leader.poll() is None:
             (rank, code), named, until = gone[0], True, time.monotonic() + _GRACE_S
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            print(f"process {rank} of {len(processes)} {how}", file=sys.stderr)
+            if code != RanksError.exit_code:
+                print(f"process {rank} of {len(processes)} {how}", file=sys.stderr)
         time.sleep(_POLL_S)
     until = time.monotonic() + _GRACE_S
     while any(each.poll() is None for each in processes[1:]) and time.monotonic() < until:
         time.sleep(_POLL_S)
     code = leader.poll()
-    if code is None:
-        return 7
+    if code is None or -code in _ABRUPT:
+        return RanksError.exit_code
     return code if code >= 0 else 128 - code
 
 

@@ -63,6 +63,9 @@ class Callbacks:
         as bytes read of all bytes; None if that is not known either.
         """
 
+    def working(self, text: str, share: float) -> None:
+        """Work of many parts went on. share: how much of all is done, from 0 to 1."""
+
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation ended."""
 

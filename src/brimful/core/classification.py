@@ -98,6 +98,30 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClaimWorker:
+    """A process that classified files by --claim. work_s: seconds that it spent on files whose results are kept."""
+
+    host: str
+    pid: int
+    device: str
+    num_files: int
+    num_rows: int
+    work_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimedFiles:
+    """Files of a classification by --claim, and the processes that did them.
+
+    num_taken_over: files that were claimed again, after a process was killed or stopped, or had left.
+    """
+
+    num_files: int
+    num_taken_over: int
+    workers: tuple[ClaimWorker, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Classification:
     """One pass of a classifier over a file: everything needed to repeat and to explain it.
 
@@ -110,6 +134,8 @@ class Classification:
     equivalence: None with --verify 0, and where no row could be compared.
     fallback: why a slower path runs than was planned, None if none does. out_of_memory: each time that memory ran out.
     max_length: longest sequence in tokens, where longer ones were cut, and its reason.
+    claimed: by --claim, files and processes; there is no wall_s then, nor what depends on it, for clocks of machines
+    differ. None otherwise.
     """
 
     model: str
@@ -137,4 +163,5 @@ class Classification:
     limit: StageName | None = None
     peak_bytes: PeakMemory = field(default_factory=PeakMemory)
     resumed_rows: int = 0
+    claimed: ClaimedFiles | None = None
     schema: int = 1

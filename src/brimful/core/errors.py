@@ -12,7 +12,7 @@
     ├── DiskFullError             4    the disk filled up while running; the last checkpoint is whole
     ├── CheckpointError           5    no checkpoint can be resumed from
     ├── MemoryFullError           6    memory ran out, and the work cannot be split any further
-    ├── RanksError                7    another process of the same training is gone
+    ├── RanksError                7    another process of the same training is gone, or stuck
     └── Interrupted             130/143  stopped by Ctrl-C or SIGTERM after saving
 
 Every message is one line that says what, where and why; `hint` says what to do about it.
@@ -172,12 +172,16 @@ class MemoryFullError(BrimfulError):
 
 
 class RanksError(BrimfulError):
-    """Another process of the same training is gone."""
+    """Another process of the same training is gone, or stuck.
+
+    lost: its number, None if it is not known.
+    """
 
     exit_code = 7
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, lost: int | None = None) -> None:
         super().__init__(message, hint="see what that process said, then start all again with --resume")
+        self.lost = lost
 
 
 class Interrupted(BrimfulError):  # noqa: N818  (it is not an error of anyone's)

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from brimful.core.errors import OptionError
-from brimful.core.option_checks import check_header, check_numbers, check_positive, check_text_format, check_types
+from brimful.core.option_checks import (
+    check_gpus,
+    check_header,
+    check_numbers,
+    check_positive,
+    check_text_format,
+    check_types,
+)
 from brimful.core.options import DeviceChoice, ExecutionChoice, PrecisionChoice
 
 
@@ -70,6 +77,9 @@ class EvaluateOptions:
     """Precision of matrix products. auto: bf16 on a GPU or CPU with units for it, fp32 elsewhere."""
     device: DeviceChoice = "auto"
     """Device to run on. auto: a GPU if there is one."""
+    gpus: str | None = None
+    """GPUs of this machine to use, a process each: a number, or `all`. Default: one; under a launcher such as torchrun
+    or srun, one for each process, which share the rows."""
     verify: int | None = None
     """Rows on which the fast path is first compared with the plain fp32 model; 0: none. Default: 256; on a CPU fewer
     where they are long, a twentieth of all tokens or a second's work."""
@@ -90,6 +100,7 @@ class EvaluateOptions:
         check_types(self)
         check_header(self.header, self.column_names)
         check_text_format(self.delimiter, self.encoding)
+        check_gpus(self.gpus, self.device)
         check_positive(self, "max_length", "token_budget")
         check_numbers(
             self, ("verify", "num_workers", "resamples", "seed"), lambda value: 0 <= value < 1 << 63, "at least 0"

@@ -22,6 +22,10 @@ def check_types(options: object) -> None:
         kinds = get_args(hint) or (hint,)
         if get_origin(hint) is Literal:
             fits, wanted = value in kinds, f"one of {', '.join(map(str, kinds))}"
+        elif get_origin(hint) is tuple:
+            fits, wanted = all(isinstance(each, str) for each in value), "texts"
+            for each in value if fits else ():
+                _check_text(flag(field.name), each)
         else:
             accepted = (*kinds, int) if float in kinds else kinds
             fits = isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool))
@@ -136,7 +140,7 @@ def check_checkpointing(options: Any) -> None:
 
 
 #: Options that only AdamW's update has.
-ADAMW_ONLY = ("optimizer_in_backward", "optimizer_offload", "optimizer_state_dtype", "weight_dtype")
+ADAMW_ONLY = ("optimizer_in_backward", "optimizer_offload", "optimizer_state_dtype", "weight_dtype", "stream_weights")
 
 
 def check_update(options: Any) -> None:
@@ -159,6 +163,39 @@ def check_update(options: Any) -> None:
         )
 
 
+def check_streaming(options: Any) -> None:
+    """Check that --stream-folder has a use, and that nothing else is to keep activations of streamed layers."""
+    if options.stream_folder is not None and options.stream_weights != "disk":
+        raise OptionError("--stream-folder is for --stream-weights disk", hint="leave one of the two out")
+    checkpointing = getattr(options, "gradient_checkpointing", "none")
+    if options.stream_weights != "none" and checkpointing not in ("none", "full"):
+        raise OptionError(
+            f"--stream-weights {options.stream_weights} computes every layer again in the backward pass, and"
+            f" --gradient-checkpointing is {checkpointing}",
+            hint="leave one of the two out",
+        )
+
+
+def check_claim(options: Any) -> None:
+    """Check that --claim has files to share and a folder for their results, and --lease a use."""
+    if not options.claim:
+        if options.lease != type(options).lease:
+            raise OptionError("--lease is for --claim", hint="add --claim, or leave it out")
+        return
+    if options.output is None or options.data == "-":
+        raise OptionError(
+            "--claim shares files, and keeps results of each", hint="give an INPUT and an --output folder"
+        )
+    for name in ("limit", "max_errors"):
+        if getattr(options, name) is not None:
+            hint = (
+                "leave one of the two out; the column `error` has the reasons"
+                if name == "max_errors"
+                else "leave it out"
+            )
+            raise OptionError(f"{flag(name)} counts rows of all files, and --claim has each done by itself", hint=hint)
+
+
 def check_gpus(gpus: str | None, device: str) -> None:
     """Check that --gpus is a number or `all`, and goes with the device."""
     if gpus is None:
@@ -166,8 +203,24 @@ def check_gpus(gpus: str | None, device: str) -> None:
     if gpus != "all" and not (gpus.isascii() and gpus.isdigit() and int(gpus) > 0):
         raise OptionError(f"--gpus is '{printable(gpus)}': it must be a number or all", hint="as in --gpus 2")
     if device == "cpu":
-        hint = "leave one out; torchrun --nproc-per-node 2 -m brimful train ... starts two processes on a CPU"
+        hint = "leave one out; torchrun --nproc-per-node 2 -m brimful ... starts two processes on a CPU"
         raise OptionError(f"--gpus {gpus} and --device cpu are both given", hint=hint)
+
+
+def check_launcher(options: Any) -> None:
+    """Check that --num-processes has a launcher, and --launcher what it needs."""
+    check_positive(options, "num_processes")
+    if options.launcher == "none":
+        if options.num_processes is not None:
+            raise OptionError("--num-processes is for --launcher ray", hint="add it, or use --gpus")
+        return
+    if options.gpus is not None:
+        raise OptionError(
+            f"--gpus and --launcher {options.launcher} are both given",
+            hint="--num-processes says how many: each has a GPU",
+        )
+    if options.output is None or options.data == "-":
+        raise OptionError(f"--launcher {options.launcher} starts processes elsewhere", hint="give INPUT, and --output")
 
 
 def effective_batch(options: Any, default: int) -> int:

@@ -9,23 +9,29 @@ from typing import Any, Literal
 from brimful.core.errors import OptionError
 from brimful.core.option_checks import (
     check_checkpointing,
+    check_claim,
     check_gpus,
     check_header,
+    check_launcher,
     check_numbers,
     check_positive,
     check_size,
+    check_streaming,
     check_text_format,
     check_types,
     check_update,
     effective_batch,
     flag,
 )
+from brimful.core.trackers import tracker_names
 from brimful.core.trained_part import check_trained_part
 
 TaskChoice = Literal["auto", "single_label", "multi_label", "regression"]
 MissingLabels = Literal["error", "drop", "none"]
 PrecisionChoice = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+ShardingChoice = Literal["auto", "none", "states", "gradients", "parameters"]
+LauncherChoice = Literal["none", "ray"]
 ExecutionChoice = Literal["auto", "eager", "captured", "compiled"]
 AllocatorChoice = Literal["default", "expandable"]
 OptimizerChoice = Literal[
@@ -214,6 +220,12 @@ class TrainOptions:
     execution: ExecutionChoice = "auto"
     """Launch mode on a GPU. eager: one kernel after another; captured: CUDA graphs; compiled: CUDA graphs of compiled
     layers. auto: captured, or compiled if the run is long enough to save time."""
+    stream_weights: Literal["none", "host", "disk"] = "none"
+    """Keep weights of layers, their gradients and AdamW's states in host memory, or in files on a fast disk, and bring
+    each layer's to the device for its turn; layers are computed again in the backward pass. For models that do not
+    fit."""
+    stream_folder: str | None = None
+    """Folder of the files of --stream-weights disk. Default: the system's for temporary files."""
     memory_limit: str | None = None
     """Most memory of the process on a GPU, as 8GB or 7.5GiB: it behaves as a smaller one. Default: all of it."""
     allocator: AllocatorChoice = "default"
@@ -226,6 +238,22 @@ class TrainOptions:
     gpus: str | None = None
     """GPUs of this machine to train on together: a number, or all. Default: one; under torchrun, accelerate launch or
     srun as many processes as they start."""
+    launcher: LauncherChoice = "none"
+    """ray: start the processes as workers of Ray Train, on the cluster of RAY_ADDRESS or on this machine; needs
+    brimful[ray]."""
+    num_processes: int | None = None
+    """With --launcher ray: processes to start, each with a GPU unless --device is cpu. Default: 1."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Gradients on their way between several processes. bf16: half the bytes; they are added up in fp32, and rounded
+    twice."""
+    sharding: ShardingChoice = "auto"
+    """Parts that each of several processes keeps alone: none; of the optimizer's states; of gradients, too; of weights,
+    too, with --optimizer-offload in host memory. Sums and updates are those of one process. auto: what fits each GPU.
+    """
+    hang_timeout: float = 8.0
+    """Seconds in a step, with several processes, after which one that does not get on is taken to hang and all are
+    ended; ten of the slowest steps so far, where these take longer; ten times as long for a batch that goes through a
+    --transform. Compiling and all other work have limits of their own."""
     prefetch: int = 3
     """Batches made and sent to the device ahead of the step. More help where a --transform takes uneven time."""
 
@@ -237,8 +265,8 @@ class TrainOptions:
     """Run the Python code that comes with the model."""
     allow_pickle: bool = False
     """Load weights that exist only as a pickle (pytorch_model.bin)."""
-    report_to: Literal["none", "tensorboard"] = "none"
-    """Also write the events for this tracker."""
+    report_to: str = "none"
+    """Send the log to these trackers too: tensorboard, wandb, mlflow, trackio, separated by commas."""
     quiet: bool = False
     """Print warnings and errors alone on stderr."""
     json: bool = False
@@ -255,11 +283,13 @@ class TrainOptions:
         check_size(self, "activation_memory")
         check_positive(self, "per_device_batch_size", "gradient_accumulation_steps", "prefetch")
         check_gpus(self.gpus, self.device)
+        check_launcher(self)
+        tracker_names(self.report_to)
         object.__setattr__(self, "batch_size", effective_batch(self, TrainOptions.batch_size))
         check_trained_part(self)
         check_positive(self, "batch_size", "num_train_epochs", "learning_rate", "save_total_limit", "logging_steps")
         check_positive(self, "max_steps", "eval_steps", "save_steps", "max_length", "token_budget", "num_workers")
-        check_positive(self, "early_stopping_patience", "adam_epsilon", "limit")
+        check_positive(self, "hang_timeout", "early_stopping_patience", "adam_epsilon", "limit")
         not_negative = ("weight_decay", "max_grad_norm", "warmup_steps", "seed")
         check_numbers(self, not_negative, lambda value: 0 <= value < float("inf"), "finite and at least 0")
         below_one = ("adam_beta1", "adam_beta2", "label_smoothing_factor", "eval_split")
@@ -268,6 +298,7 @@ class TrainOptions:
         check_numbers(self, ("warmup_ratio",), lambda value: 0 <= value <= 1, "between 0 and 1")
         check_checkpointing(self)
         check_update(self)
+        check_streaming(self)
         if self.warmup_ratio is not None and self.warmup_steps is not None:
             raise OptionError("--warmup-ratio and --warmup-steps are both given", hint="give one of them")
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
@@ -331,6 +362,12 @@ class ClassifyOptions:
 
     resume: bool = False
     """Resume an interrupted run into the same output, or start if there is none."""
+    claim: bool = False
+    """Share the files of INPUT with other processes that run this command, on any machines that see the same folders:
+    each claims one file after another. The output is a folder, with a file of results for each. Any of them can be
+    killed, and the command started again."""
+    lease: float = 60.0
+    """With --claim: seconds without a sign of life of a process, after which another one takes over its file."""
     limit: int | None = None
     """Classify only the first so many rows."""
     max_errors: int | None = None
@@ -350,8 +387,14 @@ class ClassifyOptions:
     for the products of fused layers that a measurement shows to be faster; needs compute capability 9.0 (Hopper)."""
     device: DeviceChoice = "auto"
     """Device to run on. auto: a GPU if there is one."""
-    num_gpus: int | None = None
-    """GPUs to use, one process each. Default: all visible ones, or one for a small input."""
+    gpus: str | None = None
+    """GPUs of this machine to use, a process each: a number, or `all`. Default: all visible ones, or one for a small
+    input; one with --claim, and under a launcher such as torchrun or srun, where processes share the rows."""
+    launcher: LauncherChoice = "none"
+    """ray: start the processes as workers of Ray Train, on the cluster of RAY_ADDRESS or on this machine; needs
+    brimful[ray]."""
+    num_processes: int | None = None
+    """With --launcher ray: processes to start, each with a GPU unless --device is cpu. Default: 1."""
     packing: Literal["auto", "off"] = "auto"
     """auto: run packed, without padding, if the equivalence check passes on this model. off: padded batches."""
     token_budget: int | None = None
@@ -383,10 +426,9 @@ class ClassifyOptions:
         check_types(self)
         check_header(self.header, self.column_names)
         check_text_format(self.delimiter, self.encoding)
-        if self.stream_folder is not None and self.stream_weights != "disk":
-            raise OptionError("--stream-folder is for --stream-weights disk", hint="leave one of the two out")
+        check_streaming(self)
         check_size(self, "memory_limit")
-        check_positive(self, "max_length", "token_budget", "num_gpus", "shard_rows", "limit")
+        check_positive(self, "max_length", "token_budget", "shard_rows", "limit", "lease")
         if self.output == "":
             raise OptionError("--output is empty", hint="give a name, or leave it out for JSONL on stdout")
         if self.json and self.output is None:
@@ -402,6 +444,9 @@ class ClassifyOptions:
             raise OptionError("--multi-label is for zero-shot", hint="add --labels, or use --threshold")
         if self.labels is None and self.hypothesis_template != ClassifyOptions.hypothesis_template:
             raise OptionError("--hypothesis-template is for zero-shot", hint="add --labels, or leave it out")
+        check_gpus(self.gpus, self.device)
+        check_launcher(self)
+        check_claim(self)
         if self.resume and (self.output is None or self.data == "-"):
             raise OptionError(
                 "--resume needs an output, and an input that can be read again", hint="give --output FILE"
@@ -431,6 +476,8 @@ class ProfileOptions(TrainOptions):
 NOT_OF_A_STEP = frozenset(
     {"output", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "metric_for_best_model"}
     | {"early_stopping_patience", "resume", "dry_run", "report_to", "baselines", "report", "push_to_hub", "gpus"}
+    | {"launcher", "num_processes"}
+    | {"reduce_dtype", "sharding"}
 )
 
 
@@ -466,8 +513,9 @@ NOT_PART_OF_THE_RUN = frozenset(
     | {"json", "report_to", "num_workers", "save_total_limit", "save_steps", "logging_steps", "task", "max_length"}
     | {"device", "execution", "packing", "token_budget", "gradient_checkpointing", "deterministic"}
     | {"trust_remote_code", "allow_pickle", "num_train_epochs", "max_steps"}
-    | {"baselines", "report", "quiet", "push_to_hub", "gpus"}
-    | {"memory_limit", "activation_memory", "allocator", "prefetch"}
+    | {"baselines", "report", "quiet", "push_to_hub", "gpus", "reduce_dtype", "sharding"}
+    | {"launcher", "num_processes"}
+    | {"memory_limit", "activation_memory", "allocator", "prefetch", "hang_timeout"}
     | {"per_device_batch_size", "gradient_accumulation_steps"}
 )
 

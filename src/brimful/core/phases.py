@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,18 +15,21 @@ from pathlib import Path
 class Phases:
     """Seconds by phase. The phase entered last is running.
 
+    heard: called with the name of each phase that is entered.
     began: `time.perf_counter()` when the first phase, `start`, began; now unless given.
     """
 
     def __init__(self, began: float | None = None) -> None:
         self._now, self._since = "start", time.perf_counter() if began is None else began
         self._seconds: dict[str, float] = {}
+        self.heard: Callable[[str], None] = lambda _: None
 
     def enter(self, name: str) -> str:
         """Begin a phase; return the one that it ends."""
         now = time.perf_counter()
         self._seconds[self._now] = self._seconds.get(self._now, 0.0) + now - self._since
         before, self._now, self._since = self._now, name, now
+        self.heard(name)
         return before
 
     @contextmanager

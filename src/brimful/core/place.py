@@ -14,6 +14,10 @@ _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 
 
+#: Variable that is set where `--launcher` has started this process.
+LAUNCHED = "BRIMFUL_LAUNCHED"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Process number `rank` of `count`, and number `local_rank` of those on this machine. The first one leads."""
@@ -44,6 +48,19 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
                 )
             return place
     return Place()
+
+
+def check_launched(launcher: str) -> None:
+    """Check that a launcher which options name has started this process. Raises: OptionError."""
+    if launcher != "none" and LAUNCHED not in os.environ:
+        hint = "start the script itself on the cluster, with torchrun or by ray job submit, and leave launcher out"
+        raise OptionError(f"--launcher {launcher} is of the command line: a script is one process", hint=hint)
+
+
+def find_local_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of this process on its machine, for those that work by themselves; 0 without a launcher."""
+    given = next((environment[names[2]] for names in (_TORCH, _SLURM) if names[2] in environment), "0")
+    return int(given) if given.isascii() and given.isdigit() else 0
 
 
 def _read(environment: Mapping[str, str], names: tuple[str, str, str]) -> Place:

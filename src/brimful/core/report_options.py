@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from brimful.core.option_checks import check_types
+from brimful.core.trackers import tracker_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,9 +13,11 @@ class ReportOptions:
     """A page about a run, from what is in its folder."""
 
     run: str
-    """Folder of a run, finished or under way; or a record of an evaluation: its JSON file, or the folder with it."""
+    """Folder of a run, finished or under way, of a bench, or of an evaluation; or the JSON file of an evaluation."""
     output: str | None = None
     """The page, a name that ends in .html. Default: report.html in the folder."""
+    report_to: str = "none"
+    """Send the run's log to these trackers too, as far as they do not have it: tensorboard, wandb, mlflow, trackio."""
     quiet: bool = False
     """Print warnings and errors alone on stderr."""
     json: bool = False
@@ -22,3 +25,4 @@ class ReportOptions:
 
     def __post_init__(self) -> None:
         check_types(self)
+        tracker_names(self.report_to)

@@ -22,7 +22,7 @@ from brimful.core.callbacks import PythonWarnings
 from brimful.core.errors import ArgumentError, printable
 from brimful.drop_in.model_files import Parts, model_folder
 from brimful.drop_in.pipeline_calls import Answers, Cut, as_pairs, given_cut, refusing
-from brimful.engine.prepare import MOST_READ
+from brimful.engine.sequence_lengths import MOST_READ
 from brimful.hardware.probe import choose_device
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
 from brimful.tasks.zero_shot import DEFAULT_TEMPLATE

@@ -41,6 +41,11 @@ class SideStream:
             self.is_active = False
             self._flying.clear()
 
+    def precede(self, stream: torch.cuda.Stream) -> None:
+        """Have `stream` go on after all work so far, if any may be there."""
+        if self.is_active:
+            stream.wait_stream(self._stream)
+
     def run(self, work: Callable[[], T], inputs: tuple[Tensor, ...]) -> T:
         """Run `work`, which reads `inputs`, after all that was launched so far. Its results must wait for the end."""
         main = torch.cuda.current_stream()

@@ -116,4 +116,4 @@ def test_a_run_with_weights_is_a_run_with_repeated_rows(tmp_path: Path) -> None:
     texts = [row["text"] for row in rows]
     models = [Path(run.options["output"]) / "model" for run in (one, other)]
     logits = [brimful.Classifier(model, precision="fp32").logits(texts) for model in models]
-    assert np.abs(logits[0] - logits[1]).max() < 1e-5
+    assert np.abs(logits[0] - logits[1]).max() < 5e-5  # order of sums, grown by the steps of a default run

@@ -19,7 +19,7 @@ from brimful.core.classification import Classification
 from brimful.core.errors import Interrupted
 from brimful.core.options import TrainOptions
 from brimful.data.tokens import wordpiece_cache
-from brimful.engine.classification import classify, windows
+from brimful.engine.classification import inputs, windows
 from brimful.engine.prepare import prepare
 from tiny import FAMILIES
 from tiny_files import review, write_csv
@@ -67,7 +67,7 @@ def rows(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "_SEQUENCES", {"cpu": WINDOW})
-    monkeypatch.setattr(classify, "_SAMPLE_ROWS", WINDOW)
+    monkeypatch.setattr(inputs, "_SAMPLE_ROWS", WINDOW)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain, zip_longest
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 
 from brimful.data.batches.packing import Budgets, choose_budgets, pack
-from brimful.data.batches.padding import PaddedShapes, cut
+from brimful.data.batches.padding import Cut, PaddedShapes, cut
 from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
 from brimful.tasks.task import Task
 
 #: Bytes that the tensors of one memory begin at multiples of: the widest words that kernels read.
 _ALIGNMENT = 16
+#: Lengths of the rows of each of several processes.
+Shares = Sequence[np.ndarray]
 #: Key of the micro-batches that one graph can run on.
 Shape = tuple[Any, ...]
 
@@ -103,13 +106,18 @@ def _room(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Whole:
-    """Facts of a whole effective batch, of which one of several processes lays out a part."""
+    """Facts of a whole effective batch, of which one of several processes lays out a part.
+
+    shares: lengths of the rows of each process, by which all of them lay out as many micro-batches, packed ones of the
+    same shapes; without them each has as many as it needs.
+    """
 
     denominator: float
     num_samples: int
     num_tokens: int
+    shares: Shares = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -186,6 +194,8 @@ class Batch:
         return self.rows is not None and self.rows.whole is not None
 
 
+#: The budget of a micro-batch, and which sequences are in it.
+Pack = tuple[int, list[int]]
 #: Inputs of each micro-batch, and which sequences are in it, in slot order.
 Arranged = list[tuple[Inputs, list[int]]]
 
@@ -196,8 +206,11 @@ class Layout(Protocol):
     @property
     def max_length(self) -> int: ...
 
-    def arrange(self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> Arranged:
-        """Inputs and members of each micro-batch; members are indices into `ids`, in slot order."""
+    def arrange(self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None, shares: Shares = ()) -> Arranged:
+        """Inputs and members of each micro-batch; members are indices into `ids`, in slot order.
+
+        shares: as of `Whole`. Where others have more micro-batches, the last ones have no members.
+        """
         ...
 
     @property
@@ -233,13 +246,14 @@ class PackedLayout:
     typical_length: int | None = None
     attention: str | None = None
 
-    def arrange(self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> Arranged:
-        """One packed row a micro-batch, as few as fit."""
-        longest = max((len(sequence) for sequence in ids), default=0)
+    def arrange(self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None, shares: Shares = ()) -> Arranged:
+        """One packed row a micro-batch, as few as fit the rows of each process, and the largest that any needs."""
+        lengths = [len(sequence) for sequence in ids]
+        longest = max(chain(lengths, *shares), default=0)
         if longest > self.max_length:
-            return self._for_longer(longest).arrange(ids, types)
+            return self._for_longer(int(longest)).arrange(ids, types, shares)
         found: Arranged = []
-        for budget, members in pack([len(sequence) for sequence in ids], self.budgets):
+        for budget, members in _together(pack(lengths, self.budgets), [pack(each, self.budgets) for each in shares]):
             shape = PackedShape(
                 num_tokens=budget,
                 num_slots=min(self.num_slots, budget),
@@ -247,13 +261,8 @@ class PackedLayout:
                 typical_length=self.typical_length,
                 attention=self.attention,
             )
-            inputs = packed_inputs(
-                [ids[i] for i in members],
-                shape,
-                padding_id=self.padding_id,
-                types=None if types is None else [types[i] for i in members],
-                groups=self.groups,
-            )
+            rows, row_types = _rows(ids, types, members, self.padding_id)
+            inputs = packed_inputs(rows, shape, padding_id=self.padding_id, types=row_types, groups=self.groups)
             found.append((inputs, members))
         return found
 
@@ -292,18 +301,23 @@ class PaddedLayout:
     padding_id: int
     split: bool = True
 
-    def arrange(self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> Arranged:
+    def arrange(self, ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None, shares: Shares = ()) -> Arranged:
         """As `cut` has it; a whole batch as it is where it must not be split."""
         sizes = [len(sequence) for sequence in ids]
-        pieces = cut(sizes, self.shapes) if self.split else [(len(ids), max(sizes), list(range(len(ids))))]
+        pieces = self._pieces(sizes)
+        for _ in range(max((len(self._pieces(each)) for each in shares), default=0) - len(pieces)):
+            pieces.append((self.shapes.rows_for(1, 1), self.shapes.length_for(1), []))
         found: Arranged = []
         for num_rows, length, members in pieces:
-            chosen = None if types is None else [types[i] for i in members]
-            inputs = padded_inputs(
-                [ids[i] for i in members], num_rows, length, padding_id=self.padding_id, types=chosen
-            )
+            rows, chosen = _rows(ids, types, members, self.padding_id)
+            inputs = padded_inputs(rows, num_rows, length, padding_id=self.padding_id, types=chosen)
             found.append((inputs, members))
         return found
+
+    def _pieces(self, lengths: Sequence[int] | np.ndarray) -> list[Cut]:
+        if not len(lengths):
+            return []
+        return cut(lengths, self.shapes) if self.split else [(len(lengths), max(lengths), list(range(len(lengths))))]
 
     @property
     def most_tokens(self) -> int:
@@ -321,6 +335,25 @@ class PaddedLayout:
     def limited(self, num_tokens: int, longest: int, batches: Sequence[np.ndarray] = ()) -> PaddedLayout:
         """As `Layout` has it. Rows that must stay together do."""
         return replace(self, shapes=replace(self.shapes, num_tokens=min(num_tokens, self.shapes.num_tokens)))
+
+
+def _together(own: list[Pack], of_each: Sequence[list[Pack]]) -> list[Pack]:
+    """A process's micro-batches, the largest first, each as large as any process needs its one; as many as any has."""
+    if not of_each:
+        return own
+    sizes = [sorted((budget for budget, _ in packs), reverse=True) for packs in of_each]
+    own = sorted(own, key=lambda each: -each[0])
+    budgets = [max(found) for found in zip_longest(*sizes, fillvalue=0)]
+    return [(budget, own[index][1] if index < len(own) else []) for index, budget in enumerate(budgets)]
+
+
+def _rows(
+    ids: Sequence[np.ndarray], types: Sequence[np.ndarray] | None, members: Sequence[int], padding_id: int
+) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    """Ids and types of members; where there are none, of one token that counts for nothing: a pass needs a row."""
+    if not members:
+        return [np.array([padding_id])], None if types is None else [np.zeros(1, dtype=np.int64)]
+    return [ids[i] for i in members], None if types is None else [types[i] for i in members]
 
 
 def make_batch(
@@ -347,7 +380,7 @@ def make_batch(
         num_tokens=sum(len(sequence) for sequence in ids),
     )
     denominator = torch.tensor(facts.denominator, dtype=torch.float64)
-    for inputs, members in layout.arrange(ids, types) if len(ids) else ():
+    for inputs, members in layout.arrange(ids, types, facts.shares) if len(ids) or facts.shares else ():
         targets_S = task.empty_targets(inputs.num_slots)
         targets_S[: len(members)] = targets_N[members]
         weights_S = None

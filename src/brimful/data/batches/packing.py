@@ -54,6 +54,8 @@ def pack(lengths: Sequence[int] | np.ndarray, budgets: Budgets) -> list[tuple[in
     All in one where they fit the largest budget; otherwise first-fit-decreasing into largest budgets, the last one
     shrunk to the smallest that holds it.
     """
+    if not len(lengths):
+        return []
     largest, most = budgets.tokens[-1], budgets.most_rows or len(lengths)
     total = int(sum(lengths))
     if total <= largest and len(lengths) <= most:

@@ -10,17 +10,16 @@ import heapq
 import numpy as np
 
 
-def share_of(lengths_N: np.ndarray, rank: int, count: int) -> np.ndarray:
-    """Return the rows that process `rank` of `count` takes of rows of these lengths, in their order.
+def shares_of(lengths_N: np.ndarray, count: int) -> list[np.ndarray]:
+    """Return the rows that each of `count` processes takes of rows of these lengths, in their order.
 
     The longest row left goes to the process with the fewest tokens so far.
     Source: Graham 1969, Bounds on multiprocessing timing anomalies.
     """
     loads = [(0, each) for each in range(count)]
-    mine = []
+    shares: list[list[int]] = [[] for _ in range(count)]
     for row in np.argsort(-lengths_N, kind="stable").tolist():
         tokens, to = loads[0]
         heapq.heapreplace(loads, (tokens + int(lengths_N[row]), to))
-        if to == rank:
-            mine.append(row)
-    return np.sort(np.array(mine, dtype=np.int64))
+        shares[to].append(row)
+    return [np.sort(np.array(rows, dtype=np.int64)) for rows in shares]

@@ -72,6 +72,14 @@ class RowStream:
         self._next_row = 0
         self._marks = deque([(0, 0.0)])  # rows, and the share of the bytes that these are
 
+    def by_part(self) -> list[RowStream]:
+        """The rows of each part as a stream of their own, in the columns and types of all parts."""
+        streams = []
+        for part in self._parts:
+            streams.append(stream := RowStream(part.files[0], [part]))
+            stream.schema = self.schema
+        return streams
+
     @functools.cached_property
     def sample(self) -> Rows:
         """The first rows: what was read first of the first file that has any.

@@ -73,6 +73,12 @@ def check_output(path: Path, data: str, files: Iterable[Path] = ()) -> None:
     _check_not_matched(place, data)
 
 
+def check_claimed(path: Path) -> None:
+    """Check that `path` is a folder, for files of results of many processes. Raises: OptionError."""
+    if parse_output(path).single:
+        raise _refused(path, " is one file, and --claim gives a file of results for each input file", "name a folder")
+
+
 def check_replaced(path: Path, *, overwrite: bool, resume: bool) -> str | None:
     """Check that no file of somebody else is replaced; a note where earlier results are.
 

@@ -71,7 +71,8 @@ def launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[t
     """Grid, and the constants of all kernels that follow from the shapes."""
     heads, _, head_dim = q.shape
     grid = (triton.cdiv(max_length, tiles.block_m), offsets.shape[0] - 1, heads)
-    precision = "ieee" if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
+    full = torch.backends.cuda.matmul.fp32_precision != "tf32"
+    precision = "ieee" if q.dtype == torch.float32 and full else "tf32"
     constants = {"D": head_dim, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PRECISION": precision}
     return grid, constants | {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers}
 
