@@ -1,0 +1,107 @@
+"""transformers' own tests of its Trainer, run with `brimful.Trainer` in its place.
+
+    python benchmarks/example_scripts/run_trainer_tests.py --source CHECKOUT --output OUTPUT [--path 5.17=FOLDER]
+
+Each test runs with transformers' Trainer and with ours, on the regression model of the tests and on a tiny BERT
+classifier in its place (stand_ins.py). CHECKOUT is a source checkout of transformers, FOLDER another version of the
+package. Needs `parameterized` and `sentencepiece`, and no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+#: Files whose tests make a Trainer, on one process of any device, for models that are no generators.
+FILES = ("test_trainer.py", "test_trainer_callback.py", "test_trainer_utils.py", "test_trainer_jit_checkpoint.py")
+MODELS, SIDES = ("upstream", "classifier"), ("stock", "brimful")
+#: Words of a failure on both sides, and what they mean.
+_REASONS = (
+    (("connect to 'https", "Couldn't reach", "Can't load", "LocalEntryNotFound"), "needs the hub"),
+    (("metric_for_best_model", "eval_accuracy", "ADAMW_APEX", "Lists differ", "Expected 2.008"), "of another version"),
+    (("NoneType' object is not callable",), "of another version"),
+)
+
+
+def run(model: str, side: str, version: str, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Records of all tests by name."""
+    log = arguments.output / f"{version}-{model}-{side}.jsonl"
+    if not log.exists():
+        part = log.with_suffix(".part")
+        part.unlink(missing_ok=True)
+        folders = [arguments.paths[version]] if version in arguments.paths else []
+        path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")]), str(HERE)])
+        asked = {"BRIMFUL_SIDE": side, "BRIMFUL_MODEL": model, "BRIMFUL_TESTS_LOG": str(part.resolve())}
+        offline = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
+        found = [f"tests/trainer/{name}" for name in FILES if (arguments.source / "tests/trainer" / name).exists()]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "trainer_plugin", "-p", "no:cacheprovider", *found]
+        with log.with_suffix(".log").open("w") as said:
+            environment = os.environ | asked | offline | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+            subprocess.run(command, cwd=arguments.source, env=environment, stdout=said, stderr=said, check=False)
+        part.rename(log)
+    records = map(json.loads, log.read_text("utf-8").splitlines())
+    return {record["test"].removeprefix("tests/trainer/"): record for record in records}
+
+
+def verdict(stock: dict[str, Any], ours: dict[str, Any]) -> str:
+    """Passed, failed, or not applicable and why."""
+    if ours["outcome"] == "passed":
+        return "passed"
+    if stock["outcome"] == "passed":
+        return f"FAILED: {ours['reason']}"
+    reason = str(stock["reason"])
+    if stock["outcome"] == "skipped":
+        return "not applicable: " + reason.removeprefix("Skipped: ")[:80]
+    for words, meaning in _REASONS:
+        if any(word in reason for word in words):
+            return f"not applicable: {meaning}"
+    return "not applicable: fails with transformers' Trainer as well"
+
+
+def report(results: dict[str, dict[str, Any]]) -> str:
+    """Counts by version and model, then each test."""
+    columns = list(next(iter(results.values())))
+    lines = ["| transformers, model | passed | by our step | not applicable | failed |", "|---|---|---|---|---|"]
+    for column in columns:
+        found = [each[column] for each in results.values()]
+        kinds = Counter(each["verdict"].split(":")[0] for each in found)
+        ours = sum(each["verdict"] == "passed" and each["our_steps"] > 0 for each in found)
+        lines.append(f"| {column} | {kinds['passed']} | {ours} | {kinds['not applicable']} | {kinds['FAILED']} |")
+    lines += ["", "| test | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for test, each in results.items():
+        file, _, name = test.partition("::")
+        said = [each[column]["verdict"] + (", our step" if each[column]["our_steps"] else "") for column in columns]
+        lines.append(f"| {file.removesuffix('.py')} {name.replace('::', '.')} | " + " | ".join(said) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="transformers' tests of its Trainer, with brimful.Trainer.")
+    parser.add_argument("--source", type=Path, required=True, help="source checkout of transformers")
+    parser.add_argument("--output", type=Path, required=True, help="folder of logs and trainer_tests.md")
+    parser.add_argument("--path", action="append", default=[], metavar="NAME=FOLDER", help="another transformers")
+    arguments = parser.parse_args()
+    arguments.paths = dict(each.split("=", 1) for each in arguments.path)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    results: dict[str, dict[str, Any]] = {}
+    for version in ("installed", *arguments.paths):
+        for model in MODELS:
+            stock, ours = (run(model, side, version, arguments) for side in SIDES)
+            for test in sorted(set(stock) & set(ours)):
+                results.setdefault(test, {})[f"{version}, {model}"] = {
+                    "verdict": verdict(stock[test], ours[test]), "our_steps": ours[test]["steps"]["brimful"]
+                }  # fmt: skip
+    text = report(results)
+    (arguments.output / "trainer_tests.md").write_text(text, "utf-8")
+    print("\n".join(text.splitlines()[: 3 + len(next(iter(results.values())))]))
+
+
+if __name__ == "__main__":
+    main()
