@@ -150,13 +150,13 @@ def write_works(packages: Path, inputs: Path) -> None:
         random.Random(7).shuffle(rows)
         folder = inputs / name
         folder.mkdir(parents=True, exist_ok=True)
-        for part, chosen in (("train", rows[: work.rows]), ("test", rows[-work.test_rows :])):
+        training = rows[: min(work.rows, len(rows) - work.test_rows)]
+        labels = {label for _, label in training}
+        test = [row for row in rows[-work.test_rows :] if row[1] in labels]  # others cannot be learned
+        for part, chosen in (("train", training), ("test", test)):
             lines = [json.dumps({"text": text, "label": label}, ensure_ascii=False) for text, label in chosen]
             (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-        labels = len({label for _, label in rows[: work.rows]})
-        print(
-            f"{name}: {min(work.rows, len(rows) - work.test_rows):,} rows, {labels} labels, {work.test_rows:,} to test"
-        )
+        print(f"{name}: {len(training):,} rows, {len(labels)} labels, {len(test):,} to test")
 
 
 def write_models(packages: Path, inputs: Path) -> None:

@@ -156,7 +156,7 @@ def train_rounds(
         disable_tqdm=True,
         log_level="error",
         seed=0,
-        **fast,
+        **fast | settings.get("arguments", {}),
     )
     padding = settings["padding"]
     collator = (_Buckets if padding == "buckets" else DataCollatorWithPadding)(

@@ -1,0 +1,160 @@
+"""Fine-tuning on 1 and 2 GPUs of one machine: Hugging Face Trainer with DDP, and brimful, in the same call.
+
+    python benchmarks/several_gpus/run.py --output OUTPUT --tokenizer FOLDER --budget-s 580
+
+Needs two NVIDIA GPUs and nothing from a network. What is in the raw log is not measured again: call it until nothing
+is left. README.md says how to read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "training")]
+
+import settings as trainer_settings
+from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
+from works import Work, make_inputs
+
+WORKS = ("tweets/base", "bbc/base", "bbc/large")
+#: GPUs, and rows of an effective batch: 32 a GPU, and 32 in all.
+SIZES = ((1, 32), (2, 64), (2, 32))
+#: Trainer's fastest settings on one H200 (benchmarks/training), and what may be faster on two; the fastest counts.
+_FASTEST = {"compile": "default"}
+FORMS: tuple[dict[str, Any], ...] = (
+    _FASTEST,
+    _FASTEST | {"sampling": "batch_rebalance"},
+    _FASTEST | {"sampling": "group_by_length"},
+    _FASTEST | {"arguments": {"ddp_bucket_cap_mb": 100}},
+)
+_EXPECTED_S = {"hf": 75.0, "brimful": 45.0}
+
+
+def rows_of(names: list[str], forms: int) -> list[dict[str, Any]]:
+    """Return all measurements in their order: both sides of a row one after the other."""
+    found = []
+    for work in names:
+        for gpus, batch in SIZES:
+            for form in FORMS[: forms if gpus > 1 else 1]:
+                found.append({"work": work, "side": "hf", "gpus": gpus, "batch_size": batch, "form": form})
+            found.append({"work": work, "side": "brimful", "gpus": gpus, "batch_size": batch, "form": {}})
+    return found
+
+
+def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
+    """Measure one row in this process, one of `gpus`."""
+    from brimful.cli.launch import watch_launcher
+
+    watch_launcher()
+    if plan["side"] == "brimful":
+        import together
+
+        yield from together.measure(plan, inputs)
+        return
+    import trainer_side
+
+    base = trainer_settings.BASE | plan["form"] | {"batch_size": plan["batch_size"] // plan["gpus"]}
+    base["arguments"] = dict(base.get("arguments", {}))
+    if plan["gpus"] > 1:
+        base["arguments"] |= {"ddp_find_unused_parameters": False}
+    if plan["smoke"]:
+        base |= {"workers": 0, "compile": None}
+        base["arguments"] |= {"ddp_backend": "gloo"} if plan["gpus"] > 1 else {}
+    for found in trainer_side.measure(plan | {"settings": [base]}, inputs):
+        for each in found["rounds"]:
+            each["samples"] *= plan["gpus"]
+        yield found
+
+
+def one(plan: dict[str, Any], inputs: Path) -> int:
+    """Run a plan in as many processes as it has GPUs; the first one prints what was found."""
+    from brimful.cli.launch import launch
+
+    if plan["gpus"] > 1 and "RANK" not in os.environ:
+        return launch([sys.executable, *sys.argv], plan["gpus"])
+    if plan["gpus"] == 1:  # Trainer would take all that it sees
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        os.environ["CUDA_VISIBLE_DEVICES"] = "" if plan["smoke"] else first
+    found = list(measure(plan, inputs))
+    if os.environ.get("RANK", "0") == "0":
+        print_rows(each | {"versions": versions_here("accelerate")} for each in found)
+    return 0
+
+
+def results(session: Session, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the newest measurement of each row; of Trainer's forms the fastest."""
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        known = session.known("row", here=False, ok=True, **row)
+        if not known:
+            continue
+        newest = known[-1]
+        rates = sorted(each["samples"] / each["seconds"] for each in newest["rounds"])
+        key = (row["work"], row["side"], row["gpus"], row["batch_size"])
+        found = {
+            **{name: row[name] for name in ("work", "side", "gpus", "batch_size")},
+            "samples_per_s": statistics.median(rates),
+            "samples_per_s_range": [rates[0], rates[-1]],
+            "settings": newest["settings"],
+            **{name: newest.get(name) for name in ("recipe", "warnings", "versions", "gpu", "host", "commit", "call")},
+        }
+        if key not in best or found["samples_per_s"] > best[key]["samples_per_s"]:
+            best[key] = found
+    return list(best.values())
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Return a table: samples/s, times one GPU's of the same side, and times Trainer's of the same row."""
+    rates = {(r["work"], r["side"], r["gpus"], r["batch_size"]): r["samples_per_s"] for r in found}
+    lines = [
+        "| work | GPUs | rows of a batch | side | samples/s | times one GPU | times Trainer |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for work, side, gpus, batch in rates:
+        rate, alone, theirs = (
+            rates.get(key) for key in ((work, side, gpus, batch), (work, side, 1, 32), (work, "hf", gpus, batch))
+        )
+        ratios = [f"{rate / other:.2f}" if rate and other else "" for other in (alone, theirs)]
+        lines.append(f"| {work} | {gpus} | {batch} | {side} | {rate:,.0f} | {ratios[0]} | {ratios[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = parser_of((__doc__ or "").splitlines()[0], WORKS, timeout_s=240)
+    parser.add_argument("--forms", type=int, default=2, help=f"Trainer's settings tried on two GPUs, of {len(FORMS)}")
+    arguments = parser.parse_args()
+    arguments.inputs = arguments.inputs or default_inputs("training", smoke=arguments.smoke)
+    if arguments.one:
+        return one(json.loads(arguments.one), arguments.inputs)
+    make_inputs(arguments.inputs, [Work.parse(name) for name in WORKS], arguments.tokenizer, smoke=arguments.smoke)
+    session, rows = Session(arguments, __file__, gpu=not arguments.smoke), rows_of(arguments.rows, arguments.forms)
+    counts = {"warm_up": 2, "steps": 2, "rounds": 2} if arguments.smoke else {"warm_up": 60, "steps": 40, "rounds": 3}
+    left = 0
+    for row in rows:
+        if session.known("row", ok=True, **row) and not arguments.again:
+            continue
+        expected = session.last_wall_s("row", **row) or _EXPECTED_S[row["side"]]
+        if arguments.dry_run or not session.fits(expected):
+            say(f"{row}: about {expected:.0f} s{'' if arguments.dry_run else ', no time left'}")
+            left += 1
+            continue
+        result = session.child(row | counts | {"smoke": arguments.smoke, "operations": False}, arguments.timeout_s)
+        measured = result.pop("found")
+        record = session.add(kind="row", **row, **(measured[0] if measured else {}), **result)
+        said = [f"{r['samples'] / r['seconds']:.0f}" for r in record.get("rounds", ())]
+        say(f"{row}: {' '.join(said) or str(record['error'])[-400:]} samples/s, {record['wall_s']} s")
+    found = results(session, rows)
+    write_texts(arguments.output, {"results.json": json.dumps(found, indent=1), "table.md": table(found)})
+    print(table(found), end="")
+    say(f"{left} rows are left" if left else "nothing is left")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
