@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -194,3 +197,20 @@ def test_map_reaches_every_tensor() -> None:
     bare: Any = map_tensors(packed_inputs(ids, shape, padding_id=PADDING), change)
     assert bare.types_T is None
     assert bare.segments.place_T is None
+
+
+def test_a_row_on_the_host_wakes_no_threads() -> None:
+    """torch would start one a core, which spin from one batch of a loop to the next."""
+    code = """
+import os
+import numpy as np
+import torch
+from brimful.kernels.layout import PackedShape, packed_inputs
+ids = [np.full(500, 7)] * 80
+before = len(os.listdir("/proc/self/task"))
+packed_inputs(ids, PackedShape(num_tokens=41000, num_slots=80, max_length=512), padding_id=0, types=ids)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "3"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0"]

@@ -211,16 +211,12 @@ def pack_numbers(
     return memory
 
 
-def unpack_numbers(numbers: Tensor, shape: PackedShape, segment_T: Tensor | None = None) -> PackedInputs:
-    """The packed row that `pack_numbers` wrote, made on the device that the numbers are on.
-
-    segment_T: the segment of each token, where it is known already.
-    """
+def unpack_numbers(numbers: Tensor, shape: PackedShape) -> PackedInputs:
+    """The packed row that `pack_numbers` wrote, made on the device that the numbers are on."""
     with_types = len(numbers) > sum(shape.sizes(False))
     ids_T, cu_seqlens_N, first_S, last_S, types_T = numbers.split(shape.sizes(with_types))
     places_T = torch.arange(shape.num_tokens, dtype=torch.int32, device=numbers.device)
-    if segment_T is None:
-        segment_T = torch.searchsorted(cu_seqlens_N[1:].contiguous(), places_T, right=True)
+    segment_T = torch.searchsorted(cu_seqlens_N[1:].contiguous(), places_T, right=True)
     return PackedInputs(
         ids_T=ids_T.long(),
         positions_T=(places_T - cu_seqlens_N[segment_T]).long(),
@@ -247,8 +243,28 @@ def packed_inputs(
     lengths = np.array([len(sequence) for sequence in ids])
     together = None if types is None else np.concatenate(types)
     numbers = pack_numbers(np.concatenate(ids), lengths, shape, padding_id=padding_id, types=together)
-    inputs = unpack_numbers(numbers, shape, make_segments(lengths, shape).segment_T)
+    inputs = _unpacked_on_host(numbers.numpy(), shape)
     return replace(inputs, segments=with_groups(inputs.segments)) if groups else inputs
+
+
+def _unpacked_on_host(numbers: np.ndarray, shape: PackedShape) -> PackedInputs:
+    """`unpack_numbers` by numpy: torch would wake a thread a core, and these spin from one batch to the next."""
+    with_types = len(numbers) > sum(shape.sizes(False))
+    ids_T, cu_seqlens_N, first_S, last_S, types_T = np.split(numbers, np.cumsum(shape.sizes(with_types)[:-1]))
+    segment_T = np.repeat(np.arange(shape.num_segments), np.diff(cu_seqlens_N))
+    positions_T = np.arange(shape.num_tokens) - cu_seqlens_N[segment_T]
+
+    def long(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64))
+
+    return PackedInputs(
+        ids_T=long(ids_T),
+        positions_T=long(positions_T),
+        types_T=long(types_T) if with_types else None,
+        segments=shape.segments(torch.from_numpy(cu_seqlens_N), torch.from_numpy(segment_T)),
+        first_S=long(first_S),
+        last_S=long(last_S),
+    )
 
 
 def padded_inputs(
