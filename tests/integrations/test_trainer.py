@@ -262,6 +262,22 @@ def test_overridden_methods_are_kept(
     assert ours.state.global_step == 6
 
 
+@pytest.mark.parametrize(("family", "reason"), [("qwen3", None), ("gpt2", "reads padding on the left")])
+@pytest.mark.filterwarnings("ignore:brimful.Trainer")
+def test_padding_on_the_left(family: str, reason: str | None, tmp_path: Path, tokenizer: Any) -> None:
+    """Ours where the model's answers do not depend on it, as with positions that are distances."""
+    left = copy.deepcopy(tokenizer)
+    left.padding_side = "left"
+    model = FAMILIES[family].model()
+    runs = [
+        trained(kind, model, tmp_path, tokenizer, data_collator=DataCollatorWithPadding(left), optim="sgd",
+                learning_rate=1e-2)
+        for kind in (brimful.Trainer, transformers.Trainer)
+    ]  # fmt: skip
+    assert reason in runs[0].stock_reason if reason else runs[0].stock_reason is None
+    assert_same_history(*runs)
+
+
 def test_rows_longer_than_any_before(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a dataset that does not say how long they are; the step is made again for them."""
     monkeypatch.setattr(trainer, "_LONGEST", 4)

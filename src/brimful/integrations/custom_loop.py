@@ -11,6 +11,7 @@ step.release()
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from brimful.core.option_checks import ADAMW_ONLY
 from brimful.core.options import TrainOptions
 from brimful.core.records import FirstBatch, LabelSpace, Learning, Recipe, TaskName
 from brimful.data.batches import prefetch
-from brimful.data.batches.batch import Batch, make_batch
+from brimful.data.batches.batch import Batch, Whole, make_batch
 from brimful.data.tokens.encoder import Tokens, offsets_of
 from brimful.engine import first_batch, plain_pass
 from brimful.engine.assemble import Assembled, assemble
@@ -33,6 +34,7 @@ from brimful.engine.inference import evaluating, evaluation_forward, keep_modes,
 from brimful.engine.sequence_lengths import DEFAULT_MAX_LENGTH
 from brimful.hardware.probe import choose_device
 from brimful.integrations.expected_lengths import expected_batches
+from brimful.integrations.left_padding import left_is_right
 from brimful.integrations.rows import ReadRows, RowReader, Rows, joined
 from brimful.integrations.step_parts import (
     StepOutcome,
@@ -248,10 +250,10 @@ class Step:
             raise OptionError(f"a batch has {len(read)} rows, and batch_size is {most}")
         return read
 
-    def _made(self, rows: ReadRows, number: int) -> Batch:
+    def _made(self, rows: ReadRows, number: int, whole: Whole | None = None) -> Batch:
         layout = self._fitted.layout
         given = (np.arange(len(rows)), rows.ids, rows.types, rows.targets_N, self._task, layout)
-        return make_batch(number, *given, weights_N=rows.weights_N)
+        return make_batch(number, *given, weights_N=rows.weights_N, whole=whole)
 
     def run(self, batch: Batch) -> Pending:
         """Run one optimizer step. Return at once; `read()` of the result waits for the outcome.
@@ -381,6 +383,7 @@ def _reader(model: Any, options: TrainOptions) -> RowReader:
         with_types=has_token_types(config),
         types_are_words=getattr(config, "type_vocab_size", None) is None,
         space=_label_space(config, options),
+        left_is_right=functools.partial(left_is_right, model),
     )
 
 

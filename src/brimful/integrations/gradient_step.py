@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from brimful.data.batches.batch import Whole
 from brimful.integrations.custom_loop import Step
-from brimful.integrations.rows import Rows, joined
+from brimful.integrations.process_group import ProcessGroup
+from brimful.integrations.rows import ReadRows, Rows, joined
 from brimful.models.hub.inspection import max_positions
 
 
@@ -50,19 +52,31 @@ class GradientStep(Step):
     def _owner(self, optimizer: Any) -> Any:
         return "elsewhere"
 
-    def gradients(self, batches: Sequence[Rows], number: int) -> Tensor:
+    def gradients(self, batches: Sequence[Rows], number: int, group: ProcessGroup | None = None) -> Tensor:
         """Leave the gradient of all these rows as one batch; return its loss, () fp32 on the device.
 
-        number: of the effective batch, from which dropout is seeded.
+        number: of the effective batch, from which dropout is seeded. group: of processes whose rows are of this batch
+        too: gradient and loss are those of all.
         Raises: OptionError for rows that the model cannot take, LongerRowError, MemoryFullError.
         """
         rows = joined([self._reader.read(each) for each in batches])
         longest = max(len(each) for each in rows.ids)
         if longest > self.longest:
             raise LongerRowError(longest)
+        whole = None if group is None else self._whole(rows, group)
         with self._at_work():
-            pending = self.run(self._made(rows, number))
-        return pending.on_device[0].float().clone()
+            pending = self.run(self._made(rows, number, whole))
+        loss = pending.on_device[0].float().clone()
+        if group is not None:
+            group.sum([p for p in self._given.model.parameters() if p.requires_grad], loss)
+        return loss
+
+    def _whole(self, rows: ReadRows, group: ProcessGroup) -> Whole:
+        """Facts of the effective batch that these rows are a part of."""
+        own = self._task.denominator(rows.targets_N, rows.weights_N)
+        return Whole(
+            denominator=own * group.num_rows / len(rows), num_samples=group.num_rows, num_tokens=sum(map(len, rows.ids))
+        )
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

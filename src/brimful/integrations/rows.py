@@ -5,7 +5,7 @@ Legend: B rows, L columns of a padded batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,10 @@ def joined(parts: Sequence[ReadRows]) -> ReadRows:
 
 @dataclass(frozen=True, kw_only=True)
 class RowReader:
-    """Reads rows for one model. with_types: it has token types. Raises: OptionError for rows that it cannot take."""
+    """Reads rows for one model. with_types: it has token types. Raises: OptionError for rows that it cannot take.
+
+    left_is_right: asked where rows are padded on the left, whether the model answers them as it does without padding.
+    """
 
     max_length: int
     vocab_size: int
@@ -61,6 +64,7 @@ class RowReader:
     with_types: bool
     types_are_words: bool
     space: LabelSpace
+    left_is_right: Callable[[], bool] = lambda: False
 
     def read(self, rows: Rows) -> ReadRows:
         """Rows with their targets."""
@@ -72,7 +76,8 @@ class RowReader:
     def sequences(self, rows: Rows) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """Token ids of each row without padding, and token types if the model has any and they are given."""
         self._require_mask(rows)
-        ids, types = _columns(rows) if isinstance(rows, Mapping) else _dictionaries(rows)
+        left = self.left_is_right
+        ids, types = _columns(rows, left) if isinstance(rows, Mapping) else _dictionaries(rows, left)
         for number, sequence in enumerate(ids):
             length = len(sequence)
             if not 0 < length <= self.max_length:
@@ -125,7 +130,9 @@ class RowReader:
         return labels
 
 
-def _columns(rows: Mapping[str, Any]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+def _columns(
+    rows: Mapping[str, Any], left_is_right: Callable[[], bool]
+) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
     """Ids and types of columns: padded rows, or lists of sequences."""
     given = {name: rows.get(name) for name in ("input_ids", "attention_mask", "token_type_ids")}
     if given["input_ids"] is None:
@@ -133,19 +140,25 @@ def _columns(rows: Mapping[str, Any]) -> tuple[list[np.ndarray], list[np.ndarray
     if not all(value is None or isinstance(value, Tensor | np.ndarray) for value in given.values()):
         names = [name for name, value in given.items() if value is not None]
         found = [dict(zip(names, values, strict=True)) for values in zip(*(given[n] for n in names), strict=True)]
-        return _dictionaries(found)
+        return _dictionaries(found, left_is_right)
     ids_BL = array(given["input_ids"])
     mask_BL = np.ones_like(ids_BL) if given["attention_mask"] is None else array(given["attention_mask"])
     mask_BL = mask_BL.astype(bool)
-    lengths_B = mask_BL.sum(axis=1)
-    if (wrong := np.flatnonzero((mask_BL != (np.arange(ids_BL.shape[1]) < lengths_B[:, None])).any(axis=1))).size:
-        raise _holes(int(wrong[0]))
+    lengths_B, starts_B = mask_BL.sum(axis=1), mask_BL.argmax(axis=1)
+    from_start_BL = np.arange(ids_BL.shape[1]) - starts_B[:, None]
+    wrong_B = (mask_BL != ((from_start_BL >= 0) & (from_start_BL < lengths_B[:, None]))).any(axis=1)
+    if not wrong_B.any() and starts_B.any() and not left_is_right():
+        wrong_B = starts_B > 0
+    if wrong_B.any():
+        raise _holes(int(np.flatnonzero(wrong_B)[0]))
     places = np.cumsum(lengths_B)[:-1]
     types_BL = None if given["token_type_ids"] is None else array(given["token_type_ids"])
     return np.split(ids_BL[mask_BL], places), None if types_BL is None else np.split(types_BL[mask_BL], places)
 
 
-def _dictionaries(rows: Sequence[Mapping[str, Any]]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+def _dictionaries(
+    rows: Sequence[Mapping[str, Any]], left_is_right: Callable[[], bool]
+) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
     ids, types = [], []
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping) or row.get("input_ids") is None:
@@ -155,12 +168,13 @@ def _dictionaries(rows: Sequence[Mapping[str, Any]]) -> tuple[list[np.ndarray], 
             )
         found = array(row["input_ids"])
         mask = np.ones(len(found), np.bool_) if row.get("attention_mask") is None else array(row["attention_mask"])
-        length = int(mask.astype(bool).sum())
-        if not mask[:length].all():
+        start, length = int(mask.argmax()) if len(mask) else 0, int(mask.astype(bool).sum())
+        tokens = slice(start, start + length)
+        if not mask[tokens].all() or (start and not left_is_right()):
             raise _holes(number)
-        ids.append(found[:length])
+        ids.append(found[tokens])
         if row.get("token_type_ids") is not None:
-            types.append(array(row["token_type_ids"])[:length])
+            types.append(array(row["token_type_ids"])[tokens])
     if types and len(types) != len(ids):
         raise OptionError("some rows have token_type_ids, and some have none", hint="give them all, or none")
     return ids, types or None

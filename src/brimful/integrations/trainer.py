@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from brimful.hardware.process_settings import products_are_full
 from brimful.integrations.gradient_step import GradientStep, LongerRowError
 from brimful.integrations.packed import WRAPPERS
 from brimful.integrations.problem_type import problem_of
+from brimful.integrations.process_group import ProcessGroup
 from brimful.integrations.trainer_data import lengths_of
 from brimful.integrations.trainer_reasons import reason_of_batch, reason_of_model, reason_of_trainer
 from brimful.models.hub.adapters import unwrapped
@@ -33,6 +35,8 @@ _TASKS = {
     "single_label_classification": "single_label",
     "multi_label_classification": "multi_label",
 }
+#: Between seeds of processes: each draws masks of its own.
+_APART = 7_368_787
 #: Tokens that rows are taken to have at most, where their dataset does not say.
 _LONGEST = 512
 
@@ -52,6 +56,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         _refuse(_SIGNATURE.bind(self, *args, **kwargs).arguments)
         self.gradient_step: GradientStep | None = None
         self.stock_reason: str | None = None
+        self._refused: str | None = None
+        self._group: ProcessGroup | None = None
         self._waiting: list[Any] = []
         self._expected = 1
         self._trained: tuple[Any, ...] = ()
@@ -73,14 +79,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take one micro-batch; with the last one of an update leave the gradient of all, and return its loss."""
-        if self.stock_reason is None:
-            self.stock_reason = self._reason(model, inputs)
+        if self.stock_reason is None and self._refused is None:
+            self._refused = self._reason(model, inputs)
+        if self._refused is not None and self._group is None:
+            self._leave(self._refused)
         if self.stock_reason is not None:
             return self._by_trainer(model, [*self._waiting, inputs], num_items_in_batch)
         self._waiting.append(inputs)
         if len(self._waiting) < self._expected:
             return self._without_waiting(torch.zeros((), device=self.args.device))
         batches, self._waiting = self._waiting, []
+        if self._some_process_refuses(batches):
+            return self._by_trainer(model, batches, num_items_in_batch)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -88,19 +98,35 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return self._without_waiting(loss.to(self.args.device))
 
     def _reason(self, model: Any, inputs: Any) -> str | None:
-        """Why Trainer's own step runs from now on, if it does; it is said."""
-        reason = None
+        """Why Trainer's own step is to run from now on, if it is."""
         if self.gradient_step is None:  # what holds for all batches is asked before the first
-            reason = reason_of_trainer(self, Trainer) or reason_of_model(self.model)
-            if reason is None and self.accelerator.unwrap_model(model) is not self.model:
-                reason = f"the model is wrapped in {type(model).__name__}"
-        if reason is None:
-            config = unwrapped(self.model).config
-            reason = reason_of_batch(inputs, config, smooths=self.label_smoother is not None)
-        if reason is not None:
-            self._end_step()
-            warnings.warn(f"brimful.Trainer: {reason}; transformers' own training step runs", stacklevel=3)
-        return reason
+            if (reason := reason_of_trainer(self, Trainer)) is not None:
+                self._end_group()  # all processes have it
+                return reason
+            if self.args.world_size > 1 and self._group is None:
+                self._group = ProcessGroup()
+            if (reason := reason_of_model(self.model)) is not None:
+                return reason
+            if self.accelerator.unwrap_model(model) is not self.model:
+                return f"the model is wrapped in {type(model).__name__}"
+        return reason_of_batch(inputs, unwrapped(self.model), smooths=self.label_smoother is not None)
+
+    def _some_process_refuses(self, batches: list[Any]) -> bool:
+        """Have all processes take this update by the same step: none waits for one that computes otherwise."""
+        if self._group is None:
+            return False
+        own = self._refused
+        if self._group.agree(num_rows=sum(map(_num_rows, batches)), refuses=own is not None):
+            self._leave(own or "another process's rows ask for it")
+            return True
+        return False
+
+    def _leave(self, reason: str) -> None:
+        """Have Trainer's own step run from now on, and say why."""
+        self.stock_reason, self._refused = reason, None
+        self._end_step()
+        self._end_group()
+        warnings.warn(f"brimful.Trainer: {reason}; transformers' own training step runs", stacklevel=4)
 
     def _by_trainer(self, model: Any, batches: list[Any], num_items_in_batch: Any) -> Tensor:
         """Trainer's own step on each of these, and the sum of their losses."""
@@ -117,7 +143,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             if self.gradient_step is None:
                 self.gradient_step, self._trained = self._make_step(model, batches, longest), trained
             try:
-                return self.gradient_step.gradients(batches, self.state.global_step)
+                return self.gradient_step.gradients(batches, self.state.global_step, self._group)
             except LongerRowError as longer:
                 self._end_step()
                 longest = longer.length
@@ -139,7 +165,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             longest=known if limit is None else min(known, limit),
             lengths=here if lengths is None else lengths,
             task=_TASKS[problem],
-            seed=args.seed,
+            seed=args.seed + _APART * args.process_index,
             precision=_precision(args),
             device=args.device.type,
             label_smoothing_factor=args.label_smoothing_factor,
@@ -164,16 +190,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return int(super().floating_point_ops(inputs))
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self.stock_reason = None
+        self.stock_reason = self._refused = None
         try:
             return super()._inner_training_loop(*args, **kwargs)
         finally:
             self._end_step()
+            self._end_group()
 
     def _end_step(self) -> None:
         step, self.gradient_step = self.gradient_step, None
         if step is not None:
             step.release()
+
+    def _end_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
 
 _SIGNATURE = inspect.signature(transformers.Trainer.__init__)
@@ -191,6 +223,12 @@ def _refuse(given: dict[str, Any]) -> None:
             f"train_dataset is a {type(dataset).__name__} without length, and max_steps is not set",
             hint="TrainingArguments(max_steps=...) says when training ends",
         )
+
+
+def _num_rows(inputs: Any) -> int:
+    """Rows of a micro-batch; 0 for what is none."""
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    return 0 if labels is None else len(labels)
 
 
 def _precision(args: Any) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from brimful.core.errors import OptionError
+from brimful.integrations.left_padding import is_on_the_left, left_is_right
 from brimful.integrations.problem_type import problem_of
 from brimful.models.hub.adapters import unwrapped
 
@@ -38,10 +39,10 @@ def reason_of_trainer(trainer: Any, ours: type[Any]) -> str | None:
     args = trainer.args
     asked: list[tuple[Any, str]] = [
         (trainer.compute_loss_func, "compute_loss_func is given"),
-        (args.world_size > 1, "several processes train"),
         (args.n_gpu > 1, "DataParallel trains on several GPUs; CUDA_VISIBLE_DEVICES=0 chooses one"),
         (trainer.is_deepspeed_enabled, "deepspeed is asked for"),
         (trainer.is_fsdp_enabled, "fsdp is asked for"),
+        (args.world_size > 1 and not _by_ddp(trainer), "processes train otherwise than by DistributedDataParallel"),
         (args.fp16, "fp16's loss scale is Accelerate's; bf16=True runs by ours"),
         (args.torch_compile, "torch_compile is asked for; ours compiles without it"),
         (args.neftune_noise_alpha is not None, "NEFTune adds noise in a hook"),
@@ -51,6 +52,13 @@ def reason_of_trainer(trainer: Any, ours: type[Any]) -> str | None:
         (args.device.type not in ("cpu", "cuda"), f"it trains on {args.device.type}"),
     ]
     return next((why for is_asked, why in asked if is_asked), None)
+
+
+def _by_ddp(trainer: Any) -> bool:
+    """True if each process has all of the model, and rows of its own."""
+    accelerator = trainer.accelerator
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    return kind in ("MULTI_GPU", "MULTI_CPU") and getattr(accelerator, "parallelism_config", None) is None
 
 
 def reason_of_model(model: Any) -> str | None:
@@ -75,10 +83,10 @@ def reason_of_model(model: Any) -> str | None:
     return None
 
 
-def reason_of_batch(inputs: Any, config: Any, *, smooths: bool) -> str | None:
+def reason_of_batch(inputs: Any, model: Any, *, smooths: bool) -> str | None:
     """Return why a batch runs by Trainer's own step; None if ours gives its gradient.
 
-    smooths: whether labels are smoothed. Raises: OptionError for labels that no loss takes.
+    model: the classifier. smooths: whether labels are smoothed. Raises: OptionError for labels that no loss takes.
     """
     if not isinstance(inputs, Mapping):
         return f"a batch is a {type(inputs).__name__}"
@@ -92,9 +100,14 @@ def reason_of_batch(inputs: Any, config: Any, *, smooths: bool) -> str | None:
     if not all(isinstance(value, Tensor) for value in given.values()) or given["input_ids"].ndim != 2:
         return "a batch is not of padded tensors"
     mask_BL = given["attention_mask"]
-    if mask_BL.ndim != 2 or bool((mask_BL[:, 1:] > mask_BL[:, :-1]).any()) or not bool(mask_BL[:, :1].all()):
-        return "rows are not padded on the right; the tokenizer's padding_side decides it"
-    if smooths and problem_of(config, given["labels"]) != "single_label_classification":
+    if mask_BL.ndim != 2:
+        return "attention_mask is not of a number for each token"
+    if bool((mask_BL[:, 1:] > mask_BL[:, :-1]).any()) or not bool(mask_BL[:, :1].all()):
+        if not is_on_the_left(mask_BL):
+            return "attention_mask leaves out tokens between others"
+        if not left_is_right(model):
+            return "the model reads padding on the left; the tokenizer's padding_side decides where it is"
+    if smooths and problem_of(model.config, given["labels"]) != "single_label_classification":
         return "label smoothing of Trainer is of single labels"
     if bool((given["labels"] == -100).any()):
         return "labels of -100 leave rows out of the loss"
