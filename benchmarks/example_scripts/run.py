@@ -38,7 +38,7 @@ def run(work: Work, side: str, seed: int, version: str, arguments: argparse.Name
         here = Path(folder)
         (here / work.script).write_text(text, "utf-8")
         make_metrics(here)
-        make_files(here / "data")
+        make_files(here / "data", arguments.share)
         output = here / "output"
         command = [sys.executable, work.script, "--model_name_or_path", str(minilm()), "--output_dir", str(output)]
         for name, split in (("train_file", "train"), ("validation_file", "validation"), ("test_file", "test")):
@@ -166,13 +166,13 @@ def main() -> None:
     records = [json.loads(line) for line in raw.read_text("utf-8").splitlines()] if raw.exists() else []
     known = {(r["asked"], r["work"], r["side"], r["seed"]) for r in records}
     for seed in arguments.seeds:
-        for version in ("installed", *arguments.paths):
+        for version in arguments.versions or ("installed", *arguments.paths):
             for name in arguments.works:
                 for side in SIDES:
                     if (version, name, side, seed) in known:
                         continue
                     found = run(WORKS[name], side, seed, version, arguments)
-                    record = {"asked": version, "work": name, "side": side, "seed": seed, **found}
+                    record = {"asked": version, "work": name, "side": side, "seed": seed, "share": arguments.share, **found}
                     records.append(record)
                     with raw.open("a", encoding="utf-8") as log:
                         log.write(json.dumps(record) + "\n")
@@ -190,6 +190,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder of raw.jsonl, results.json, table.md")
     parser.add_argument("--path", action="append", default=[], metavar="NAME=FOLDER", help="another transformers")
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--versions", nargs="+", help="of `installed` and names of --path; all by default")
+    parser.add_argument("--share", type=float, default=1.0, help="of the rows, where time is short")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments = parser.parse_args()
     arguments.paths = dict(each.split("=", 1) for each in arguments.path)

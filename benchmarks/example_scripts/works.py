@@ -76,17 +76,21 @@ WORKS = {
 }
 
 
-def make_files(folder: Path) -> None:
-    """Write train, validation and test files of each data set: `sentence` and `label`, JSON lines."""
+def make_files(folder: Path, share: float = 1.0) -> None:
+    """Write train, validation and test files of each data set: `sentence` and `label`, JSON lines.
+
+    share: of the rows that there are otherwise.
+    """
     from brimful.data.readers.packaged import bbc_news, tweets
 
     folder.mkdir(parents=True, exist_ok=True)
     texts = [{"text": " ".join(row["text"].split()), "label": row["label"]} for row in tweets()]
     lengths = [{"text": row["text"], "label": round(math.log(len(row["text"].split())), 3)} for row in texts]
     for name, rows in {"tweets": texts, "bbc": bbc_news(), "lengths": lengths}.items():
-        rows = random.Random(0).sample(rows, sum(_ROWS.values()))
+        counts = {split: round(share * count) for split, count in _ROWS.items()}
+        rows = random.Random(0).sample(rows, sum(counts.values()))
         start = 0
-        for split, count in _ROWS.items():
+        for split, count in counts.items():
             part = rows[start : start + count]
             start += count
             text = "".join(json.dumps({"sentence": row["text"], "label": row["label"]}) + "\n" for row in part)

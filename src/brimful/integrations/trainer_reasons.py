@@ -37,6 +37,7 @@ def reason_of_trainer(trainer: Any, ours: type[Any]) -> str | None:
         if name in vars(trainer) or getattr(type(trainer), name, None) is not stock:
             return f"{name} is overridden"
     args = trainer.args
+    optimizer = str(getattr(args.optim, "value", args.optim))
     asked: list[tuple[Any, str]] = [
         (trainer.compute_loss_func, "compute_loss_func is given"),
         (args.n_gpu > 1, "DataParallel trains on several GPUs; CUDA_VISIBLE_DEVICES=0 chooses one"),
@@ -48,7 +49,7 @@ def reason_of_trainer(trainer: Any, ours: type[Any]) -> str | None:
         (args.neftune_noise_alpha is not None, "NEFTune adds noise in a hook"),
         (getattr(args, "use_liger_kernel", False), "Liger's kernels are asked for"),
         (args.torch_empty_cache_steps is not None, "torch_empty_cache_steps is asked for"),
-        (any(name in str(args.optim) for name in _IN_BACKWARD), "the optimizer updates within the backward pass"),
+        (any(name in optimizer for name in _IN_BACKWARD), "the optimizer updates within the backward pass"),
         (args.device.type not in ("cpu", "cuda"), f"it trains on {args.device.type}"),
     ]
     return next((why for is_asked, why in asked if is_asked), None)
