@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 import brimful as package
 from brimful.core.callbacks import Callbacks
@@ -17,7 +20,7 @@ from brimful.core.errors import Interrupted
 from brimful.engine.classification.verify import rows_to_compare
 from brimful.engine.classification.windows import WindowSize
 from commands import Brimful, Files
-from tiny_files import write_reviews
+from tiny_files import write_csv, write_reviews
 
 #: A command line whose process says at its end if torch was imported.
 _WITHOUT_TORCH = """
@@ -26,6 +29,14 @@ from brimful.cli.commands import run
 code = run(sys.argv[1:])
 print(code, "torch" in sys.modules)
 """
+
+
+def without_torch(words: Sequence[object], folder: Path) -> str:
+    """What a command line says in `folder` that ends with exit code 2 before torch is imported."""
+    command = [sys.executable, "-c", _WITHOUT_TORCH, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    assert done.stdout.split() == ["2", "False"], done.stderr
+    return done.stderr
 
 
 def test_mistakes_are_answered_before_torch_is_imported(files: Files, tmp_path: Path) -> None:
@@ -49,10 +60,31 @@ def test_mistakes_are_answered_before_torch_is_imported(files: Files, tmp_path: 
         "the hub cannot be reached": ["classify", "no-such-model-here", files.reviews],
     }
     for said, words in mistakes.items():
-        command = [sys.executable, "-c", _WITHOUT_TORCH, *map(str, words)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-        assert said in done.stderr, done.stderr
-        assert done.stdout.split() == ["2", "False"]
+        assert said in without_torch(words, tmp_path)
+
+
+def test_mistakes_in_options_and_rows_are_answered_before_torch_is_imported(files: Files, tmp_path: Path) -> None:
+    """What led to a mistake in the rows is said before it."""
+    unlabelled = write_csv(tmp_path / "texts.csv", ("text",), [["a film"], ["a story"]])
+    single = write_csv(tmp_path / "single.csv", ("text", "kind"), [(f"a film {i}", f"kind {i}") for i in range(20)])
+    train = ["train", files.reviews, "--model", files.base, "--output", tmp_path / "run"]
+    mistakes: dict[tuple[str, ...], list[object]] = {
+        ("--freeze has layers 0-99", "counted from 0: layers 0-"): [*train, "--freeze", "layers 0-99"],
+        ("error: texts.csv: no column can be the label", "hint: name it by --label-column; columns: text"): [
+            "train",
+            unlabelled.name,
+            *train[2:],
+        ],
+        ("label: column 'kind'", "20 rows are too few to hold out 0.1 of them"): ["train", single.name, *train[2:]],
+    }
+    if importlib.util.find_spec("bitsandbytes") is None:
+        mistakes["--optim lion_8bit needs the package bitsandbytes",] = [*train, "--optim", "lion_8bit"]
+    if not torch.version.cuda or not torch.cuda.is_available():
+        for words in (train, ["classify", files.classifier, files.reviews]):
+            mistakes["--device cuda was asked for, and torch sees no GPU", str(words[0])] = [*words, "--device", "cuda"]
+    for parts, words in mistakes.items():
+        said = without_torch(words, tmp_path)
+        assert all(part in said for part in parts if part not in ("train", "classify")), said
 
 
 def test_a_finished_run_is_not_its_model(brimful: Brimful, files: Files, tmp_path: Path) -> None:

@@ -125,10 +125,6 @@ def _run(name: str, words: list[str]) -> int:
     watch_launcher()
     if name in ("train", "classify", "evaluate") and not place.leads:
         return _follow(name, options)
-    if name in ("train", "classify", "evaluate", "export", "profile"):
-        from brimful.engine.early import check_early
-
-        check_early(options)
     without_torch = {"report": _report, "compare": _compare, "bench": _bench}
     if name in without_torch:
         without_torch[name](options)
@@ -141,6 +137,10 @@ def _run(name: str, words: list[str]) -> int:
         given = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")  # read when torch starts; later it is set again, and checked
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(filter(None, (given, "expandable_segments:True")))
     with closing(Quiet() if options.quiet else Terminal()) as terminal:
+        if name != "demo":
+            from brimful.engine.early import check_early
+
+            check_early(options, terminal)
         with _importing(), _device_starting(name, options):
             from brimful.cli.actions import act
 
@@ -159,9 +159,10 @@ def _on_several(gpus: str, words: list[str]) -> int:
 def _on_ray(name: str, options: Any, words: list[str]) -> int:
     """Run the command in workers of Ray, after a look at what would end it at once."""
     from brimful.cli.ray_launch import launch_on_ray
+    from brimful.core.callbacks import Callbacks
     from brimful.engine.early import check_early
 
-    check_early(options)
+    check_early(options, Callbacks())
     return launch_on_ray(
         [name, *words],
         options.num_processes or 1,

@@ -55,6 +55,15 @@ class FrozenParts:
             )
         return cls(all_but_head=known["all-but-head"], embeddings=known["embeddings"], layers=tuple(layers))
 
+    def check_layers(self, count: int) -> None:
+        """Raises: OptionError for layers that a model of `count` layers does not have."""
+        for first, last in self.layers:
+            if last >= count:
+                raise OptionError(
+                    f"--freeze has layers {first}-{last}, and the model has {count}",
+                    hint=f"they are counted from 0: layers {min(first, count - 1)}-{count - 1}",
+                )
+
 
 def check_trained_part(options: Any) -> None:
     """Check the fields of --peft and --freeze, and that they go together."""

@@ -13,6 +13,7 @@ from brimful.core.cores import num_cores
 from brimful.core.errors import DeviceError
 from brimful.core.options import DeviceChoice
 from brimful.core.records import Gpu, Machine
+from brimful.hardware.gpu_missing import no_gpu
 
 _PACKAGES = ("brimful", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "triton")
 
@@ -26,11 +27,7 @@ def choose_device(asked: DeviceChoice, number: int = 0) -> torch.device:
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-        raise DeviceError(
-            f"--device cuda was asked for, and torch sees no GPU: torch {torch.__version__} is built {built}",
-            hint="check nvidia-smi and the torch build, or use --device cpu",
-        )
+        raise no_gpu(torch.__version__, torch.version.cuda)
     if number:
         if number >= (found := torch.cuda.device_count()):
             raise DeviceError(

@@ -10,13 +10,14 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, cast
 
 from brimful.core.errors import OptionError, printable
 from brimful.core.records import Arithmetic
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 #: Names whose states are in 8 or 4 bits, but for those of embeddings, and the same with states in 32 bits.
 WITH_32_BITS = {

@@ -150,8 +150,11 @@ def frozen_names(model: Any, parts: FrozenParts, new_parameters: Collection[str]
         frozen |= set(names) - set(head_parameters(model)) - set(new_parameters)
     if parts.embeddings:
         frozen |= _named(model, _embeddings(model), "embeddings")
-    for first, last in parts.layers:
-        frozen |= _named(model, _layers(model, first, last), f"layers {first}-{last}")
+    if parts.layers:
+        layers = _layers(model)
+        parts.check_layers(len(layers))
+        for first, last in parts.layers:
+            frozen |= _named(model, layers[first : last + 1], f"layers {first}-{last}")
     if parts.pattern is not None:
         frozen |= {name for name in names if re.search(parts.pattern, name)}
         if not frozen:
@@ -170,17 +173,12 @@ def _named(model: nn.Module, modules: Collection[nn.Module], part: str) -> set[s
     return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
 
 
-def _layers(model: Any, first: int, last: int) -> list[nn.Module]:
+def _layers(model: Any) -> list[nn.Module]:
     layers = layers_of(model)
     if layers is None:
         said = "--freeze: this model has no list of layers of its own"
         raise OptionError(said, hint="name parameters, as in regex:PATTERN")
-    if last >= len(layers):
-        raise OptionError(
-            f"--freeze has layers {first}-{last}, and the model has {len(layers)}",
-            hint=f"they are counted from 0: layers {min(first, len(layers) - 1)}-{len(layers) - 1}",
-        )
-    return list(layers)[first : last + 1]
+    return list(layers)
 
 
 def _embeddings(model: Any) -> list[nn.Module]:

@@ -1,0 +1,55 @@
+"""A GPU that was asked for and cannot be there, seen without importing torch."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+from brimful.core.errors import DeviceError
+
+#: Library of NVIDIA's driver, which torch opens for every GPU.
+_DRIVER = "libcuda.so.1"
+
+
+def no_gpu(version: str, cuda: str | None) -> DeviceError:
+    """The error that torch sees no GPU. version, cuda: of torch, and the CUDA that it is built for."""
+    built = f"for CUDA {cuda}" if cuda else "without CUDA"
+    return DeviceError(
+        f"--device cuda was asked for, and torch sees no GPU: torch {version} is built {built}",
+        hint="check nvidia-smi and the torch build, or use --device cpu",
+    )
+
+
+def check_gpu(device: str) -> None:
+    """Raises: DeviceError where `device` is cuda and torch's build, or the machine, plainly has none."""
+    if device != "cuda":
+        return
+    build = _torch_build()
+    if build is None or "hip" in build:
+        return  # torch itself will say
+    if "cuda" not in build or (sys.platform == "linux" and not _has_driver()):
+        raise no_gpu(build["__version__"], build.get("cuda"))
+
+
+def _torch_build() -> dict[str, str] | None:
+    """What torch's version.py says, without None: `__version__`, `cuda`, `hip`. None if it cannot be read."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text("utf-8")
+    except OSError:
+        return None
+    found = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= *['\"]([^'\"\n]+)['\"]", text, re.M))
+    return found if "__version__" in found and re.search(r"^cuda\b", text, re.M) else None
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError:
+        return False
+    return True
