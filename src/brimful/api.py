@@ -33,8 +33,7 @@ from brimful.data.writers.table_output import TableOutput
 from brimful.engine.classification.claimed import classify_claimed
 from brimful.engine.classification.classifier import ModelClassifier
 from brimful.engine.classification.classify import classify_file
-from brimful.engine.evaluation.answers import evaluate_answers
-from brimful.engine.evaluation.evaluate import check_one_input, evaluate_model
+from brimful.engine.evaluation.run import run_evaluation
 from brimful.engine.profiling.profile import profile as _profile
 from brimful.engine.training.export import export as _export
 from brimful.engine.training.train import train as _train
@@ -44,7 +43,6 @@ from brimful.models.hub.push import check_push, push_model
 from brimful.reports.charts import check_charts
 from brimful.reports.classification_page import classification_page
 from brimful.reports.classification_text import classification_text, concerns
-from brimful.reports.evaluation_page import evaluation_page
 from brimful.reports.terminal import Terminal
 from brimful.reports.write import check_page, report
 
@@ -238,23 +236,6 @@ def evaluate(
     asked = _options("evaluate", EvaluateOptions, options, without=("model", "data"), model=model, data=name)
     with listening(callbacks, False if asked.quiet else progress) as listener:
         return run_evaluation(asked, listener, given.tables)
-
-
-def run_evaluation(options: EvaluateOptions, callbacks: Callbacks, tables: Tables | None = None) -> Evaluation:
-    """Evaluate with `options`, for `evaluate` and the command line. tables: as of `run_training`."""
-    if options.report is not None:
-        check_charts()
-        check_page(Path(options.report), "--report")
-    command = command_of("evaluate", options)
-    if options.data is None:
-        check_one_input(options)
-        record = evaluate_answers(options, command=command, callbacks=callbacks)
-    else:
-        record = evaluate_model(options, command=command, callbacks=callbacks, tables=tables)
-    if options.report is not None and find_place().leads:
-        atomic_files.write_bytes(Path(options.report), evaluation_page(record).encode())
-        callbacks.note(f"report: {options.report}")
-    return record
 
 
 def export(

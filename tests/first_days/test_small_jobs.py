@@ -31,12 +31,12 @@ print(code, "torch" in sys.modules)
 """
 
 
-def without_torch(words: Sequence[object], folder: Path) -> str:
-    """What a command line says in `folder` that ends with exit code 2 before torch is imported."""
+def without_torch(words: Sequence[object], folder: Path, code: int = 2) -> str:
+    """What a command line says in `folder` that ends with this exit code, and imports no torch."""
     command = [sys.executable, "-c", _WITHOUT_TORCH, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
-    assert done.stdout.split() == ["2", "False"], done.stderr
-    return done.stderr
+    assert done.stdout.splitlines()[-1] == f"{code} False", done.stderr
+    return done.stderr + done.stdout
 
 
 def test_mistakes_are_answered_before_torch_is_imported(files: Files, tmp_path: Path) -> None:
@@ -85,6 +85,14 @@ def test_mistakes_in_options_and_rows_are_answered_before_torch_is_imported(file
     for parts, words in mistakes.items():
         said = without_torch(words, tmp_path)
         assert all(part in said for part in parts if part not in ("train", "classify")), said
+
+
+def test_answers_in_a_file_are_scored_without_torch(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    assert brimful("classify", files.classifier, files.reviews, "-o", tmp_path / "out.csv", "--verify", 0).code == 0
+    said = without_torch(["evaluate", "out.csv", "--report", "page.html"], tmp_path, 0)
+    assert "Evaluated  40 rows" in said
+    assert "balanced accuracy" in said
+    assert (tmp_path / "page.html").is_file()
 
 
 def test_a_finished_run_is_not_its_model(brimful: Brimful, files: Files, tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from brimful.api import run_classification, run_evaluation, run_training, summary_json
+from brimful.api import run_classification, run_training, summary_json
 from brimful.cli.demo import run_demo
 from brimful.core.phases import Phases
 from brimful.core.records import json_text, to_json
+from brimful.engine.evaluation.run import run_evaluation
 from brimful.engine.profiling.profile import profile
 from brimful.engine.training.export import export as export_checkpoint
 from brimful.reports.classification_text import classification_text, concerns

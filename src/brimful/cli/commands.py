@@ -141,6 +141,8 @@ def _run(name: str, words: list[str]) -> int:
             from brimful.engine.early import check_early
 
             check_early(options, terminal)
+        if name == "evaluate" and options.data is None:
+            return _evaluate_answers(options, terminal)
         with _importing(), _device_starting(name, options):
             from brimful.cli.actions import act
 
@@ -174,8 +176,9 @@ def _on_ray(name: str, options: Any, words: list[str]) -> int:
 
 def _follow(name: str, options: Any) -> int:
     """Take part in work that another process leads: what there is to say, it says."""
-    from brimful.api import run_classification, run_evaluation, run_training
+    from brimful.api import run_classification, run_training
     from brimful.core.callbacks import Callbacks
+    from brimful.engine.evaluation.run import run_evaluation
 
     try:
         run: Any = {"train": run_training, "classify": run_classification, "evaluate": run_evaluation}[name]
@@ -227,6 +230,17 @@ def _compare(options: Any) -> None:
     if options.html is not None:
         print(f"page: {printable(options.html, 500)}", file=sys.stderr)
     print(to_json(comparison).rstrip() if options.json else comparison_text(comparison))
+
+
+def _evaluate_answers(options: Any, terminal: Any) -> int:
+    """Score the answers in a file, without loading torch; return the exit code."""
+    from brimful.core.records import to_json
+    from brimful.engine.evaluation.run import run_evaluation
+    from brimful.reports.evaluation_text import evaluation_text
+
+    evaluation = run_evaluation(options, terminal)
+    print((to_json(evaluation) if options.json else evaluation_text(evaluation)).rstrip())
+    return 0
 
 
 @contextmanager

@@ -199,7 +199,7 @@ _ALSO_CALLED = {
     **dict.fromkeys(("bs", "batch", "per_device_train_batch_size", "train_batch_size"), "batch_size"),
     **dict.fromkeys(("max_len", "max_seq_length", "max_seq_len", "seq_length", "length"), "max_length"),
     **dict.fromkeys(("fp16", "bf16", "fp32", "dtype", "half", "amp"), "precision"),
-    **dict.fromkeys(("output_dir", "out", "save", "out_dir"), "output"),
+    **dict.fromkeys(("output_dir", "out", "save", "out_dir", "predictions", "save_predictions"), "output"),
     **dict.fromkeys(("eval", "validation", "valid", "val", "dev", "test", "test_data", "eval_dataset"), "eval_data"),
     **dict.fromkeys(("label", "target", "labels_column", "y"), "label_column"),
     **dict.fromkeys(("text", "texts", "text_field"), "text_column"),

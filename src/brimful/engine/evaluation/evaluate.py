@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.cores import num_cores
-from brimful.core.errors import DataError, Interrupted, OptionError, RanksError, printable
+from brimful.core.errors import DataError, Interrupted, RanksError, printable
 from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.evaluation import Baseline, Evaluation, Mistake
 from brimful.core.options import ClassifyOptions
@@ -346,13 +346,3 @@ class _Pass:
 def _constant(truth: Truth) -> Baseline:
     """The most frequent label of these very rows: the training rows are not known here."""
     return constant_baseline(truth.space, truth.targets_N, truth.targets_N)
-
-
-def check_one_input(options: EvaluateOptions) -> None:
-    """Check that MODEL alone is a file of answers. Raises: OptionError for a model."""
-    path = Path(options.model).expanduser()
-    if (path / "config.json").is_file() or not path.exists():
-        raise OptionError(
-            f"{printable(options.model)} is evaluated on rows, and none are given",
-            hint=f"brimful evaluate {printable(options.model)} test.csv; alone, a file that brimful classify wrote",
-        )

@@ -1,0 +1,48 @@
+"""Evaluation by options: of a model, or, without loading torch, of answers that were given before; and its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from brimful.core import atomic_files
+from brimful.core.callbacks import Callbacks
+from brimful.core.command_line import command_of
+from brimful.core.errors import OptionError, printable
+from brimful.core.evaluate_options import EvaluateOptions
+from brimful.core.evaluation import Evaluation
+from brimful.core.place import find_place
+from brimful.data.readers.in_memory import Tables
+from brimful.engine.evaluation.answers import evaluate_answers
+from brimful.reports.charts import check_charts
+from brimful.reports.evaluation_page import evaluation_page
+from brimful.reports.write import check_page
+
+
+def run_evaluation(options: EvaluateOptions, callbacks: Callbacks, tables: Tables | None = None) -> Evaluation:
+    """Evaluate with `options`, for `evaluate` and the command line. tables: data in memory, by the names that options
+    have for them."""
+    if options.report is not None:
+        check_charts()
+        check_page(Path(options.report), "--report")
+    command = command_of("evaluate", options)
+    if options.data is None:
+        _check_one_input(options)
+        record = evaluate_answers(options, command=command, callbacks=callbacks)
+    else:
+        from brimful.engine.evaluation.evaluate import evaluate_model  # loads torch
+
+        record = evaluate_model(options, command=command, callbacks=callbacks, tables=tables)
+    if options.report is not None and find_place().leads:
+        atomic_files.write_bytes(Path(options.report), evaluation_page(record).encode())
+        callbacks.note(f"report: {options.report}")
+    return record
+
+
+def _check_one_input(options: EvaluateOptions) -> None:
+    """Check that MODEL alone is a file of answers. Raises: OptionError for a model."""
+    path = Path(options.model).expanduser()
+    if (path / "config.json").is_file() or not path.exists():
+        raise OptionError(
+            f"{printable(options.model)} is evaluated on rows, and none are given",
+            hint=f"brimful evaluate {printable(options.model)} test.csv; alone, a file that brimful classify wrote",
+        )
