@@ -67,7 +67,10 @@ def test_the_model_stands_before_the_linear_one_it_does_not_beat() -> None:
         linear = Baseline(name=LINEAR, num_rows=300, metrics={"accuracy": other})
         found = findings_of_answers(replace(model, baselines=(linear,)))
         wanted = said.format(mine=number_text(accuracy.value), its=number_text(other))
-        assert any(finding.startswith(wanted) for finding in found), found
+        assert any(finding.startswith(wanted) and "try a higher --learning-rate" in finding for finding in found), found
+        of_learned = " ".join(findings_of_answers(replace(model, baselines=(linear,)), learned=True))
+        assert wanted in of_learned
+        assert "more epochs will hardly help" in of_learned
 
 
 def test_labels_that_are_told_apart_though_accuracy_is_no_higher() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from brimful.diagnosis.learning import findings_of_learning
+from brimful.diagnosis.learning import findings_of_learning, has_learned
 
 
 def curve(values: list[float]) -> list[tuple[int, float]]:
@@ -40,3 +40,10 @@ def test_a_run_that_keeps_its_best_model_is_not_overfitted() -> None:
 def test_noise_is_not_a_fall() -> None:
     noisy = (0.69 + np.random.default_rng(0).normal(0, 0.02, 60)).tolist()
     assert findings_of_learning(curve(noisy), [], picks_best=False) == []
+
+
+def test_training_rows_that_are_learned() -> None:
+    assert has_learned(curve(LEVEL))
+    assert not has_learned(curve(FALLING))
+    assert not has_learned(curve(LEVEL[:4]))
+    assert not has_learned([])

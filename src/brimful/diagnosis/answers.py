@@ -18,13 +18,17 @@ _MISCALIBRATED, _ENOUGH_ROWS = 0.1, 200
 #: Rows below which intervals are wide whatever the model.
 _FEW_ROWS = 50
 _MORE = "try a higher --learning-rate or more epochs"
+_LEARNED = (
+    "the training rows are learned, so more epochs will hardly help: words alone tell these labels apart;"
+    " use the linear model, or more rows"
+)
 
 
-def findings_of_answers(evaluation: Evaluation) -> list[str]:
-    """The gravest first."""
+def findings_of_answers(evaluation: Evaluation, *, learned: bool = False) -> list[str]:
+    """The gravest first. learned: training left nothing to learn of its rows."""
     kinds = {"single_label": _of_one_label, "multi_label": _of_several_labels, "regression": _of_numbers}
     found = list(kinds[evaluation.labels.task](evaluation))
-    if (linear := _worse_than_linear(evaluation)) is not None:
+    if (linear := _worse_than_linear(evaluation, learned=learned)) is not None:
         found.append(linear)
     return [*found, *_of_confidence(evaluation), *_of_rows(evaluation)]
 
@@ -115,8 +119,9 @@ def _of_numbers(evaluation: Evaluation) -> Iterator[str]:
         yield f"no better than always answering the mean{mean}: r2 {number_text(r2.value)}"
 
 
-def _worse_than_linear(evaluation: Evaluation) -> str | None:
+def _worse_than_linear(evaluation: Evaluation, *, learned: bool) -> str | None:
     """State that the linear model is better by more than chance explains, or that the intervals do not part them."""
+    more = _LEARNED if learned else _MORE
     linear, name = _baseline(evaluation, LINEAR), MAIN_METRIC[evaluation.labels.task]
     metric = evaluation.metrics.get(name)
     other = None if linear is None else linear.metrics.get(name)
@@ -124,9 +129,9 @@ def _worse_than_linear(evaluation: Evaluation) -> str | None:
         return None
     mine, its = number_text(metric.value), number_text(other)
     if metric.high is not None and other > metric.high:
-        return f"TF-IDF with a linear model is better: {name} {its} against {mine}; {_MORE}"
+        return f"TF-IDF with a linear model is better: {name} {its} against {mine}; {more}"
     said = f"no better than TF-IDF with a linear model: {name} {mine} against {its}, within the interval"
-    return f"{said}; {_MORE}, or use more rows"
+    return f"{said}; {more}" if learned else f"{said}; {more}, or use more rows"
 
 
 def _of_confidence(evaluation: Evaluation) -> Iterator[str]:

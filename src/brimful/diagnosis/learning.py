@@ -11,6 +11,8 @@ _FEWEST_LOSSES, _PARTS = 6, 3
 _FALL, _LEVEL = 0.04, 0.3
 #: Evaluation loss that is this many times the lowest one is overfitted; one that fell by this share still falls.
 _ROSE, _FELL = 1.1, 0.02
+#: Last training loss, as a share of the first, that leaves nothing to learn of these rows.
+_LEARNED = 0.1
 
 Losses = Sequence[tuple[int, float]]
 
@@ -25,6 +27,14 @@ def findings_of_learning(training: Losses, evaluation: Losses, *, picks_best: bo
         return [overfitted]
     falling = _falling(training, evaluation)
     return [] if falling is None else [falling]
+
+
+def has_learned(training: Losses) -> bool:
+    """Return whether the training loss fell to a small part of its beginning. training: as of `findings_of_learning`."""
+    losses = [loss for _, loss in training]
+    if len(losses) < _FEWEST_LOSSES or losses[0] <= 0:
+        return False
+    return statistics.fmean(losses[-max(1, len(losses) // 10) :]) < _LEARNED * losses[0]
 
 
 def _falling(training: Losses, evaluation: Losses) -> str | None:

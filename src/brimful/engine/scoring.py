@@ -27,10 +27,12 @@ _MOST_TEXT = 300
 UNANSWERED = "for which the model gave no finite number"
 
 
-def evaluation_of(scored: Scored, *, findings: Sequence[str] = (), **fields: Any) -> Evaluation:
+def evaluation_of(
+    scored: Scored, *, findings: Sequence[str] = (), learned: bool = False, **fields: Any
+) -> Evaluation:
     """The record of these scores, with findings about its answers before those that are given.
 
-    fields: those of Evaluation that scores do not hold.
+    learned: training left nothing to learn of its rows. fields: those of Evaluation that scores do not hold.
     """
     left_out = dict(fields.pop("left_out", {}))
     if scored.num_unanswered:
@@ -46,7 +48,7 @@ def evaluation_of(scored: Scored, *, findings: Sequence[str] = (), **fields: Any
         left_out=left_out,
         **fields,
     )
-    return replace(found, findings=(*findings_of_answers(found), *findings))
+    return replace(found, findings=(*findings_of_answers(found, learned=learned), *findings))
 
 
 def mistakes_of(

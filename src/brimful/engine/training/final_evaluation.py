@@ -20,7 +20,7 @@ from brimful.core.errors import DiskFullError, OutputError
 from brimful.core.evaluation import Evaluation
 from brimful.core.options import TrainOptions
 from brimful.core.records import Run, to_json
-from brimful.diagnosis.learning import Losses, findings_of_learning
+from brimful.diagnosis.learning import Losses, findings_of_learning, has_learned
 from brimful.engine.prepare import Part, Prepared
 from brimful.engine.scoring import PredictionFile, evaluation_of, mistakes_of, truth_column
 from brimful.engine.training.baselines import Baselines
@@ -89,6 +89,7 @@ def final_evaluation(
         labels=prepared.space,
         baselines=baselines.result(callbacks),
         findings=findings_of_learning(training, evaluated, picks_best=picks_best),
+        learned=has_learned(training),
         predictions=str(folder / PREDICTIONS),
         options={"seed": options.seed},
         recipe=run.recipe,
