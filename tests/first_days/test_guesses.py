@@ -71,6 +71,8 @@ def test_a_pair_that_is_not_wanted(brimful: Brimful, files: Files, tmp_path: Pat
         "pair: column 'sentence2' (the pair of 'sentence1' by name; --pair-column names another (none: single texts))"
         in said
     )
+    assert said.count("\nLearns  'label' from 'sentence1' with 'sentence2': bad, good\n") == 1
+    assert said.index("Learns") > said.index("How it runs")  # what was guessed is not out of sight when steps begin
     assert "pair: column" not in plan(brimful, files, data, "--pair-column", "none").err
 
 

@@ -21,7 +21,7 @@ from rich.table import Column
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.callbacks import Progress as TrainingProgress
-from brimful.core.errors import printable
+from brimful.core.errors import listed, printable
 from brimful.core.evaluation import Evaluation
 from brimful.core.records import Recipe, Run
 from brimful.core.units import count_text, number_text, seconds_text, share_text
@@ -56,6 +56,7 @@ class Terminal(Callbacks):
         )
         self._line_width: int | None = 0 if in_notebook else None
         self._evaluation: Evaluation | None = None
+        self._data: Mapping[str, Any] = {}
         self._bar: Progress | None = None
         self._task: Any = None
         self._said_at = time.monotonic()
@@ -78,6 +79,7 @@ class Terminal(Callbacks):
         self._say(f"warning: {printable(text, 1000)}", style="yellow")
 
     def data(self, report: Mapping[str, Any]) -> None:
+        self._data = report
         held_out = report.get("eval_rows")
         counts = f"{count_text(report.get('rows'))} rows to train on"
         self._head(
@@ -128,6 +130,8 @@ class Terminal(Callbacks):
                 self._say(line, indent=2)
         for line in arithmetic_legend(recipe):
             self._say(line, indent=2, style="dim")
+        if (inputs := self._data.get("inputs")) is not None:
+            self._head("Learns", _task_text(inputs, list(self._data.get("labels") or ())))
         self._console.print()
         if self._console.is_terminal:
             self._draw("the first steps", 0, None)
@@ -315,3 +319,12 @@ def _short_list(value: str) -> str:
 
 def _safe(text: object, limit: int = 400) -> str:
     return escape(printable(text, limit))
+
+
+def _task_text(inputs: Mapping[str, Any], labels: list[str]) -> str:
+    """What is learned from what, in one line. inputs: columns, as in TrainedInputs. labels: none of numbers."""
+    texts = [name for name in (inputs["text_column"], inputs["pair_column"]) if name is not None]
+    names = [printable(repr(name), 60) for name in (*texts, *inputs["label_columns"])]
+    read, asked = names[: len(texts)], names[len(texts) :]
+    said = f"{listed(asked, 5)} from {' with '.join(read)}"
+    return said + (f": {listed([printable(label, 30) for label in labels], 5)}" if labels else "")
