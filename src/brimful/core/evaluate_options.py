@@ -82,7 +82,7 @@ class EvaluateOptions:
     or srun, one for each process, which share the rows."""
     verify: int | None = None
     """Rows on which the fast path is first compared with the plain fp32 model; 0: none. Default: 256; on a CPU fewer
-    where they are long, a twentieth of all tokens or a second's work."""
+    where they are long, a fortieth of all tokens, 2,048 at least."""
     packing: Literal["auto", "off"] = "auto"
     """auto: run packed, without padding, if the equivalence check passes on this model. off: padded batches."""
     token_budget: int | None = None

@@ -378,7 +378,7 @@ class ClassifyOptions:
     """Replace a file at --output that is no result of brimful."""
     verify: int | None = None
     """Rows of the input on which the fast path is first compared with the plain fp32 model; 0: none. Default: 256; on a
-    CPU fewer where they are long, a twentieth of all tokens or a second's work."""
+    CPU fewer of long ones: a fortieth of all tokens, 2,048 at least."""
     report: str | None = None
     """File for an HTML report of the pass, one page that needs no network."""
 

@@ -28,7 +28,7 @@ from brimful.tasks.answer_equivalence import compare_answers
 Logits = npt.NDArray[np.float32]
 
 #: Rows that are compared; on a CPU a share of all tokens, and tokens and rows at least.
-_COMPARED, _ONE_IN, _FEWEST_TOKENS, _FEWEST_COMPARED = 256, 20, 8192, 16
+_COMPARED, _ONE_IN, _FEWEST_TOKENS, _FEWEST_COMPARED = 256, 40, 2048, 8
 #: Tokens of a batch of the plain model.
 _REFERENCE_TOKENS = 4096
 
@@ -45,7 +45,7 @@ class Verified:
 
 def rows_to_compare(asked: int | None, device_type: str, num_tokens: float, mean_tokens: float) -> int:
     """Rows to compare with the plain model: those asked for, else 256; on a CPU, where the plain model takes longer
-    than the pass itself, as many as hold a twentieth of its tokens, or a second's work. 0 tokens: nobody knows.
+    than the pass itself, as many as hold a fortieth of its tokens, and 2,048 tokens at least. 0 tokens: nobody knows.
 
     num_tokens: of the pass, about. mean_tokens: of a row.
     """
