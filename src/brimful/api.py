@@ -40,9 +40,9 @@ from brimful.engine.training.train import train as _train
 from brimful.given import Data, Given, listening, training_data
 from brimful.integrations.trackers.reporting import TrackerProcesses
 from brimful.models.hub.push import check_push, push_model
-from brimful.reports.charts import check_charts
 from brimful.reports.classification_page import classification_page
 from brimful.reports.classification_text import classification_text, concerns
+from brimful.reports.svg import check_charts
 from brimful.reports.terminal import Terminal
 from brimful.reports.write import check_page, report
 

@@ -91,6 +91,7 @@ def test_rows_that_the_user_names() -> None:
     [
         ({"rows": "fast"}, "it is no set of rows", "default, guide, levers"),
         ({"rows": "presicion=bf16"}, "which is no lever", "did you mean precision?"),
+        ({"rows": "precision=bf16+precision=fp32"}, "--precision twice", "name each lever once"),
         ({"rows": "learning_rate=1"}, "which is no lever", "the levers are"),
         ({"rows": "token_budget=many"}, "it must be a whole number", "token_budget=8"),
         ({"rows": "precision=fp13"}, "--precision is 'fp13'", ""),

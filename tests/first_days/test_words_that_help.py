@@ -11,7 +11,7 @@ import pytest
 
 import brimful as package
 from brimful.core.errors import OptionError, did_you_mean
-from brimful.reports.charts import Bar, bar_chart
+from brimful.reports.bars import Bar, bar_chart
 from brimful.reports.terminal import _short_list
 from commands import Brimful, Files, train_words
 from tiny_files import review, save_classifier, write_csv

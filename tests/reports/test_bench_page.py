@@ -8,9 +8,11 @@ import pytest
 
 from benches import figures, guide_bench
 from brimful.core.bench import Bench, BenchRow
+from brimful.reports.bars import Stack, stacked_bars
 from brimful.reports.bench_page import bench_page
 from brimful.reports.bench_text import bench_csv, bench_markdown, bench_text
-from brimful.reports.charts import Point, Stack, scatter, stacked_bars
+from brimful.reports.charts import Point, scatter
+from brimful.reports.guide_claims import claim_of
 from pages import Page
 
 HOSTILE = "</script><script>alert('x')</script>\x1b[31m \u202e& | model"
@@ -41,6 +43,51 @@ def test_everything_of_a_bench_is_on_its_page() -> None:
     assert "2.10" in page.text
     assert "Round: brimful; square: Trainer." in page.text
     assert "V100" in page.text
+
+
+def test_the_recommended_speed_is_the_same_wherever_it_is_said() -> None:
+    bench = guide_bench()
+    work = replace(bench.workload, device="CPU", num_threads=2)
+    rows = [
+        replace(each, measured=replace(each.measured, cores=0.5 if each.row.name in ("recommended", "fp32") else 2.0))
+        if each.measured is not None
+        else each
+        for each in bench.rows
+    ]
+    page = Page(bench_page(replace(bench, workload=work, rows=tuple(rows))))
+    page.check()
+    assert "Recommended: brimful: bf16, 11.00 times trainer: plain" in page.text
+    assert "11.00 times the first row" in page.text
+    assert "Rows 10, 26: other programs were busy" in page.text
+    assert "10.00×*" in page.text
+
+
+def test_the_recommended_command_can_be_given_to_train() -> None:
+    bench = guide_bench(data="my rows.csv")
+    rows = [
+        replace(each, row=replace(each.row, settings={"optimizer_offload": True, "precision": "bf16"}))
+        if each.row.key == bench.recommended
+        else each
+        for each in bench.rows
+    ]
+    options = {"model": "bert-large", "batch_size": 4, "limit": 2048, "learning_rate": 5e-5, "rows": "guide"}
+    given = "brimful train 'my rows.csv' --model bert-large --output run --batch-size 4"
+    for text in (bench_text, bench_markdown, bench_page):
+        said = Page(text(replace(bench, rows=tuple(rows), options=options))).text if text is bench_page else ""
+        said = said or text(replace(bench, rows=tuple(rows), options=options))
+        assert given in said
+        assert "--precision bf16" in said
+        assert "--optimizer-offload" in said
+        assert "True" not in said.partition("brimful train")[2].splitlines()[0]
+
+
+def test_our_row_of_a_lever_stands_beside_what_the_guide_says_of_it() -> None:
+    assert claim_of("split in four", "bf16") == claim_of("accumulation", "plain")
+    assert claim_of("fp32, checkpointing", "fp32") == claim_of("accumulation, checkpointing", "accumulation")
+    assert claim_of("checkpointing", "plain") == claim_of("checkpointing", "bf16")
+    assert claim_of("selective", "bf16") is None
+    assert claim_of("checkpointing, 8-bit Adam", "bf16") is None
+    assert claim_of("bf16", "plain") is None
 
 
 def test_a_bench_with_nothing_measured_has_a_page() -> None:

@@ -10,7 +10,9 @@ import matplotlib
 import pytest
 
 from brimful.core.errors import InputError
-from brimful.reports.charts import Bar, bar_chart, check_charts, histogram, overlaid_curves
+from brimful.reports.bars import Bar, bar_chart
+from brimful.reports.charts import Point, histogram, overlaid_curves, scatter
+from brimful.reports.svg import check_charts
 
 BARS = [Bar("yes", 3, "3 (75.0 %)", strong=True), Bar("no", 1, "1 (25.0 %)"), Bar("never", 0, "0 (0.0 %)")]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -85,9 +87,25 @@ def test_ids_of_charts_do_not_clash() -> None:
 )
 def test_any_name_can_stand_beside_a_bar(name: str) -> None:
     shown = texts(bar_chart("a", [Bar(name, 1, "1")], alt=name))
-    assert len(shown) == 2
-    assert 0 < len(shown[0]) <= 20
+    assert 2 <= len(shown) <= 4
+    assert all(0 < len(line) <= 20 for line in shown[:-1])
     assert shown[0][0] == (name[:1] if name[:1].isprintable() and name else shown[0][0])
+
+
+def test_a_long_name_is_broken_at_spaces_and_shown_whole() -> None:
+    name = "19 checkpointing, updated in backward, states offloaded"
+    svg = bar_chart("a", [Bar("short", 1, "1"), Bar(name, 1, "1")], alt="a")
+    assert texts(svg)[:4] == ["short", "19 checkpointing,", "updated in backward,", "states offloaded"]
+
+
+def test_labels_of_points_do_not_cover_one_another() -> None:
+    points = [Point(f"{number}", 5 + 0.01 * number, 10 + 0.01 * number) for number in range(4)]
+    said = ("{:g}".format, "{:g}".format)
+    svg = scatter("p", points, front=[0], axes_names=("x", "y"), said=said, alt="a")
+    labels = [e for e in ElementTree.fromstring(svg).iter(f"{SVG}text") if "font-size: 10px" in e.get("style", "")]
+    placed = {e.text: (e.get("transform"), e.get("x"), e.get("y")) for e in labels}
+    assert placed.keys() == {"0", "1", "2", "3"}
+    assert len({re.sub(r"[\d.]+", lambda n: str(round(float(n[0]))), str(where)) for where in placed.values()}) == 4
 
 
 def test_curves_over_one_another_are_named_and_told_apart_on_paper() -> None:

@@ -110,7 +110,7 @@ def test_everything_of_a_finished_run_is_on_its_page(tmp_path: Path, number: int
     curves = [chart.attrib["aria-label"] for chart in page.charts if chart.attrib["aria-label"].startswith("Curve")]
     assert len(curves) == 6
     assert "Something stands out." in page.text
-    assert "In its log: 1 batches skipped" in page.text
+    assert "In its log: 1 batch was skipped, as its loss or gradient was not finite" in page.text
     assert "40 steps in 2.0 s on CPU" in page.text
     assert "weights of rows" in page.text.lower()
     assert "3 graphs captured" in page.text
@@ -184,7 +184,7 @@ def test_texts_of_mistakes_are_lines_and_failures_of_trackers_are_named(tmp_path
         log.write('\n{"kind": "tracker_failed", "tracker": "wandb", "why": "away"}\n')
     text = Page(run_page(run_of(folder))).text
     assert "Title A first line" in text
-    assert "1 times a tracker did not get all of the log" in text
+    assert "1 time a tracker did not get all of the log" in text
 
 
 def run_of(folder: Path) -> RunReport:

@@ -159,13 +159,17 @@ def _asked(options: BenchOptions, text: str, precision: str) -> list[Row]:
     precision: where no other is asked for.
     """
     settings: dict[str, Any] = {"precision": "bf16" if "weight_dtype=bf16" in text.replace("-", "_") else precision}
+    named = set[str]()
     for part in text.split("+"):
         name, _, value = part.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
         if name not in SETTINGS:
             known = did_you_mean(name, SETTINGS) or "the levers are " + ", ".join(SETTINGS)
             raise OptionError(f"--rows has '{printable(name)}', which is no lever", hint=known)
+        if name in named:
+            raise OptionError(f"--rows has {flag(name)} twice in '{printable(text)}'", hint="name each lever once")
         settings[name] = _value(name, value.strip())
+        named.add(name)
     options.train_options(**settings)
     theirs = trainers_settings(settings, options.batch_size)
     trainer = [] if theirs is None else [Row(side="trainer", name=text, settings=theirs, base=PLAIN.key)]

@@ -23,7 +23,7 @@ from brimful.core.records import from_json, json_text, to_json
 from brimful.core.units import bytes_text, count_text, parse_bytes, seconds_text
 from brimful.reports.bench_page import bench_page
 from brimful.reports.bench_text import bench_csv, bench_markdown
-from brimful.reports.charts import check_charts
+from brimful.reports.svg import check_charts
 
 #: Seconds of a row's timed steps and warm-up, where there is time; and of all else in its process, to begin with.
 _STEPS_S, _START_S = 30.0, 14.0
@@ -130,7 +130,7 @@ class BenchRun:
         if left is not None and expected * (2 if after else 1) > left:  # the recommended row comes, too
             if known is not None:
                 return known
-            return BenchRow(row=row, status="left", reason=f"no time left: about {expected:.0f} s, {left:.0f} s left")
+            return BenchRow(row=row, status="left", reason="no time left for it and the recommended row")
         limit = min(_MOST_ROW_S if left is None else left, max(120.0, _PATIENCE * expected))
         total = self._steps_now.total
 

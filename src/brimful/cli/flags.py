@@ -237,8 +237,9 @@ def _check_known(command: Command, hints: Mapping[str, Any], words: Sequence[str
 
 
 def _parser(command: Command, hints: Mapping[str, Any]) -> argparse.ArgumentParser:
-    usage = " ".join(["brimful", command.name, *command.positionals.values()])
     needed = [f.name for f in flags_of(command.options) if f.default is MISSING]
+    words = [shown if name in needed else f"[{shown}]" for name, shown in command.positionals.items()]
+    usage = " ".join(["brimful", command.name, *words])
     usage += "".join(f" {flag(name)} {_shown_as(name)}" for name in needed if name not in command.positionals)
     parser = _Parser(
         prog=f"brimful {command.name}",

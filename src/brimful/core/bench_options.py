@@ -107,28 +107,17 @@ class BenchOptions:
 
     def train_options(self, **settings: object) -> TrainOptions:
         """The options of train that a row of these settings has. Raises: OptionError for settings that do not fit."""
-        shared = {name: getattr(self, name) for name in _OF_TRAIN}
+        shared = {name: getattr(self, name) for name in OF_TRAIN}
         fixed = {"eval_split": 0.0, "max_steps": LONG_RUN, "target_scaling": "off", "baselines": False}
         given = {"data": self.data or "", "model": self.model, "output": ""}
         return TrainOptions(**{**given, **shared, **fixed, **settings})  # type: ignore[arg-type]
 
 
 #: Options of train that all rows have alike.
-_OF_TRAIN = (
+OF_TRAIN = (
     *("text_column", "pair_column", "label_column", "header", "column_names", "delimiter", "encoding", "sheet", "task"),
-    *(
-        "limit",
-        "max_length",
-        "batch_size",
-        "label_map",
-        "new_head",
-        "learning_rate",
-        "seed",
-        "device",
-        "memory_limit",
-        "trust_remote_code",
-    ),
-    "allow_pickle",
+    *("limit", "max_length", "batch_size", "label_map", "new_head", "learning_rate", "seed", "device", "memory_limit"),
+    *("trust_remote_code", "allow_pickle"),
 )
 #: Steps of the run that each row is the beginning of: levers and schedules are chosen as for it.
 LONG_RUN = 10_000

@@ -5,19 +5,31 @@ This module makes the figures and charts; the words between them are in `templat
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import PurePath
 
 from markupsafe import Markup
 
 from brimful.core.bench import RECOMMENDED, Bench, BenchRow, Measured, frontier
-from brimful.core.errors import printable
+from brimful.core.errors import listed, printable
 from brimful.core.records import PeakMemory
 from brimful.core.units import bytes_text, count_text
-from brimful.reports.bench_text import COLUMNS, STATUS, cells, rate_text, recommended_row, recommended_text
-from brimful.reports.charts import Bar, Point, Stack, bar_chart, scatter, stacked_bars
+from brimful.reports.bars import Bar, Stack, bar_chart, stacked_bars
+from brimful.reports.bench_text import (
+    COLUMNS,
+    STATUS,
+    cells,
+    rate_text,
+    recommended_command,
+    recommended_figures,
+    recommended_row,
+    recommended_text,
+)
+from brimful.reports.charts import Point, scatter
 from brimful.reports.classification_page import Chart
 from brimful.reports.guide_claims import MACHINE, claim_of
 from brimful.reports.page import render
+from brimful.reports.text_columns import fitted
 
 #: Parts of stacked bars, and the components that each is made of.
 _STACKED = {
@@ -28,6 +40,12 @@ _STACKED = {
     "other of torch": ("temporaries", "workspaces", "unused"),
     "all else": ("outside_torch", "all_else"),
 }
+
+
+#: Legend of bars: whose rows stand out.
+_SIDES = {"brimful": True, "Trainer": False}
+#: Columns of a name beside a point.
+_POINT_NAME = 30
 
 
 def bench_page(bench: Bench) -> str:
@@ -44,7 +62,9 @@ def bench_page(bench: Bench) -> str:
         notices=[f"{recommended}."] if recommended else [],
         warnings=_warnings(bench),
         missing=[
-            (each.row.key, STATUS[each.status], each.reason or "") for each in bench.rows if each.measured is None
+            (_key(number, each), STATUS[each.status], each.reason or "")
+            for number, each in enumerate(bench.rows, 1)
+            if each.measured is None
         ],
         tiles=_tiles(bench),
         plot=_plot(bench),
@@ -52,10 +72,15 @@ def bench_page(bench: Bench) -> str:
         stacked=_stacked(bench),
         levers=_levers(bench),
         guide=f"The guide's figures are of {MACHINE}.",
-        table_columns=COLUMNS,
-        table_rows=[cells(bench, number) for number in range(len(bench.rows))],
+        table_columns=("Row", *COLUMNS[2:]),
+        table_rows=[
+            (_key(number, each), *cells(bench, number - 1)[2:])
+            for number, each in enumerate(bench.rows, 1)
+            if each.measured is not None
+        ],
         work_facts=_work_facts(bench),
         recipe=_recipe(bench),
+        train_command=recommended_command(bench),
         machine=_machine(bench),
         settings=[(each.row.key, _settings(each)) for each in bench.rows],
         memory_word=_memory_word(work.on_gpu),
@@ -64,16 +89,29 @@ def bench_page(bench: Bench) -> str:
 
 def _warnings(bench: Bench) -> list[str]:
     """Rows that others disturbed, in one line, and what the rows' processes warned of, each once."""
-    work, said = bench.workload, dict[str, list[str]]()
-    disturbed = [row.key for row, figures in bench.measured() if work.disturbed(figures)]
-    for each in bench.rows:
+    work, said = bench.workload, dict[str, list[int]]()
+    disturbed = [
+        number
+        for number, each in enumerate(bench.rows, 1)
+        if each.measured is not None and work.disturbed(each.measured)
+    ]
+    for number, each in enumerate(bench.rows, 1):
         for text in each.notes:
-            said.setdefault(text, []).append(each.row.key)
-    lines = [f"{', '.join(keys)}: {text}." for text, keys in said.items()]
+            said.setdefault(text, []).append(number)
+    lines = [f"{_numbered(numbers)}: {text}." for text, numbers in said.items()]
     if disturbed:
-        busy = "others were busy on this machine, and the speed says little"
-        lines.insert(0, f"{', '.join(disturbed)}: {busy}.")
+        busy = "other programs were busy on this machine meanwhile, so the speed says little (marked *)"
+        lines.insert(0, f"{_numbered(disturbed)}: {busy}.")
     return lines
+
+
+def _numbered(numbers: list[int]) -> str:
+    """Rows by their numbers, in words."""
+    return f"Row{'' if len(numbers) == 1 else 's'} {listed([str(number) for number in numbers])}"
+
+
+def _key(number: int, each: BenchRow) -> str:
+    return f"{number}. {each.row.key}"
 
 
 def _memory_word(on_gpu: bool) -> str:
@@ -85,7 +123,7 @@ def _headline(bench: Bench) -> str:
     device = (
         work.device if work.on_gpu else f"{work.machine.num_cores or 'some'} cores of {work.machine.cpu or 'a CPU'}"
     )
-    return f"{rows} ways to train, measured on {printable(device)}"
+    return f"{rows} way{'' if rows == 1 else 's'} to train, measured on {printable(device)}"
 
 
 def _tiles(bench: Bench) -> list[tuple[str, str | None, str | None]]:
@@ -97,13 +135,13 @@ def _tiles(bench: Bench) -> list[tuple[str, str | None, str | None]]:
     tiles: list[tuple[str, str | None, str | None]] = [
         (f"{row.key}, samples/s", rate_text(first.samples_per_s), _bytes(first.memory_bytes))
     ]
-    if (again := recommended_row(bench)) is not None and again.measured is not None:
-        ratio = bench.ratio(again.measured)
-        beside = None if ratio is None else f"{ratio:.2f} times the first row, {_bytes(again.measured.memory_bytes)}"
-        tiles.append(("Recommended, samples/s", rate_text(again.measured.samples_per_s), beside))
-    held = [(each.memory_bytes, row.key) for row, each in measured if each.memory_bytes is not None]
-    if held:
-        least, key = min(held)
+    if (best := recommended_figures(bench)) is not None:
+        ratio, held = bench.ratio(best), _bytes(best.memory_bytes)
+        said = [*([] if ratio is None else [f"{ratio:.2f} times the first row"]), *([] if held is None else [held])]
+        tiles.append(("Recommended, samples/s", rate_text(best.samples_per_s), ", ".join(said)))
+    all_held = [(each.memory_bytes, row.key) for row, each in measured if each.memory_bytes is not None]
+    if all_held:
+        least, key = min(all_held)
         tiles.append(("Least memory", bytes_text(least), key))
     return tiles
 
@@ -113,7 +151,7 @@ def _bytes(value: float | None) -> str | None:
 
 
 def _plot(bench: Bench) -> Chart | None:
-    """Speed against memory: every measured row a point."""
+    """Speed against memory: every measured row a point, those of the front with their names."""
     found = [
         (number, each, figures, figures.memory_bytes)
         for number, each in enumerate(bench.rows, 1)
@@ -126,14 +164,16 @@ def _plot(bench: Bench) -> Chart | None:
         for number, each, figures, memory in found
     ]
     front = frontier([(point.x, point.y) for point in points])
-    best = ", ".join(f"{points[i].label} ({found[i][1].row.key})" for i in front)
+    best = ", ".join(f"{found[i][0]} ({found[i][1].row.key})" for i in front)
+    for i in front:
+        points[i] = replace(points[i], label=fitted(f"{found[i][0]} {found[i][1].row.name}", _POINT_NAME))
     drawing = scatter(
         "plot",
         points,
         front=front,
         axes_names=("memory, GiB", "samples/s"),
         said=("{:g}".format, "{:,g}".format),
-        alt=f"Samples a second against peak memory of {len(points)} rows. None is better in both than {best}.",
+        alt=f"Samples a second against peak memory of {len(points)} rows. None is faster with less memory than {best}.",
     )
     rows = [
         (f"{number}. {each.row.key}", rate_text(figures.samples_per_s), bytes_text(memory))
@@ -141,8 +181,8 @@ def _plot(bench: Bench) -> Chart | None:
     ]
     return Chart(
         drawing=drawing,
-        caption=f"Round: brimful; square: Trainer. Up and left is better. No row is better in both than those on the"
-        f" line: {best}.",
+        caption=f"Round: brimful; square: Trainer. Up and left is better. No row is faster with less memory than those"
+        f" on the dashed line (the Pareto front): {best}.",
         title="Speed and memory of each row",
         columns=("Row", "samples/s", "Memory"),
         rows=rows,
@@ -155,7 +195,7 @@ def _speeds(bench: Bench) -> Chart | None:
         for number, each in enumerate(bench.rows, 1)
         if (figures := each.measured) is not None
     ]
-    return _bars("speed", "Samples a second, and times the first row", bars)
+    return _bars("speed", "Samples a second, and their ratio to the first row (×)", bars)
 
 
 def _memories(bench: Bench) -> Chart | None:
@@ -171,7 +211,7 @@ def _bars(key: str, caption: str, bars: list[Bar]) -> Chart | None:
     if not bars:
         return None
     alt = f"Bar chart: {caption}. " + "; ".join(f"{bar.name} {bar.said}" for bar in bars)
-    return Chart(drawing=bar_chart(key, bars, alt=alt), caption=f"{caption}.")
+    return Chart(drawing=bar_chart(key, bars, alt=alt, legend=_SIDES), caption=f"{caption}.")
 
 
 def _name(number: int, each: BenchRow) -> str:
@@ -180,7 +220,7 @@ def _name(number: int, each: BenchRow) -> str:
 
 def _beside_first(bench: Bench, figures: Measured) -> str:
     ratio = bench.ratio(figures)
-    return rate_text(figures.samples_per_s) + ("" if ratio is None else f" · {ratio:.2f}")
+    return rate_text(figures.samples_per_s) + ("" if ratio is None else f" · {ratio:.2f}×")
 
 
 def _stacked(bench: Bench) -> Chart | None:
@@ -192,7 +232,7 @@ def _stacked(bench: Bench) -> Chart | None:
         peak = each.measured.peak_bytes
         parts = _parts(peak)
         stacks.append(Stack(_name(number, each), parts, bytes_text(peak.total)))
-        rows.append((each.row.key, *(bytes_text(part) for part in parts)))
+        rows.append((_key(number, each), *(bytes_text(part) for part in parts)))
     if not stacks:
         return None
     alt = "Stacked bars: peak memory by component. " + "; ".join(f"{each.name} {each.said}" for each in stacks)
@@ -221,9 +261,11 @@ def _levers(bench: Bench) -> list[tuple[str, ...]]:
             continue
         one, other = each.measured, base.measured
         speed, memory = one.samples_per_s / other.samples_per_s, _ratio(one.memory_bytes, other.memory_bytes)
-        claim = claim_of(each.row.name, base.row.name) if each.row.side == "trainer" else None
-        said = ("", "") if claim is None else tuple(_times(value) for value in claim)
-        rows.append((each.row.key, base.row.key, _times(speed), "" if memory is None else _times(memory), *said))
+        claim = claim_of(each.row.name, base.row.name)
+        said = ("–", "–") if claim is None else tuple(_times(value) for value in claim)
+        busy = "*" if any(bench.workload.disturbed(figures) for figures in (one, other)) else ""
+        held = "–" if memory is None else _times(memory)
+        rows.append((each.row.key, base.row.key, _times(speed) + busy, held, *said))
     return rows
 
 
@@ -232,7 +274,7 @@ def _ratio(one: int | None, other: int | None) -> float | None:
 
 
 def _times(ratio: float) -> str:
-    return f"{ratio:.2f}"
+    return f"{ratio:.2f}×"
 
 
 def _settings(each: BenchRow) -> str:
@@ -255,11 +297,11 @@ def _work_facts(bench: Bench) -> list[tuple[str, str | None, str | None]]:
         ("Model", Markup("<bdi>{}</bdi>").format(printable(bench.model, 300)),
          f"{work.model_type}, {count_text(work.parameters)} parameters"),
         ("Data", Markup("<bdi>{}</bdi>").format(printable(data, 300)),
-         f"{work.rows:,} rows, SHA-256 {work.data_fingerprint[:16]}…"),
-        ("Tokens of a row", f"median {work.median_tokens:,}, at most {work.longest_tokens:,}", None),
+         f"{work.rows:,} samples, SHA-256 {work.data_fingerprint[:16]}…"),
+        ("Tokens of a sample", f"median {work.median_tokens:,}, at most {work.longest_tokens:,}", None),
         ("Task", f"{work.task}, {work.labels:,} outputs", None),
-        ("Batch", f"{work.batch_size:,} rows to an optimizer step", None),
-        ("Steps of a row", f"{steps.warm_up} to warm up, then {steps.repeats} blocks of {steps.block}",
+        ("Batch", f"{work.batch_size:,} samples per optimizer step", None),
+        ("Optimizer steps", f"{steps.warm_up} to warm up, then {steps.repeats} timed blocks of {steps.block}",
          "speeds are medians over the blocks; the spread is slowest to fastest block over the median; the loss is the"
          f" mean of the last block, after {steps.total} steps"),
     ]  # fmt: skip

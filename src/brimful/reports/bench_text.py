@@ -5,9 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
+from contextlib import suppress
 
-from brimful.core.bench import RECOMMENDED, Bench, BenchRow
-from brimful.core.errors import printable
+from brimful.core.bench import RECOMMENDED, Bench, BenchRow, Measured
+from brimful.core.bench_options import OF_TRAIN
+from brimful.core.command_line import command_of
+from brimful.core.errors import InputError, printable
+from brimful.core.options import TrainOptions
 from brimful.core.units import bytes_text, count_text, share_text
 from brimful.reports.memory_text import memory_names
 from brimful.reports.text_columns import aligned, fitted
@@ -52,13 +56,23 @@ def bench_text(bench: Bench) -> str:
     shown = [(row[0], fitted(row[1], _NAME), *row[2:]) for row in rows]
     lines = aligned([COLUMNS, *shown])
     for heading, wanted in _HEADINGS.items():
-        found = [f"  {each.row.key}: {printable(each.reason, 300)}" for each in bench.rows if each.status in wanted]
+        found = [f"  {line}" for line in _reasons(bench, wanted)]
         lines += ["", heading, *found] if found else []
-    said = recommended_text(bench)
+    said, command = recommended_text(bench), recommended_command(bench)
     lines += ["", said] if said else []
+    lines += [f"  {printable(command, 1000)}"] if command else []
     if any(each.status == "left" for each in bench.rows):
         lines += ["", f"The same command measures the rest: {printable(bench.command, 1000)}"]
     return "\n".join(lines)
+
+
+def _reasons(bench: Bench, wanted: Sequence[str]) -> list[str]:
+    """Rows of these states with their reasons, each reason once."""
+    found = dict[str, list[str]]()
+    for each in bench.rows:
+        if each.status in wanted:
+            found.setdefault(printable(each.reason, 300), []).append(each.row.key)
+    return [f"{'; '.join(keys)}: {reason}" for reason, keys in found.items()]
 
 
 _HEADINGS = {
@@ -73,21 +87,40 @@ def recommended_row(bench: Bench) -> BenchRow | None:
     return next((each for each in bench.rows if each.row.name == RECOMMENDED), None)
 
 
+def recommended_figures(bench: Bench) -> Measured | None:
+    """Figures of the recommended settings: of the last row, unless others were busy then and not before."""
+    again = recommended_row(bench)
+    if again is not None and again.measured is not None and not bench.workload.disturbed(again.measured):
+        return again.measured
+    return next((each.measured for each in bench.rows if each.row.key == bench.recommended), None)
+
+
 def recommended_text(bench: Bench) -> str | None:
     """A sentence on the recommended row; None without one."""
     if bench.recommended is None:
         return None
-    row = next(each for each in bench.rows if each.row.key == bench.recommended)
-    again = recommended_row(bench)
-    measured = row.measured
-    if again is not None and again.measured is not None and not bench.workload.disturbed(again.measured):
-        measured = again.measured
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in row.row.settings.items())
+    measured = recommended_figures(bench)
     ratio = None if measured is None else bench.ratio(measured)
-    first = bench.rows[0].row.key
-    gained = "" if ratio is None else f", {ratio:.2f} times {first}"
-    same = ", the fastest that fits and changes no arithmetic"
-    return f"Recommended: {row.row.key}{gained}{same}: brimful train ... {printable(flags, 500)}".rstrip(" .")
+    gained = "" if ratio is None else f", {ratio:.2f} times {bench.rows[0].row.key}"
+    busy = measured is not None and bench.workload.disturbed(measured)
+    unsure = " (others were busy on this machine: measure it again)" if busy else ""
+    return f"Recommended: {bench.recommended}{gained}, the fastest that fits and changes no arithmetic{unsure}"
+
+
+def recommended_command(bench: Bench) -> str | None:
+    """Command that trains with the recommended settings; None without any."""
+    row = next((each.row for each in bench.rows if each.row.key == bench.recommended), None)
+    if row is None:
+        return None
+    shared = {name: bench.options[name] for name in OF_TRAIN if name in bench.options and name not in _BENCH_ONLY}
+    given = {"data": bench.data or "DATA", "model": bench.model, "output": "run"}
+    with suppress(InputError):  # options of another version
+        return command_of("train", TrainOptions(**{**shared, **given, **row.settings}))
+    return None
+
+
+#: Options that a bench shares with train and chooses for itself.
+_BENCH_ONLY = frozenset({"limit", "learning_rate"})
 
 
 def bench_markdown(bench: Bench) -> str:
@@ -106,7 +139,9 @@ def bench_markdown(bench: Bench) -> str:
     lines += [*reasons, ""] if reasons else []
     if (said := recommended_text(bench)) is not None:
         lines += [said + ".", ""]
-    return "\n".join([*lines, "```", printable(bench.command, 100_000), "```", ""])
+    if (command := recommended_command(bench)) is not None:
+        lines += ["```", printable(command, 100_000), "```", ""]
+    return "\n".join([*lines, "Measured by", "", "```", printable(bench.command, 100_000), "```", ""])
 
 
 def _markdown(cells: Sequence[str]) -> str:

@@ -17,7 +17,8 @@ from brimful.core.errors import printable
 from brimful.core.option_checks import flag
 from brimful.core.units import bytes_text, part_text, seconds_text, share_text
 from brimful.reports.arithmetic import arithmetic_legend
-from brimful.reports.charts import Bar, bar_chart, histogram
+from brimful.reports.bars import Bar, bar_chart
+from brimful.reports.charts import histogram
 from brimful.reports.classification_text import (
     STAGES,
     absent_text,

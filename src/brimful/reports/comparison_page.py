@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 from brimful.core.comparison import Compared, Comparison
 from brimful.core.units import bytes_text, number_text
+from brimful.reports.bars import Bar, bar_chart
 from brimful.reports.bench_text import rate_text
-from brimful.reports.charts import Bar, bar_chart, overlaid_curves
+from brimful.reports.charts import overlaid_curves
 from brimful.reports.classification_page import Chart
 from brimful.reports.comparison_text import (
     PARTS,

@@ -12,7 +12,8 @@ from brimful.core.errors import printable
 from brimful.core.evaluation import MAIN_METRIC, Evaluation, Metric, Mistake
 from brimful.core.option_checks import flag
 from brimful.core.units import number_text, part_text, share_text
-from brimful.reports.charts import Bar, agreement, bar_chart
+from brimful.reports.bars import Bar, bar_chart
+from brimful.reports.charts import agreement
 from brimful.reports.classification_page import Chart
 from brimful.reports.evaluation_text import (
     METRICS,

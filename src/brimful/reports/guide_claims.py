@@ -33,8 +33,22 @@ CLAIMS = {
 }
 
 
+#: Rows that differ by one lever alone, by a name that a row of ours or of Trainer's may have: the guide's row with the
+#: lever, and the one without it.
+_LEVERS = {
+    "accumulation": ("accumulation", "plain"),
+    "split in four": ("accumulation", "plain"),
+    "checkpointing": ("accumulation, checkpointing", "accumulation"),
+    "fp16": ("fp16", "plain"),
+    "Adafactor": ("Adafactor", "plain"),
+    "8-bit Adam": ("8-bit Adam", "plain"),
+}
+
+
 def claim_of(name: str, base: str) -> tuple[float, float] | None:
     """Speed and memory of a row over those of another, as the guide has them; None where it says nothing of them."""
+    if name not in CLAIMS or base not in CLAIMS:
+        name, base = _LEVERS.get(name.removeprefix(f"{base}, "), ("", ""))
     row, other = CLAIMS.get(name), CLAIMS.get(base)
     if row is None or other is None:
         return None

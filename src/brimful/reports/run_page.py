@@ -17,8 +17,9 @@ from brimful.core.evaluation import MAIN_METRIC
 from brimful.core.option_checks import flag
 from brimful.core.units import bytes_text, count_text, number_text, parse_bytes, part_text, seconds_text, share_text
 from brimful.reports.arithmetic import arithmetic_legend
+from brimful.reports.bars import Bar, bar_chart
 from brimful.reports.bench_text import rate_text
-from brimful.reports.charts import Bar, bar_chart, curves
+from brimful.reports.charts import curves
 from brimful.reports.classification_page import Chart
 from brimful.reports.evaluation_page import evaluation_tiles, evaluation_values
 from brimful.reports.evaluation_text import METRICS
@@ -30,19 +31,23 @@ from brimful.reports.run_record import RunReport
 _MOST_NUMBERS, _MOST_BARS = 60, 30
 #: Pairs of labels in the record that the page embeds.
 _MOST_CONFUSED = 500
-#: Events that a run should not have, in words.
+#: Events that a run should not have, in words: one of them, and several.
 _INCIDENTS = {
-    "skipped": "batches skipped, as their loss or gradient was not finite",
-    "overflow": "batches skipped for a loss scale that was too high (fp16)",
-    "out_of_memory": "times memory ran out, and the run went on with smaller micro-batches",
-    "checkpoint_failed": "checkpoints that could not be saved",
-    "best_lost": "times the best model could not be read again",
-    "events_lost": "times log lines could not be written",
-    "tracker_failed": "times a tracker did not get all of the log",
-    "process_lost": "times another process of the training was gone",
-    "resumed": "times it was resumed",
-    "stopped": "times it was stopped",
+    "skipped": ("batch was skipped, as its loss or gradient was", "batches were skipped, as loss or gradient were"),
+    "overflow": ("batch was skipped for a loss scale that", "batches were skipped for loss scales that"),
+    "out_of_memory": ("time memory ran out, and", "times memory ran out, and"),
+    "checkpoint_failed": ("checkpoint could not be saved", "checkpoints could not be saved"),
+    "best_lost": ("time the best model could not be read again", "times the best model could not be read again"),
+    "events_lost": ("time log lines could not be written", "times log lines could not be written"),
+    "tracker_failed": ("time a tracker did not get all of the log", "times a tracker did not get all of the log"),
+    "process_lost": ("time another process of the training was gone", "times another process of the training was gone"),
+    "resumed": ("time it was resumed", "times it was resumed"),
+    "stopped": ("time it was stopped", "times it was stopped"),
 }
+_ENDS = {
+    "skipped": " not finite", "overflow": " overflowed (fp16)",
+    "out_of_memory": " the run went on with smaller micro-batches",
+}  # fmt: skip
 
 
 def run_page(report: RunReport) -> str:
@@ -101,7 +106,9 @@ def _notices(report: RunReport) -> list[str]:
     if report.run.status != "finished":
         left = "" if report.left_s is None else f", about {seconds_text(report.left_s)} left by then"
         said.append(f"This run has not finished: its last line is of step {report.last_step:,}{left}.")
-    found = [f"{count:,} {_INCIDENTS[kind]}" for kind, count in report.incidents.items()]
+    found = [
+        f"{count:,} {_INCIDENTS[kind][count != 1]}{_ENDS.get(kind, '')}" for kind, count in report.incidents.items()
+    ]
     return [*said, f"In its log: {'; '.join(found)}."] if found else said
 
 

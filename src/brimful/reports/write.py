@@ -10,10 +10,10 @@ from brimful.core.bench import read_bench
 from brimful.core.errors import OptionError, printable
 from brimful.core.evaluation import Evaluation
 from brimful.reports.bench_page import bench_page
-from brimful.reports.charts import check_charts
 from brimful.reports.evaluation_page import evaluation_page
 from brimful.reports.run_page import run_page
 from brimful.reports.run_record import read_record
+from brimful.reports.svg import check_charts
 
 
 def report(run: str | Path, output: str | Path | None = None) -> Path:
