@@ -61,11 +61,7 @@ def bench_page(bench: Bench) -> str:
         headline=_headline(bench),
         notices=[f"{recommended}."] if recommended else [],
         warnings=_warnings(bench),
-        missing=[
-            (_key(number, each), STATUS[each.status], each.reason or "")
-            for number, each in enumerate(bench.rows, 1)
-            if each.measured is None
-        ],
+        missing=_missing(bench),
         tiles=_tiles(bench),
         plot=_plot(bench),
         bars=[_speeds(bench), _memories(bench)],
@@ -85,6 +81,15 @@ def bench_page(bench: Bench) -> str:
         settings=[(each.row.key, _settings(each)) for each in bench.rows],
         memory_word=_memory_word(work.on_gpu),
     )
+
+
+def _missing(bench: Bench) -> list[tuple[str, str, str]]:
+    """Rows without figures, their states and reasons; those of one reason together."""
+    found = dict[tuple[str, str], list[str]]()
+    for number, each in enumerate(bench.rows, 1):
+        if each.measured is None:
+            found.setdefault((STATUS[each.status], each.reason or ""), []).append(_key(number, each))
+    return [(", ".join(names), *why) for why, names in found.items()]
 
 
 def _warnings(bench: Bench) -> list[str]:
