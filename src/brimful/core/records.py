@@ -176,7 +176,8 @@ class FirstBatch:
     passed: None where they could not be compared. reason: of that, or of a failure. loss, plain_loss: means over the
     rows. *_error: norm of the difference over the norm, of the rows' losses, of the whole gradient, and of the
     parameter that differs the most for its size. gradient_lost: what the plain model's gradient loses in the precision
-    of the run, None in fp32. fallbacks: faster paths that were tried before and failed.
+    of the run, None in fp32. fallbacks: faster paths that were tried before and failed. num_left_out: rows that were to
+    be compared too, and that memory did not suffice for.
     """
 
     num_rows: int
@@ -192,6 +193,7 @@ class FirstBatch:
     worst_parameter: str | None = None
     worst_error: float | None = None
     fallbacks: tuple[str, ...] = ()
+    num_left_out: int = 0
     seconds: float = 0.0
 
 

@@ -30,7 +30,7 @@ from brimful.data.batches.batch import Batch, make_batch
 from brimful.engine.assemble import Assembled, Built, build
 from brimful.engine.plain_pass import Rows, plain
 from brimful.engine.prepare import Prepared
-from brimful.hardware.memory import is_out_of_memory
+from brimful.hardware.memory import is_out_of_memory, release_unused
 from brimful.hardware.ranks import ALONE, Ranks
 from brimful.levers.precision import choose_precision
 from brimful.step.precision import Precision
@@ -109,6 +109,12 @@ def _name(made: Assembled) -> str:
 
 
 def _tell(found: FirstBatch, callbacks: Callbacks) -> None:
+    if found.num_left_out:
+        whole = found.num_rows + found.num_left_out
+        callbacks.warning(
+            f"memory ran out while the first batch was compared: {found.num_rows:,} of {whole:,} rows were, and the"
+            " step has the budget that it had"
+        )
     if found.passed is None:
         callbacks.warning(f"the first batch could not be compared with the plain model: {found.reason}")
     elif not found.passed:
@@ -122,19 +128,36 @@ def _tell(found: FirstBatch, callbacks: Callbacks) -> None:
 
 def compare(made: Assembled, rows: Rows) -> FirstBatch:
     """Compare the step of an assembled run with the plain model. passed is None where there is nothing to hold it to:
-    memory does not suffice, or the plain model differs from itself."""
+    memory does not suffice for one row, or the plain model differs from itself.
+
+    Where memory runs out, by the plain model or by the step, half of the rows are compared.
+    """
     began, device = time.perf_counter(), made.step.device
     rows = rows.some(device.type)
     if made.step.update.gathers_weights:
         why = "weights are in parts of several processes; packing was checked on a copy of one layer of each kind"
         return FirstBatch(num_rows=0, num_tokens=0, precision=made.precision.value, reason=why)
+    found, wanted = _compared(made, rows), len(rows.ids)
+    while found is None and len(rows.ids) > 1:
+        release_unused(device)
+        rows = rows.first(len(rows.ids) // 2)
+        found = _compared(made, rows)
+    found = found or replace(_nothing_yet(made, rows), reason="memory does not suffice for one row of it")
+    return replace(found, num_left_out=wanted - len(rows.ids), seconds=time.perf_counter() - began)
+
+
+def _nothing_yet(made: Assembled, rows: Rows) -> FirstBatch:
     num_tokens = sum(len(each) for each in rows.ids)
-    found = FirstBatch(num_rows=len(rows.ids), num_tokens=num_tokens, precision=made.precision.value)
+    return FirstBatch(num_rows=len(rows.ids), num_tokens=num_tokens, precision=made.precision.value)
+
+
+def _compared(made: Assembled, rows: Rows) -> FirstBatch | None:
+    """The comparison on all of some rows; None if memory ran out in it."""
+    found, device = _nothing_yet(made, rows), made.step.device
     try:
         expected = plain(made, rows, choose_precision("fp32", device))
         if not (expected.losses_N.isfinite().all() and _norms(device, expected.gradients).isfinite().all()):
-            why = "the plain model's own loss or gradient is not finite"
-            return replace(found, reason=why, seconds=time.perf_counter() - began)
+            return replace(found, reason="the plain model's own loss or gradient is not finite")
         lost = None
         if made.precision.value not in ("fp32", "fp64"):
             lost = plain(made, rows, replace(made.precision, plan=None))
@@ -147,10 +170,10 @@ def compare(made: Assembled, rows: Rows) -> FirstBatch:
             if _errors(again, expected, device)[1] > TOLERANCES["fp32"].step:
                 found = replace(found, passed=None, reason="the plain model differs from itself from pass to pass")
     except _StepError as failure:
-        found = replace(found, passed=False, reason=f"it ended in {failure}")
+        return replace(found, passed=False, reason=f"it ended in {failure}")
     except Exception as failure:  # memory, or a model's own code: if it is the step's too, the run will say so
-        found = replace(found, passed=None, reason=_said(failure))
-    return replace(found, seconds=time.perf_counter() - began)
+        return None if is_out_of_memory(failure) else replace(found, passed=None, reason=_said(failure))
+    return found
 
 
 class _StepError(Exception):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,9 +53,17 @@ class Rows:
         longest = _LONGEST[device_type]
         ends = np.cumsum([min(len(each), longest) for each in self.ids])
         count = max(1, int(np.searchsorted(ends, _MOST_TOKENS[device_type], side="right")))
-        return Rows(
+        return replace(
+            self.first(count),
             ids=[each[:longest] for each in self.ids[:count]],
             types=None if self.types is None else [each[:longest] for each in self.types[:count]],
+        )
+
+    def first(self, count: int) -> Rows:
+        """So many of the first rows."""
+        return Rows(
+            ids=self.ids[:count],
+            types=None if self.types is None else self.types[:count],
             targets_N=self.targets_N[:count],
             weights_N=None if self.weights_N is None else self.weights_N[:count],
         )

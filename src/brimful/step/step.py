@@ -333,7 +333,7 @@ class Step:
                 else:
                     rows, gradients = self._probed(batch)
         finally:
-            self._keeps_all = False
+            self._keeps_all = update.committed = False
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

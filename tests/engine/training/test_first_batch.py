@@ -26,6 +26,7 @@ from brimful.models.packed.equivalence import check_equivalence
 from brimful.models.packed.packed_forward import PackedModel
 from brimful.step.step import Step
 from brimful.tasks.task import make_task
+from failing_allocator import FailingAllocator
 from plain import gradient, padded, plain_loss
 from runs import learned
 from tiny import FAMILIES, sequences
@@ -257,3 +258,41 @@ def test_the_plain_model_keeps_inputs_of_layers_alone_and_is_left_as_it_was() ->
         kept = plain_pass.plain(made, SAMPLE, made.precision)
     assert all(torch.equal(one, other) for one, other in zip(found.gradients, kept.gradients, strict=True))
     assert not any(gradient.is_cuda for gradient in found.gradients)
+
+
+# --- memory that runs out ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": "off", "precision": "bf16"}], ids=["packed", "padded in bf16"])
+def test_wherever_memory_runs_out_fewer_rows_are_compared_and_nothing_is_changed(options: dict[str, Any]) -> None:
+    """In the plain model, in what it loses, in the step and in the judgement: twenty points."""
+    step = make_step(FAMILIES["bert"].model(dropout=0.1, num_hidden_layers=1), **options)
+    built = step._built
+    with (whole := FailingAllocator()):
+        assert compare(built, SAMPLE).passed
+    before = {name: weight.clone() for name, weight in built.step.tensors().items()}
+    for point in np.linspace(1, whole.num_allocations, 10).astype(int).tolist():
+        with (allocator := FailingAllocator([point])):
+            found = compare(built, SAMPLE)
+        assert len(allocator.failed) == 1
+        assert (found.passed, found.num_rows, found.num_left_out) == (True, 2, 3), (point, allocator.failed, found)
+        assert all(torch.equal(weight, before[name]) for name, weight in built.step.tensors().items())
+        assert all(parameter.grad is None for parameter in built.model.parameters())
+        assert int(built.step.update.applied) == 0
+        assert not built.step.update.committed
+    assert compare(built, SAMPLE).num_left_out == 0
+
+
+def test_what_does_not_fit_at_all_is_not_compared_and_that_is_said(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(first_batch, "plain", full)
+    heard = _Heard()
+    run = brimful.train(rows, model=model, output=tmp_path / "run", callbacks=heard, **SIZES)
+    found = run.first_batch
+    assert found is not None
+    assert (run.status, found.passed, found.num_rows, found.num_left_out) == ("finished", None, 1, 7)
+    assert sum("memory does not suffice for one row" in said for said in heard.warnings) == 1

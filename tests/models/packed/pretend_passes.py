@@ -15,7 +15,7 @@ from brimful.models.packed import packed_forward
 from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.packed_forward import PaddedModel
 from models.packed.test_host_decisions import rows_of, without_dropout
-from models.packed.test_host_reads import SMALL, choice, columns, longformer, number, t5, table
+from models.packed.test_host_reads import SMALL, choice, columns, gaps, gaps_of_a_tensor, longformer, number, t5, table
 from pretend_device import OnDevice, PretendDevice, register, to_pretend
 from tiny import FAMILIES
 
@@ -51,7 +51,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "longformer": longformer,
     "tapas": tapas,
     "mvp": mvp,
-    **{each.__name__: lambda each=each: copying(each) for each in (number, table, columns, choice)},
+    **{each.__name__: lambda each=each: copying(each) for each in (number, table, columns, choice, gaps, gaps_of_a_tensor)},
 }
 
 

@@ -135,7 +135,7 @@ def test_captured_passes_need_nothing_of_the_host() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 8
+    assert len(found) == 10
     for name, (refused, logits, gradient) in found.items():
         assert refused, name
         assert max(logits, gradient) < 1e-5, name

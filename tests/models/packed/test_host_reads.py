@@ -73,7 +73,20 @@ def choice(states: Tensor) -> Tensor:
     return torch.where(states > 0, states, torch.tensor(0.1))
 
 
-@pytest.mark.parametrize("copy", [number, table, columns, choice])
+def gaps(states: Tensor) -> Tensor:
+    """torch copies the number to a GPU, where it also does for zeros like it in the backward pass."""
+    states = states.clone()
+    states[:, torch.arange(2, device=states.device)] = 0.25
+    return states
+
+
+def gaps_of_a_tensor(states: Tensor) -> Tensor:
+    states = states.clone()
+    states[:, torch.arange(2, device=states.device)] = torch.tensor(0.25)
+    return states
+
+
+@pytest.mark.parametrize("copy", [number, table, columns, choice, gaps, gaps_of_a_tensor])
 @pytest.mark.parametrize("in_layers", [False, True])
 def test_code_that_copies_the_hosts_numbers_to_the_device_can_with_these(
     copy: Callable[[Tensor], Tensor], in_layers: bool

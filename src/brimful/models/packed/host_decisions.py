@@ -315,7 +315,8 @@ class _Functions(TorchFunctionMode):
             if whole and not isinstance(args[2], Tensor):
                 args[0].masked_fill_(args[1], args[2])
                 return None
-            return function(args[0], self._places(args[0], args[1]), args[2])
+            places = self._places(args[0], args[1])
+            return function(args[0], places, self._value(args[0], places, args[2]))
         if self._device.type == "cpu" or kwargs.get("requires_grad"):
             return function(*args, **kwargs)
         if function in _OF_NUMBERS and args and _of_host(args[0]) and kwargs.get("device") is not None:
@@ -328,6 +329,15 @@ class _Functions(TorchFunctionMode):
     def _is_mask(self, index: Any) -> bool:
         boolean = isinstance(index, Tensor) and index.dtype == torch.bool and index.ndim > 0
         return boolean and bool(index.device.type == self._device.type)
+
+    def _value(self, indexed: Tensor, places: Any, value: Any) -> Any:
+        """What is put at these places, on the device: a number that the host has there would be copied once in the
+        forward pass, and once more in the backward pass, where autograd fills the places with zeros like it."""
+        each = places if isinstance(places, tuple) else (places,)
+        on_device = self._device.type != "cpu" and indexed.device.type == self._device.type
+        if not on_device or not any(isinstance(part, Tensor) for part in each) or not _of_host(value):
+            return value
+        return torch.as_tensor(value, dtype=indexed.dtype).to(indexed.device)
 
     def _places(self, indexed: Tensor, index: Any) -> Any:
         """The same index without masks, nor numbers of the host beside a tensor of the device."""
