@@ -46,12 +46,13 @@ def mvp() -> Any:
     return transformers.MvpForSequenceClassification(config)
 
 
+COPYING = (number, table, columns, choice, gaps, gaps_of_a_tensor)
 MODELS: dict[str, Callable[[], Any]] = {
     "t5": t5,
     "longformer": longformer,
     "tapas": tapas,
     "mvp": mvp,
-    **{each.__name__: lambda each=each: copying(each) for each in (number, table, columns, choice, gaps, gaps_of_a_tensor)},
+    **{each.__name__: lambda each=each: copying(each) for each in COPYING},
 }
 
 
