@@ -6,6 +6,7 @@ needs them otherwise borrows them; blocks of other threads that borrow wait for 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -105,3 +106,34 @@ def deterministic(asked: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
+
+
+#: Parameters of glibc's `mallopt` (malloc.h): memory at the heap's end that is kept, and size from which an allocation
+#: is a mapping of its own, 32 MiB at most.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MMAP_BYTES, _KEPT_BYTES = 32 << 20, 1 << 30
+
+
+@contextmanager
+def freed_memory_kept(device: torch.device) -> Iterator[None]:
+    """Within, the host's allocator keeps up to 1 GiB of what is freed, where work is done on a CPU: each step frees
+    what the next one allocates, and pages that went back to the system come empty, one fault each.
+
+    Afterwards it keeps as much as its own rule may come to, and gives the rest back. Nothing but glibc has the switch.
+    """
+    try:
+        library = ctypes.CDLL(None)
+        set_option, trim = library.mallopt, library.malloc_trim
+    except (OSError, AttributeError, TypeError):
+        yield
+        return
+    if device.type != "cpu":
+        yield
+        return
+    set_option(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+    set_option(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    try:
+        yield
+    finally:
+        set_option(_M_TRIM_THRESHOLD, 2 * _MMAP_BYTES)
+        trim(0)

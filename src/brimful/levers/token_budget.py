@@ -139,10 +139,12 @@ def most_rows(assembly: Assembly) -> int:
     """Sequences of a batch at most.
 
     A model that is only read has a text a batch where rows influence one another: an answer must not depend on others.
+    Where padding alone does that, texts of one length share a batch.
     """
     if assembly.training:
         return _asked_rows(assembly) or assembly.options.batch_size  # type: ignore[union-attr]
-    return _MOST_TEXTS if assembly.lever(Packing).equivalence.independent else 1
+    equivalence = assembly.lever(Packing).equivalence
+    return _MOST_TEXTS if equivalence.independent or equivalence.alike_independent else 1
 
 
 def _asked_rows(assembly: Assembly) -> int | None:

@@ -174,18 +174,21 @@ class _WindowBudget:
 class LayoutForward(Forward):
     """The pass over texts laid out as in training: on the CPU, and on padded rows.
 
-    batch_tokens, most_rows: as many are laid out at once.
+    batch_tokens, most_rows: as many are laid out at once. alike: only texts of one length are.
     """
 
     def __init__(
-        self, execution: LayoutModel, layout: Layout, precision: Precision, *, batch_tokens: int, most_rows: int
-    ) -> None:
+        self, execution: LayoutModel, layout: Layout, precision: Precision, *, batch_tokens: int, most_rows: int,
+        alike: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(execution, precision)
+        self._alike = alike
         self._layout, self._batch_tokens, self._most_rows = layout, batch_tokens, most_rows
 
     def windows(self, lengths_N: np.ndarray) -> Iterator[np.ndarray]:
         """As many rows as are laid out at once."""
-        return chunks(lengths_N, self._batch_tokens, self._most_rows)
+        found = chunks(lengths_N, self._batch_tokens, self._most_rows)
+        return (part for rows in found for part in _of_one_length(rows, lengths_N)) if self._alike else found
 
     @property
     def most_tokens(self) -> int:
@@ -196,7 +199,8 @@ class LayoutForward(Forward):
         """As `Forward` has it."""
         layout = self._layout
         if isinstance(layout, PaddedLayout) and not layout.split:
-            return False
+            self._batch_tokens = num_tokens if self._alike else self._batch_tokens
+            return self._alike
         self._layout, self._batch_tokens = layout.limited(num_tokens, layout.max_length), num_tokens
         return True
 
@@ -217,6 +221,11 @@ def chunks(lengths: np.ndarray, batch_tokens: int, most_rows: int) -> Iterator[n
         stop = min(max(stop, start + 1), start + most_rows)
         yield order[start:stop]
         start = stop
+
+
+def _of_one_length(rows: np.ndarray, lengths_N: np.ndarray) -> list[np.ndarray]:
+    """The same rows, which come the longest first, cut where the length changes."""
+    return np.split(rows, np.flatnonzero(np.diff(lengths_N[rows])) + 1)
 
 
 def _to(inputs: Inputs, device: torch.device) -> Inputs:

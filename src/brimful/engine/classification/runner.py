@@ -188,8 +188,14 @@ def _forward(assembly: Assembly) -> Forward:
             note=assembly.warn,
         )
     if layout is not None:
-        rows = most_rows(assembly)
-        return LayoutForward(execution, layout, assembly.precision, batch_tokens=assembly.budget, most_rows=rows)
+        return LayoutForward(
+            execution,
+            layout,
+            assembly.precision,
+            batch_tokens=assembly.budget,
+            most_rows=most_rows(assembly),
+            alike=not assembly.lever(Packing).equivalence.independent,
+        )
     return PackedForward(
         execution,
         assembly.precision,

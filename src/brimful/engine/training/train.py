@@ -44,7 +44,7 @@ from brimful.engine.training.same_path import path_of
 from brimful.engine.training.tracked_log import tracked
 from brimful.hardware.device_memory import device_memory
 from brimful.hardware.probe import choose_device, probe
-from brimful.hardware.process_settings import deterministic
+from brimful.hardware.process_settings import deterministic, freed_memory_kept
 from brimful.hardware.ranks import Ranks, joined
 from brimful.levers.optimizer import asked_optimizer
 from brimful.levers.optimizer_names import check_installed
@@ -119,6 +119,7 @@ def _train_on(
         callbacks.recipe(built.recipe)
         return _record(options, prepared, built, command, run="", status="planned")
     with RunFolder(path) as folder, deterministic(options.deterministic), ExitStack() as stack:
+        stack.enter_context(freed_memory_kept(device))
         check_free(path, resume=options.resume)  # again: another process may have been here since, and gone
         before = folder.read() if options.resume else None
         if before is not None:

@@ -67,6 +67,7 @@ class Equivalence:
     """Result of the check on one model.
 
     packed: it may run packed, in `form`. independent: rows of a batch do not influence one another, in eval mode.
+    alike_independent: rows of one length do not, which have no padding.
     mixes_in_training: in train mode they do. draws_in_training: it draws random numbers besides dropout, such as
     LayerDrop's, which differ from one part of a batch to the next, and which a captured graph would freeze.
     *_error: measured relative differences, None where the check did not get that far; kernel_error and float8_error are
@@ -84,6 +85,7 @@ class Equivalence:
     first_position: int | None = None
     short: bool = False
     skips_padding: bool = False
+    alike_independent: bool = False
     forward_error: float | None = None
     gradient_error: float | None = None
     kernel_error: float | None = None
@@ -174,7 +176,10 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
         mixes, draws = _training_only(padded, sequences)
         if not relative_error(plain, alone) <= TOLERANCES["fp32"].logits:
             why = "the result of a row depends on the other rows of its batch, or on its padding"
-            return Equivalence(packed=False, independent=False, draws_in_training=draws, reason=why)
+            alike = not draws and _alike_independent(padded, sequences)
+            return Equivalence(
+                packed=False, independent=False, alike_independent=alike, draws_in_training=draws, reason=why
+            )
         small.train(not (mixes or draws))
         plain = padded(padded_rows(sequences, small.config)).logits
         plain_gradient = _gradients(small, plain)
@@ -225,6 +230,19 @@ def _training_only(padded: PaddedModel, sequences: Sequence[np.ndarray]) -> tupl
         for buffer, value in buffers:
             buffer.copy_(value)
     return mixes, draws
+
+
+def _alike_independent(padded: PaddedModel, sequences: Sequence[np.ndarray]) -> bool:
+    """Return whether rows of one length have the results that each has alone: three of each length."""
+    with torch.no_grad():
+        for sequence in sequences:
+            inner = sequence[1:-1]
+            rows = [np.concatenate([sequence[:1], np.roll(inner, by), sequence[-1:]]) for by in (0, 1, 2)]
+            together = padded(padded_rows(rows, padded.model.config)).logits
+            alone = torch.cat([padded(padded_rows([row], padded.model.config)).logits for row in rows])
+            if not relative_error(together, alone) <= TOLERANCES["fp32"].logits:
+                return False
+    return True
 
 
 def _on_device(small: Any, case: _Case, found: Equivalence, precision: str) -> Equivalence:
