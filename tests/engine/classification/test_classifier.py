@@ -26,6 +26,8 @@ from brimful.core.errors import DataError, ModelError, OptionError
 from brimful.levers import facts
 from brimful.models import onednn_prepack
 from brimful.models.packed import packed_forward
+from brimful.step.forward import LayoutForward
+from failing_allocator import FailingAllocator
 from same import SCORE, same_objects
 from tiny import FAMILIES
 from tiny_files import BAD, GOOD, review, save_base, save_classifier, save_tokenizer
@@ -98,15 +100,33 @@ def test_families_packed_and_padded(family: str, packing: str, tmp_path: Path) -
         assert packing == "auto" or levers["attention"] in ("sdpa", "eager")
 
 
-def test_rows_that_influence_one_another_are_classified_alone(tmp_path: Path) -> None:
+def test_texts_of_one_length_share_a_batch_where_padding_changes_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FNet reads its padding: each answer is the one that the text has alone."""
     sizes = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
     config = transformers.FNetConfig(**sizes, max_position_embeddings=80, num_labels=3, initializer_range=0.5)
     torch.manual_seed(0)
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
-    plain = pipeline(tmp_path)
+    plain, shapes, real = pipeline(tmp_path), [], LayoutForward._logits_SC
+
+    def seen(forward: LayoutForward, inputs: Any) -> Any:
+        shapes.append(tuple(inputs.ids_RL.shape))
+        assert inputs.mask_RL.all()
+        return real(forward, inputs)
+
     with fp32(tmp_path) as classifier:
         same_objects(classifier(TEXTS), [plain(text)[0] for text in TEXTS])
+        monkeypatch.setattr(LayoutForward, "_logits_SC", seen)
+        classifier.logits(TEXTS * 3)
+        lengths = [length for _, length in shapes]
+        assert len(lengths) == len({*lengths})
+        assert max(rows for rows, _ in shapes) >= 3
+        whole = classifier.logits(TEXTS * 3)
+        with pytest.warns(UserWarning, match="memory ran out in classification"), FailingAllocator([5]):
+            found = classifier.logits(TEXTS * 3)
+        np.testing.assert_allclose(found, whole, atol=1e-5)
 
 
 @pytest.mark.parametrize("packing", ["auto", "off"])

@@ -154,3 +154,23 @@ def test_a_kept_result_is_for_these_weights_and_modules(monkeypatch: pytest.Monk
     new_head = make()
     torch.nn.init.normal_(new_head.classifier.weight)
     assert kept(new_head) == kept(make())
+
+
+class _Centred(torch.nn.Module):
+    """A head whose rows influence one another, however long they are."""
+
+    def forward(self, logits_NC: torch.Tensor) -> torch.Tensor:
+        return logits_NC - logits_NC.mean(0)
+
+
+def test_rows_of_one_length_may_share_a_batch_where_padding_alone_is_read() -> None:
+    sizes = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
+    fnet = transformers.FNetForSequenceClassification(
+        transformers.FNetConfig(**sizes, max_position_embeddings=80, num_labels=3, initializer_range=0.5)
+    )
+    mixing = FAMILIES["bert"].model()
+    mixing.classifier = torch.nn.Sequential(mixing.classifier, _Centred())
+    found = [check_here(model, "fp32") for model in (fnet, mixing, FAMILIES["bert"].model())]
+    assert [(each.independent, each.alike_independent) for each in found] == [
+        *((False, True), (False, False), (True, False))
+    ]
