@@ -24,6 +24,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "states offloaded": {"optimizer_offload": True},
     "updated in backward": {"optimizer_in_backward": True},
     "states in bf16": {"optimizer_state_dtype": "bf16"},
+    "states in 8 bits": {"optimizer_state_dtype": "8bit"},
     "weights in bf16": {"weight_dtype": "bf16", "precision": "bf16"},
     "weights streamed": {"stream_weights": "host"},
     "weights streamed from a file": {"stream_weights": "disk"},
@@ -37,7 +38,14 @@ REFUSED = {
     for reason, pairs in {
         "is for AdamW": itertools.product(
             ("adafactor", "sgd"),
-            ("states offloaded", "updated in backward", "states in bf16", "weights in bf16", *STREAMED),
+            (
+                "states offloaded",
+                "updated in backward",
+                "states in bf16",
+                "states in 8 bits",
+                "weights in bf16",
+                *STREAMED,
+            ),
         ),
         "computes every layer again": itertools.product(
             ("every other recomputed", "recomputed within a limit", "activations offloaded"), STREAMED

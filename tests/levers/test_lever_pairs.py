@@ -32,6 +32,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tiny tensors too, something is moved, and in several buckets."""
     monkeypatch.setattr("brimful.models.packed.offload.LEAST_BYTES", 1)
     monkeypatch.setattr("brimful.step.updates.bucketed_adamw.BUCKET", 2000)
+    monkeypatch.setattr("brimful.step.updates.bucketed_adamw.LEAST_IN_8_BITS", 1)
 
 
 def made(seed: int = 0, **asked: Any) -> tuple[Step, Assembly, Recipe]:

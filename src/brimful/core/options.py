@@ -166,8 +166,9 @@ class TrainOptions:
     """With --optimizer-in-backward: clip by the norm of the step before; the first step is not clipped."""
     optimizer_offload: bool = False
     """Keep AdamW's states in host memory, and copy them beside the update."""
-    optimizer_state_dtype: Literal["fp32", "bf16"] = "fp32"
-    """AdamW's states. bf16: half the memory, rounded by chance, so that small updates arrive in the mean."""
+    optimizer_state_dtype: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """AdamW's states. bf16: half the memory, rounded by chance, so that small updates arrive in the mean. 8bit: those
+    of Linear weights in 8 bits, with a scale for each 256; those of embeddings and of all else stay fp32."""
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
     """Weights that AdamW updates. bf16: those of Linear layers have no fp32 masters, and are rounded by chance. Needs
     products in bf16."""

@@ -149,9 +149,10 @@ class Optimizer(Lever):
         With copies, gradients of these weights are in half precision too, and autocast casts nothing.
         """
         copies = 2 * work.trained_linear if self.fused and self.copies else 0
-        in_32_bits = max(0, work.num_trained - work.trained_linear) if self.value in WITH_32_BITS else 0
+        has_wide = self.value in WITH_32_BITS or (self.savings is not None and self.savings.states == torch.uint8)
+        in_32_bits = max(0, work.num_trained - work.trained_linear) if has_wide else 0
         saved = 2 * work.trained_linear if self.savings is not None and self.savings.weights is not None else 0
-        wide = OPTIMIZERS.get(WITH_32_BITS.get(self.value, ""), _IN_FP32).state_bytes
+        wide = OPTIMIZERS.get(WITH_32_BITS.get(self.value, ""), _IN_FP32).state_bytes if self.device_state_bytes else 0
         return Cost(
             resident_bytes=self.device_state_bytes * (work.num_trained - in_32_bits)
             + wide * in_32_bits
@@ -223,7 +224,7 @@ class Optimizer(Lever):
                 "betas": (self.beta1, self.beta2),
                 "epsilon": self.epsilon,
                 "weight_decay": dict.fromkeys(decayed, self.weight_decay),
-                "savings": replace(self.savings, halved=frozenset(linear_parameters(model))),
+                "savings": replace(self.savings, linear=frozenset(linear_parameters(model))),
             }
             streamed = getattr(model, "streamed_layers", None)
             if streamed is None:

@@ -121,7 +121,7 @@ def _bytes_beside(options: Any) -> int:
     """Bytes of a trained weight beside itself: its states, and its gradient unless that is used up at once."""
     if not isinstance(options, TrainOptions):
         return 0
-    states = 4 if options.optimizer_state_dtype == "bf16" else 8
+    states = {"fp32": 8, "bf16": 4, "8bit": 2}[options.optimizer_state_dtype]
     return states + (0 if options.optimizer_in_backward else 4)
 
 

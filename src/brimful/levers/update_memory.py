@@ -10,18 +10,24 @@ from brimful.core.units import bytes_text
 from brimful.hardware.memory import free_host_bytes
 from brimful.levers.facts import equivalence_of, recomputes
 from brimful.levers.lever import Assembly
-from brimful.models.model_stats import layers_of
+from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.step.updates.bucketed_adamw import Savings
 
 #: Share of free host memory that states may take.
 _HOST_SHARE = 0.8
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+_SAID = {
+    torch.float32: "states in fp32",
+    torch.bfloat16: "states in bf16, rounded by chance",
+    torch.uint8: "states of Linear weights in 8 bits, of all else in fp32",
+}
 
 
 def asked_savings(options: TrainOptions) -> Savings | None:
     """Return what was asked for; None for the update of all weights at once."""
     found = Savings(
         weights=torch.bfloat16 if options.weight_dtype == "bf16" else None,
-        states=torch.bfloat16 if options.optimizer_state_dtype == "bf16" else torch.float32,
+        states=_DTYPES[options.optimizer_state_dtype],
         on_host=options.optimizer_offload or options.stream_weights != "none",
         in_backward=options.optimizer_in_backward,
         late_clipping=options.late_clipping,
@@ -55,8 +61,7 @@ def described(savings: Savings) -> str:
     said = []
     if savings.weights is not None:
         said.append("Linear weights in bf16 alone, rounded by chance")
-    states = "bf16, rounded by chance" if savings.states == torch.bfloat16 else "fp32"
-    said.append(f"states in {states}{', in host memory' if savings.on_host else ''}")
+    said.append(f"{_SAID[savings.states]}{', in host memory' if savings.on_host else ''}")
     if savings.in_backward:
         clipped = "clipped by the norm of the step before" if savings.late_clipping else "not clipped"
         said.append(
@@ -83,10 +88,13 @@ def _check_in_backward(assembly: Assembly) -> None:
 
 
 def _check_host(assembly: Assembly, asked: Savings) -> None:
-    needed = 2 * asked.states.itemsize * sum(p.numel() for p in assembly.model.parameters() if p.requires_grad)
+    linear = linear_parameters(assembly.model) if asked.states == torch.uint8 else ()
+    trained = (p for p in assembly.model.parameters() if p.requires_grad)
+    wide = asked.states.itemsize if asked.states != torch.uint8 else 4
+    needed = sum(2 * (1 if id(p) in linear else wide) * p.numel() for p in trained)
     free = free_host_bytes()
     if free is not None and needed > _HOST_SHARE * free:
         raise OptionError(
             f"--optimizer-offload needs {bytes_text(needed)} of host memory, and {bytes_text(free)} are free",
-            hint="--optimizer-state-dtype bf16 halves it",
+            hint="--optimizer-state-dtype bf16 halves it, and 8bit takes a quarter",
         )

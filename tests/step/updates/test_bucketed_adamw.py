@@ -25,6 +25,7 @@ SMALL = {"max_grad_norm": 0.05}  # every step is clipped
 @pytest.fixture(autouse=True)
 def _several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucketed_adamw, "BUCKET", 1500)
+    monkeypatch.setattr(bucketed_adamw, "LEAST_IN_8_BITS", 200)
 
 
 def saving(**savings: Any) -> Optimizer:
@@ -68,8 +69,9 @@ def test_nothing_changes_bit_for_bit(savings: Any, settings: Any) -> None:
         {"in_backward": True, "late_clipping": True},
         {"states": torch.bfloat16, "in_backward": True, "on_host": True, "late_clipping": True},
         {"weights": torch.bfloat16, "states": torch.bfloat16},
+        {"weights": torch.bfloat16, "states": torch.uint8, "on_host": True},
     ],
-    ids=["host", "late", "bf16 states", "bf16 weights"],
+    ids=["host", "late", "bf16 states", "bf16 weights", "8 bits"],
 )
 def test_a_continued_run_is_bit_equal(savings: Any) -> None:
     precision = "bf16" if "weights" in savings else "fp32"
@@ -181,3 +183,16 @@ def test_losses_with_bf16_states_are_near() -> None:
     found = course(make_step(model_of(), optimizer=saving(states=torch.bfloat16)))
     assert found[0].loss == expected[0].loss
     assert [o.loss for o in found] == pytest.approx([o.loss for o in expected], rel=0.02)
+
+
+def test_states_in_8_bits_are_those_of_linear_weights() -> None:
+    """A byte for each of their moments, and 8 for a block's scales; losses stay near."""
+    step = make_step(model_of(), optimizer=saving(states=torch.uint8))
+    kept = {name: step.update._moments(i) for i, name in enumerate(step.update.named)}  # type: ignore[attr-defined]
+    in_8_bits = {name for name, moments in kept.items() if moments.first.dtype == torch.uint8}
+    assert "bert.encoder.layer.0.attention.self.query.weight" in in_8_bits
+    assert not any("embeddings" in name or "bias" in name or "LayerNorm" in name for name in in_8_bits)
+    assert {kept[name].first.dtype for name in kept.keys() - in_8_bits} == {torch.float32}
+    found, expected = course(step), course(make_step(model_of(), optimizer=PLAIN))
+    assert [o.loss for o in found] == pytest.approx([o.loss for o in expected], rel=0.02)
+    assert found != expected

@@ -1,8 +1,9 @@
 """AdamW a bucket of parameters at a time: where less than all weights, gradients and states is to be on the device.
 
 In one bucket the arithmetic is that of torch's fused AdamW, in fp32. Around it each is optional: weights of Linear
-layers in bf16 alone, states in bf16 (both rounded by chance), states in host memory, and the update within the backward
-pass, as soon as the gradients of a bucket are complete. These are freed then.
+layers in bf16 alone, states in bf16 (both rounded by chance) or in 8 bits, states in host memory, and the update within
+the backward pass, as soon as the gradients of a bucket are complete. These are freed then. On a GPU what is rounded is
+updated by a kernel of ours, a parameter a launch.
 
 Within the backward pass the norm of the whole gradient is not known yet: it is clipped by that of the step before, if
 at all. A gradient that is not finite leaves its bucket and those after it as they were; buckets before it are updated.
@@ -10,7 +11,7 @@ at all. A gradient that is not finite leaves its bucket and those after it as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,43 +20,35 @@ import torch
 from torch import Tensor, nn
 
 from brimful.step.state import ParameterState
+from brimful.step.updates.buckets import Bucket, buckets_of, norms_of
 from brimful.step.updates.host_states import HostStates
+from brimful.step.updates.moments import Moments, moments_in, num_bytes
+from brimful.step.updates.rounded_kernels import RoundedKernels, can_launch
 from brimful.step.updates.rounding import mix, stochastic_bf16
 from brimful.step.updates.update import Update
 
 #: Parameters are taken together up to so many elements.
 BUCKET = 4 << 20
-#: Elements that a parameter's states start at a multiple of.
-_ALIGNMENT = 16
+#: Least elements of a Linear weight whose states are in 8 bits, where they are to be; those of all else stay fp32.
+LEAST_IN_8_BITS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Savings:
     """Memory that an update does without.
 
-    weights: dtype of Linear weights, whose parameters are `halved` by id; None for fp32. states: dtype of moments.
-    on_host: whether these are in host memory. in_backward: whether gradients are freed within the backward pass.
+    weights: dtype of Linear weights, whose parameters are `linear` by id; None for fp32. states: dtype of moments,
+    uint8 for 8 bits, which those of Linear weights alone have. on_host: whether they are in host memory.
+    in_backward: whether gradients are freed within the backward pass.
     late_clipping: whether they are clipped by the norm of the step before.
     """
 
     weights: torch.dtype | None = None
-    halved: frozenset[int] = frozenset()
+    linear: frozenset[int] = frozenset()
     states: torch.dtype = torch.float32
     on_host: bool = False
     in_backward: bool = False
     late_clipping: bool = False
-
-
-@dataclass(eq=False)
-class Bucket:
-    """Parameters by number, the place of each in the states, and how many of them have their gradient by now."""
-
-    number: int
-    members: list[int]
-    starts: list[int]
-    size: int
-    num_complete: int = 0
-    is_done: bool = False
 
 
 class BucketedAdamW(Update):
@@ -69,16 +62,22 @@ class BucketedAdamW(Update):
         self._savings, self._betas, self._epsilon = savings, betas, epsilon
         self._decays = [weight_decay.get(name, 0.0) for name in self.named]
         for parameter in self.parameters:
-            if savings.weights is not None and id(parameter) in savings.halved:
+            if savings.weights is not None and id(parameter) in savings.linear:
                 parameter.data = parameter.data.to(savings.weights)
         self._buckets = self._made_buckets()
         self._bucket_of = {i: each for each in self._buckets for i in each.members}
-        self._arenas = [self._arena(each) for each in self._buckets]
+        for each in self._buckets:
+            self._lay_out(each)
+        self._arenas = [self._arena(each.num_bytes) for each in self._buckets]
         self._host = HostStates(self._arenas, self.device) if savings.on_host else None
         zeros: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         self._steps = torch.zeros(len(self.parameters), **zeros).unbind()
         self._learning_rate, self._squares, self._skipped = (torch.zeros((), **zeros) for _ in range(3))
         self._late_norm, self._scale = torch.zeros((), **zeros), torch.ones((), **zeros)
+        self._kernels: RoundedKernels | None = None
+        if can_launch(self.device, betas):
+            given = (self._learning_rate, self._skipped, self.applied)
+            self._kernels = RoundedKernels(self.device, betas, epsilon, *given)
         self._used: set[int] = set()
         self._sums: dict[int, Tensor] | None = None
         self._gathered: set[int] = set()
@@ -93,10 +92,21 @@ class BucketedAdamW(Update):
     def _made_buckets(self) -> list[Bucket]:
         return buckets_of(self.parameters, BUCKET)
 
-    def _arena(self, bucket: Bucket) -> Tensor:
+    def _lay_out(self, bucket: Bucket) -> None:
+        for i in bucket.members:
+            bucket.places[i] = bucket.num_bytes
+            bucket.num_bytes += num_bytes(self._dtype_of_states(i), self.parameters[i].numel())
+
+    def _dtype_of_states(self, index: int) -> torch.dtype:
+        parameter, asked = self.parameters[index], self._savings.states
+        is_small = parameter.ndim < 2 or parameter.numel() < LEAST_IN_8_BITS
+        in_fp32 = asked == torch.uint8 and (is_small or id(parameter) not in self._savings.linear)
+        return torch.float32 if in_fp32 else asked
+
+    def _arena(self, num_bytes: int) -> Tensor:
         device = torch.device("cpu") if self._savings.on_host else self.device
         pinned = self._savings.on_host and self.device.type == "cuda"
-        return torch.zeros(2, bucket.size, dtype=self._savings.states, device=device, pin_memory=pinned)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
     def before(self) -> None:
         """Drop gradients: those of several micro-batches are in their sums."""
@@ -126,8 +136,10 @@ class BucketedAdamW(Update):
     def _update_early(self, bucket: Bucket) -> None:
         """Update a bucket from the gradients that there are, and free them."""
         gradients = {i: g for i in bucket.members if (g := self.parameters[i].grad) is not None}
-        if gradients:
-            norm = torch.nn.utils.get_total_norm(list(gradients.values())).float() / self.scale
+        if gradients and self._kernels is not None:
+            self._kernels.take_norms(norms_of(list(gradients.values())), self.scale, self._squares)
+        elif gradients:
+            norm = torch.linalg.vector_norm(torch.stack(norms_of(list(gradients.values())))) / self.scale
             self._squares.add_(norm * norm)
             self._skipped.copy_(torch.maximum(self._skipped, (~torch.isfinite(norm)).float()))
         self.committed = True
@@ -189,7 +201,8 @@ class BucketedAdamW(Update):
 
     def _norm(self, gradients: Mapping[int, Tensor]) -> Tensor:
         """The norm of the whole gradient, times the scale."""
-        return torch.nn.utils.get_total_norm(list(gradients.values()), foreach=True)
+        found = norms_of(list(gradients.values()))
+        return torch.linalg.vector_norm(torch.stack(found)) if found else torch.zeros((), device=self.device)
 
     def _update_all(self, gradients: Mapping[int, Tensor]) -> None:
         for bucket in self._buckets:
@@ -219,41 +232,45 @@ class BucketedAdamW(Update):
     def _update(self, bucket: Bucket, gradients: Mapping[int, Tensor]) -> None:
         """Update those parameters of a bucket that ever had a gradient."""
         self._used |= gradients.keys()
-        members = [(i, start) for i, start in zip(bucket.members, bucket.starts, strict=True) if i in self._used]
+        members = [i for i in bucket.members if i in self._used]
         if not members:
             return
-        states = self._arenas[bucket.number] if self._host is None else self._host.fetch(bucket.number)
-        wide = states.float()
-        for decay in sorted({self._decays[i] for i, _ in members}):
-            chosen = [(i, start) for i, start in members if self._decays[i] == decay]
-            self._fused(chosen, wide, gradients, decay)
-        if states.dtype != torch.float32:
-            states.copy_(stochastic_bf16(wide, mix(self.applied, bucket.number, 1)))
-        if self._host is not None:
-            self._host.put(bucket.number, states)
-
-    def _fused(
-        self, chosen: Sequence[tuple[int, int]], wide: Tensor, gradients: Mapping[int, Tensor], decay: float
-    ) -> None:
-        parameters = [self.parameters[i] for i, _ in chosen]
-        weights = [p.detach().float() for p in parameters]
-        given = [gradients[i].float() if i in gradients else torch.zeros_like(w)
-                 for (i, _), w in zip(chosen, weights, strict=True)]  # fmt: skip
-        first, second = (
-            [part[start : start + w.numel()].view(w.shape) for (_, start), w in zip(chosen, weights, strict=True)]
-            for part in wide.unbind()
-        )
-        steps = [self._steps[i] for i, _ in chosen]
+        arena = self._arenas[bucket.number] if self._host is None else self._host.fetch(bucket.number)
+        steps = [self._steps[i] for i in members]
         torch._foreach_add_(steps, [1 - self._skipped] * len(steps))  # one tensor would be read by the host
+        ours = [i for i in members if self._kernels is not None and self._is_rounded(i)]
+        for i in ours:
+            assert self._kernels is not None
+            moments = self._moments(i, arena)
+            given = (self.parameters[i].detach(), gradients.get(i), moments, self._steps[i], self._scale)
+            self._kernels.update(i, *given, self._decays[i])
+        for decay in sorted({self._decays[i] for i in members if i not in ours}):
+            self._fused([i for i in members if i not in ours and self._decays[i] == decay], arena, gradients, decay)
+        if self._host is not None:
+            self._host.put(bucket.number, arena)
+
+    def _is_rounded(self, index: int) -> bool:
+        wide = self.parameters[index].dtype, self._dtype_of_states(index)
+        return wide != (torch.float32, torch.float32)
+
+    def _fused(self, chosen: Sequence[int], arena: Tensor, gradients: Mapping[int, Tensor], decay: float) -> None:
+        """Update parameters by torch's kernel, in fp32, and round what is kept in less."""
+        weights = [self.parameters[i].detach().float() for i in chosen]
+        given = [gradients[i].float() if i in gradients else torch.zeros_like(w)
+                 for i, w in zip(chosen, weights, strict=True)]  # fmt: skip
+        kept = [self._moments(i, arena) for i in chosen]
+        read = [moments.read() for moments in kept]
+        first, second = ([m[k].view(w.shape) for m, w in zip(read, weights, strict=True)] for k in (0, 1))
         torch._fused_adamw_(
-            weights, given, first, second, [], steps,
+            weights, given, first, second, [], [self._steps[i] for i in chosen],
             lr=self._learning_rate, beta1=self._betas[0], beta2=self._betas[1], weight_decay=decay, eps=self._epsilon,
             amsgrad=False, maximize=False, grad_scale=self._scale.float(), found_inf=self._skipped,
         )  # fmt: skip
         with torch.no_grad():
-            for (i, _), parameter, weight in zip(chosen, parameters, weights, strict=True):
-                if parameter.dtype != torch.float32:
-                    parameter.copy_(stochastic_bf16(weight, mix(self.applied, i, 2)))
+            for i, weight, moments, wide in zip(chosen, weights, kept, read, strict=True):
+                if self.parameters[i].dtype != torch.float32:
+                    self.parameters[i].copy_(stochastic_bf16(weight, mix(self.applied, i, 2)))
+                moments.write(*wide, (mix(self.applied, i, 1), mix(self.applied, i, 3)))
 
     def _end(self, *, gathered: bool) -> None:
         self._is_begun = False
@@ -314,11 +331,12 @@ class BucketedAdamW(Update):
     def _used_names(self) -> tuple[str, ...]:
         return tuple(name for i, name in enumerate(self.named) if i in self._used)
 
-    def _moments(self, index: int) -> tuple[Tensor, Tensor]:
-        bucket, parameter = self._bucket_of[index], self.parameters[index]
-        start = bucket.starts[bucket.members.index(index)]
-        first, second = self._arenas[bucket.number][:, start : start + parameter.numel()].unbind()
-        return first.view(parameter.shape), second.view(parameter.shape)
+    def _moments(self, index: int, arena: Tensor | None = None) -> Moments:
+        """Moments of a parameter. arena: of its bucket, where that is not where they are kept."""
+        bucket = self._bucket_of[index]
+        memory = self._arenas[bucket.number] if arena is None else arena
+        dtype = self._dtype_of_states(index)
+        return moments_in(memory, bucket.places[index], dtype, self.parameters[index].numel())
 
     def _optimizer_state(self) -> dict[str, ParameterState]:
         if self._host is not None and self.device.type == "cuda":
@@ -326,16 +344,24 @@ class BucketedAdamW(Update):
         found = {}
         for i, name in enumerate(self.named):
             if i in self._used:
-                one, two = self._moments(i)
-                found[name] = ParameterState(tensors={"step": self._steps[i], "exp_avg": one, "exp_avg_sq": two})
+                kept, shape = self._moments(i), self.parameters[i].shape
+                # In 8 bits they are saved as fp32, of which the same 8 bits are made again.
+                first, second = (kept.first, kept.second) if kept.scales is None else kept.on_host().read()
+                tensors = {"exp_avg": first.view(shape), "exp_avg_sq": second.view(shape)}
+                found[name] = ParameterState(tensors={"step": self._steps[i]} | tensors)
         return found
 
     def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
         self._used = {i for i, name in enumerate(self.named) if name in used}
+        for arena in self._arenas:
+            arena.zero_()
         for i, name in enumerate(self.named):
-            places = dict(zip(("step", "exp_avg", "exp_avg_sq"), (self._steps[i], *self._moments(i)), strict=True))
-            for key, place in places.items():
-                place.copy_(state[name].tensors[key]) if name in state else place.zero_()
+            if name in state:
+                tensors = state[name].tensors
+                self._steps[i].copy_(tensors["step"])
+                self._moments(i).load(tensors["exp_avg"], tensors["exp_avg_sq"])
+            else:
+                self._steps[i].zero_()
         self.abandon()
 
     def _groups(self) -> tuple[Mapping[str, Any], ...]:
@@ -344,18 +370,3 @@ class BucketedAdamW(Update):
     def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         if groups and "late_norm" in groups[0]:
             self._late_norm.fill_(groups[0]["late_norm"])
-
-
-def buckets_of(
-    parameters: Sequence[Tensor], most: int, owner: Callable[[int], Hashable] = lambda _: None
-) -> list[Bucket]:
-    """Parameters from the last to the first, as a backward pass comes to them; in one bucket those of one owner."""
-    found: list[Bucket] = []
-    for index in reversed(range(len(parameters))):
-        size = -(-parameters[index].numel() // _ALIGNMENT) * _ALIGNMENT
-        if not found or found[-1].size + size > most or owner(found[-1].members[0]) != owner(index):
-            found.append(Bucket(number=len(found), members=[], starts=[], size=0))
-        found[-1].members.append(index)
-        found[-1].starts.append(found[-1].size)
-        found[-1].size += size
-    return found

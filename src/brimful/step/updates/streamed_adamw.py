@@ -22,7 +22,8 @@ from brimful.models.packed.streamed_layers import StreamedLayers, end_streaming
 from brimful.models.packed.weight_stores import unnamed_file
 from brimful.step.state import ParameterState, StepState
 from brimful.step.updates import bucketed_adamw
-from brimful.step.updates.bucketed_adamw import Bucket, BucketedAdamW, buckets_of
+from brimful.step.updates.bucketed_adamw import BucketedAdamW
+from brimful.step.updates.buckets import Bucket, buckets_of, norms_of
 from brimful.step.updates.host_states import HostStates
 
 
@@ -37,8 +38,8 @@ class StreamedAdamW(BucketedAdamW):
         super().__init__(model, schedule, device=device, **given)
         own = [[b for b in self._buckets if self._owner(b.members[0]) == n] for n in range(len(streamed.parameters))]
         self._of_layer: list[list[Bucket]] = own
-        sums = (self._outside(bucket, torch.float32, 1 if self._is_streamed(bucket) else 0) for bucket in self._buckets)
-        self._layer_sums = HostStates(list(sums), self.device)
+        sums = (self._outside(4 * bucket.size if self._is_streamed(bucket) else 0) for bucket in self._buckets)
+        self._layer_sums = HostStates([each.view(torch.float32).view(1, -1) for each in sums], self.device)
         self._summed: set[int] = set()  # buckets of layers that this batch has gradients of
         self._norms: dict[int, Tensor] = {}  # of the gradients of layers' parameters that it has
         streamed.after_backward = self._take
@@ -53,16 +54,15 @@ class StreamedAdamW(BucketedAdamW):
     def _made_buckets(self) -> list[Bucket]:
         return buckets_of(self.parameters, bucketed_adamw.BUCKET, self._owner)
 
-    def _arena(self, bucket: Bucket) -> Tensor:
-        return self._outside(bucket, self._savings.states, 2)
+    def _arena(self, num_bytes: int) -> Tensor:
+        return self._outside(num_bytes)
 
-    def _outside(self, bucket: Bucket, dtype: torch.dtype, count: int) -> Tensor:
-        """(count, size) zeros where weights are kept."""
+    def _outside(self, num_bytes: int) -> Tensor:
+        """Bytes, all 0, where weights are kept."""
         folder: Path | None = self._streamed.folder
-        if folder is None or not count:
-            pinned = self.device.type == "cuda"
-            return torch.zeros(count, bucket.size, dtype=dtype, pin_memory=pinned)
-        return unnamed_file(folder, count * bucket.size * dtype.itemsize).view(dtype).view(count, bucket.size)
+        if folder is None or not num_bytes:
+            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        return unnamed_file(folder, num_bytes)
 
     def _is_summed_here(self, index: int) -> bool:
         return self._owner(index) is None
@@ -92,13 +92,13 @@ class StreamedAdamW(BucketedAdamW):
         for i, gradient in given.items():
             summed[i].add_(gradient)
             self.parameters[i].grad = None
-        norms = torch._foreach_norm([summed[i] for i in given])
+        norms = norms_of([summed[i] for i in given])
         self._norms.update(zip(given, norms, strict=True))
         self._summed.add(bucket.number)
         self._layer_sums.put(bucket.number, sums)
 
     def _norm(self, gradients: Mapping[int, Tensor]) -> Tensor:
-        here = torch._foreach_norm(list(gradients.values())) if gradients else ()
+        here = norms_of(list(gradients.values()))
         norms = self._norms | dict(zip(gradients, here, strict=True))
         whole: Tensor = torch.linalg.vector_norm(torch.stack([norms[i] for i in sorted(norms)]))
         return whole

@@ -1,0 +1,63 @@
+"""Launches of the kernels that update rounded weights and moments, on a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from brimful.step.updates.moments import BLOCK, Moments, middles, shares_of
+
+try:
+    import triton
+
+    from brimful.kernels.optimizers import rounded_adamw as kernels
+except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
+    triton = kernels = None  # type: ignore[assignment]
+
+
+def can_launch(device: torch.device, betas: tuple[float, float]) -> bool:
+    """Return whether there are kernels for a device, and for these decays: their logarithms are taken."""
+    return kernels is not None and device.type == "cuda" and min(betas) > 0
+
+
+class RoundedKernels:
+    """AdamW of single parameters, by numbers that are on the device: () each.
+
+    rate: learning rate. skipped: not 0 where nothing is to be updated. applied: steps so far, which noise is drawn by.
+    """
+
+    def __init__(
+        self, device: torch.device, betas: tuple[float, float], epsilon: float, rate: Tensor, skipped: Tensor,
+        applied: Tensor,
+    ) -> None:  # fmt: skip
+        self._betas, self._epsilon = betas, epsilon
+        self._rate, self._skipped, self._applied = rate, skipped, applied
+        # Made here: memory of a capture is written to at every replay.
+        self._shares = torch.cat([shares_of(signed, device) for signed in (True, False)])
+        self._middles = torch.cat([middles(signed, device) for signed in (True, False)])
+
+    def update(
+        self, number: int, weight: Tensor, gradient: Tensor | None, moments: Moments, step: Tensor, scale: Tensor,
+        decay: float,
+    ) -> None:  # fmt: skip
+        """Update a parameter from its gradient divided by `scale`; None for one of zeros. step: this one counted."""
+        numel = weight.numel()
+        given = None if gradient is None else gradient.contiguous()
+        eight_bits = moments.scales is not None
+        unused = self._shares
+        kernels.rounded_adamw[(triton.cdiv(numel, kernels.SIZE),)](
+            weight, weight if given is None else given, moments.first, moments.second,
+            moments.scales if eight_bits else unused, self._shares, self._middles, step, self._rate, self._skipped,
+            scale, self._applied, numel, -(-numel // BLOCK), number, decay, *self._betas, self._epsilon,
+            LOG_BETA1=math.log(self._betas[0]), LOG_BETA2=math.log(self._betas[1]),
+            HAS_GRADIENT=given is not None, EIGHT_BITS=eight_bits, SIZE=kernels.SIZE, BLOCK=BLOCK,
+        )  # fmt: skip
+
+    def take_norms(self, norms: Sequence[Tensor], scale: Tensor, squares: Tensor) -> None:
+        """Add the square of the norm of gradients of these norms, divided by `scale`, to `squares`; skip what is
+        updated from now on if it is not finite."""
+        parts = torch.stack(list(norms))
+        kernels.take_norms[(1,)](parts, scale, squares, self._skipped, len(parts), SIZE=kernels.NORMS)

@@ -1,0 +1,89 @@
+"""The kernel of rounded weights and moments against torch's update with rounding beside it, by Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from brimful.step.updates import bucketed_adamw
+from brimful.step.updates.bucketed_adamw import BucketedAdamW, Savings
+
+SCHEDULE = torch.full((9,), 1e-2)
+KINDS = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "8 bits": (torch.bfloat16, torch.uint8),
+    "8 bits of fp32 weights": (None, torch.uint8),
+    "fp32 states": (torch.bfloat16, torch.float32),
+}
+
+
+class Model(torch.nn.Module):
+    """Numbers that fill no whole block, and some that a batch may not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = torch.nn.Linear(37, 41), torch.nn.Linear(41, 3)
+        self.unused = torch.nn.Linear(20, 20)
+
+
+def update_of(monkeypatch: pytest.MonkeyPatch, kind: str, *, ours: bool, **savings: Any) -> BucketedAdamW:
+    monkeypatch.setattr(bucketed_adamw, "LEAST_IN_8_BITS", 300)
+    monkeypatch.setattr(bucketed_adamw, "can_launch", lambda device, betas: ours)
+    model, (weights, states) = Model(), KINDS[kind]
+    linear = frozenset(id(p) for p in model.parameters() if p.ndim == 2)
+    return BucketedAdamW(
+        model, SCHEDULE, max_grad_norm=0.0, scaled=False, betas=(0.9, 0.999), epsilon=1e-8,
+        weight_decay={"one.weight": 0.1}, savings=Savings(weights=weights, linear=linear, states=states, **savings),
+    )  # fmt: skip
+
+
+def give_gradients(update: BucketedAdamW, seed: int, *, unused: bool = False) -> None:
+    drawn = torch.Generator().manual_seed(seed)
+    for name, parameter in update.named.items():
+        if unused or not name.startswith("unused"):
+            gradient = torch.randn(parameter.shape, generator=drawn) * torch.logspace(-6, 0, parameter.shape[-1])
+            parameter.grad = gradient.to(parameter.dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_reference(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """But where the last bit of fp32 decides how a number is rounded."""
+    plain, ours = (update_of(monkeypatch, kind, ours=each) for each in (False, True))
+    for step in range(3):
+        for update in (plain, ours):
+            give_gradients(update, step, unused=step == 0)  # zeros after it
+        expected, found = plain.apply(gathered=False), ours.apply(gathered=False)
+        assert torch.allclose(found, expected, rtol=1e-6)
+        expected_w, found_w = (torch.cat([p.flatten() for p in each.weights().values()]) for each in (plain, ours))
+        assert float((found_w != expected_w).float().mean()) < (1.0 if kind == "8 bits of fp32 weights" else 0.02)
+        assert torch.allclose(found_w, expected_w, atol=2e-4, rtol=2**-7)
+    theirs, mine = plain.state().optimizer, ours.state().optimizer
+    assert theirs.keys() == mine.keys()
+    for name, kept in theirs.items():
+        assert torch.equal(kept.tensors["step"], mine[name].tensors["step"])
+        for moment in ("exp_avg", "exp_avg_sq"):
+            one, other = kept.tensors[moment].float(), mine[name].tensors[moment].float()
+            assert float((one - other).norm()) <= 1e-2 * float(one.norm())
+            assert float(((one - other).abs() > 1e-6 * one.abs()).float().mean()) < 0.02
+
+
+def test_a_norm_that_is_not_finite_skips_what_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = update_of(monkeypatch, "8 bits", ours=True, in_backward=True)
+    kernels, squares = update._kernels, torch.zeros(())
+    assert kernels is not None
+    kernels.take_norms([torch.tensor(3.0), torch.tensor(4.0)], torch.tensor(2.0), squares)
+    assert (float(squares), float(update._skipped)) == (6.25, 0.0)
+    kernels.take_norms([torch.tensor(float("nan")), torch.tensor(1.0)], torch.tensor(2.0), squares)
+    assert float(update._skipped) == 1.0
+    kernels.take_norms([torch.tensor(1.0)], torch.tensor(2.0), squares)
+    assert float(update._skipped) == 1.0
+    before = [p.clone() for p in update.parameters]
+    give_gradients(update, 0)
+    for bucket in update._buckets:
+        update._update(bucket, {i: p.grad for i, p in enumerate(update.parameters) if p.grad is not None})
+    assert all(torch.equal(p, was) for p, was in zip(update.parameters, before, strict=True))
