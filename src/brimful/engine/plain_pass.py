@@ -2,7 +2,9 @@
 gradients by the weights that a step has in memory.
 
 A step is compared before it trains, and the comparison should not need more memory than the training: layers are
-recomputed by torch's own checkpointing, as Hugging Face does it, and gradients are left in host memory.
+recomputed by torch's own checkpointing, as Hugging Face does it, each gradient goes to host memory when it is complete,
+and weights that are kept in half precision are wide a layer at a time. Passes are of half as many tokens as the step's:
+a token takes twice the bytes in fp32.
 
 Layers whose weights are streamed are here, too: each comes for its turn, and the update takes its gradients.
 """
@@ -22,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from brimful.engine.assemble import Assembled
+from brimful.engine.widened_layers import WidenedLayers
 from brimful.kernels.layout import Inputs, map_tensors, padded_inputs
 from brimful.models.packed.layer_calls import as_they_were
 from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
@@ -35,7 +38,7 @@ from brimful.tasks.task import Task
 #: Most tokens that are compared, by device, and most of one row: eager scores grow with the square of a row.
 _MOST_TOKENS = {"cuda": 16384, "cpu": 512}
 _LONGEST = {"cuda": 1024, "cpu": 512}
-#: Tokens of a batch of the plain model, padding counted, by the same reason.
+#: Most tokens of a batch of the plain model, padding counted, by the same reason.
 _PLAIN_TOKENS = 4096
 
 
@@ -78,8 +81,16 @@ def plain(made: Assembled, rows: Rows, precision: Precision) -> Probed:
     streamed: StreamedLayers | None = getattr(model, "streamed_layers", None)
     elsewhere = {id(p) for each in (() if streamed is None else streamed.parameters) for p in each}
     moved = {name for name, p in step.update.named.items() if id(p) in elsewhere}
-    by_name = ((name, w) for name, w in step.update.weights().items() if name not in moved)
-    weights = {name: w.detach().requires_grad_(True) for name, w in by_name}
+    taken: dict[str, Tensor] = {}
+    names = {id(p): name for name, p in step.update.named.items()}
+    halves = {id(p) for p in model.parameters() if not p.requires_grad and p.dtype.itemsize == 2}
+    halves = set() if streamed else halves | {id(step.update.named[name]) for name in step.update.halves()}
+    widened = WidenedLayers(model, halves, lambda p, g: _take(taken, names[id(p)], g))
+    elsewhere |= widened.members
+    weights = {name: step.update.weight(name) for name, p in step.update.named.items() if id(p) not in elsewhere}
+    weights = {name: w.detach().requires_grad_(True) for name, w in weights.items()}
+    for name, weight in weights.items():
+        weight.register_post_accumulate_grad_hook(partial(_take_and_free, taken, name))
     task, device = step.task, step.device
     denominator = task.denominator(rows.targets_N, rows.weights_N)
     losses_N = torch.zeros(len(rows.ids), dtype=torch.float64)
@@ -88,25 +99,26 @@ def plain(made: Assembled, rows: Rows, precision: Precision) -> Probed:
     update = step.update
     try:
         with ExitStack() as stack:
-            for context in (_plain_form(model), without_dropout(model), torch.enable_grad()):
+            for context in (_plain_form(model), without_dropout(model), torch.enable_grad(), _no_kept_casts()):
                 stack.enter_context(context)
+            stack.enter_context(widened.taking_turns())
             if streamed is not None:
                 stack.enter_context(update.undisturbed())
                 stack.enter_context(streamed.widened())
-            for members in [np.arange(len(rows.ids))] if whole else _cut(rows.ids):
+            for members in [np.arange(len(rows.ids))] if whole else _cut(rows.ids, made.layout.most_tokens // 2):
                 update.before()
                 form = _Plain(model, precision, task, denominator)
                 rows_R = _plain_losses(form, weights, rows, members, device, elsewhere)
                 losses_N[torch.from_numpy(members)] = rows_R.double().cpu()
-            gradients = {name: _taken(weight) for name, weight in weights.items()}
             if moved:
                 found = dict(zip(update.named, update.gradients(gathered=False), strict=True))
-                gradients = {name: found[name] if name in moved else gradients[name] for name in found}
+                taken |= {name: found[name] for name in moved}
     finally:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-    return Probed(losses_N=losses_N, gradients=[g.float() for g in gradients.values()])
+    gradients = (taken.get(name, torch.zeros(p.shape)) for name, p in update.named.items())
+    return Probed(losses_N=losses_N, gradients=[g.float() for g in gradients])
 
 
 class _Plain(nn.Module):
@@ -154,19 +166,36 @@ def _plain_losses(
     return found
 
 
-def _taken(weight: Tensor) -> Tensor:
-    """The gradient of a weight, in host memory; there is none left where it was."""
-    found, weight.grad = weight.grad, None
-    return torch.zeros(weight.shape) if found is None else found.float().cpu()
+def _take(taken: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+    """Add a gradient to what there is of it in host memory."""
+    found = gradient.float().cpu()
+    taken[name] = taken[name].add_(found) if name in taken else found
 
 
-def _cut(ids: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """Rows of each padded batch, in order of length."""
+def _take_and_free(taken: dict[str, Tensor], name: str, weight: Tensor) -> None:
+    assert weight.grad is not None
+    _take(taken, name, weight.grad)
+    weight.grad = None
+
+
+def _cut(ids: Sequence[np.ndarray], most_tokens: int) -> Iterator[np.ndarray]:
+    """Rows of each padded batch of so many tokens, if one row has no more, in order of length."""
     order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
     while order:
-        count = max(1, _PLAIN_TOKENS // len(ids[order[0]]))
+        count = max(1, min(_PLAIN_TOKENS, most_tokens) // len(ids[order[0]]))
         yield np.array(order[:count])
         order = order[count:]
+
+
+@contextmanager
+def _no_kept_casts() -> Iterator[None]:
+    """Within, autocast keeps no weights that it has cast: there would be one of each until a pass is over."""
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
 
 
 @contextmanager

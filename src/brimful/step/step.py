@@ -350,11 +350,19 @@ class Step:
     def _probed(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """Losses of each micro-batch's rows, and the gradients."""
         several, rows = len(batch.micro_batches) > 1, []
+        self.update.whole = not several
         for index in range(len(batch.micro_batches)):
             rows.append(self.accumulate(batch, index))
             if several:
                 self.update.gather()
-        return rows, self.update.gradients(gathered=several)
+        gradients = self.update.gradients(gathered=several)
+        self._wait()
+        return rows, gradients
+
+    def _wait(self) -> None:
+        """Wait until the device has done all that it was told: gradients may be on their way to the host."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _hold_scale(self) -> None:
         """Set the loss scale of fp16 to one that no first gradient overflows under. A skipped update lowers it."""

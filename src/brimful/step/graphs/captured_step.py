@@ -94,6 +94,7 @@ class CapturedStep(Step):
             pending = self._replayed(batch)
             if pending is None:
                 return super()._probed(batch)
+            self._wait()
             return list(pending.rows), [gradient.clone() for gradient in self._kept]
         finally:
             self._probing, self._kept = False, []

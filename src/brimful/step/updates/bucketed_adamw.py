@@ -82,6 +82,7 @@ class BucketedAdamW(Update):
         self._sums: dict[int, Tensor] | None = None
         self._gathered: set[int] = set()
         self._is_held = self._is_begun = False
+        self._left: dict[int, Tensor] = {}  # gradients in host memory, by parameter
         index = {id(p): i for i, p in enumerate(self.parameters)}
         self._hooks = [
             p.register_post_accumulate_grad_hook(lambda p: self._complete(index[id(p)]))
@@ -128,10 +129,23 @@ class BucketedAdamW(Update):
 
     def _complete(self, index: int) -> None:
         bucket = self._bucket_of[index]
-        if self._is_begun:
+        if self._is_held and self.whole:
+            self._leave_on_host(index)
+        elif self._is_begun:
             bucket.num_complete += 1
             if bucket.num_complete == len(bucket.members):
                 self._update_early(bucket)
+
+    def _leave_on_host(self, index: int) -> None:
+        """Give a gradient that is asked for, and not used, away: at no time are all of them on the device."""
+        gradient = self.parameters[index].grad
+        assert gradient is not None
+        host = self._left.get(index)
+        if host is None:
+            pinned = self.device.type == "cuda"
+            host = self._left[index] = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=pinned)
+        host.copy_(gradient, non_blocking=True)
+        self.parameters[index].grad = None
 
     def _update_early(self, bucket: Bucket) -> None:
         """Update a bucket from the gradients that there are, and free them."""
@@ -289,10 +303,15 @@ class BucketedAdamW(Update):
                 yield
         finally:
             self._is_held = False
+            self._left = {}
 
     def gradients(self, *, gathered: bool) -> list[Tensor]:
-        """As `Update` has it."""
+        """As `Update` has it; while updates within the backward pass are held back, those of a whole batch are in host
+        memory, once the device has done all that it was told."""
         found = self._gradients(gathered=gathered)
+        if self._left and not gathered:
+            found |= self._left
+            return [found[i] if i in found else torch.zeros(p.shape) for i, p in enumerate(self.parameters)]
         return [found[i].clone() if i in found else torch.zeros_like(p) for i, p in enumerate(self.parameters)]
 
     def _counters(self) -> tuple[Tensor, ...]:
@@ -319,7 +338,12 @@ class BucketedAdamW(Update):
 
     def weights(self) -> dict[str, Tensor]:
         """As `Update` has it; those in bf16 are widened."""
-        return {name: parameter.detach().float() for name, parameter in self.named.items()}
+        return {name: self.weight(name) for name in self.named}
+
+    def weight(self, name: str) -> Tensor:
+        """As `Update` has it."""
+        kept = self.named[name].detach()
+        return kept.float() if kept.dtype.itemsize == 2 else kept
 
     def _gradient_tensors(self) -> Iterator[Tensor]:
         yield from super()._gradient_tensors()

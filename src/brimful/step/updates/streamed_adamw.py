@@ -72,6 +72,9 @@ class StreamedAdamW(BucketedAdamW):
         super().before()
         self._layer_sums.finish()
 
+    def _leave_on_host(self, index: int) -> None:
+        """Nothing: gradients of layers go to host memory by `_take`."""
+
     def _take(self, number: int) -> None:
         """Take the gradients of a layer, in its turn: update its weights, or add to the sums in host memory."""
         for bucket in self._of_layer[number]:

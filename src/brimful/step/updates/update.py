@@ -216,6 +216,16 @@ class Update:
         """The fp32 weights that are trained, by name in the model."""
         return {**self.named, **self._masters()}
 
+    def halves(self) -> list[str]:
+        """Names of parameters that are kept in half precision alone."""
+        masters = self._masters()
+        return [name for name, p in self.named.items() if p.dtype.itemsize == 2 and name not in masters]
+
+    def weight(self, name: str) -> Tensor:
+        """One of `weights`."""
+        found: Tensor = self._masters().get(name, self.named[name])
+        return found
+
     def _masters(self) -> dict[str, Tensor]:
         """fp32 weights that are not the model's own parameters, by name."""
         return {}
