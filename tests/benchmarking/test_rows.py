@@ -38,7 +38,7 @@ def test_the_guides_nine_rows_have_the_guides_settings() -> None:
 
 
 def test_every_set_of_rows_is_accepted_by_train() -> None:
-    for name in ("default", "guide", "levers"):
+    for name in ("default", "guide", "levers", "lean"):
         check_rows(asked(name))
         rows = rows_of(asked(name), longest=128, on_gpu=False)
         assert rows[0] == PLAIN
@@ -89,7 +89,7 @@ def test_rows_that_the_user_names() -> None:
 @pytest.mark.parametrize(
     ("given", "said", "hint"),
     [
-        ({"rows": "fast"}, "it is no set of rows", "default, guide, levers"),
+        ({"rows": "fast"}, "it is no set of rows", "default, guide, levers, lean"),
         ({"rows": "presicion=bf16"}, "which is no lever", "did you mean precision?"),
         ({"rows": "precision=bf16+precision=fp32"}, "--precision twice", "name each lever once"),
         ({"rows": "learning_rate=1"}, "which is no lever", "the levers are"),

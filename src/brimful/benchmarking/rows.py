@@ -28,6 +28,20 @@ _CHECKPOINTS = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs":
 _FREED = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
 _LATE = {"optimizer_in_backward": True, "late_clipping": True}
 _SMALL = {"optimizer_state_dtype": "bf16", "weight_dtype": "bf16", **_LATE}
+_SMALLEST = _SMALL | {"optimizer_state_dtype": "8bit"}
+_FULL, _COMPILED = {"gradient_checkpointing": "full"}, {"execution": "compiled"}
+#: Nothing but fp32, with what may wait in host memory there, and a limit of what activations may have on the device.
+_EXACT = {"precision": "fp32", "optimizer_offload": True, **_FREED, "activation_memory": "2400MB", **_COMPILED}
+#: Rows of ours in the least memory, the first of each kind the one that is to be seen first.
+_LEAN: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("bf16 weights, 8-bit states, in backward, checkpointing, compiled", _SMALLEST | _FULL | _COMPILED),
+    ("bf16 weights, 8-bit states, in backward, compiled", _SMALLEST | _COMPILED),
+    ("fp32, states offloaded, in backward, selective", _EXACT | {"gradient_checkpointing": "selective"}),
+    ("bf16 weights, 8-bit states, in backward, checkpointing", _SMALLEST | _FULL),
+    ("fp32, states offloaded, in backward, activations offloaded", _EXACT | {"gradient_checkpointing": "offload"}),
+    ("bf16 weights and states, in backward, compiled", _SMALL | _COMPILED),
+    ("bf16 weights, 8-bit states, in backward", _SMALLEST),
+)
 #: Trainer's plain row, which all others are compared with.
 PLAIN = Row(side="trainer", name="plain")
 _OUR_PLAIN = "brimful: plain"
@@ -95,10 +109,10 @@ def _guide(batch_size: int, longest: int) -> list[Row]:
         ("8-bit Adam", {"optim": "adamw_bnb_8bit"}, "plain"),
         ("all, 8-bit Adam", fp16 | {"optim": "adamw_bnb_8bit"}, "plain"),
     )
-    full, bf16 = {"gradient_checkpointing": "full"}, {"precision": "bf16"}
+    full, bf16 = _FULL, {"precision": "bf16"}
     ours: tuple[tuple[str, dict[str, Any]], ...] = (
         ("bf16", {}),
-        ("bf16, compiled", {"execution": "compiled"}),
+        ("bf16, compiled", _COMPILED),
         ("split in four", {"token_budget": micro * longest}),
         ("checkpointing", full),
         ("selective", {"gradient_checkpointing": "selective", "activation_memory": "1GB"}),
@@ -117,7 +131,13 @@ def _guide(batch_size: int, longest: int) -> list[Row]:
         _ours("fp32", {"precision": "fp32"}, PLAIN.key),
         *(_ours(name, bf16 | each, "brimful: fp32" if name == "bf16" else "brimful: bf16") for name, each in ours),
         _ours("fp16", {"precision": "fp16"}, "brimful: fp32"),
+        *_lean(batch_size, longest),
     ]
+
+
+def _lean(batch_size: int, longest: int) -> list[Row]:
+    """Rows of ours in the least memory, beside Trainer's plain one."""
+    return [_ours(name, {"precision": "bf16"} | each, PLAIN.key) for name, each in _LEAN]
 
 
 def _levers(batch_size: int, longest: int) -> list[Row]:
@@ -135,6 +155,7 @@ def _levers(batch_size: int, longest: int) -> list[Row]:
         ("states offloaded", {"optimizer_offload": True}),
         ("updated in backward", _FREED),
         ("states in bf16", {"optimizer_state_dtype": "bf16"}),
+        ("states in 8 bits", {"optimizer_state_dtype": "8bit"}),
         ("bf16 weights and states", {"precision": "bf16", **_SMALL}),
         ("Adafactor", {"optim": "adafactor"}),
         ("8-bit Adam", {"optim": "adamw_bnb_8bit"}),
@@ -150,7 +171,7 @@ def _levers(batch_size: int, longest: int) -> list[Row]:
     return found
 
 
-_PRESETS = {"default": _default, "guide": _guide, "levers": _levers}
+_PRESETS = {"default": _default, "guide": _guide, "levers": _levers, "lean": _lean}
 
 
 def _asked(options: BenchOptions, text: str, precision: str) -> list[Row]:
