@@ -90,7 +90,8 @@ def _read_tensors(files: tuple[Path, ...]) -> dict[str, Tensor]:
     for file in files:
         if file.suffix != ".safetensors":
             pickled = torch.load(file, map_location="cpu", weights_only=True, mmap=False)
-            state.update({name: _owned(tensor) for name, tensor in pickled.items()})
+            for name in list(pickled):  # one after another: there is no time at which all are there twice
+                state[name] = _owned(pickled.pop(name))
             continue
         with safe_open(file, framework="pt", device="cpu") as opened:
             for name in opened.keys():  # noqa: SIM118  (it is not a mapping)
