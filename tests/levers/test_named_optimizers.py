@@ -186,3 +186,9 @@ def test_settings_that_it_does_not_take_are_refused() -> None:
     asked = {"weight_decay": 0.0, "learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
     with pytest.raises(OptionError, match="--optim rmsprop with --optim-args alpha=much does not work"):
         make_optimizers("rmsprop", groups, [], asked | {"optim_args": "alpha=much"})
+    for name, given in (("sgd", "momntum=0.9"), ("adafactor", "scale_parameter=True,warm=1")):
+        with pytest.raises(OptionError, match=f"--optim {name} does not take (momntum|warm)"):  # transformers would
+            make_optimizers(name, groups, [], asked | {"optim_args": given, "warmup_steps": 0})
+    assert make_optimizers("sgd", groups, [], asked | {"optim_args": "momentum=0.0", "warmup_steps": 0})
+    with pytest.raises(OptionError, match="--optim-args is amsgrad=True, and --optim adamw_torch takes none"):
+        brimful.train("x.csv", model="x", output="y", optim="adamw_torch", optim_args="amsgrad=True", device="cpu")

@@ -151,6 +151,11 @@ def check_update(options: Any) -> None:
         raise OptionError(
             f"{flag(asked[0])} is for AdamW, and --optim is {options.optim}", hint="leave one of the two out"
         )
+    if options.optim_args and options.optim in ("adamw_torch", "adamw_torch_fused"):
+        raise OptionError(
+            f"--optim-args is {printable(options.optim_args)}, and --optim {options.optim} takes none",
+            hint="AdamW's settings are --adam-beta1, --adam-beta2, --adam-epsilon and --weight-decay",
+        )
     if options.late_clipping and not (options.optimizer_in_backward and options.max_grad_norm):
         raise OptionError(
             "--late-clipping is for --optimizer-in-backward with a --max-grad-norm above 0", hint="leave it out"

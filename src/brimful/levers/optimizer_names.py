@@ -7,12 +7,13 @@ rounded, and so are taken only where they are asked for.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from brimful.core.errors import OptionError, printable
+from brimful.core.errors import OptionError, did_you_mean, printable
 from brimful.core.records import Arithmetic
 
 if TYPE_CHECKING:
@@ -111,6 +112,23 @@ def make_optimizers(
     return found
 
 
+def _check_all_used(name: str, arguments: Any, kind: type, settings: Mapping[str, Any]) -> None:
+    """Check that an optimizer takes each of its --optim-args: transformers leaves out what it does not know.
+
+    Raises: OptionError.
+    """
+    from transformers import Trainer
+
+    given = [part for part in str(arguments.optim_args or "").replace(" ", "").split(",") if part]
+    for part in given:
+        without = SimpleNamespace(**vars(arguments) | {"optim_args": ",".join(p for p in given if p != part) or None})
+        asked = part.split("=")[0]
+        if asked not in settings and Trainer.get_optimizer_cls_and_kwargs(cast(Any, without))[1] == settings:
+            said = f"--optim {name} does not take {printable(asked)}, which --optim-args has"
+            known = [*settings, *inspect.signature(kind).parameters]
+            raise OptionError(said, hint=did_you_mean(asked, known) or "leave it out")
+
+
 def _make(name: str, groups: list[dict[str, Any]], hyperparameters: Mapping[str, Any]) -> torch.optim.Optimizer:
     from transformers import Trainer
     from transformers.training_args import OptimizerNames
@@ -118,6 +136,7 @@ def _make(name: str, groups: list[dict[str, Any]], hyperparameters: Mapping[str,
     arguments = SimpleNamespace(optim=OptimizerNames(name), optim_target_modules=None, **hyperparameters)
     try:
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(cast(Any, arguments))
+        _check_all_used(name, arguments, kind, settings)
         made: torch.optim.Optimizer = kind(groups, **settings)
     except (ValueError, TypeError, KeyError, ImportError) as error:
         asked = hyperparameters.get("optim_args")
