@@ -14,6 +14,7 @@ from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.step import Step, make_schedule
 from brimful.step.updates.bucketed_adamw import Savings
 from gpu.test_captured_on_gpu import STEPS, make_step, outcomes, source
+from step.updates import test_rounded_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +26,7 @@ EXACT: dict[str, dict[str, Any]] = {
 ROUNDED: dict[str, dict[str, Any]] = {
     "states": {"states": torch.bfloat16, "on_host": True},
     "weights": {"weights": torch.bfloat16, "states": torch.bfloat16, "in_backward": True},
+    "8 bits": {"weights": torch.bfloat16, "states": torch.uint8, "in_backward": True},
 }
 
 
@@ -61,6 +63,11 @@ def test_rounded_updates_are_captured_too(savings: dict[str, Any]) -> None:
     ]
     for one, other in zip(*found, strict=True):
         assert one == pytest.approx(other, rel=5e-2)
+
+
+@pytest.mark.parametrize("kind", test_rounded_kernels.KINDS)
+def test_the_kernel_of_rounded_numbers_is_the_reference(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    test_rounded_kernels.compare(monkeypatch, kind, "cuda")
 
 
 def test_less_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

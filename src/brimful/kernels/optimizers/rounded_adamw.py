@@ -127,11 +127,10 @@ def rounded_adamw(WEIGHT, GRADIENT, FIRST, SECOND, SCALES, SHARES, MIDDLES, STEP
 @triton.jit
 def take_norms(PARTS, SCALE, SQUARES, SKIPPED, num_parts, SIZE: tl.constexpr):
     """Add the square of the norm of some gradients, divided by SCALE, and skip from here on if it is not finite."""
-    lanes, total = tl.arange(0, SIZE), 0.0
+    lanes, total = tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32)
     for first in range(0, num_parts, SIZE):
         part = tl.load(PARTS + first + lanes, mask=first + lanes < num_parts, other=0.0)
-        total += tl.sum(part * part, 0)
-    norm = tl.sqrt(total) / tl.load(SCALE)
+        total += part * part
+    norm = tl.sqrt(tl.sum(total, 0)) / tl.load(SCALE)
     tl.store(SQUARES, tl.load(SQUARES) + norm * norm)
-    if not (tl.abs(norm) < float("inf")):
-        tl.store(SKIPPED, 1.0)
+    tl.store(SKIPPED, tl.where(tl.abs(norm) < float("inf"), tl.load(SKIPPED), 1.0))

@@ -252,7 +252,7 @@ class BucketedAdamW(Update):
         arena = self._arenas[bucket.number] if self._host is None else self._host.fetch(bucket.number)
         steps = [self._steps[i] for i in members]
         torch._foreach_add_(steps, [1 - self._skipped] * len(steps))  # one tensor would be read by the host
-        ours = [i for i in members if self._kernels is not None and self._is_rounded(i)]
+        ours = [i for i in members if self._is_for_kernels(i)]
         for i in ours:
             assert self._kernels is not None
             moments = self._moments(i, arena)
@@ -263,9 +263,10 @@ class BucketedAdamW(Update):
         if self._host is not None:
             self._host.put(bucket.number, arena)
 
-    def _is_rounded(self, index: int) -> bool:
-        wide = self.parameters[index].dtype, self._dtype_of_states(index)
-        return wide != (torch.float32, torch.float32)
+    def _is_for_kernels(self, index: int) -> bool:
+        parameter, states = self.parameters[index], self._dtype_of_states(index)
+        is_rounded = (parameter.dtype, states) != (torch.float32, torch.float32)
+        return self._kernels is not None and is_rounded and parameter.is_contiguous()
 
     def _fused(self, chosen: Sequence[int], arena: Tensor, gradients: Mapping[int, Tensor], decay: float) -> None:
         """Update parameters by torch's kernel, in fp32, and round what is kept in less."""
