@@ -147,7 +147,7 @@ class Step:
         self.device = self.update.device
         self.memory = PhaseMemory(self.update.kept, self.update.parameters)
         self._random = RandomStream(self.device)
-        self._keeps_all = False
+        self._keeps_all = self._failed_together = False
         if ranks.count > 1:
             update.share(ranks, half=half_wire, overlap=overlap)
 
@@ -215,6 +215,7 @@ class Step:
         """
         failed = self.ranks.any([failure is not None and rank == self.ranks.rank for rank in range(self.ranks.count)])
         if any(failed):
+            self._failed_together = True
             raise failure or kind(f"out of memory in process {failed.index(True)} of {len(failed)}")
 
     def _pending(
@@ -227,13 +228,15 @@ class Step:
         return pending
 
     def abandon(self) -> bool:
-        """Drop all that a step which failed has left; True if it may be taken again, False if weights were changed.
+        """Drop all that a step which failed has left; True if it may be taken again.
 
+        It may not where weights were changed, nor where it failed in one of several processes without their knowing.
         Masks of dropout are drawn anew from the batch's own seeds, so the batch may come in other micro-batches.
         """
-        committed, self.update.committed = self.update.committed, False
+        again = not self.update.committed and (self._failed_together or not self.is_shared)
+        self.update.committed = self._failed_together = False
         self.update.abandon()
-        return not committed
+        return again
 
     @property
     def captures(self) -> bool:

@@ -18,8 +18,10 @@ from brimful.core.place import Place
 from brimful.data.batches import prefetch
 from brimful.engine.first_batch import FirstBatch
 from brimful.engine.training import evaluations
+from brimful.engine.training.loop import TrainingLoop
 from brimful.step.forward import Forward
 from brimful.step.step import Step
+from brimful.step.updates.torch_update import TorchUpdate
 from forked_ranks import Forked
 from runs import checkpoints, events, save_tiny_model, single_label_rows, write_rows
 
@@ -260,3 +262,46 @@ def test_any_number_of_processes_goes_on(files: Path, tmp_path: Path) -> None:
     for one, parts in zip(steps(tmp_path / "constant"), steps(output), strict=True):
         assert parts["loss"] == pytest.approx(one["loss"], rel=1e-3)
         assert parts["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
+
+
+def test_an_evaluation_that_was_due_when_a_signal_came(files: Path, tmp_path: Path) -> None:
+    """It is made up for before the first step to come: other processes take part in it then, too."""
+    output = tmp_path / "run"
+
+    def work(place: Place) -> int:
+        if place.leads:
+
+            def land(loop: TrainingLoop, pending: Any) -> None:
+                landed(loop, pending)
+                if loop._state.applied == 7:  # the last one of the epoch, the ninth, is under way
+                    loop._signals.received = signal.SIGTERM
+
+            landed, TrainingLoop._land = TrainingLoop._land, land  # type: ignore[method-assign]
+        return run(words(files, output, "--max-steps", "12"))
+
+    assert Forked(tmp_path / "first", 2, work).results() == [143, 0]
+    assert checkpoints(output) == [9]
+    assert events(output, "evaluated") == []
+    again = start(tmp_path / "second", words(files, output, "--max-steps", "12", "--resume"))
+    assert again.results() == [0, 0]
+    assert [found["step"] for found in events(output, "evaluated")] == [9, 12]
+
+
+def test_a_run_that_memory_ran_out_in_goes_on_in_smaller_micro_batches_of_all(files: Path, tmp_path: Path) -> None:
+    """With parts of gradients, each micro-batch is summed: one process with other sizes would keep others waiting."""
+    ask = words(files, tmp_path / "run", "--sharding", "gradients", "--lr-scheduler-type", "constant")
+    harm = at_call(Step, "accumulate", 1, fail)
+    assert start(tmp_path / "once", [*ask, "--max-steps", "6"], harm=harm).results() == [0, 0]
+    assert events(tmp_path / "run", "out_of_memory")
+    again = start(tmp_path / "again", [*ask, "--max-steps", "12", "--resume"])
+    assert again.results() == [0, 0]
+    assert len(steps(tmp_path / "run")) == 12
+
+
+def test_memory_that_runs_out_in_the_update_of_one_process(files: Path, tmp_path: Path) -> None:
+    """Others have made theirs by then: it does not take the step again by itself, and all end."""
+    harm = at_call(TorchUpdate, "apply", 4, fail)
+    both = start(tmp_path / "logs", words(files, tmp_path / "run", *LONG), harm=harm)
+    assert both.exit_codes() == [7, 6]
+    assert "error: process 1 of 2 (" in both.said(0)
+    assert "memory ran out in the step of batch 4 while weights were being changed, or while other" in both.said(0)

@@ -7,6 +7,7 @@ one process alone has met, a signal, a full disk, a metric, can lead two of them
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -81,47 +82,55 @@ class _Follower:
         self._fitted = FittedStep(built, self._out_of_memory)
         self._forward = evaluation_forward(built, most_rows=options.batch_size, note=lambda _: None)
         self._steps: deque[tuple[int, Pending]] = deque(maxlen=_REMEMBERED)
+        self._batches: Iterator[Batch] = iter(())
+        self._begun_at = 0
 
     def run(self) -> None:
-        """Wait for one order after another."""
-        order, number = self._ranks.hear()
-        while order != Order.END:
-            if order == Order.LOAD:
-                self._load(number)
-            elif order == Order.BEGIN:
-                self._train(number)
-                break
-            order, number = self._ranks.hear()
+        """Do what one order after another says, until the end."""
+        if self._obey() == Order.BEGIN:
+            device, start, stop = self._built.step.device, self._begun_at, self._prepared.num_batches
+            with Feed(self._built.source, device, start=start, stop=stop, ahead=self._options.prefetch) as feed:
+                self._batches = iter(feed)
+                self._obey()
         if not self._built.step.update.gathers_weights:
             self._built.step.release()
 
-    def _load(self, step: int) -> None:
-        saved = checkpoint_path(RunFolder(Path(self._options.output)).checkpoints, step)
-        self._built.step.load_state(load_checkpoint(saved).state)
-
-    def _train(self, start: int) -> None:
-        """Take steps from batch `start` on, and do what is between them, until the end."""
-        device, stop = self._built.step.device, self._prepared.num_batches
-        with Feed(self._built.source, device, start=start, stop=stop, ahead=self._options.prefetch) as feed:
-            batches = iter(feed)
+    def _obey(self) -> int:
+        """Do what is ordered, but for steps before they begin; return the order that says to begin, or to end."""
+        while True:
             order, number = self._ranks.hear()
-            while order != Order.END:
-                if order == Order.STEP:
-                    self._ranks.pulse.await_input()
-                    self._step(next(batches), number)
-                elif order == Order.EVALUATE:
-                    self._evaluate()
-                elif order == Order.ROWS:
-                    self._name_rows(number)
-                elif order == Order.STATE:
-                    self._built.step.state()
-                elif order == Order.LOAD:
-                    self._load(number)
-                elif order == Order.RELEASE:
-                    self._built.step.release()
-                elif order == Order.COMPARE:
-                    self._ranks.send(np.array([digest(self._built.step.update.weights().values())]))
-                order, number = self._ranks.hear()
+            if order == Order.BEGIN:
+                self._begun_at = number
+            if order in (Order.BEGIN, Order.END):
+                return order
+            self._do(order, number)
+
+    def _do(self, order: int, number: int) -> None:
+        if order == Order.STEP:
+            self._ranks.pulse.await_input()
+            self._step(next(self._batches), number)
+        elif order == Order.EVALUATE:
+            self._evaluate()
+        elif order == Order.ROWS:
+            self._name_rows(number)
+        elif order == Order.STATE:
+            self._built.step.state()
+        elif order == Order.LOAD:
+            self._load(number)
+        elif order == Order.RELEASE:
+            self._built.step.release()
+        elif order == Order.COMPARE:
+            self._ranks.send(np.array([digest(self._built.step.update.weights().values())]))
+        else:
+            raise RuntimeError(f"the leader gave order {order}, which this process does not know")
+
+    def _load(self, step: int) -> None:
+        """Take up a checkpoint, and the sizes of micro-batches where memory ran out before it."""
+        saved = load_checkpoint(checkpoint_path(RunFolder(Path(self._options.output)).checkpoints, step))
+        self._built.step.load_state(saved.state)
+        if (limit := saved.loop.get("token_budget")) is not None:
+            self._fitted.limit_to(limit)
+            self._built.source.layout = self._fitted.layout
 
     def _out_of_memory(self, found: OutOfMemory) -> None:
         """Have the leader say that memory ran out here."""

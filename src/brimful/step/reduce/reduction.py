@@ -38,6 +38,8 @@ class Reduction:
         self._endings: list[Ending] = []
         # Made beforehand: a process that others wait for allocates nothing.
         self._halves = [self._half_memory(bucket) for bucket in buckets] if half else []
+        most = max((len(sent) for sent, _ in self._halves), default=0) // ranks.count
+        self._total = torch.zeros(most, dtype=memory.dtype, device=memory.device)  # of one bucket at a time
 
     def _half_memory(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Memory to send a bucket in bf16, and to be sent one, in whole parts of each process."""
@@ -88,7 +90,7 @@ class Reduction:
         def end() -> None:
             exchanged()
             first, *others = got.view(ranks.count, -1)
-            total = first.to(whole.dtype)
+            total = self._total[: len(first)].copy_(first)
             for part in others:
                 total += part
             own = sent.view(ranks.count, -1)[ranks.rank]
