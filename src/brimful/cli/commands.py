@@ -120,10 +120,10 @@ def _run(name: str, words: list[str]) -> int:
         return _on_ray(name, options, words)
     claims = getattr(options, "claim", False)  # then each process works by itself, whoever started it
     place = Place() if claims else find_place()
-    if name == "train" and options.gpus not in (None, "1") and place.count == 1:
+    if name in ("train", "profile") and options.gpus not in (None, "1") and place.count == 1:
         return _on_several(options.gpus, [name, *words])
     watch_launcher()
-    if name in ("train", "classify", "evaluate") and not place.leads:
+    if name in ("train", "classify", "evaluate", "profile") and not place.leads:
         return _follow(name, options)
     without_torch = {"report": _report, "compare": _compare, "bench": _bench}
     if name in without_torch:
@@ -179,9 +179,11 @@ def _follow(name: str, options: Any) -> int:
     from brimful.api import run_classification, run_training
     from brimful.core.callbacks import Callbacks
     from brimful.engine.evaluation.run import run_evaluation
+    from brimful.engine.profiling.profile import profile
 
     try:
-        run: Any = {"train": run_training, "classify": run_classification, "evaluate": run_evaluation}[name]
+        commands = {"train": run_training, "classify": run_classification, "evaluate": run_evaluation}
+        run: Any = (commands | {"profile": profile})[name]
         run(options, Callbacks())
     except BrimfulError as error:
         if isinstance(error, RanksError) and error.lost == 0 and find_place().rank == 1:  # the leader cannot

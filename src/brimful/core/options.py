@@ -476,9 +476,8 @@ class ProfileOptions(TrainOptions):
 #: Fields of TrainOptions that a single step does not depend on.
 NOT_OF_A_STEP = frozenset(
     {"output", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "metric_for_best_model"}
-    | {"early_stopping_patience", "resume", "dry_run", "report_to", "baselines", "report", "push_to_hub", "gpus"}
-    | {"launcher", "num_processes"}
-    | {"reduce_dtype", "sharding"}
+    | {"early_stopping_patience", "resume", "dry_run", "report_to", "baselines", "report", "push_to_hub"}
+    | {"launcher", "num_processes", "hang_timeout"}
 )
 
 

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from brimful.core.records import Machine, PeakMemory, Recipe
 
-#: What a step's time is spent on. idle: no kernel runs; on a CPU, the host is outside torch's operators.
+#: What a step's time is spent on. communication: between processes, with nothing else beside it. idle: no kernel runs;
+#: on a CPU, the host is outside torch's operators.
 PartName = Literal[
     "contractions",
     "attention",
@@ -21,6 +22,7 @@ PartName = Literal[
     "embedding",
     "copies",
     "other",
+    "communication",
     "idle",
 ]
 
@@ -122,13 +124,27 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Communication:
+    """Sums between several processes in a step, as the one that is profiled sees them.
+
+    imbalance: tokens of the process that has the most in a step, over the mean of all. seconds: in which sums were on
+    their way, processes that come late waited for. hidden_s: of these, beside other work.
+    """
+
+    processes: int
+    imbalance: float
+    seconds: float
+    hidden_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """Time of one training step, by kind of kernel.
 
     steps: how many were timed, and then recorded. parts: add up to the mean step, idle last. stretch: what recorded
     kernels were shortened by where together they were longer than the step without the profiler, else 1.
     kernels: by time, longest first. num_kernels, num_launches: in one step; launches are the host's calls, None where
-    the profiler does not see them.
+    the profiler does not see them. communication: None for one process; else all work is that of this process's part.
     """
 
     model: str
@@ -149,6 +165,7 @@ class Profile:
     rates: Rates
     peak_bytes: PeakMemory = field(default_factory=PeakMemory)
     reading: str = ""
+    communication: Communication | None = None
     schema: int = 1
 
     def part(self, name: PartName) -> Part:

@@ -198,6 +198,36 @@ class FirstBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessWork:
+    """Work of one of several processes of a training, in its steps.
+
+    device: GPU of its host, or CPU. steps_s: seconds in steps. waited_s: of these, waiting for other processes, as far
+    as its host sees it. sent_s: in which gradients were on their way, those that come late waited for; hidden_s: of
+    these, beside other work. None on a GPU, whose host does not see it: `brimful profile` does.
+    """
+
+    host: str
+    device: str
+    tokens: int
+    samples: int
+    steps_s: float
+    waited_s: float
+    sent_s: float | None = None
+    hidden_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """Work of several processes since the training, or its last part, began.
+
+    imbalance: tokens of the process that has the most in a step, over the mean of all: 1 where all finish together.
+    """
+
+    imbalance: float
+    each: tuple[ProcessWork, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """A fine-tuning run: everything needed to repeat and to explain it. Stored as run.json in the run's folder.
 
@@ -213,6 +243,7 @@ class Run:
     two steps more.
     out_of_memory: each time that memory ran out, in order.
     packed: True, or False with the reason in `packed_reason`. first_batch: None in a dry run.
+    processes: of that process, its own work and that of the others; None for one alone.
     learning: None in records of versions that chose nothing; the options hold it there. target_scale: None where
     targets are trained on as they are.
     """
@@ -245,6 +276,7 @@ class Run:
     first_batch: FirstBatch | None = None
     learning: Learning | None = None
     target_scale: TargetScale | None = None
+    processes: Processes | None = None
     schema: int = 1
 
 

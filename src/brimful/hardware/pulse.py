@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from brimful.hardware.traffic import Traffic
+
 #: Seconds without progress in a step after which a process is taken to hang, unless its steps take longer.
 HANG_S = 8.0
 #: Share of that without a sign of life after which a process in steps is taken to be gone.
@@ -43,7 +45,7 @@ class Beat:
     waiting: whether it does now. idle_s: since it last got on. limit_s: most of that in this phase. where: line of code
     that it is at, if it has been there for a while. told: signal to stop that it was sent, for the leader. ended:
     whether it has done its part. warnings: that it has for the terminal. tokens, rows, steps_s, waited_s: of its steps
-    so far, seconds in all and in waiting.
+    so far, seconds in all and in waiting. sent_s, hidden_s: of `Traffic`; 0 where the host does not see it.
     """
 
     rank: int
@@ -65,6 +67,8 @@ class Beat:
     rows: int = 0
     steps_s: float = 0.0
     waited_s: float = 0.0
+    sent_s: float = 0.0
+    hidden_s: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -118,7 +122,7 @@ class Pulse:
         self.told: int | None = None
         self.ended = False
         self.warnings: tuple[str, ...] = ()
-        self.tokens, self.rows = 0, 0
+        self.tokens, self.rows, self.traffic = 0, 0, Traffic()
         self._steps_s, self._waited_s, self._longest_s = 0.0, 0.0, 0.0
         self._depth, self._reads, self._count = 0, False, 0
         self._thread = threading.get_ident()
@@ -203,6 +207,8 @@ class Pulse:
             rows=self.rows,
             steps_s=self._steps_s,
             waited_s=self._waited_s,
+            sent_s=self.traffic.sent_s,
+            hidden_s=self.traffic.hidden_s,
         )
 
     @property

@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from brimful.core.errors import DeviceError, RanksError, first_line
 from brimful.core.place import Place
-from brimful.hardware.pulse import Lost, Pulse
+from brimful.hardware.pulse import Beat, Lost, Pulse
 from brimful.hardware.watch import Watch
 
 #: Waits for work that was begun: until it is done, or on a GPU until what is launched from now on comes after it.
@@ -79,11 +79,13 @@ class Ranks:
         waits = not tensors[0].is_cuda
         with self._others(waits=False):
             begun = collective(*tensors, async_op=waits)
+        if waits:
+            self.pulse.traffic.begin(begun)
 
         def end() -> None:
             if waits:
                 with self._others():
-                    begun.wait()
+                    self.pulse.traffic.wait(begun)
 
         return end
 
@@ -157,6 +159,12 @@ class Ranks:
         new = [text for text in said if text not in self._warnings]
         self._warnings += new
         return new
+
+    def beats(self) -> tuple[Beat, ...]:
+        """Return a sign of life of each process, in their order: this one's of now, the others' last ones."""
+        if self.watch is None:
+            return ()
+        return tuple(self.pulse.beat() if each.rank == self.rank else each for each in self.watch.beats())
 
     @property
     def lost(self) -> Lost | None:

@@ -20,6 +20,7 @@ PARTS: tuple[PartName, ...] = get_args(PartName)[:-1]
 
 #: Part and what its names have in them. Read from the top; the first one found decides.
 _RULES: tuple[tuple[PartName, str], ...] = (
+    ("communication", r"(?i)^nccl|^c10d::|^gloo:"),
     # Kernels that inductor wrote.
     ("contractions", r"^triton_tem_(?!.*(flex_attention|sdpa))"),
     ("attention", r"^triton_\w*(flex_attention|scaled_dot_product|flash_attention|(varlen|relative)_attention)"),
@@ -106,6 +107,15 @@ def exclusive_seconds(spans: Iterable[Span]) -> dict[PartName, float]:
         running[place] += change
         before = now
     return seconds
+
+
+def running_seconds(spans: Iterable[Span], part: PartName) -> float:
+    """Seconds in which a part was running, whatever ran beside it."""
+    total, end = 0.0, float("-inf")
+    for span in sorted((each for each in spans if part_of(each.name) == part), key=lambda span: span.start_s):
+        total += max(0.0, span.end_s - max(span.start_s, end))
+        end = max(end, span.end_s)
+    return total
 
 
 def with_callers(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:

@@ -42,7 +42,8 @@ def _step(profile: Profile) -> str:
 
 def _parts(profile: Profile, on_gpu: bool) -> str:
     lines = [f"{'Where it goes':<16}{'ms':>10}{'share':>9}{'kernels' if on_gpu else 'calls':>10}"]
-    lines += [_row(part.name, part.seconds, profile, part.count) for part in profile.parts]
+    shown = [part for part in profile.parts if part.name != "communication" or part.count]
+    lines += [_row(part.name, part.seconds, profile, part.count) for part in shown]
     lines.append(_row("the step", profile.time.mean_s, profile, profile.num_kernels))
     if profile.stretch >= _MUCH_STRETCH:
         lines.append(
@@ -92,6 +93,10 @@ def _achieved(profile: Profile, on_gpu: bool) -> str:
     if limits.datasheet_flops_per_s is None:
         del rows[1]
     rows.append(("host", _ms(time.host_s), launches))
+    if (sums := profile.communication) is not None:
+        hidden = share_text(sums.hidden_s / sums.seconds) if sums.seconds else "none"
+        among = f"{sums.processes} processes, the one with the most tokens has {sums.imbalance:.3f} of the mean"
+        rows.append(("sums on their way", _ms(sums.seconds), f"{hidden} of it beside other work; {among}"))
     rows.append(("input", _ms(time.input_wait_s), "waited for a batch"))
     width = max(len(value) for _, value, _ in rows)
     lines = [f"  {name:<18}{value:<{width}}  {of}".rstrip() for name, value, of in rows]

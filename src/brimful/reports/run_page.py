@@ -15,6 +15,7 @@ from markupsafe import Markup
 from brimful.core.errors import printable
 from brimful.core.evaluation import MAIN_METRIC
 from brimful.core.option_checks import flag
+from brimful.core.records import Processes
 from brimful.core.units import bytes_text, count_text, number_text, parse_bytes, part_text, seconds_text, share_text
 from brimful.reports.arithmetic import arithmetic_legend
 from brimful.reports.bars import Bar, bar_chart
@@ -25,6 +26,7 @@ from brimful.reports.evaluation_page import evaluation_tiles, evaluation_values
 from brimful.reports.evaluation_text import METRICS
 from brimful.reports.memory_text import memory_names
 from brimful.reports.page import environment, render
+from brimful.reports.processes_text import COLUMNS, processes_rows
 from brimful.reports.run_record import RunReport
 
 #: Rows of numbers under a curve, and labels with a bar of their own.
@@ -71,6 +73,7 @@ def run_page(report: RunReport) -> str:
         time=_time(report),
         memory=_memory(report),
         planned=_planned(report),
+        processes=None if (found := report.processes) is None else (COLUMNS, processes_rows(found), _shares(found)),
         data_facts=_data_facts(report),
         data_notes=list(run.data.get("notes") or ()),
         label_counts=_label_counts(report),
@@ -209,6 +212,14 @@ def _memory(report: RunReport) -> Chart | None:
     parts = {memory_names(name): count for name, count in peak.components.items() if count >= 1 << 16}
     moment = "" if peak.moment is None else f", when it was highest ({peak.moment})"
     return _parts("memory", f"Memory by component{moment}", parts, bytes_text)
+
+
+def _shares(found: Processes) -> str:
+    return (
+        f"In each step the process with the most tokens has {found.imbalance:.3f} of the mean. Waiting is for other"
+        " processes, as the host sees it; communication is the time in which gradients are on their way, those that"
+        " come late waited for."
+    )
 
 
 def _planned(report: RunReport) -> list[tuple[str, str, str]]:

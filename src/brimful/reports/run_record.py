@@ -7,13 +7,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from brimful.core.errors import DataError, first_line, printable
 from brimful.core.evaluation import Evaluation
-from brimful.core.records import Run, from_json
+from brimful.core.records import Processes, Run, from_json
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class RunReport:
     last_epoch: reached by the last logged step.
 
     left_s: estimated by the last logged step. incidents: events that a run should not have, by kind. evaluation: of the
-    saved model; None while it runs, and without rows to evaluate on.
+    saved model; None while it runs, and without rows to evaluate on. processes: None for one alone.
     """
 
     run: Run
@@ -64,6 +65,7 @@ class RunReport:
     left_s: float | None = None
     incidents: Mapping[str, int] = field(default_factory=dict)
     evaluation: Evaluation | None = None
+    processes: Processes | None = None
 
 
 def read_record(given: Path) -> RunReport | Evaluation:
@@ -98,6 +100,7 @@ def _run_report(folder: Path) -> RunReport:
         "stopped",
     )
     evaluated = [event for event in events if event.get("kind") == "evaluated"]
+    shared = [event for event in events if event.get("kind") == "processes"]
     evaluation = folder / _EVALUATION
     run = _read(Run, folder / _RUN)
     return RunReport(
@@ -111,7 +114,14 @@ def _run_report(folder: Path) -> RunReport:
         left_s=_number(steps[-1].get("left_s")) if steps else None,
         incidents={kind: kinds[kind] for kind in rare if kinds[kind]},
         evaluation=_read(Evaluation, evaluation) if evaluation.is_file() else None,
+        processes=_processes(shared[-1]) if run.processes is None and shared else run.processes,
     )
+
+
+def _processes(event: Mapping[str, Any]) -> Processes | None:
+    with suppress(ValueError, KeyError, TypeError):
+        return from_json(Processes, json.dumps(event))
+    return None
 
 
 def _read(kind: type[T], file: Path) -> T:

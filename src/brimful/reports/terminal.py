@@ -29,6 +29,7 @@ from brimful.reports.arithmetic import arithmetic_legend
 from brimful.reports.eta import Pace
 from brimful.reports.evaluation_text import short_text
 from brimful.reports.memory_text import memory_text
+from brimful.reports.processes_text import processes_text
 from brimful.reports.text_columns import aligned
 
 #: Seconds between plain progress lines where there is no terminal to draw a bar on.
@@ -182,6 +183,8 @@ class Terminal(Callbacks):
         if run.input_wait_s is not None and in_steps:
             share = share_text(min(1.0, run.input_wait_s / in_steps))
             rows.append(("input", f"steps waited {seconds_text(run.input_wait_s)} for batches, {share} of their time"))
+        if run.processes is not None:
+            rows.append(("processes", processes_text(run.processes)))
         rows += [("model", printable(f"{folder}/model", 1000)), ("record", printable(f"{folder}/run.json", 1000))]
         for line in aligned([(printable(name), value) for name, value in rows]):
             self._say(line, indent=2)

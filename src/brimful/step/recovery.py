@@ -151,7 +151,7 @@ def _nothing_smaller(found: OutOfMemory, tokens: int, said: str) -> MemoryFullEr
 
 def _updating_failed(found: OutOfMemory, said: str) -> MemoryFullError:
     return MemoryFullError(
-        f"memory ran out in {_place(found)} while weights were being changed, or while other processes went on ({said})",
+        f"memory ran out in {_place(found)} while weights were being changed, or other processes went on ({said})",
         resumable=False,
         hint="go on from the last checkpoint with --resume, and a lower --token-budget if it happens again",
     )

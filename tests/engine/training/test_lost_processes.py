@@ -304,4 +304,4 @@ def test_memory_that_runs_out_in_the_update_of_one_process(files: Path, tmp_path
     both = start(tmp_path / "logs", words(files, tmp_path / "run", *LONG), harm=harm)
     assert both.exit_codes() == [7, 6]
     assert "error: process 1 of 2 (" in both.said(0)
-    assert "memory ran out in the step of batch 4 while weights were being changed, or while other" in both.said(0)
+    assert "memory ran out in the step of batch 4 while weights were being changed, or other" in both.said(0)

@@ -70,6 +70,15 @@ def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
     assert "weights of processes" not in both.said(0)
     assert both.said(1).strip() == ""
     recipe = json.loads((tmp_path / "two" / "run.json").read_text())["recipe"]["levers"]
+    work = json.loads((tmp_path / "two" / "run.json").read_text())["processes"]
+    tokens = [each["tokens"] for each in work["each"]]
+    assert max(tokens) < 1.1 * min(tokens)
+    assert 1 <= work["imbalance"] < 1.2
+    assert sum(each["samples"] for each in work["each"]) == 2 * 67
+    assert all(0 < each["hidden_s"] <= each["sent_s"] for each in work["each"])
+    assert all(0 < each["waited_s"] < each["steps_s"] for each in work["each"])
+    assert [event["step"] for event in events(tmp_path / "two", "processes")] == [9, 18, 18]
+    assert "the one with the most tokens of a batch has 1." in both.said(0)
     assert {"processes": "2", "execution": "eager"}.items() <= {each["name"]: each["value"] for each in recipe}.items()
     more = words(files, tmp_path / "two", "--num-train-epochs", "3", "--resume", "--lr-scheduler-type", "linear")
     assert start(tmp_path / "more", *more, count=3).results() == [0, 0, 0]
@@ -178,3 +187,21 @@ def test_more_gpus_than_there_are(files: Path, tmp_path: Path, capsys: pytest.Ca
     assert "--gpus is 'two'" in capsys.readouterr().err
     assert run([*asked, "--gpus", "2"]) == 2
     assert "--gpus 2 and --device cpu" in capsys.readouterr().err
+
+
+def test_a_profile_of_two_says_what_sums_take(files: Path, tmp_path: Path) -> None:
+    """Of the part of one process, in parts that are those of one; the other one says nothing."""
+    asked = words(files, tmp_path / "run", "--steps", "2")
+    asked[0] = "profile"
+    for flag in ("--output", "--logging-steps"):
+        del asked[(at := asked.index(flag)) : at + 2]
+    asked.remove("--no-baselines")
+    both = start(tmp_path / "logs", *asked, "--token-budget", "64", "--json")
+    assert both.results() == [0, 0]
+    found = json.loads(both.said(0)[both.said(0).index("\n{") :])
+    sums = found["communication"]
+    assert sums["processes"] == 2
+    assert 1 <= sums["imbalance"] < 1.2
+    assert 0 <= sums["hidden_s"] < sums["seconds"] < found["time"]["mean_s"]
+    assert 0 < found["work"]["samples"] < 8
+    assert both.said(1).strip() == ""

@@ -9,7 +9,7 @@ import dataclasses
 import gzip
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -19,26 +19,32 @@ from brimful.core import atomic_files
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DeviceError, OptionError, OutputError
 from brimful.core.options import NOT_OF_A_STEP, ProfileOptions
-from brimful.core.profile import Limits, Profile, Rates, StepTime, Work
-from brimful.data.batches.batch import MicroBatch
+from brimful.core.place import find_place
+from brimful.core.profile import Communication, Limits, Profile, Rates, StepTime, Work
+from brimful.core.records import from_json, to_json
+from brimful.data.batches.batch import Batch, MicroBatch
 from brimful.data.readers.in_memory import Tables
 from brimful.engine.assemble import Built, build
-from brimful.engine.prepare import prepare
+from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.profiling.timing import Round, run_steps, time_steps, warm_up
+from brimful.engine.training.same_path import options_of, path_of, with_sizes
+from brimful.engine.training.shared_work import SharedWork
 from brimful.hardware.device_memory import device_memory
 from brimful.hardware.probe import choose_device, device_name, probe
 from brimful.hardware.process_settings import deterministic
+from brimful.hardware.ranks import Ranks, joined
 from brimful.hardware.specs import datasheet_flops_per_s
 from brimful.kernels.layout import PackedInputs
 from brimful.levers.optimizer import asked_optimizer
 from brimful.levers.precision import choose_precision
 from brimful.measurement.bottleneck import reading_of
-from brimful.measurement.kernels import Breakdown, breakdown, with_callers
+from brimful.measurement.kernels import Breakdown, breakdown, running_seconds, with_callers
 from brimful.measurement.memory import MemoryWatch
 from brimful.measurement.peaks import measure_limits
 from brimful.measurement.trace import record
 from brimful.models.model_stats import attention_of, layers_of, token_matrices
 from brimful.models.packed.packed_forward import LeftOut, PackedModel
+from brimful.step.precision import Precision
 
 #: Passes over the batches to time them, the median taken batch by batch.
 _ROUNDS = {"cuda": 3, "cpu": 1}
@@ -52,26 +58,60 @@ def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None
     tables: data in memory, by the names that options have for them.
     Raises: InputError for what cannot be done as asked; DeviceError where the profiler sees nothing of the GPU.
     """
-    trace = None if options.trace is None else _checked(Path(options.trace), options.data)
-    device = choose_device(options.device)
+    place = find_place()
+    if options.gpus not in (None, "1") and place.count == 1:
+        hint = "start the script with torchrun --nproc-per-node N, and leave gpus out"
+        raise OptionError(f"--gpus {options.gpus} is of the command line: a script is one process", hint=hint)
+    trace = None if options.trace is None or not place.leads else _checked(Path(options.trace), options.data)
+    device = choose_device("cuda" if options.gpus is not None else options.device, place.local_rank)
     precision = choose_precision(options.precision, device)
-    prepared = prepare(options, callbacks, tables=tables)
-    with deterministic(options.deterministic), device_memory(device, options.memory_limit, options.allocator):
+    with (
+        deterministic(options.deterministic),
+        device_memory(device, options.memory_limit, options.allocator),
+        joined(place, device) as ranks,
+    ):
+        ranks.pulse.enter("profile")
+        prepared = prepare(options, callbacks, tables=tables)
+        if not ranks.leads:
+            return _take_part(options, prepared, precision, ranks)
         callbacks.stage("loading the model")
-        built = build(options, prepared, precision, callbacks)
+        built = build(options, prepared, precision, callbacks, ranks=ranks)
+        if ranks.reachable:
+            ranks.spread(path_of(built))
         callbacks.recipe(built.recipe)
         with closing(built.source):
             result, document = _profile(built, options, callbacks)
+        if ranks.reachable:
+            built.step.release()
+            ranks.spread(to_json(result))
     if trace is not None:
         atomic_files.write_bytes(trace, gzip.compress(document, compresslevel=6) if trace.suffix == ".gz" else document)
         callbacks.note(f"trace of {options.steps} steps: {trace}")
     return dataclasses.replace(result, reading=reading_of(result))
 
 
+def _take_part(options: ProfileOptions, prepared: Prepared, precision: Precision, ranks: Ranks) -> Profile:
+    """Take the same steps as the process that leads, and return its profile."""
+    path, callbacks = ranks.spread(), Callbacks()
+    asked, eager = options_of(path, options)
+    if asked.precision != options.precision:
+        precision = choose_precision(asked.precision, precision.device)
+    built = build(asked, prepared, precision, callbacks, eager_attention=eager, ranks=ranks)
+    built = with_sizes(path, built)
+    with closing(built.source):
+        warm_up(built, options.steps, callbacks)
+        for _ in range(_ROUNDS[precision.device.type]):
+            time_steps(built, options.steps)
+        run_steps(built, range(1))
+        run_steps(built, range(1, options.steps + 1))
+    built.step.release()
+    return from_json(Profile, ranks.spread())
+
+
 def _profile(built: Built, options: ProfileOptions, callbacks: Callbacks) -> tuple[Profile, bytes]:
     """All but the reading, and the trace."""
     device, steps, packing = built.step.device, options.steps, built.packing
-    batches = built.source.batches(1, steps + 1)
+    batches = list(built.source.batches(1, steps + 1))
     sizes = [(_lengths(micro), micro.inputs.num_tokens) for batch in batches for micro in batch.micro_batches]
     lengths, computed = [length for each, _ in sizes for length in each], [num_tokens for _, num_tokens in sizes]
     callbacks.stage("measuring what the device can do")
@@ -80,7 +120,13 @@ def _profile(built: Built, options: ProfileOptions, callbacks: Callbacks) -> tup
     callbacks.stage("warming up")
     warm_up(built, steps, callbacks)
     callbacks.stage(f"timing {steps} steps")
-    rounds = [time_steps(built, steps) for _ in range(_ROUNDS[device.type])]
+    traffic, number = built.step.ranks.pulse.traffic, _ROUNDS[device.type]
+    sent_s, hidden_s = traffic.sent_s, traffic.hidden_s
+    rounds = [time_steps(built, steps) for _ in range(number)]
+    sent_s, hidden_s = (
+        (now - before) / (number * (steps + 1))
+        for now, before in ((traffic.sent_s, sent_s), (traffic.hidden_s, hidden_s))
+    )
     peak = memory.peak()
     callbacks.stage(f"recording {steps} steps")
     recorded: list[float] = []
@@ -97,6 +143,9 @@ def _profile(built: Built, options: ProfileOptions, callbacks: Callbacks) -> tup
     time = _time(rounds, recorded[0] / steps)
     if device.type == "cuda":
         found = breakdown(trace.kernels, trace.kernels, steps=steps, step_s=time.mean_s)
+        sent_s = running_seconds(trace.kernels, "communication") / steps / found.stretch
+        exposed_s = next(part.seconds for part in found.parts if part.name == "communication")
+        hidden_s = max(0.0, sent_s - exposed_s)
     else:
         pieces, calls = with_callers(trace.operators)
         found = breakdown(pieces, calls, steps=steps, step_s=time.mean_s, stretch=time.recorded_s / time.mean_s)
@@ -119,8 +168,19 @@ def _profile(built: Built, options: ProfileOptions, callbacks: Callbacks) -> tup
         limits=limits,
         rates=_rates(time, limits, work, found),
         peak_bytes=peak,
+        communication=_communication(batches, built.step.ranks, sent_s, hidden_s),
     )
     return result, trace.document
+
+
+def _communication(batches: Iterable[Batch], ranks: Ranks, seconds: float, hidden_s: float) -> Communication | None:
+    """Return what there is to say of sums between processes; None for one."""
+    if ranks.count == 1:
+        return None
+    work = SharedWork(ranks)
+    for batch in batches:
+        work.add(batch)
+    return Communication(processes=ranks.count, imbalance=work.imbalance, seconds=seconds, hidden_s=hidden_s)
 
 
 def _limits(built: Built, *, num_tokens: int) -> Limits:

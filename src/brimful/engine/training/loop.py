@@ -24,7 +24,7 @@ from brimful.core.errors import (
     listed,
     printable,
 )
-from brimful.core.records import OutOfMemory, Run
+from brimful.core.records import OutOfMemory, Processes, Run
 from brimful.data.batches.batch import Batch
 from brimful.data.batches.prefetch import Feed, Source
 from brimful.engine.clock import Clock
@@ -38,6 +38,7 @@ from brimful.engine.training.resume import check_weights
 from brimful.engine.training.run_context import RunContext
 from brimful.engine.training.saved_model import save_trained
 from brimful.engine.training.saving import Saving
+from brimful.engine.training.shared_work import SharedWork
 from brimful.hardware.pulse import Lost
 from brimful.measurement.memory import MemoryWatch
 from brimful.reports.card import model_card
@@ -78,6 +79,7 @@ class TrainingLoop:
         self._compilations.look(0)
         self._input_wait_s = 0.0
         self._clock = Clock()
+        self._work = SharedWork(self._ranks)
         self._logged = (0.0, 0, 0)  # seconds, samples and tokens when progress was last told
 
     @property
@@ -154,6 +156,7 @@ class TrainingLoop:
             began = time.perf_counter()
             with self._ranks.together(Order.STEP, batch.number):
                 self._ranks.pulse.begin(batch.number + 1, **own_work(batch))
+                self._work.add(batch)
                 self._flying.append(self._fitted.run(batch))
             if self._compilations.look(batch.number + 1):
                 self._phases.move(time.perf_counter() - began, "capture")
@@ -303,10 +306,17 @@ class TrainingLoop:
         with self._clock.paused():
             if is_new:
                 self._saving.settle()
+                self._write_work()
             best = (state.best_value, state.best_step, state.best_metrics)
             improved = is_new and self._prepared.evaluation is not None and self._evaluate()
             if (due(options.save_steps) or improved) and self._saving.saved_step != state.applied:
                 self._saving.save(best if improved else None)
+
+    def _write_work(self) -> Processes | None:
+        """Write down what each process has done; nothing for one alone."""
+        if (found := self._work.found()) is not None:
+            self._events.write("processes", step=self._state.applied, **dataclasses.asdict(found))
+        return found
 
     def _evaluate(self) -> bool:
         """Evaluate, and return whether the metric that picks the model improved."""
@@ -346,6 +356,7 @@ class TrainingLoop:
         """Evaluates and saves what is to be kept, and closes the record."""
         state = self._state
         self._tell_of_others()
+        processes = self._write_work()
         peak = self._memory.peak()
         if (said := limit_text(peak, self._options.memory_limit)) is not None:
             self._callbacks.note(said)
@@ -369,6 +380,7 @@ class TrainingLoop:
             peak_bytes=peak,
             compilations=self._compilations.found,
             input_wait_s=self._input_wait_s,
+            processes=processes,
         )
         best_step = state.best_step if took_best and state.best_step is not None else state.applied
         run = self._evaluations.final(run, step=best_step)

@@ -1,0 +1,51 @@
+"""Tokens, rows and seconds of each of several processes that train together, as their leader knows them."""
+
+from __future__ import annotations
+
+from brimful.core.records import Processes, ProcessWork
+from brimful.data.batches.batch import Batch
+from brimful.hardware.ranks import Ranks
+
+
+class SharedWork:
+    """Work of all processes of a training since it began. Tokens are counted batch by batch, from the shares."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._tokens, self._samples = [0] * ranks.count, [0] * ranks.count
+        self._most = 0  # tokens of the processes that had the most, each in its step
+
+    def add(self, batch: Batch) -> None:
+        """Count a batch, of which this process has its own part."""
+        whole = None if batch.rows is None else batch.rows.whole
+        if whole is None or not whole.shares:
+            return
+        tokens = [int(lengths.sum()) for lengths in whole.shares]
+        self._most += max(tokens)
+        for rank, lengths in enumerate(whole.shares):
+            self._tokens[rank] += tokens[rank]
+            self._samples[rank] += len(lengths)
+
+    @property
+    def imbalance(self) -> float:
+        """Tokens of the process with the most in a step, over the mean of all."""
+        return self._most * self._ranks.count / max(1, sum(self._tokens))
+
+    def found(self) -> Processes | None:
+        """The work by now; None for one process, and before the first step."""
+        if self._ranks.count == 1 or not sum(self._tokens):
+            return None
+        each = tuple(
+            ProcessWork(
+                host=beat.host,
+                device=beat.device,
+                tokens=self._tokens[beat.rank],
+                samples=self._samples[beat.rank],
+                steps_s=beat.steps_s,
+                waited_s=beat.waited_s,
+                sent_s=beat.sent_s or None,
+                hidden_s=beat.hidden_s if beat.sent_s else None,
+            )
+            for beat in self._ranks.beats()
+        )
+        return Processes(imbalance=self.imbalance, each=each)

@@ -1,0 +1,53 @@
+"""What each of several processes of a training has done, as a line and as rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from brimful.core.errors import printable
+from brimful.core.records import Processes
+from brimful.core.units import count_text, share_text
+
+#: Heads of the columns of `processes_rows`.
+COLUMNS = ("Process", "Rows", "Tokens", "Tokens per second", "Waiting", "Communication", "of it hidden")
+
+
+def processes_text(found: Processes) -> str:
+    """One line: how even the shares were, and how long processes waited for one another."""
+    said = [f"{len(found.each)}, the one with the most tokens of a batch has {found.imbalance:.3f} of the mean"]
+    waits = [each.waited_s / each.steps_s for each in found.each if each.steps_s]
+    if waits:
+        said.append(f"they waited for others {_span(waits)} of their steps")
+    sent = sum(each.sent_s or 0.0 for each in found.each)
+    if sent:
+        hidden = sum(each.hidden_s or 0.0 for each in found.each)
+        said.append(f"{share_text(hidden / sent)} of the time of sums is hidden")
+    return "; ".join(said)
+
+
+def _span(shares: Sequence[float]) -> str:
+    least, most = share_text(min(shares)), share_text(max(shares))
+    return most if least == most else f"{least} to {most}"
+
+
+def processes_rows(found: Processes) -> list[tuple[str, ...]]:
+    """Rows of a table, a process each, under `COLUMNS`."""
+    rows = []
+    for rank, each in enumerate(found.each):
+        rate = each.tokens / each.steps_s if each.steps_s else None
+        rows.append(
+            (
+                f"{rank}: {printable(each.host, 60)}, {each.device}",
+                f"{each.samples:,}",
+                f"{each.tokens:,}",
+                "" if rate is None else count_text(rate),
+                _share(each.waited_s, each.steps_s),
+                _share(each.sent_s, each.steps_s),
+                _share(each.hidden_s, each.sent_s),
+            )
+        )
+    return rows
+
+
+def _share(part_s: float | None, whole_s: float | None) -> str:
+    return share_text(part_s / whole_s) if part_s is not None and whole_s else "not known"
