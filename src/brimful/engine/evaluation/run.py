@@ -13,8 +13,8 @@ from brimful.core.evaluation import Evaluation
 from brimful.core.place import find_place
 from brimful.data.readers.in_memory import Tables
 from brimful.engine.evaluation.answers import evaluate_answers
-from brimful.reports.charts import check_charts
 from brimful.reports.evaluation_page import evaluation_page
+from brimful.reports.svg import check_charts
 from brimful.reports.write import check_page
 
 
