@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from brimful.core.evaluation import LINEAR, Baseline, Evaluation
 from brimful.core.records import LabelSpace
@@ -108,3 +109,19 @@ def test_numbers_far_from_their_targets() -> None:
 def test_confidences_that_are_off() -> None:
     unsure = record("single_label", GOOD / 20, CLASSES).findings
     assert unsure[0].startswith("confidences are too low")
+
+
+def test_a_threshold_that_is_better() -> None:
+    """Labels are told apart well, and all probabilities are below a half; chance alone names no threshold."""
+    draw = np.random.default_rng(3)
+    targets = (draw.random((300, 3)) < 0.2).astype(np.float32)
+    apart = np.where(targets > 0, -1.0, -3.0) + draw.normal(0, 0.2, (300, 3))
+    found = record("multi_label", apart, targets).findings
+    said = [finding for finding in found if finding.startswith("another threshold is better: f1_micro ")]
+    assert len(said) == 1
+    threshold = float(said[0].partition("--threshold ")[2].split(",")[0])
+    given = 1 / (1 + np.exp(-apart)) >= threshold
+    f1 = 2 * (given * targets).sum() / (given.sum() + targets.sum())
+    assert float(said[0].split("f1_micro ")[1].split()[0]) == pytest.approx(f1, abs=0.02)
+    by_chance = record("multi_label", draw.normal(-2, 1, (300, 3)), targets).findings
+    assert not any("another threshold" in finding for finding in by_chance)

@@ -32,7 +32,7 @@ print(code, "torch" in sys.modules)
 
 
 def without_torch(words: Sequence[object], folder: Path, code: int = 2) -> str:
-    """What a command line says in `folder` that ends with this exit code, and imports no torch."""
+    """Output of a command line in `folder` that ends with this exit code and imports no torch."""
     command = [sys.executable, "-c", _WITHOUT_TORCH, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
     assert done.stdout.splitlines()[-1] == f"{code} False", done.stderr
@@ -64,7 +64,7 @@ def test_mistakes_are_answered_before_torch_is_imported(files: Files, tmp_path: 
 
 
 def test_mistakes_in_options_and_rows_are_answered_before_torch_is_imported(files: Files, tmp_path: Path) -> None:
-    """What led to a mistake in the rows is said before it."""
+    """Guesses that led to a mistake in the rows are said before it."""
     unlabelled = write_csv(tmp_path / "texts.csv", ("text",), [["a film"], ["a story"]])
     single = write_csv(tmp_path / "single.csv", ("text", "kind"), [(f"a film {i}", f"kind {i}") for i in range(20)])
     train = ["train", files.reviews, "--model", files.base, "--output", tmp_path / "run"]

@@ -17,6 +17,8 @@ _FEW = 5
 _MISCALIBRATED, _ENOUGH_ROWS = 0.1, 200
 #: Rows below which intervals are wide whatever the model.
 _FEW_ROWS = 50
+#: Gain in F1 of all labels from which another threshold is named.
+_BETTER_F1 = 0.03
 _MORE = "try a higher --learning-rate or more epochs"
 _LEARNED = (
     "the training rows are learned, so more epochs will hardly help: words alone tell these labels apart;"
@@ -81,13 +83,40 @@ def _of_several_labels(evaluation: Evaluation) -> Iterator[str]:
             f"no label reached {threshold:g} in any row: answering nothing scores a label accuracy of"
             f" {number_text(share)} too"
         )
+        yield from _of_threshold(evaluation)
         return
     if share is not None and accuracy <= share:
         yield f"no better than answering nothing: label accuracy {number_text(accuracy)} against {number_text(share)}"
     if missed := [label for label in evaluation.by_label if label.support and not label.given]:
         yield f"never given: {_names(missed)}"
+    yield from _of_threshold(evaluation)
     if absent := [label for label in evaluation.by_label if not label.support]:
         yield f"no evaluated row has the label {_names(absent)}: nothing is known about rows that do"
+
+
+def _of_threshold(evaluation: Evaluation) -> Iterator[str]:
+    """Name the threshold, among the edges of the reliability bins, with a clearly better F1 of all labels.
+
+    Better than giving every row every label, too, which low thresholds come to.
+    """
+    bins, now = evaluation.reliability, _value(evaluation, "f1_micro")
+    num_true = sum(part.count * part.observed for part in bins)
+    if now is None or evaluation.num_rows < _FEW_ROWS or not num_true:
+        return
+    found = []
+    for threshold in sorted({part.low for part in bins}):
+        above = [part for part in bins if part.low >= threshold]
+        right, given = sum(part.count * part.observed for part in above), sum(part.count for part in above)
+        found.append((2 * right / (given + num_true), threshold))
+    if not found:
+        return
+    (best, threshold), everything = max(found), found[0][0]
+    if threshold > 0 and best >= max(now, everything) + _BETTER_F1:
+        yield (
+            f"another threshold is better: f1_micro {number_text(best)} with --threshold {threshold:.2f}, and"
+            f" {number_text(now)} with {evaluation.options.get('threshold') or 0.5:g} (of classify and evaluate; it is"
+            " chosen on these very rows, so look at it on others)"
+        )
 
 
 def _none_given_share(evaluation: Evaluation) -> float | None:

@@ -30,7 +30,7 @@ def findings_of_learning(training: Losses, evaluation: Losses, *, picks_best: bo
 
 
 def has_learned(training: Losses) -> bool:
-    """Return whether the training loss fell to a small part of its beginning. training: as of `findings_of_learning`."""
+    """Return whether the loss of `training` (as in `findings_of_learning`) fell to a small part of its beginning."""
     losses = [loss for _, loss in training]
     if len(losses) < _FEWEST_LOSSES or losses[0] <= 0:
         return False

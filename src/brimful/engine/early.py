@@ -43,7 +43,7 @@ def check_early(
 ) -> None:
     """Check what can be checked of options, data, columns and model: of a few rows all of it, of many the first ones.
 
-    callbacks: hears what was inferred where that ends in a mistake.
+    callbacks: receives what was inferred where that ends in a mistake.
     Raises: InputError, as the command itself would, only sooner.
     """
     if isinstance(options, ExportOptions):

@@ -27,9 +27,7 @@ _MOST_TEXT = 300
 UNANSWERED = "for which the model gave no finite number"
 
 
-def evaluation_of(
-    scored: Scored, *, findings: Sequence[str] = (), learned: bool = False, **fields: Any
-) -> Evaluation:
+def evaluation_of(scored: Scored, *, findings: Sequence[str] = (), learned: bool = False, **fields: Any) -> Evaluation:
     """The record of these scores, with findings about its answers before those that are given.
 
     learned: training left nothing to learn of its rows. fields: those of Evaluation that scores do not hold.

@@ -35,7 +35,7 @@ def check_gpu(device: str) -> None:
 
 
 def _torch_build() -> dict[str, str] | None:
-    """What torch's version.py says, without None: `__version__`, `cuda`, `hip`. None if it cannot be read."""
+    """Read `__version__`, `cuda` and `hip` of torch's version.py, without those that are None; None if it cannot be."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

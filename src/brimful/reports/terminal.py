@@ -325,7 +325,7 @@ def _safe(text: object, limit: int = 400) -> str:
 
 
 def _task_text(inputs: Mapping[str, Any], labels: list[str]) -> str:
-    """What is learned from what, in one line. inputs: columns, as in TrainedInputs. labels: none of numbers."""
+    """Say what is learned from which columns. inputs: as in TrainedInputs. labels: none of numbers."""
     texts = [name for name in (inputs["text_column"], inputs["pair_column"]) if name is not None]
     names = [printable(repr(name), 60) for name in (*texts, *inputs["label_columns"])]
     read, asked = names[: len(texts)], names[len(texts) :]

@@ -52,6 +52,7 @@ _IN_FLIGHT = 2
 _MOST_NON_FINITE = 5
 #: Most seconds for a checkpoint that is being written when another process is lost.
 _LAST_CHECKPOINT_S = 20.0
+_STOPPING = "stopping after this step, with a checkpoint; another Ctrl-C leaves at once"
 
 
 class _ToldToStopError(Exception):
@@ -73,7 +74,7 @@ class TrainingLoop:
         self._memory = MemoryWatch(self._built.step.device, self._built.step.memory, limit=self._options.memory_limit)
         self._saving = Saving(context)
         self._evaluations = Evaluations(context, self._memory, self._out_of_memory)
-        self._signals = StopSignals(lambda: self._callbacks.stage("stopping after this step"))
+        self._signals = StopSignals(lambda: self._callbacks.stage(_STOPPING))
         self._flying: deque[Pending] = deque()
         self._compilations = self._built.compilations
         self._compilations.look(0)
