@@ -100,7 +100,7 @@ def _is_quickly_read(spec: str) -> bool:
     """Return whether all rows are in a few small files of this machine, and not compressed."""
     splits = find_splits(spec)
     specs = [spec] if splits is None else [splits.training, splits.evaluation]
-    places = [place for each in specs for place in locate(each)]
+    places = [place for each in specs if each is not None for place in locate(each)]
     if len(places) > 100 or any(split_suffix(p.path)[1] or not Path(p.path).is_file() for p in places):
         return False
     return sum(Path(place.path).stat().st_size for place in places) <= _QUICKLY_READ
