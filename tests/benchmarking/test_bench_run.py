@@ -142,6 +142,12 @@ def test_memory_that_ran_out_is_a_row(tmp_path: Path, plans: Plans) -> None:
     assert "- brimful: fp32: OutOfMemoryError: full" in table
 
 
+def test_a_call_that_is_short_of_time_goes_on_all_the_same(tmp_path: Path, plans: Plans) -> None:
+    found = bench(tmp_path, budget_s=5.0, steps=1, repeats=1, warmup_steps=1)  # a row is guessed to take 17 s
+    assert plans.done[0] == "trainer: plain"
+    assert statuses(found)["trainer: plain"] == "measured"
+
+
 def test_the_budget_leaves_rows_and_says_so(tmp_path: Path, plans: Plans) -> None:
     plans.wall_s = 100.0
     found = bench(tmp_path, budget_s=60.0, steps=1, repeats=1, warmup_steps=1)

@@ -54,7 +54,10 @@ def test_the_recommended_speed_is_the_same_wherever_it_is_said() -> None:
         else each
         for each in bench.rows
     ]
-    page = Page(bench_page(replace(bench, workload=work, rows=tuple(rows))))
+    busy = replace(bench, workload=work, rows=tuple(rows))
+    assert bench_text(busy).splitlines()[10].split()[3] == "100*"
+    assert "* other programs were busy" in bench_text(busy)
+    page = Page(bench_page(busy))
     page.check()
     assert "Recommended: brimful: bf16, 11.00 times trainer: plain" in page.text
     assert "11.00 times the first row" in page.text

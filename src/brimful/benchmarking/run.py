@@ -28,6 +28,8 @@ from brimful.reports.svg import check_charts
 #: Seconds of a row's timed steps and warm-up, where there is time; and of all else in its process, to begin with.
 _STEPS_S, _START_S = 30.0, 14.0
 _MOST_BLOCK, _MOST_WARM_UP, _REPEATS = 20, 24, 5
+#: Seconds below which no row is begun.
+_LEAST_S = 2.0
 #: Most seconds of a row without a budget: it hangs by then.
 _MOST_ROW_S = 3600.0
 #: How much longer than expected a row may take before it is ended, where the budget is not over sooner.
@@ -43,6 +45,7 @@ class BenchRun:
         self._deadline = time.monotonic() + options.budget_s if options.budget_s else None
         self._walls: list[float] = []
         self._found: list[BenchRow] = []
+        self._begun = False
 
     def run(self) -> Bench:
         """Measure what is not there yet. Raises: InputError for what cannot be done as asked; Interrupted by Ctrl-C."""
@@ -117,6 +120,14 @@ class BenchRun:
         guess = _START_S + self._steps_now.total * (self._work.step_s or 1.0)
         return statistics.median(self._walls) if self._walls else guess
 
+    def _fits(self, expected: float, left: float, *, recommends: bool) -> bool:
+        """True where there is time for a row, and for the recommended one if there will be one. As long as no row was
+        measured, a call begins one whatever is expected: a guess must not keep every call from going on."""
+        if not self._begun and not self._walls and left > _LEAST_S:
+            return True
+        ours = any(each.measured is not None and each.row.side == "brimful" for each in self._found)
+        return expected * (2 if recommends and ours else 1) <= left
+
     def _row(self, row: Row, place: str, after: int, *, again: bool = False) -> BenchRow:
         """One row, measured or as it was. after: how many come after it, the recommended one among them. again: whether
         to measure it though it was."""
@@ -127,10 +138,10 @@ class BenchRun:
             self._walls += [known.wall_s] if known.measured is not None and known.wall_s else []
             return known
         expected, left = self._expected_s(), self._left_s()
-        if left is not None and expected * (2 if after else 1) > left:  # the recommended row comes, too
+        if left is not None and not self._fits(expected, left, recommends=after > 0):
             if known is not None:
                 return known
-            return BenchRow(row=row, status="left", reason="no time left for it and the recommended row")
+            return BenchRow(row=row, status="left", reason="no time left")
         limit = min(_MOST_ROW_S if left is None else left, max(120.0, _PATIENCE * expected))
         total = self._steps_now.total
 
@@ -142,7 +153,7 @@ class BenchRun:
             self._callbacks.working(f"{place}: {row.key}, step {done} of {total}, {seconds_text(later)} left",
                                     (len(self._found) + done / total) / (len(self._found) + after + 1))  # fmt: skip
 
-        began = time.monotonic()
+        began, self._begun = time.monotonic(), True
         told(0)
         found = self._result(row, run_plan(self._plan(row), Watch(told=told), limit_s=limit))
         if found.measured is not None and found.wall_s is not None:

@@ -18,6 +18,7 @@ from brimful.reports.bars import Bar, Stack, bar_chart, stacked_bars
 from brimful.reports.bench_text import (
     COLUMNS,
     STATUS,
+    busy_mark,
     cells,
     rate_text,
     recommended_command,
@@ -225,7 +226,7 @@ def _name(number: int, each: BenchRow) -> str:
 
 def _beside_first(bench: Bench, figures: Measured) -> str:
     ratio = bench.ratio(figures)
-    return rate_text(figures.samples_per_s) + ("" if ratio is None else f" · {ratio:.2f}×")
+    return rate_text(figures.samples_per_s) + busy_mark(bench, figures) + ("" if ratio is None else f" · {ratio:.2f}×")
 
 
 def _stacked(bench: Bench) -> Chart | None:
@@ -268,7 +269,7 @@ def _levers(bench: Bench) -> list[tuple[str, ...]]:
         speed, memory = one.samples_per_s / other.samples_per_s, _ratio(one.memory_bytes, other.memory_bytes)
         claim = claim_of(each.row.name, base.row.name)
         said = ("–", "–") if claim is None else tuple(_times(value) for value in claim)
-        busy = "*" if any(bench.workload.disturbed(figures) for figures in (one, other)) else ""
+        busy = busy_mark(bench, one) or busy_mark(bench, other)
         held = "–" if memory is None else _times(memory)
         rows.append((each.row.key, base.row.key, _times(speed) + busy, held, *said))
     return rows

@@ -29,6 +29,11 @@ def rate_text(rate: float) -> str:
     return count_text(rate) if rate >= 100 else f"{rate:.3g}"
 
 
+def busy_mark(bench: Bench, figures: Measured) -> str:
+    """`*` beside a speed that others disturbed."""
+    return "*" if bench.workload.disturbed(figures) else ""
+
+
 def cells(bench: Bench, number: int) -> tuple[str, ...]:
     """One row of the table, in the order of COLUMNS; empty where nothing is known."""
     each = bench.rows[number]
@@ -39,7 +44,7 @@ def cells(bench: Bench, number: int) -> tuple[str, ...]:
     return (
         str(number + 1),
         name,
-        rate_text(figures.samples_per_s),
+        rate_text(figures.samples_per_s) + busy_mark(bench, figures),
         share_text(figures.spread),
         "" if ratio is None else f"{ratio:.2f}",
         count_text(figures.tokens_per_s),
@@ -55,6 +60,8 @@ def bench_text(bench: Bench) -> str:
     rows = [tuple(cells(bench, number)) for number in range(len(bench.rows))]
     shown = [(row[0], fitted(row[1], _NAME), *row[2:]) for row in rows]
     lines = aligned([COLUMNS, *shown])
+    if any(bench.workload.disturbed(figures) for _, figures in bench.measured()):
+        lines += ["", "* other programs were busy on this machine meanwhile: this speed says little"]
     for heading, wanted in _HEADINGS.items():
         found = [f"  {line}" for line in _reasons(bench, wanted)]
         lines += ["", heading, *found] if found else []
