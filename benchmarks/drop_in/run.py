@@ -32,7 +32,11 @@ _SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "brimful_trainer": _LOADERS,
     "accelerate": ({"workers": 4},),
     "packed": ({"workers": 4},),
-    "step": ({"workers": 4, "execution": "captured"}, {"workers": 4, "execution": "compiled"}),
+    "step": (
+        {"workers": 4, "execution": "compiled"},
+        {"workers": 4, "execution": "compiled", "optimizer": "adamw_torch_fused"},
+        {"workers": 4, "execution": "captured"},
+    ),
 }
 #: Seconds of one side, to begin with.
 _EXPECTED_S = 45.0
@@ -214,7 +218,7 @@ def _measure(session: Session, work: str, side: str) -> None:
         steps = {"warm_up": 1, "steps": 1, "rounds": 2}
     settings = [each | ({"workers": 0} if arguments.smoke else {}) for each in _SETTINGS[side]]
     if arguments.smoke:
-        settings = [{**each, "execution": "auto"} for each in settings[:1]]
+        settings = [{**each, "execution": "auto"} for each in settings[:2]]
     plan = {"work": work, "side": side, "settings": settings, "smoke": arguments.smoke, **steps}
     result = session.child(plan, arguments.timeout_s)
     for found in result.pop("found"):

@@ -223,21 +223,24 @@ def step(task: Task, settings: dict[str, Any], clock: Clock) -> dict[str, Any]:
     import brimful
 
     model, flying = task.model(), list[Any]()
-    optimizer, scheduler = _optimizer(model, clock)
     lengths = [len(row["input_ids"]) for row in task.rows]
-    made = brimful.Step(
-        model,
-        optimizer,
-        num_steps=10_000,
-        batch_size=BATCH,
-        max_grad_norm=1.0,
-        lengths=lengths,
-        precision="bf16" if _CUDA else "fp32",
-        execution=settings["execution"],
-    )
+    asked: dict[str, Any] = {
+        "batch_size": BATCH,
+        "max_grad_norm": 1.0,
+        "lengths": lengths,
+        "precision": "bf16" if _CUDA else "fp32",
+        "execution": settings["execution"],
+    }
+    scheduler = None
+    if "optimizer" in settings:
+        made = brimful.Step(model, settings["optimizer"], num_steps=10_000, learning_rate=1e-5, **asked)
+    else:
+        optimizer, scheduler = _optimizer(model, clock)
+        made = brimful.Step(model, optimizer, num_steps=10_000, **asked)
     for number, batch in enumerate(_batches(task, settings, lambda loader: loader, clock.num_steps), 1):
         flying.append(made(batch))
-        scheduler.step()
+        if scheduler is not None:
+            scheduler.step()
         if len(flying) > 2:
             flying.pop(0).read()
         clock.tick(number)

@@ -172,7 +172,14 @@ def main() -> None:
                     if (version, name, side, seed) in known:
                         continue
                     found = run(WORKS[name], side, seed, version, arguments)
-                    record = {"asked": version, "work": name, "side": side, "seed": seed, "share": arguments.share, **found}
+                    record = {
+                        "asked": version,
+                        "work": name,
+                        "side": side,
+                        "seed": seed,
+                        "share": arguments.share,
+                        **found,
+                    }
                     records.append(record)
                     with raw.open("a", encoding="utf-8") as log:
                         log.write(json.dumps(record) + "\n")

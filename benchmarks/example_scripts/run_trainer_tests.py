@@ -3,8 +3,8 @@
     python benchmarks/example_scripts/run_trainer_tests.py --source CHECKOUT --output OUTPUT [--path 5.17=FOLDER]
 
 Each test runs with ours, on the regression model of the tests and on a tiny BERT classifier in its place
-(stand_ins.py); those that fail run with transformers' Trainer as well. CHECKOUT is a source checkout of transformers, FOLDER another version of the
-package. Needs `parameterized` and `sentencepiece`, and no network.
+(stand_ins.py); those that fail run with transformers' Trainer as well. CHECKOUT is a source checkout of transformers,
+FOLDER another version of the package. Needs `parameterized` and `sentencepiece`, and no network.
 """
 
 from __future__ import annotations

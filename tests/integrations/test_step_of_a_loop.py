@@ -245,3 +245,19 @@ def test_what_it_cannot_take() -> None:
     batch["attention_mask"] = batch["attention_mask"].flip(1)
     with pytest.raises(brimful.OptionError, match="is not ones, then zeros"):
         step(batch)
+
+
+def test_rows_padded_on_the_left_where_the_model_answers_them_alike() -> None:
+    """Positions of Qwen3 are distances, and its head reads the last token; BERT's reads the first column."""
+    ids = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
+    left = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": torch.tensor([0, 2])}
+    rows = [{"input_ids": [5, 6], "labels": 0}, {"input_ids": [7, 8, 9, 10], "labels": 2}]
+    losses = []
+    for batch in (left, rows):
+        step = brimful.Step(FAMILIES["qwen3"].model(), num_steps=5, batch_size=2, max_length=16, device="cpu")
+        losses.append(step(batch).loss)
+        step.release()
+    assert losses[0] == losses[1]
+    step = brimful.Step(FAMILIES["bert"].model(), num_steps=5, batch_size=2, max_length=16, device="cpu")
+    with pytest.raises(brimful.OptionError, match="attention_mask of row 0 is not ones, then zeros"):
+        step(left)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from test_trainer import arguments, assert_same_history, dataset_of, tokenizer  # noqa: F401
 from transformers import DataCollatorWithPadding
 
 import brimful
 from brimful.integrations.trainer_reasons import reason_of_trainer
-from test_trainer import arguments, assert_same_history, dataset_of, tokenizer  # noqa: F401
 from tiny import FAMILIES
 
 

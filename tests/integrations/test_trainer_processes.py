@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from test_trainer import dataset_of, tokenizer, weights  # noqa: F401
 from transformers import DataCollatorWithPadding, TrainingArguments
 
 import brimful
 from brimful.core.place import Place
 from forked_ranks import Forked
-from test_trainer import dataset_of, tokenizer, weights  # noqa: F401
 from tiny import FAMILIES
 from tolerances import difference
 

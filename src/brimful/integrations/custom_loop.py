@@ -232,7 +232,8 @@ class Step:
         """One effective batch, laid out in micro-batches, on the host.
 
         rows: dictionaries with `input_ids`, `labels` and, for models that have them, `token_type_ids`; or columns of
-        these, padded on the right, with their `attention_mask`. `weights` are what rows count as in the loss: 2 is two
+        these, padded, with their `attention_mask`; padding is on the left only where the model answers such rows as it
+        does without padding. `weights` are what rows count as in the loss: 2 is two
         rows, 0 none; the loss is over their sum. number: of the batch, from which dropout is seeded; by
         default batches are numbered on from the last.
         Raises: OptionError for rows that the model or the step cannot take.

@@ -1,4 +1,4 @@
-"""Whether a model answers rows that are padded on the left as it answers them without padding.
+"""A check that a model answers rows padded on the left as it answers them without padding.
 
 Most decoders do: their head reads the last token, and positions are distances. A head that reads the first column, or a
 table of positions, does not.
