@@ -36,11 +36,11 @@ _REASONS = (
 def run(
     model: str, side: str, version: str, arguments: argparse.Namespace, only: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Records of tests by name. only: these instead of all."""
+    """Records of tests by name. only: these instead of all. A run that was ended goes on where it was."""
     log = arguments.output / f"{version}-{model}-{side}.jsonl"
     if not log.exists():
         part = log.with_suffix(".part")
-        part.unlink(missing_ok=True)
+        done = [json.loads(line)["test"] for line in part.read_text("utf-8").splitlines()] if part.exists() else []
         folders = [arguments.paths[version]] if version in arguments.paths else []
         path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")]), str(HERE)])
         asked = {"BRIMFUL_SIDE": side, "BRIMFUL_MODEL": model, "BRIMFUL_TESTS_LOG": str(part.resolve())}
@@ -48,11 +48,19 @@ def run(
         files = [name for name in FILES if (arguments.source / "tests/trainer" / name).exists()]
         found = [f"tests/trainer/{name}" for name in only or files]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "trainer_plugin", "-p", "no:cacheprovider", *found]
-        command += ["--deselect", f"tests/trainer/{_LEFT_OUT}"]
-        with log.with_suffix(".log").open("w") as said:
+        for name in (f"tests/trainer/{_LEFT_OUT}", *done):
+            command += ["--deselect", name]
+        with log.with_suffix(".log").open("a") as said:
             environment = os.environ | asked | offline | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-            subprocess.run(command, cwd=arguments.source, env=environment, stdout=said, stderr=said, check=False)
-        part.rename(log)
+            ended = subprocess.run(
+                command, cwd=arguments.source, env=environment, stdout=said, stderr=said, check=False
+            )
+        if ended.returncode not in (0, 1, 5):
+            raise SystemExit(f"pytest ended with {ended.returncode}: see {log.with_suffix('.log')}")
+        if part.exists():
+            part.rename(log)
+    if not log.exists():
+        return {}
     records = map(json.loads, log.read_text("utf-8").splitlines())
     return {record["test"].removeprefix("tests/trainer/"): record for record in records}
 
