@@ -28,6 +28,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "weights in bf16": {"weight_dtype": "bf16", "precision": "bf16"},
     "weights streamed": {"stream_weights": "host"},
     "weights streamed from a file": {"stream_weights": "disk"},
+    "frozen in part": {"freeze": "embeddings,layers 0-0"},
     "adafactor": {"optim": "adafactor"},
     "sgd": {"optim": "sgd"},
 }

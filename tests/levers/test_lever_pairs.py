@@ -58,8 +58,8 @@ def course(step: Step, assembly: Assembly, start: int = 0, stop: int = NUM_STEPS
 
 
 @cache
-def plain(optim: str | None) -> tuple[list[float], torch.Tensor]:
-    step, assembly, _ = made(**({} if optim is None else {"optim": optim}))
+def plain(**learns: str) -> tuple[list[float], torch.Tensor]:
+    step, assembly, _ = made(**learns)
     return [each.loss for each in course(step, assembly)], learned(step.execution.model)
 
 
@@ -75,11 +75,11 @@ def test_two_levers(one: str, other: str) -> None:
     outcomes = course(step, assembly, stop=2)
     saved = snapshot(step)
     outcomes += course(step, assembly, start=2)
-    losses, expected = plain(asked.get("optim"))
+    losses, expected = plain(**{name: asked[name] for name in ("optim", "freeze") if name in asked})
     of_loss, of_weights = tolerances_of(recipe)
     assert all(each.applied for each in outcomes)
     assert [each.loss for each in outcomes] == pytest.approx(losses, rel=of_loss)
-    resumed, again, _ = made(seed=1, **asked)
+    resumed, again, _ = made(seed=0 if "freeze" in asked else 1, **asked)  # what is frozen is in no checkpoint
     resumed.load_state(saved)
     assert course(resumed, again, start=2) == outcomes[2:]
     assert same(snapshot(resumed), snapshot(step))

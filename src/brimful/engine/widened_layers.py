@@ -27,7 +27,7 @@ class WidenedLayers:
         self._layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         own = own_parameters(nn.ModuleList(self._layers))
         self._halves = [[p for p in each if id(p) in halves] for each in own]
-        self.members: Collection[int] = {id(p) for each in self._halves for p in each}
+        self.members = {id(p) for each in self._halves for p in each}
         self._take = take
         self._turns = [0] * len(self._layers)
         self._kept: list[list[Tensor]] = [[] for _ in self._layers]

@@ -78,6 +78,8 @@ class StreamedLayers:
         self._on_gpu = device.type == "cuda"
         self._inward, self._outward = (torch.cuda.Stream(device) if self._on_gpu else None for _ in range(2))
         self.pieces = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(_PIECES)]
+        if self._inward is not None:  # what had this memory before may use it yet
+            self._inward.wait_stream(torch.cuda.current_stream(device))
         self._inside: list[int | None] = [None] * _PIECES  # the layer whose weights a piece has, or is given
         self._arrived: list[Any] = [None] * _PIECES
         self._free: list[Any] = [None] * _PIECES
