@@ -137,11 +137,13 @@ def compare(made: Assembled, rows: Rows) -> FirstBatch:
     if made.step.update.gathers_weights:
         why = "weights are in parts of several processes; packing was checked on a copy of one layer of each kind"
         return FirstBatch(num_rows=0, num_tokens=0, precision=made.precision.value, reason=why)
+    release_unused(device)  # of weights that were moved, and kept in less
     found, wanted = _compared(made, rows), len(rows.ids)
     while found is None and len(rows.ids) > 1:
         release_unused(device)
         rows = rows.first(len(rows.ids) // 2)
         found = _compared(made, rows)
+    release_unused(device)  # it would count as the run's
     found = found or replace(_nothing_yet(made, rows), reason="memory does not suffice for one row of it")
     return replace(found, num_left_out=wanted - len(rows.ids), seconds=time.perf_counter() - began)
 

@@ -6,9 +6,11 @@ import copy
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from brimful.levers.lever import StepWork
 from brimful.levers.optimizer import Optimizer
 from brimful.step.step import Step
 from brimful.step.updates import bucketed_adamw
@@ -196,3 +198,15 @@ def test_states_in_8_bits_are_those_of_linear_weights() -> None:
     found, expected = course(step), course(make_step(model_of(), optimizer=PLAIN))
     assert [o.loss for o in found] == pytest.approx([o.loss for o in expected], rel=0.02)
     assert found != expected
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_bytes_of_states_in_8_bits_are_those_that_the_lever_counts(on_host: bool) -> None:
+    """But for scales, one in 32 bytes, small weights and the ends of parts."""
+    model = FAMILIES["bert"].model(hidden_size=128, intermediate_size=256)
+    work = StepWork.of(model, np.array([8]), flops_per_s=1.0, bytes_per_s=1.0)
+    lever = saving(states=torch.uint8, on_host=on_host)
+    update = make_step(model, optimizer=lever).update
+    found = sum(arena.nbytes for arena in update._arenas)  # type: ignore[attr-defined]
+    counted = lever.cost(work).resident_bytes
+    assert counted == 0 if on_host else found == pytest.approx(counted, rel=0.1)
