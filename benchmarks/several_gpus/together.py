@@ -47,6 +47,7 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
         ranks.pulse.enter("capture")
         prepared = prepare(options, callbacks)
         built = build(options, prepared, precision, callbacks, ranks=ranks)
+        built.step.meet()
         marks, graphs = _run(built, plan["warm_up"], plan["steps"], plan["rounds"])
         rounds = []
         for number in range(plan["rounds"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
@@ -166,6 +167,15 @@ def check_update(options: Any) -> None:
             f" --max-grad-norm is {options.max_grad_norm:g}",
             hint="add --max-grad-norm 0, or --late-clipping to clip by the norm of the step before",
         )
+
+
+def check_sharding(options: Any) -> None:
+    """Check that --sharding has its package, and --offload-folder a use."""
+    if options.offload_folder is not None and options.sharding != "deepspeed":
+        raise OptionError("--offload-folder is for --sharding deepspeed", hint="add it, or use --optimizer-offload")
+    if options.sharding == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        said = "--sharding deepspeed needs DeepSpeed, which is not installed"
+        raise OptionError(said, hint="pip install 'brimful[deepspeed]', or use --sharding parameters")
 
 
 def check_streaming(options: Any) -> None:

@@ -15,6 +15,7 @@ from brimful.core.option_checks import (
     check_launcher,
     check_numbers,
     check_positive,
+    check_sharding,
     check_size,
     check_streaming,
     check_text_format,
@@ -30,7 +31,7 @@ TaskChoice = Literal["auto", "single_label", "multi_label", "regression"]
 MissingLabels = Literal["error", "drop", "none"]
 PrecisionChoice = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
-ShardingChoice = Literal["auto", "none", "states", "gradients", "parameters"]
+ShardingChoice = Literal["auto", "none", "states", "gradients", "parameters", "deepspeed"]
 LauncherChoice = Literal["none", "ray"]
 ExecutionChoice = Literal["auto", "eager", "captured", "compiled"]
 AllocatorChoice = Literal["default", "expandable"]
@@ -249,8 +250,11 @@ class TrainOptions:
     twice."""
     sharding: ShardingChoice = "auto"
     """Parts that each of several processes keeps alone: none; of the optimizer's states; of gradients, too; of weights,
-    too, with --optimizer-offload in host memory. Sums and updates are those of one process. auto: what fits each GPU.
-    """
+    too, with --optimizer-offload in host memory; deepspeed: of weights, by its ZeRO-3, for --offload-folder; needs
+    brimful[deepspeed]. Sums and updates are those of one process. auto: what fits each GPU, of ours."""
+    offload_folder: str | None = None
+    """Folder on an NVMe disk for weights in fp32 and states of --sharding deepspeed. Default: none, they are in
+    memory."""
     hang_timeout: float = 8.0
     """Seconds in a step, with several processes, after which one that does not get on is taken to hang and all are
     ended; ten of the slowest steps so far, where these take longer; ten times as long for a batch that goes through a
@@ -299,6 +303,7 @@ class TrainOptions:
         check_numbers(self, ("warmup_ratio",), lambda value: 0 <= value <= 1, "between 0 and 1")
         check_checkpointing(self)
         check_update(self)
+        check_sharding(self)
         check_streaming(self)
         if self.warmup_ratio is not None and self.warmup_steps is not None:
             raise OptionError("--warmup-ratio and --warmup-steps are both given", hint="give one of them")
@@ -513,7 +518,7 @@ NOT_PART_OF_THE_RUN = frozenset(
     | {"json", "report_to", "num_workers", "save_total_limit", "save_steps", "logging_steps", "task", "max_length"}
     | {"device", "execution", "packing", "token_budget", "gradient_checkpointing", "deterministic"}
     | {"trust_remote_code", "allow_pickle", "num_train_epochs", "max_steps"}
-    | {"baselines", "report", "quiet", "push_to_hub", "gpus", "reduce_dtype", "sharding"}
+    | {"baselines", "report", "quiet", "push_to_hub", "gpus", "reduce_dtype", "sharding", "offload_folder"}
     | {"launcher", "num_processes"}
     | {"memory_limit", "activation_memory", "allocator", "prefetch", "hang_timeout"}
     | {"per_device_batch_size", "gradient_accumulation_steps"}

@@ -12,7 +12,7 @@ from brimful.core.records import Arithmetic
 from brimful.levers.facts import recomputes
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import Packing
-from brimful.levers.sharding import Sharding
+from brimful.levers.sharding import OF_WEIGHTS, Sharding
 from brimful.models.model_stats import layers_of
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
@@ -42,7 +42,7 @@ class DataParallel(Lever):
         equivalence = assembly.lever(Packing).equivalence
         asked = [name for name in ADAMW_ONLY if getattr(assembly.options, name) != _DEFAULTS[name]]
         sharding = assembly.find(Sharding)
-        if sharding is not None and sharding.value == "parameters" and asked == ["optimizer_offload"]:
+        if sharding is not None and sharding.value in OF_WEIGHTS and asked == ["optimizer_offload"]:
             asked = []
         if asked:
             but = ", or for --sharding parameters" if asked == ["optimizer_offload"] else ""
@@ -71,7 +71,7 @@ class DataParallel(Lever):
         reason = "started by a launcher; each takes a share of a batch's tokens, and gradients are summed"
         reason += ", in bf16 on their way," if half else ""
         sharding = assembly.find(Sharding)
-        if sharding is not None and sharding.value == "parameters":
+        if sharding is not None and sharding.value in OF_WEIGHTS:
             return cls(
                 value=str(assembly.num_ranks), reason=f"{reason} layer by layer", count=assembly.num_ranks, half=half
             )

@@ -28,6 +28,7 @@ from brimful.levers.update_memory import asked_savings, check_savings, described
 from brimful.models.model_stats import linear_parameters
 from brimful.step.precision import Precision
 from brimful.step.updates.bucketed_adamw import BucketedAdamW, Savings
+from brimful.step.updates.deepspeed_update import DeepSpeedUpdate
 from brimful.step.updates.fully_sharded import FullyShardedUpdate
 from brimful.step.updates.fused_adamw import FusedAdamW, can_fuse
 from brimful.step.updates.given_update import GivenUpdate, Gradients
@@ -63,6 +64,7 @@ class Optimizer(Lever):
     copies: bool = True
     savings: Savings | None = None
     sharding: ShardingChoice = "none"
+    offload_folder: str | None = None
 
     @property
     def named(self) -> NamedOptimizer | None:
@@ -111,7 +113,8 @@ class Optimizer(Lever):
         cut = _cut(assembly)
         if cut != "none":
             where = " in host memory" if asked.savings is not None else ""
-            reason = f"{whose}; torch's fused kernels on this process's part{where}, fp32 weights and states"
+            kernels = "DeepSpeed's engine around torch's" if cut == "deepspeed" else "torch's fused kernels"
+            reason = f"{whose}; {kernels} on this process's part{where}, fp32 weights and states"
         return replace(
             asked,
             fused=verdict.ok,
@@ -202,8 +205,12 @@ class Optimizer(Lever):
                 "epsilon": self.epsilon,
                 "weight_decay": dict.fromkeys(decayed, self.weight_decay),
             }
+            offload = self.savings is not None and self.savings.on_host
+            if self.sharding == "deepspeed":
+                return DeepSpeedUpdate(
+                    model, schedule, device=precision.device, offload=offload, folder=self.offload_folder, **cut
+                )
             if self.sharding == "parameters":
-                offload = self.savings is not None and self.savings.on_host
                 return FullyShardedUpdate(model, schedule, device=precision.device, offload=offload, **cut)
             return ShardedUpdate(model, schedule, scatters_gradients=self.sharding == "gradients", **cut)
         if self.fused:
@@ -289,6 +296,7 @@ def asked_optimizer(options: TrainOptions) -> Optimizer:
         epsilon=options.adam_epsilon,
         optim_args=options.optim_args,
         savings=asked_savings(options),
+        offload_folder=options.offload_folder,
     )
 
 

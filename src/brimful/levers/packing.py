@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.parameter_efficient import FrozenWeights
-from brimful.levers.sharding import Sharding
+from brimful.levers.sharding import OF_WEIGHTS, Sharding
 from brimful.levers.weights import Weights
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.equivalence import Equivalence
@@ -58,7 +58,7 @@ class Packing(Lever):
         sharding = assembly.find(Sharding)
         if streamed(assembly) and layers is not None:
             move_all_but(model, layers, assembly.device)
-        elif sharding is None or sharding.value != "parameters":  # or its parts come there when they are cut
+        elif sharding is None or sharding.value not in OF_WEIGHTS:  # or its parts come there when they are cut
             model = assembly.model = model.to(assembly.device)
         if not (assembly.training and model.training):  # what is in eval mode in a model in train mode stays so
             model.train(assembly.training)

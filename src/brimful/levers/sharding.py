@@ -21,6 +21,8 @@ from brimful.models.model_stats import linear_parameters
 
 #: Ways to cut, each keeping less than the one before.
 _CUTS = ("states", "gradients", "parameters")
+#: Ways in which weights are in parts, too.
+OF_WEIGHTS = ("parameters", "deepspeed")
 #: Names of a configuration's fields that count experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: Share of free memory that weights, gradients and states may take; activations have the rest.
@@ -60,8 +62,10 @@ class Sharding(Lever):
         verdict = cls.supports(assembly)
         if asked != "auto":
             weights = cls._of_weights(assembly)
+            if asked == "deepspeed" and assembly.precision.scaled:
+                weights = Verdict(ok=False, because="its engine has a loss scale of its own; bf16 needs none")
             why_not = next((each for each in (verdict, weights) if not each.ok), None)
-            if asked != "none" and why_not is not None and (why_not is verdict or asked == "parameters"):
+            if asked != "none" and why_not is not None and (why_not is verdict or asked in OF_WEIGHTS):
                 raise OptionError(f"--sharding {asked} does not work here: {why_not.because}", hint="leave it out")
             return cls(value=asked, reason="asked for", count=count)
         return cls._that_fits(assembly, verdict)
@@ -101,7 +105,7 @@ class Sharding(Lever):
     def cost(self, work: StepWork) -> Cost:
         """Count what other processes keep, as less. Sending weights takes time that depends on the link."""
         elsewhere = 1 - 1 / self.count
-        bytes_each = {"none": 0, "states": 8, "gradients": 12, "parameters": 16}[self.value]
+        bytes_each = {"none": 0, "states": 8, "gradients": 12, "parameters": 16, "deepspeed": 20}[self.value]
         return Cost(resident_bytes=-round(bytes_each * elsewhere * work.num_trained))
 
     def apply(self, assembly: Assembly) -> None:

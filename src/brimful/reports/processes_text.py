@@ -1,4 +1,4 @@
-"""What each of several processes of a training has done, as a line and as rows of a table."""
+"""Work of each of several processes of a training, as a line and as rows of a table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _span(shares: Sequence[float]) -> str:
 
 def processes_rows(found: Processes) -> list[tuple[str, ...]]:
     """Rows of a table, a process each, under `COLUMNS`."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for rank, each in enumerate(found.each):
         rate = each.tokens / each.steps_s if each.steps_s else None
         rows.append(

@@ -268,7 +268,7 @@ class Step:
             loss_rows_S = self.loss_rows_S(micro)
             loss = loss_rows_S.sum() / micro.denominator.to(loss_rows_S.dtype)
         with self.memory.backward(), self.update.around_backward():
-            (loss * self.update.scale).backward()  # type: ignore[no-untyped-call]
+            self.update.backward(loss)
         self.update.loss.add_(loss.detach())
         return loss_rows_S.detach()
 
@@ -384,6 +384,11 @@ class Step:
         """Sum loss and gradients over all processes; nothing to do for one."""
         if self.is_shared:
             self.update.reduce()
+
+    def meet(self) -> None:
+        """Do what all processes do together before the first step."""
+        with self.with_others():
+            self.update.meet()
 
     def with_others(self) -> AbstractContextManager[None]:
         """The context of passes in which weights are put together of parts of all processes."""

@@ -78,6 +78,7 @@ def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None
         built = build(options, prepared, precision, callbacks, ranks=ranks)
         if ranks.reachable:
             ranks.spread(path_of(built))
+            built.step.meet()
         callbacks.recipe(built.recipe)
         with closing(built.source):
             result, document = _profile(built, options, callbacks)
@@ -98,6 +99,7 @@ def _take_part(options: ProfileOptions, prepared: Prepared, precision: Precision
         precision = choose_precision(asked.precision, precision.device)
     built = build(asked, prepared, precision, callbacks, eager_attention=eager, ranks=ranks)
     built = with_sizes(path, built)
+    built.step.meet()
     with closing(built.source):
         warm_up(built, options.steps, callbacks)
         for _ in range(_ROUNDS[precision.device.type]):

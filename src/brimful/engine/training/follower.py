@@ -71,6 +71,7 @@ def _take_part(options: TrainOptions, device: torch.device, ranks: Ranks) -> Non
         precision = choose_precision(asked.precision, device)
     built = build(asked, prepared, precision, callbacks, phases, eager_attention=eager, ranks=ranks)
     built = with_sizes(path, built)
+    built.step.meet()
     _Follower(options, prepared, built, ranks).run()
 
 

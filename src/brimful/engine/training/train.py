@@ -135,6 +135,7 @@ def _train_on(
         if ranks.reachable:
             ranks.tell(Order.BUILD)
             ranks.spread(path_of(built))
+            built.step.meet()
         callbacks.recipe(built.recipe)
         run_id = before.run if before is not None else secrets.token_hex(6)
         run = _record(options, prepared, built, command, run=run_id, status="running")

@@ -72,6 +72,9 @@ class Update:
             ranks, self.parameters, arena.buckets, arena.memory, arena.fill, half=half, overlap=overlap
         )
 
+    def meet(self) -> None:
+        """Do what all processes do together before the first step. Unless overridden, nothing."""
+
     def begin(self) -> None:
         """Prepare for a step, on the host, before anything of it is launched. Unless overridden, nothing."""
 
@@ -83,6 +86,10 @@ class Update:
     def around_backward(self) -> AbstractContextManager[None]:
         """The context of a backward pass."""
         return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradient of a micro-batch's loss, times the scale."""
+        (loss * self.scale).backward()  # type: ignore[no-untyped-call]
 
     def prepare_gathering(self) -> None:
         """Allocate what `gather` needs: memory of a capture is not the update's own."""

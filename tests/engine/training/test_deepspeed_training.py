@@ -1,0 +1,60 @@
+"""Runs whose weights DeepSpeed keeps in parts: what they learn and leave is what one process learns and leaves."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from brimful.cli.commands import run
+from engine.training.test_several_processes import start, told, words
+from engine.training.test_sharded_training import same, sharding
+from runs import save_tiny_model, single_label_rows, write_rows
+
+HERE = importlib.util.find_spec("deepspeed") is not None
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    save_tiny_model(folder / "model", dropout=0.0)
+    write_rows(folder / "rows.jsonl", single_label_rows(75))
+    return folder
+
+
+@pytest.mark.skipif(not HERE, reason="DeepSpeed is not installed")
+def test_deepspeed_learns_what_one_process_does(files: Path, tmp_path: Path) -> None:
+    """Several micro-batches; resumed, then by one process. Checkpoints are whole, the model a plain one."""
+    constant = ("--lr-scheduler-type", "constant", "--token-budget", "64", "--class-weights", "balanced")
+    assert run(words(files, tmp_path / "one", "--max-steps", "6", *constant)) == 0
+    output = tmp_path / "parts"
+    for steps, count in ((2, 2), (4, 2), (6, 1)):
+        cut = ("--sharding", "deepspeed") if count > 1 else ()
+        ask = words(files, output, "--max-steps", str(steps), *constant, *cut, "--resume")
+        assert start(tmp_path / f"logs-{steps}", *ask, count=count).results() == [0] * count
+        if count > 1:
+            assert sharding(output)["value"] == "deepspeed"
+    same(told(tmp_path / "one"), told(output))
+    one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "parts"))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-2, atol=1e-4)
+    AutoModelForSequenceClassification.from_pretrained(output / "model")
+    ask = words(
+        files, tmp_path / "off", "--max-steps", "2", *constant, "--sharding", "deepspeed", "--optimizer-offload"
+    )
+    assert start(tmp_path / "logs-off", *ask).results() == [0, 0]
+    same(told(tmp_path / "one")[:2], told(tmp_path / "off"))
+
+
+def test_deepspeed_that_is_not_there(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    assert run(words(files, tmp_path / "run", "--sharding", "deepspeed")) == 2
+    assert "needs DeepSpeed, which is not installed" in (said := capsys.readouterr().err)
+    assert "brimful[deepspeed]" in said
+    assert run(words(files, tmp_path / "run", "--offload-folder", "x")) == 2
+    assert "--offload-folder is for --sharding deepspeed" in capsys.readouterr().err
