@@ -130,7 +130,7 @@ class DeepSpeedUpdate(Update):
 
         leads, weights, states = self._shared_ranks.leads, dict[str, Tensor](), dict[str, ParameterState]()
         started = self._kind == "adamw" and int(self.applied) > 0
-        for name, parameter in self.named.items():
+        for name, parameter in self._cut_parameters():
             shape = parameter.ds_shape
             whole = safe_get_full_fp32_param(parameter)
             moments = [safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS] if started else []
@@ -149,7 +149,7 @@ class DeepSpeedUpdate(Update):
         self._make_states()
         zeros, steps = torch.zeros(()), [0.0]
         with torch.no_grad():
-            for name, parameter in self.named.items():
+            for name, parameter in self._cut_parameters():
                 own = self._part(state.weights[name], parameter)
                 safe_set_local_fp32_param(parameter, own)
                 parameter.ds_tensor.copy_(own)
@@ -166,6 +166,10 @@ class DeepSpeedUpdate(Update):
                 buffer.copy_(state.buffers[name])
             for name in ("applied", "growth"):
                 getattr(self, name).fill_(getattr(state.counters, name))
+
+    def _cut_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Trained parameters by name, with what the engine has put on them."""
+        yield from self.named.items()
 
     def _make_states(self) -> None:
         """Make states that the first step would make."""
