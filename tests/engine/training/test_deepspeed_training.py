@@ -41,8 +41,8 @@ def test_deepspeed_learns_what_one_process_does(files: Path, tmp_path: Path) -> 
     same(told(tmp_path / "one"), told(output))
     one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "parts"))
     assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(other[name], tensor, rtol=1e-2, atol=1e-4)
+    whole, parts = (torch.cat([each[name].flatten() for name in one]) for each in (one, other))
+    assert float((whole - parts).norm() / whole.norm()) < 1e-3
     AutoModelForSequenceClassification.from_pretrained(output / "model")
     ask = words(
         files, tmp_path / "off", "--max-steps", "2", *constant, "--sharding", "deepspeed", "--optimizer-offload"
