@@ -69,7 +69,6 @@ def main() -> None:
         print(json.dumps(measured(*json.loads(arguments.one))))
         return
     arguments.output.mkdir(parents=True, exist_ok=True)
-    lines = ["| task | rows | labels | logits | memory grown by | CPU seconds |", "|---|---|---|---|---|---|"]
     for task in ("single_label", "multi_label"):
         for num_rows in arguments.rows:
             one = json.dumps([task, num_rows, arguments.labels])
@@ -78,13 +77,21 @@ def main() -> None:
             found = json.loads(done.stdout.splitlines()[-1]) | {"commit": commit_here(), "host": host_here()}
             with (arguments.output / "raw.jsonl").open("a", encoding="utf-8") as log:
                 log.write(json.dumps(found) + "\n")
-            grown, whole = (found[name] / 2**20 for name in ("grown_bytes", "logits_bytes"))
-            lines.append(
-                f"| {task} | {num_rows:,} | {arguments.labels:,} | {whole:,.0f} MiB | {grown:,.0f} MiB |"
-                f" {found['cpu_s']:.0f} |"
-            )
-    (arguments.output / "table.md").write_text("\n".join(lines) + "\n", "utf-8")
-    print("\n".join(lines))
+            text = table(arguments.output / "raw.jsonl")
+            (arguments.output / "table.md").write_text(text, "utf-8")
+    print(text)
+
+
+def table(log: Path) -> str:
+    """A line for each measurement of the log."""
+    lines = ["| task | rows | labels | logits | memory grown by | CPU seconds |", "|---|---|---|---|---|---|"]
+    for found in map(json.loads, log.read_text("utf-8").splitlines()):
+        grown, whole = (found[name] / 2**20 for name in ("grown_bytes", "logits_bytes"))
+        lines.append(
+            f"| {found['task']} | {found['rows']:,} | {found['labels']:,} | {whole:,.0f} MiB | {grown:,.0f} MiB |"
+            f" {found['cpu_s']:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

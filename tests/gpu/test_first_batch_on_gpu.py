@@ -70,9 +70,14 @@ def test_other_compiled_layers(family: str) -> None:
 @pytest.mark.parametrize("token_budget", [8192, 256], ids=["whole", "pieces"])
 def test_nothing_changes(token_budget: int, optim: str) -> None:
     """Weights, states, random streams; and the losses of the steps after it, dropout on."""
-    losses = []
+    losses, heard = [], list[str]()
+
+    class Heard(Callbacks):
+        def warning(self, text: str) -> None:
+            heard.append(text)
+
     for compared in (False, True):
-        step = make_step("bert", token_budget=token_budget, optim=optim)
+        step = make_step("bert", token_budget=token_budget, optim=optim, callbacks=Heard())
         inner: Any = step._built.step
         assert isinstance(inner, CapturedStep)
         streams = torch.cuda.get_rng_state(), torch.get_rng_state()
@@ -84,6 +89,8 @@ def test_nothing_changes(token_budget: int, optim: str) -> None:
         assert all(torch.equal(weight, before[name]) for name, weight in inner.update.weights().items())
         assert int(inner.update.applied) == 0
         losses.append([step.run(batch_of(step)).read().loss for _ in range(8)])
+        assert heard == []  # why nothing is captured, or another step runs
+        assert step._built.step is inner
         assert inner.num_graphs > 0
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 

@@ -120,7 +120,7 @@ largest differences of any type are {gradient} (gradient), {loss} (losses) and {
   settings may run otherwise: [exactness](../concepts/exactness.md).
 - **padded**: rows of similar length, with the same gradient and answers. Where a row's result depends on the others
   or on padding, a training batch is one micro-batch padded as Hugging Face's collator pads it, and texts are answered
-  one by one.
+  one by one, or those of one length together where each has the answer then that it has alone.
 - **refused**: one line says why, before anything is trained.
 
 The tokenizer needs a fast form (`tokenizer.json`). transformers has none for {slow}: checkpoints of these types are
