@@ -229,6 +229,7 @@ def test_a_lost_gradient_that_is_small_is_found(precision: str) -> None:
     assert found.passed is False
     assert found.worst_parameter == "bert.encoder.layer.1.attention.self.query.weight"
     assert found.worst_error == pytest.approx(1.0)
+    assert f"the gradient of {found.worst_parameter} is off by 1.0e+00" in str(found.reason)
 
 
 def test_statistics_of_batches_are_as_before() -> None:
