@@ -164,13 +164,17 @@ class _Centred(torch.nn.Module):
 
 
 def test_rows_of_one_length_may_share_a_batch_where_padding_alone_is_read() -> None:
-    sizes = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
+    sizes: dict[str, Any] = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
     fnet = transformers.FNetForSequenceClassification(
         transformers.FNetConfig(**sizes, max_position_embeddings=80, num_labels=3, initializer_range=0.5)
     )
+    sizes = {"vocab_size": 99, "d_model": 16, "n_head": 4, "d_head": 4, "d_inner": 24, "pad_token_id": 0}
+    funnel = transformers.FunnelForSequenceClassification(  # which does not take the shortest texts
+        transformers.FunnelConfig(**sizes, block_sizes=[1, 1], num_decoder_layers=1, num_labels=3)
+    )
     mixing = FAMILIES["bert"].model()
     mixing.classifier = torch.nn.Sequential(mixing.classifier, _Centred())
-    found = [check_here(model, "fp32") for model in (fnet, mixing, FAMILIES["bert"].model())]
+    found = [check_here(model, "fp32") for model in (fnet, funnel, mixing, FAMILIES["bert"].model())]
     assert [(each.independent, each.alike_independent) for each in found] == [
-        *((False, True), (False, False), (True, False))
+        *((False, True), (False, True), (False, False), (True, False))
     ]

@@ -3,7 +3,8 @@
 On a copy with one layer of each kind, one more above them, and the model's own weights, in eval mode, then in train
 mode with dropout off. The reference is eager attention in fp32 on the CPU:
 
-    1  plain, alone = plain, in company            otherwise batches are never split; in train mode too
+    1  plain, alone = plain, in company            otherwise batches are never split; in train mode too; rows of one
+                                                   length may share a batch where these are independent
     2  packed with reference attention = plain     forward in fp32; finds the pooling, the first position, and
                                                    if the last layer can run on pooled tokens alone
     3  the same, each sequence alone in its row; and sequences that hold the padding token (`padding_tokens`)
@@ -41,6 +42,7 @@ from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layout import Inputs, map_tensors
 from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.models.packed import equivalence_cache
+from brimful.models.packed.alike_rows import alike_independent
 from brimful.models.packed.attention_check import Calls
 from brimful.models.packed.check_inputs import (
     Kernel,
@@ -172,11 +174,12 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
         except (ModelError, ValueError, RuntimeError, IndexError) as refusal:
             said = str(refusal.__cause__ or refusal).strip().splitlines()[:1] or [type(refusal).__name__]
             why = f"{small.config.model_type} does not take short sequences: {said[0][:100]}"
-            return Equivalence(packed=False, independent=False, reason=why)
+            alike = alike_independent(padded, sequences)
+            return Equivalence(packed=False, independent=False, alike_independent=alike, reason=why)
         mixes, draws = _training_only(padded, sequences)
         if not relative_error(plain, alone) <= TOLERANCES["fp32"].logits:
             why = "the result of a row depends on the other rows of its batch, or on its padding"
-            alike = not draws and _alike_independent(padded, sequences)
+            alike = not draws and alike_independent(padded, sequences)
             return Equivalence(
                 packed=False, independent=False, alike_independent=alike, draws_in_training=draws, reason=why
             )
@@ -230,19 +233,6 @@ def _training_only(padded: PaddedModel, sequences: Sequence[np.ndarray]) -> tupl
         for buffer, value in buffers:
             buffer.copy_(value)
     return mixes, draws
-
-
-def _alike_independent(padded: PaddedModel, sequences: Sequence[np.ndarray]) -> bool:
-    """Return whether rows of one length have the results that each has alone: three of each length."""
-    with torch.no_grad():
-        for sequence in sequences:
-            inner = sequence[1:-1]
-            rows = [np.concatenate([sequence[:1], np.roll(inner, by), sequence[-1:]]) for by in (0, 1, 2)]
-            together = padded(padded_rows(rows, padded.model.config)).logits
-            alone = torch.cat([padded(padded_rows([row], padded.model.config)).logits for row in rows])
-            if not relative_error(together, alone) <= TOLERANCES["fp32"].logits:
-                return False
-    return True
 
 
 def _on_device(small: Any, case: _Case, found: Equivalence, precision: str) -> Equivalence:
