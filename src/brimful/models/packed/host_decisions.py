@@ -331,7 +331,7 @@ class _Functions(TorchFunctionMode):
         return boolean and bool(index.device.type == self._device.type)
 
     def _value(self, indexed: Tensor, places: Any, value: Any) -> Any:
-        """What is put at these places, on the device: a number that the host has there would be copied once in the
+        """Return, on the device, the value for these places: a number of the host would be copied there once in the
         forward pass, and once more in the backward pass, where autograd fills the places with zeros like it."""
         each = places if isinstance(places, tuple) else (places,)
         on_device = self._device.type != "cpu" and indexed.device.type == self._device.type
