@@ -50,12 +50,14 @@ def data_doubts(training: Examples, evaluation: Examples | None, names: Sequence
     trained = _num_rows(training)
     if absent := [name for name, count in zip(names, trained, strict=True) if not count]:
         shown = listed([f"'{printable(name, 40)}'" for name in absent], _FEW)
-        found.append(f"no training row has the label {shown}: it cannot be learned")
+        label, it = ("label", "it") if len(absent) == 1 else ("labels", "they")
+        found.append(f"no training row has the {label} {shown}: {it} cannot be learned")
     if evaluation is not None and len(evaluation):
         pairs = zip(names, trained, _num_rows(evaluation), strict=True)
         if unseen := [(name, count) for name, count, held_out in pairs if count and not held_out]:
             shown = listed([f"'{printable(name, 40)}' ({count:,} to train on)" for name, count in unseen], _FEW)
-            found.append(f"no evaluation row has the label {shown}: metrics say nothing of it")
+            label, it = ("label", "it") if len(unseen) == 1 else ("labels", "them")
+            found.append(f"no evaluation row has the {label} {shown}: metrics say nothing of {it}")
     if conflict := _conflicts(training):
         found.append(conflict)
     return found
