@@ -354,6 +354,14 @@ def test_one_layer_of_each_kind_and_one_above(name: str, settings: dict[str, int
     assert small.get_submodule(path)[0] is not model.get_submodule(path)[0]
 
 
+@pytest.mark.parametrize("config", ["XLMConfig", "FlaubertConfig"])
+def test_models_that_loop_by_a_number_of_their_own(config: str) -> None:
+    """More layers than the check keeps."""
+    sizes = {"vocab_size": VOCABULARY, "emb_dim": 16, "n_heads": 2, "n_layers": 4, "max_position_embeddings": 80}
+    model = Family(config=config, settings={**sizes, "n_langs": 1, "pad_token_id": 0}).model()
+    assert check_here(model).packed, check_here(model).reason
+
+
 # --- encoder-decoders -----------------------------------------------------------------------------------------------
 
 

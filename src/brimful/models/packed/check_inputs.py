@@ -55,6 +55,10 @@ def _first_layers(model: Any) -> Any:
         layers._modules = everything
     config = small.config.get_text_config()
     object.__setattr__(config, field, kept)
+    for module in small.modules():  # some models loop by a number of their own
+        for name in _NUMBERS_OF_LAYERS & vars(module).keys():
+            if getattr(module, name) == len(everything):
+                setattr(module, name, kept)
     if types[0] is not None and "layer_types" in vars(config):
         object.__setattr__(config, "layer_types", types[:kept])
     return small
@@ -72,6 +76,7 @@ def module_settings(layer: nn.Module) -> str:
     )
 
 
+_NUMBERS_OF_LAYERS = frozenset({"num_hidden_layers", "n_layers", "n_layer", "num_layers"})
 _LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"})
 
 
