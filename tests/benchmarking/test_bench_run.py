@@ -206,7 +206,8 @@ def test_work_that_cannot_be_begun_is_an_error_with_its_hint(tmp_path: Path, mon
 def test_the_command_with_real_processes(tmp_path: Path) -> None:
     """One row of each side and the recommended one, without torch in the process that was asked."""
     base, rows = save_base(tmp_path / "base"), write_reviews(tmp_path / "rows.csv", 16)
-    words = ("bench", base, rows, "-o", tmp_path / "b", "--batch-size", 8, "--steps", 1, "--repeats", 1)
+    words = ("bench", base, rows, "-o", tmp_path / "b", "--batch-size", 8)
+    words += ("--steps", 1, "--repeats", 1, "--warmup-steps", 1)
     code = (
         "import sys\nfrom brimful.cli.commands import run\n"
         f"assert run({[str(word) for word in words] + ['--rows', 'precision=fp16']!r}) == 0\n"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from brimful.models import onednn_prepack
 from brimful.models.half_weights import halve_linears
 from brimful.models.onednn_prepack import _ReorderedLinear, can_reorder, reorder_linears
+from processor import in_bf16
 from tiny import FAMILIES
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -48,6 +49,7 @@ def test_rows_that_do_not_lie_together() -> None:
         torch.testing.assert_close(_ReorderedLinear(plain, torch.float32, 32)(x), plain(x), atol=1e-5, rtol=1e-5)
 
 
+@in_bf16
 def test_outputs_of_bf16_are_those_of_autocast() -> None:
     plain, x = layer(), torch.randn(40, 96)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
@@ -57,6 +59,7 @@ def test_outputs_of_bf16_are_those_of_autocast() -> None:
     assert (found - expected).abs().max() <= 2**-8 * exact.abs().max()
 
 
+@in_bf16
 def test_the_weight_tells_its_shape_and_nothing_else() -> None:
     found = _ReorderedLinear(layer().eval(), torch.bfloat16, 32)
     assert {name: tuple(p.shape) for name, p in found.named_parameters()} == {"weight": (200, 96), "bias": (200,)}
@@ -136,6 +139,7 @@ def test_plain_layers_come_back_where_the_model_reads_one(bert: Any, fails: bool
     assert {name: module for name, module in bert.named_modules() if isinstance(module, nn.Linear)} == before
 
 
+@in_bf16
 def test_nothing_keeps_the_plain_weights(bert: Any) -> None:
     """Halves lie in one memory: of the layers that are left, and none of the others."""
     assert reorder(bert, torch.bfloat16)

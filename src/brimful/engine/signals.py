@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from brimful.hardware.ranks import Ranks
+from brimful.hardware.ranks import ALONE, Ranks
 
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 
@@ -17,13 +17,14 @@ _STOPS = (signal.SIGINT, signal.SIGTERM)
 class StopSignals:
     """While open, the first signal to stop is remembered in `received`; a second Ctrl-C interrupts at once.
 
-    tell: called at the first one, to answer it before the loop gets to it.
+    tell: called at the first one, to answer it before the loop gets to it. ranks: processes that this one leads, which
+    have nothing to pass on to it then: their word may come when nobody listens any more.
     Outside the main thread, where signals cannot be handled, it hears nothing.
     """
 
-    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, tell: Callable[[], None] = lambda: None, *, ranks: Ranks = ALONE) -> None:
         self.received: int | None = None
-        self._tell = tell
+        self._tell, self._ranks = tell, ranks
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -40,6 +41,8 @@ class StopSignals:
             raise KeyboardInterrupt
         if self.received is None:
             self.received = number
+            if self._ranks.watch is not None:
+                self._ranks.pulse.told = number
             self._tell()
 
 

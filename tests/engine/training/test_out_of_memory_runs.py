@@ -74,7 +74,7 @@ def whole(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
 def test_the_record_says_it_and_the_losses_are_those_of_any_run(
     inputs: tuple[Path, Path], whole: tuple[Path, int], tmp_path: Path
 ) -> None:
-    point = int(0.3 * whole[1])  # twice: larger batches may have fitted before
+    point = int(0.6 * whole[1])  # twice: larger batches may have fitted before
     for where, points in (("step", [point, point + 20]), ("evaluation", [60])):
         folder, allocator = tmp_path / where, FailingAllocator(points)
         run, heard = train(inputs, folder, allocator, within=in_passes if where == "evaluation" else None)
@@ -120,7 +120,7 @@ def test_a_resumed_run_keeps_its_smaller_budget(
     inputs: tuple[Path, Path], whole: tuple[Path, int], tmp_path: Path
 ) -> None:
     """Weights bit for bit, of a run that was stopped after its budget was halved and of one that was not."""
-    point = int(0.3 * whole[1])
+    point = int(0.6 * whole[1])
     run, _ = train(inputs, tmp_path / "straight", FailingAllocator([point, point + 20]))
     (found,) = run.out_of_memory
     stopping = {"full": False}

@@ -16,6 +16,7 @@ import brimful as package
 from brimful.core.tolerances import TOLERANCES
 from brimful.data.readers.packaged import bbc_news, minilm
 from brimful.tasks.answers import softmax
+from processor import in_bf16
 from tolerances import MODEL_FP32, difference
 
 pytestmark = pytest.mark.xdist_group("real text")  # one process makes what they share
@@ -76,7 +77,7 @@ def test_fp32_is_the_plain_model(model: Path, texts: list[str], exact_NC: np.nda
     assert difference(our_logits(model, texts[:300], "fp32"), exact_NC[:300]) < MODEL_FP32
 
 
-@pytest.mark.parametrize("precision", HALVES)
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=in_bf16), "fp16"])
 def test_labels_agree_with_fp32_no_less_than_those_of_the_plain_model(
     precision: str, model: Path, texts: list[str], exact_NC: np.ndarray
 ) -> None:

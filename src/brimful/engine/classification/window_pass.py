@@ -139,7 +139,8 @@ class WindowPass:
 
     def _stop_signals(self) -> StopSignals:
         """Signals to stop, answered at once; on a CPU the window that is computed is left undone."""
-        stop = StopSignals(lambda: self._callbacks.stage("stopping: what is answered is written"))
+        said = "stopping: what is answered is written"
+        stop = StopSignals(lambda: self._callbacks.stage(said), ranks=self._ready.ranks)
 
         def leave() -> None:
             if stop.received is not None or self._lost():

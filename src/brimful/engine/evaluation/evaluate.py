@@ -119,7 +119,7 @@ def evaluate_model(
         run = _Pass(options, given, request, workers, ranks, log, callbacks, precision.device.type)
         stack.callback(run.discard)
         callbacks.stage("evaluating")
-        with StopSignals() as stop:
+        with StopSignals(ranks=ranks) as stop:
             run.through(stop)
         scored = run.scorer.result()
         run.finish()

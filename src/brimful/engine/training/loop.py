@@ -74,7 +74,7 @@ class TrainingLoop:
         self._memory = MemoryWatch(self._built.step.device, self._built.step.memory, limit=self._options.memory_limit)
         self._saving = Saving(context)
         self._evaluations = Evaluations(context, self._memory, self._out_of_memory)
-        self._signals = StopSignals(lambda: self._callbacks.stage(_STOPPING))
+        self._signals = StopSignals(lambda: self._callbacks.stage(_STOPPING), ranks=self._ranks)
         self._flying: deque[Pending] = deque()
         self._compilations = self._built.compilations
         self._compilations.look(0)
