@@ -1,4 +1,4 @@
-"""What the processor that tests run on has."""
+"""Marks of tests for what not every processor has."""
 
 from __future__ import annotations
 
