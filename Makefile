@@ -21,9 +21,8 @@ QUICK := test_words.py core data/batches data/labels data/readers/test_stream.py
 demo: .venv/installed
 	$(BIN)/brimful demo
 
-# One worker more than there are cores: tests of several processes wait for one another.
 test: .venv/installed
-	$(BIN)/python -m pytest -n $$(($$($(BIN)/python -c 'import os; print(os.cpu_count() or 1)') + 1)) --dist loadgroup
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 quick: .venv/installed
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(addprefix tests/,$(QUICK))

@@ -157,7 +157,7 @@ def test_one_that_only_is_slow_is_left_alone(files: Path, tmp_path: Path) -> Non
             at_call(Step, "accumulate", 4, compiles)()
         else:
             at_call(evaluations.RowScores, "__init__", 1, slowly)()
-        return run(words(files, tmp_path / "run", *SHORT, "--hang-timeout", "2.5"))
+        return run(words(files, tmp_path / "run", *SHORT, "--hang-timeout", "3.2"))
 
     assert Forked(tmp_path / "logs", 2, harms).results() == [0, 0]
 
