@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterable
@@ -140,7 +141,8 @@ class Session:
             err.seek(0)
             found = [json.loads(line[4:]) for line in out if line.startswith("ROW ")]
             if error is None and (process.returncode != 0 or not found):
-                error = "\n".join(err.read().strip().splitlines()[-5:])[-1500:] or f"exit code {process.returncode}"
+                said = "\n".join(err.read().strip().splitlines()[-5:])[-1500:]
+                error = _without_folders(said) or f"exit code {process.returncode}"
         return {
             "found": found,
             "ok": error is None,
@@ -149,6 +151,13 @@ class Session:
             "wall_s": round(time.monotonic() - began, 1),
             "nvml_bytes": None if peak is None or before is None else peak - before,
         }
+
+
+def _without_folders(said: str) -> str:
+    """A message without the folders that packages and this checkout have on this machine."""
+    for folder in (sysconfig.get_path("purelib"), str(Path(__file__).parents[1])):
+        said = said.replace(f"{folder}/", "")
+    return said
 
 
 def parser_of(description: str, works: Iterable[str], *, timeout_s: float) -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -28,6 +29,10 @@ from runs import checkpoints, events, save_tiny_model, single_label_rows, write_
 ASK = ["--batch-size", "8", "--logging-steps", "1", "--no-baselines", "--learning-rate", "1e-3", "--device", "cpu"]
 LONG = ["--num-train-epochs", "500", "--save-steps", "2", "--eval-split", "0", "--hang-timeout", "3"]
 SHORT = ["--max-steps", "8", "--hang-timeout", "3"]
+
+
+#: A warning of torch's library, with its stack, that the leader and its store were gone first.
+_TORCH_WARNS = re.compile(r"^(\[rank\d+\]:\[W.*|Exception raised from .*|frame #.*|<omitting python frames>)?\n", re.M)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +162,7 @@ def test_one_that_only_is_slow_is_left_alone(files: Path, tmp_path: Path) -> Non
             at_call(Step, "accumulate", 4, compiles)()
         else:
             at_call(evaluations.RowScores, "__init__", 1, slowly)()
-        return run(words(files, tmp_path / "run", *SHORT, "--hang-timeout", "3.2"))
+        return run(words(files, tmp_path / "run", *SHORT, "--hang-timeout", "2.5", "--eval-steps", "2"))
 
     assert Forked(tmp_path / "logs", 2, harms).results() == [0, 0]
 
@@ -219,8 +224,7 @@ def test_a_signal_to_all(sent: signal.Signals, code: int, files: Path, tmp_path:
         os.kill(pid, sent)
     assert three.results() == [code, 0, 0]
     assert "all is saved" in three.said(0)
-    said = three.said(1).splitlines()  # torch may warn there that the leader was gone first
-    assert not [line for line in said if line.startswith(("error", "warning", "Traceback", "Interrupted"))]
+    assert _TORCH_WARNS.sub("", three.said(1)) == ""
 
 
 def test_early_stop_and_fallback_are_for_all(files: Path, tmp_path: Path) -> None:

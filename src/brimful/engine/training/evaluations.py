@@ -39,7 +39,6 @@ class Evaluations:
         scores, reading = RowScores(run.prepared, run.options.seed), run.built.step.update.reading()
         memory = self._memory.phases.phase("evaluation")
         with (
-            run.phases.during("evaluation"),
             memory,
             evaluating(run.built.model),
             reading,

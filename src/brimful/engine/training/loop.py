@@ -322,7 +322,8 @@ class TrainingLoop:
     def _evaluate(self) -> bool:
         """Evaluate, and return whether the metric that picks the model improved."""
         try:
-            return self._evaluations.evaluate(self._leave_if_told)
+            with self._phases.during("evaluation"):  # what is told of it, too: callbacks are the user's own code
+                return self._evaluations.evaluate(self._leave_if_told)
         except _ToldToStopError:
             self._stop_if_told()
             raise
