@@ -69,8 +69,8 @@ def course(step: Step, assembly: Assembly, start: int = 0, stop: int = NUM_STEPS
 
 
 @cache
-def plain(optim: str | None) -> tuple[list[float], torch.Tensor]:
-    step, assembly, _ = made(**({} if optim is None else {"optim": optim}))
+def plain(**learns: str) -> tuple[list[float], torch.Tensor]:
+    step, assembly, _ = made(**learns)
     return [each.loss for each in course(step, assembly)], learned(step.execution.model).cpu()
 
 
@@ -88,11 +88,11 @@ def test_two_levers(one: str, other: str) -> None:
     outcomes = course(step, assembly, stop=3)
     saved = snapshot(step)
     outcomes += course(step, assembly, start=3)
-    losses, expected = plain(asked.get("optim"))
+    losses, expected = plain(**{name: asked[name] for name in ("optim", "freeze") if name in asked})
     of_loss, of_weights = (max(pair) for pair in zip(tolerances_of(recipe), LEAST, strict=True))
     assert all(each.applied for each in outcomes)
     assert [each.loss for each in outcomes] == pytest.approx(losses, rel=of_loss)
-    resumed, again, _ = made(seed=1, **asked)
+    resumed, again, _ = made(seed=0 if "freeze" in asked else 1, **asked)  # what is frozen is in no checkpoint
     resumed.load_state(saved)
     (found,) = course(resumed, again, start=3)
     assert found.loss == pytest.approx(outcomes[3].loss, rel=1e-4)
