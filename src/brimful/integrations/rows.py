@@ -78,6 +78,18 @@ class RowReader:
         self._require_mask(rows)
         left = self.left_is_right
         ids, types = _columns(rows, left) if isinstance(rows, Mapping) else _dictionaries(rows, left)
+        self._require_tokens(ids)
+        if not self.with_types or (types is None and self.types_are_words):
+            return ids, None
+        return ids, [np.zeros_like(sequence) for sequence in ids] if types is None else types
+
+    def _require_tokens(self, ids: list[np.ndarray]) -> None:
+        """Refuse rows that are empty or too long, and tokens that the model has no embedding of."""
+        lengths = [len(sequence) for sequence in ids]
+        if lengths and min(lengths) > 0 and max(lengths) <= self.max_length:
+            together = np.concatenate(ids)  # looked at as one: a batch has many rows
+            if 0 <= together.min() <= together.max() < self.vocab_size:
+                return
         for number, sequence in enumerate(ids):
             length = len(sequence)
             if not 0 < length <= self.max_length:
@@ -90,9 +102,6 @@ class RowReader:
                     f"row {number} has a token outside of the model's vocabulary of {self.vocab_size}",
                     hint="use the model's own tokenizer",
                 )
-        if not self.with_types or (types is None and self.types_are_words):
-            return ids, None
-        return ids, [np.zeros_like(sequence) for sequence in ids] if types is None else types
 
     def _require_mask(self, rows: Rows) -> None:
         """Refuse padded columns that do not say where rows end."""
@@ -151,9 +160,15 @@ def _columns(
         wrong_B = starts_B > 0
     if wrong_B.any():
         raise _holes(int(np.flatnonzero(wrong_B)[0]))
-    places = np.cumsum(lengths_B)[:-1]
     types_BL = None if given["token_type_ids"] is None else array(given["token_type_ids"])
-    return np.split(ids_BL[mask_BL], places), None if types_BL is None else np.split(types_BL[mask_BL], places)
+    ids = _split(ids_BL[mask_BL], lengths_B)
+    return ids, None if types_BL is None else _split(types_BL[mask_BL], lengths_B)
+
+
+def _split(together: np.ndarray, lengths_B: np.ndarray) -> list[np.ndarray]:
+    """Rows of these lengths, as views: `np.split` takes microseconds a row."""
+    ends = np.cumsum(lengths_B).tolist()
+    return [together[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _dictionaries(
