@@ -22,9 +22,16 @@ def test_padding_is_not_counted() -> None:
     assert list(lengths_of(dataset.remove_columns("attention_mask"))) == [4, 4, 4]  # type: ignore[arg-type]
 
 
+def test_a_list_of_rows_is_read() -> None:
+    rows = [{name: values[index] for name, values in ROWS.items()} for index in range(3)]
+    assert list(lengths_of(rows)) == [3, 1, 2]  # type: ignore[arg-type]
+    assert list(lengths_of([{"input_ids": row["input_ids"]} for row in rows])) == [4, 4, 4]  # type: ignore[arg-type]
+    assert lengths_of([*rows, {"text": "a"}]) is None
+
+
 def test_rows_that_are_made_when_asked_for_are_not_read() -> None:
     dataset = Dataset.from_dict(ROWS)
     assert lengths_of(dataset.with_transform(lambda rows: rows)) is None
-    assert lengths_of([{"input_ids": [5]}]) is None
+    assert lengths_of([{"text": "a"}]) is None
     assert lengths_of(Dataset.from_dict({"text": ["a"]})) is None
     assert lengths_of(None) is None

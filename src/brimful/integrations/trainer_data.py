@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,12 @@ _MOST_NUMBERS = 100_000_000
 
 
 def lengths_of(dataset: Any) -> np.ndarray | None:
-    """(N,) tokens of each row of a `datasets.Dataset`, padding not counted; None where rows are made when asked for."""
+    """(N,) tokens of each row of a `datasets.Dataset`, or of a list of dictionaries, padding not counted.
+
+    None where rows are made when asked for.
+    """
+    if type(dataset) in (list, tuple):
+        return _of_rows(dataset)
     table = getattr(getattr(dataset, "data", None), "table", None)
     if not isinstance(table, pa.Table) or "input_ids" not in table.column_names:
         return None
@@ -32,4 +38,19 @@ def lengths_of(dataset: Any) -> np.ndarray | None:
     if indices is not None:
         lengths_N = lengths_N[indices.column(0).to_numpy()]
     found: np.ndarray = lengths_N[lengths_N > 0]
+    return found if len(found) else None
+
+
+def _of_rows(rows: Sequence[Any]) -> np.ndarray | None:
+    """Lengths of dictionaries of token ids; None where a row is something else."""
+    if not rows or not all(type(row) is dict and hasattr(row.get("input_ids"), "__len__") for row in rows):
+        return None
+    lengths = [len(row["input_ids"]) for row in rows]
+    if sum(lengths) <= _MOST_NUMBERS:
+        masks = [row.get("attention_mask") for row in rows]
+        lengths = [
+            n if mask is None else sum(mask) if type(mask) is list else int(np.asarray(mask).sum())
+            for n, mask in zip(lengths, masks, strict=True)
+        ]
+    found = np.array([length for length in lengths if length > 0], dtype=np.int64)
     return found if len(found) else None
