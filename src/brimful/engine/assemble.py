@@ -48,6 +48,7 @@ from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.precision import Precision
 from brimful.step.recovery import whole_model_fits
 from brimful.step.step import Step, make_schedule
+from brimful.step.updates.given_adamw import OwnersAdamW
 from brimful.tasks.task import Task
 
 #: All levers, in the order of their lines in the recipe.
@@ -141,7 +142,7 @@ def assemble(
     model: Any, options: TrainOptions, precision: Precision, callbacks: Callbacks, *, task: Task,
     batches: list[np.ndarray], mean_length: float, max_length: int, longest: int, num_steps: int,
     learning: Learning, cache: bool = True, eager_attention: bool = False, loaded: ModelFacts | None = None,
-    optimizer: torch.optim.Optimizer | Literal["elsewhere"] | None = None, ranks: Ranks = ALONE,
+    optimizer: torch.optim.Optimizer | OwnersAdamW | Literal["elsewhere"] | None = None, ranks: Ranks = ALONE,
 ) -> Assembled:  # fmt: skip
     """Put together how a model in memory learns. Its parameters become the step's.
 

@@ -22,6 +22,7 @@ from brimful.data.batches.batch import Layout
 from brimful.models.model_stats import Attention, attention_of, linear_parameters, matrices, token_matrices
 from brimful.models.packed.packed_forward import LayoutModel
 from brimful.step.precision import Precision
+from brimful.step.updates.given_adamw import OwnersAdamW
 from brimful.step.updates.update import Update
 
 Shape = tuple[int, int]
@@ -187,7 +188,8 @@ class Assembly:
     new_parameters: names of the base model's that were drawn when it was loaded. base_name: by which an adapter finds
     its model. weights_on_disk: whether all else can be read again. adapter: peft's wrapper around the model, if any.
 
-    optimizer: the owner's, or `elsewhere` for gradients alone; None for the one that the options name.
+    optimizer: the owner's, in `OwnersAdamW` to update as it does by our kernels, or `elsewhere` for gradients alone;
+    None for the one that the options name.
     num_ranks: processes that take each step together.
 
     precision: asked for, later with its fp8 products. budget: most tokens of a micro-batch.
@@ -209,7 +211,7 @@ class Assembly:
     base_name: str = ""
     weights_on_disk: bool = False
     adapter: Any = None
-    optimizer: TorchOptimizer | Literal["elsewhere"] | None = None
+    optimizer: TorchOptimizer | OwnersAdamW | Literal["elsewhere"] | None = None
     num_ranks: int = 1
     execution: LayoutModel | None = None
     layout: Layout | None = None

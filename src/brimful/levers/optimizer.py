@@ -31,6 +31,7 @@ from brimful.step.updates.bucketed_adamw import BucketedAdamW, Savings
 from brimful.step.updates.deepspeed_update import DeepSpeedUpdate
 from brimful.step.updates.fully_sharded import FullyShardedUpdate
 from brimful.step.updates.fused_adamw import FusedAdamW, can_fuse
+from brimful.step.updates.given_adamw import GivenAdamW, OwnersAdamW
 from brimful.step.updates.given_update import GivenUpdate, Gradients
 from brimful.step.updates.sharded import ShardedUpdate
 from brimful.step.updates.streamed_adamw import StreamedAdamW
@@ -181,6 +182,10 @@ class Optimizer(Lever):
         if assembly.optimizer == "elsewhere":
             assembly.update = Gradients(assembly.model)
             return
+        if isinstance(assembly.optimizer, OwnersAdamW):
+            owners = assembly.optimizer.optimizer
+            assembly.update = GivenAdamW(assembly.model, owners, max_grad_norm=max_grad_norm)
+            return
         if assembly.optimizer is not None:
             assembly.update = GivenUpdate(
                 assembly.model, assembly.optimizer, max_grad_norm=max_grad_norm, scaled=assembly.precision.scaled
@@ -277,8 +282,11 @@ def _cut(assembly: Assembly) -> ShardingChoice:
     return "none" if sharding is None else cast(ShardingChoice, sharding.value)
 
 
-def _given(optimizer: torch.optim.Optimizer | str) -> Optimizer:
+def _given(optimizer: torch.optim.Optimizer | OwnersAdamW | str) -> Optimizer:
     """The lever of an optimizer that is not ours to make."""
+    if isinstance(optimizer, OwnersAdamW):
+        reason = "the loop's own, by the learning rate of its groups; our fused kernels, fp32 weights and states"
+        return Optimizer(value=cast(Any, "AdamW"), reason=reason, fused=True, copies=False)
     if isinstance(optimizer, str):
         return Optimizer(value=cast(Any, "none"), reason="the loop updates by itself; gradients are left in .grad")
     reason = "the loop's own, by the learning rates of its groups"
