@@ -27,7 +27,7 @@ SIDES = ("train", "step", "brimful_trainer", "packed", "accelerate", "trainer")
 #: Settings of each side; of several the fastest counts.
 _LOADERS = ({"workers": 4, "nan_filter": False}, {"workers": 0, "nan_filter": True})
 _SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
-    "train": ({"batch_size": 32, "precision": "bf16", "execution": "auto"},),
+    "train": tuple({"batch_size": 32, "precision": "bf16", "execution": mode} for mode in ("auto", "compiled")),
     "trainer": _LOADERS,
     "brimful_trainer": _LOADERS,
     "accelerate": ({"workers": 4},),

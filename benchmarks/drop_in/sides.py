@@ -30,6 +30,8 @@ from transformers import (
 
 BATCH = 32
 _CUDA = torch.cuda.is_available()
+#: Steps of the run that is begun and not finished: its length decides whether compiling pays, as in `brimful train`.
+_RUN_STEPS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,7 @@ class _Ticks(TrainerCallback):
         step = getattr(self.trainer, "gradient_step", None)
         if step is not None and not self.seen:
             self.seen = _recipe(step)
+        control.should_training_stop = state.global_step >= self.clock.num_steps
 
 
 def trainer(task: Task, settings: dict[str, Any], clock: Clock) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def _by_trainer(kind: type[Any], task: Task, settings: dict[str, Any], clock: Cl
     with tempfile.TemporaryDirectory() as output:
         arguments = TrainingArguments(
             output_dir=output,
-            max_steps=clock.num_steps,
+            max_steps=_RUN_STEPS,
             per_device_train_batch_size=BATCH,
             dataloader_drop_last=True,
             learning_rate=1e-5,
@@ -233,10 +236,10 @@ def step(task: Task, settings: dict[str, Any], clock: Clock) -> dict[str, Any]:
     }
     scheduler = None
     if "optimizer" in settings:
-        made = brimful.Step(model, settings["optimizer"], num_steps=10_000, learning_rate=1e-5, **asked)
+        made = brimful.Step(model, settings["optimizer"], num_steps=_RUN_STEPS, learning_rate=1e-5, **asked)
     else:
         optimizer, scheduler = _optimizer(model, clock)
-        made = brimful.Step(model, optimizer, num_steps=10_000, **asked)
+        made = brimful.Step(model, optimizer, num_steps=_RUN_STEPS, **asked)
     for number, batch in enumerate(_batches(task, settings, lambda loader: loader, clock.num_steps), 1):
         flying.append(made(batch))
         if scheduler is not None:
