@@ -278,12 +278,25 @@ def test_padding_on_the_left(family: str, reason: str | None, tmp_path: Path, to
     assert_same_history(*runs)
 
 
+class _Rows:
+    """A dataset that does not say how long its rows are."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+
 def test_rows_longer_than_any_before(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a dataset that does not say how long they are; the step is made again for them."""
     monkeypatch.setattr(trainer, "_LONGEST", 4)
     rows = [{"input_ids": [5] * (3 if index < 8 else 30), "labels": index % 3} for index in range(12)]
     runs = [
-        trained(kind, FAMILIES["bert"].model(), tmp_path, tokenizer, train_dataset=rows,
+        trained(kind, FAMILIES["bert"].model(), tmp_path, tokenizer, train_dataset=_Rows(rows),
                 train_sampling_strategy="sequential")
         for kind in (brimful.Trainer, transformers.Trainer)
     ]  # fmt: skip

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from brimful.data.batches.batch import Whole
@@ -15,6 +16,7 @@ from brimful.integrations.custom_loop import Step
 from brimful.integrations.process_group import ProcessGroup
 from brimful.integrations.rows import ReadRows, Rows, joined
 from brimful.models.hub.inspection import max_positions
+from brimful.step.updates.given_adamw import GivenAdamW, OwnersAdamW
 
 
 class LongerRowError(Exception):
@@ -29,14 +31,19 @@ class LongerRowError(Exception):
 
 
 class GradientStep(Step):
-    """`Step` up to the gradient, which it leaves in `.grad`. Between its passes the model's own forward works.
+    """`Step` up to the gradient, which it leaves in `.grad`; with `adamw` up to the update by this optimizer of the
+    loop's, whose next `step` then does nothing. Between its passes the model's own forward works.
 
     longest: most tokens that a row is expected to have. num_rows: of an effective batch.
+    grad_norm: () of the last gradient before clipping, on the device; None where the loop clips and updates.
     """
 
     def __init__(
-        self, model: Any, *, num_steps: int, num_rows: int, longest: int, lengths: np.ndarray | None, **options: Any
-    ) -> None:
+        self, model: Any, *, num_steps: int, num_rows: int, longest: int, lengths: np.ndarray | None,
+        adamw: torch.optim.AdamW | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        self._adamw, self.grad_norm = adamw, cast(Tensor | None, None)
+        self._num_updates = self._num_applied = 0
         self._resting: list[tuple[Any, str]] = _attention_of(model)
         super().__init__(
             model, num_steps=num_steps, batch_size=num_rows, max_length=longest, lengths=lengths, **options
@@ -50,7 +57,13 @@ class GradientStep(Step):
         self._rest()
 
     def _owner(self, optimizer: Any) -> Any:
-        return "elsewhere"
+        return "elsewhere" if self._adamw is None else OwnersAdamW(optimizer=self._adamw)
+
+    @property
+    def update(self) -> GivenAdamW | None:
+        """The update that is part of the step; None where it is the loop's."""
+        found = self._built.step.update
+        return found if isinstance(found, GivenAdamW) else None
 
     def gradients(self, batches: Sequence[Rows], number: int, group: ProcessGroup | None = None) -> Tensor:
         """Leave the gradient of all these rows as one batch; return its loss, () fp32 on the device.
@@ -66,10 +79,24 @@ class GradientStep(Step):
         whole = None if group is None else self._whole(rows, group)
         with self._at_work():
             pending = self.run(self._made(rows, number, whole))
-        loss = pending.on_device[0].float().clone()
+        readings = pending.on_device.float()  # a copy: the next step writes others
+        loss, self.grad_norm = readings[0], None
+        if (update := self.update) is not None:
+            self.grad_norm = readings[1]
+            self._num_updates += 1
+            update.made()
         if group is not None:
             group.sum([p for p in self._given.model.parameters() if p.requires_grad], loss)
         return loss
+
+    def take_skipped(self) -> int:
+        """Count updates that were left out since the last call, where they are the step's. Waits for the device."""
+        update = self.update
+        if update is None or not self._num_updates:
+            return 0
+        skipped = self._num_updates - (applied := int(update.applied)) + self._num_applied
+        self._num_updates, self._num_applied = 0, applied
+        return skipped
 
     def _whole(self, rows: ReadRows, group: ProcessGroup) -> Whole:
         """Facts of the effective batch that these rows are a part of."""

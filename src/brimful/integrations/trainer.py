@@ -2,8 +2,9 @@
 
 The loop around the step is Trainer's own: data, sampling, clipping, optimizer, schedule, callbacks, logs, evaluation,
 checkpoints and their resumption. Each update's micro-batches are collected, and the last one's `training_step` leaves
-the gradient of all of them in `.grad`, where Trainer clips it and updates. What asks for another step runs by Trainer's
-own, and a Python warning says why, once.
+the gradient of all of them in `.grad`, where Trainer clips it and updates. On a GPU, where nobody looks at gradients in
+between, that step also clips and updates, by the AdamW that Trainer made; Trainer's own calls then find it done. What
+asks for another step runs by Trainer's own, and a Python warning says why, once.
 """
 
 from __future__ import annotations
@@ -21,14 +22,22 @@ from torch import Tensor
 from brimful.core.errors import OptionError
 from brimful.hardware.process_settings import products_are_full
 from brimful.integrations.gradient_step import GradientStep, LongerRowError
+from brimful.integrations.model_structure import ModelStructure
 from brimful.integrations.packed import WRAPPERS
 from brimful.integrations.problem_type import problem_of
 from brimful.integrations.process_group import ProcessGroup
+from brimful.integrations.quick_padding import quick_padding
 from brimful.integrations.trainer_data import lengths_of
-from brimful.integrations.trainer_reasons import reason_of_batch, reason_of_model, reason_of_trainer
+from brimful.integrations.trainer_reasons import (
+    reason_of_batch,
+    reason_of_model,
+    reason_of_trainer,
+    reason_of_update,
+)
 from brimful.models.hub.adapters import unwrapped
 from brimful.models.hub.inspection import max_positions
 from brimful.models.model_stats import layers_of
+from brimful.step.updates.given_adamw import can_take
 
 _TASKS = {
     "regression": "regression",
@@ -39,6 +48,10 @@ _TASKS = {
 _APART = 7_368_787
 #: Tokens that rows are taken to have at most, where their dataset does not say.
 _LONGEST = 512
+#: Batches that are then drawn from the rows of the first one, to choose token budgets by.
+_BATCHES = 200
+#: A method of the model that is replaced for one call.
+_CLEARS = "zero_grad"
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -52,6 +65,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     Raises: OptionError for a model that is wrapped already and for a dataset without length and `max_steps`.
     """
 
+    data_collator: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse(_SIGNATURE.bind(self, *args, **kwargs).arguments)
         self.gradient_step: GradientStep | None = None
@@ -60,14 +75,25 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._group: ProcessGroup | None = None
         self._waiting: list[Any] = []
         self._expected = 1
-        self._trained: tuple[Any, ...] = ()
+        self._structure: ModelStructure | None = None
+        self._looks: tuple[Any, ...] = ()
+        self._flops_a_number: int | None = None
+        self._updates_within = True
         self._filters_nan = False
         super().__init__(*args, **kwargs)
+        self._made_optimizer = self.optimizer is None and self.optimizer_cls_and_kwargs is None
 
     def get_train_dataloader(self) -> Any:
-        """As Trainer has it; batches stay on the host, where the step reads them."""
-        loader = super().get_train_dataloader()
-        if reason_of_trainer(self, Trainer) is None and getattr(loader, "device", None) is not None:
+        """As Trainer has it; batches stay on the host, where the step reads them, and are padded by numpy."""
+        if reason_of_trainer(self, Trainer) is not None:
+            return super().get_train_dataloader()
+        collator = self.data_collator
+        self.data_collator = quick_padding(collator)
+        try:
+            loader = super().get_train_dataloader()
+        finally:
+            self.data_collator = collator
+        if getattr(loader, "device", None) is not None:
             loader.device = None
         return loader
 
@@ -91,7 +117,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         batches, self._waiting = self._waiting, []
         if self._some_process_refuses(batches):
             return self._by_trainer(model, batches, num_items_in_batch)
-        model.train()
+        if not (self._is_as_it_was() and self._structure is not None and self._structure.trains and model.training):
+            model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         loss = self._gradients(unwrapped(self.model), batches)
@@ -134,16 +161,41 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         losses = [super(Trainer, self).training_step(model, each, num_items_in_batch) for each in batches]
         return torch.stack([loss.detach() for loss in losses]).sum() if len(losses) > 1 else losses[0]
 
+    def _is_as_it_was(self) -> bool:
+        """End the step if the model, the optimizer or those who look at gradients are others than it was made for."""
+        structure, step = self._structure, self.gradient_step
+        if step is None or structure is None:
+            return False
+        update = step.update
+        if structure.is_of(self.model) and self._looks == self._who_looks() and (update is None or update.is_current()):
+            return True
+        if update is not None and not update.was_loaded:  # what changes once may do so at each step
+            self._updates_within = False
+        self._end_step()
+        return False
+
+    def _who_looks(self) -> tuple[Any, ...]:
+        """What decides whether somebody sees gradients, or the weights, between the backward pass and the update."""
+        return (id(self.optimizer), self.args.max_grad_norm, *map(type, self.callback_handler.callbacks))
+
+    def _own_adamw(self, model: Any) -> torch.optim.AdamW | None:
+        """The optimizer, if our step may clip and update by it: Trainer made it, and nobody sees gradients before."""
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        within = self._updates_within and self._made_optimizer and self._group is None
+        if not within or reason_of_update(self, Trainer) is not None:
+            return None
+        return inner if can_take(model, inner) else None
+
     def _gradients(self, model: Any, batches: list[Any]) -> Tensor:
-        trained = (id(self.model), tuple(p.requires_grad for p in model.parameters()))
-        if self.gradient_step is not None and trained != self._trained:
-            self._end_step()
         longest = 0
         while True:
             if self.gradient_step is None:
-                self.gradient_step, self._trained = self._make_step(model, batches, longest), trained
+                self.gradient_step = self._make_step(model, batches, longest)
+                self._looks = self._who_looks()
             try:
-                return self.gradient_step.gradients(batches, self.state.global_step, self._group)
+                loss = self.gradient_step.gradients(batches, self.state.global_step, self._group)
+                self._structure = self._structure or ModelStructure(self.model)  # as the first batch has left it
+                return loss
             except LongerRowError as longer:
                 self._end_step()
                 longest = longer.length
@@ -158,8 +210,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         known = max(longest, int(here.max()), _LONGEST if lengths is None else int(lengths.max()))
         limit = max_positions(model.config, model)
         checkpoints = args.gradient_checkpointing and layers_of(model) is not None
+        if lengths is None:  # as many batches of these: one alone would be the only size that is expected
+            here = np.random.default_rng(0).choice(here, size=_BATCHES * len(here))
         return GradientStep(
             self.model,
+            adamw=self._own_adamw(model),
+            max_grad_norm=args.max_grad_norm,
             num_steps=self.state.max_steps,
             num_rows=sum(len(each["labels"]) for each in batches),
             longest=known if limit is None else min(known, limit),
@@ -184,13 +240,49 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return torch.where(torch.isfinite(loss), loss, mean)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """As Trainer has it, which calls it after each micro-batch."""
+        """As Trainer has it, which calls it after each micro-batch and counts the model's parameters each time."""
         if self._filters_nan:
             self._filters_nan, self.args.logging_nan_inf_filter = False, True
-        return int(super().floating_point_ops(inputs))
+        ids = inputs.get(getattr(self.model, "main_input_name", "input_ids")) if isinstance(inputs, Mapping) else None
+        if self.gradient_step is None or ids is None:
+            return int(super().floating_point_ops(inputs))
+        if self._flops_a_number is None:
+            self._flops_a_number = int(super().floating_point_ops(inputs)) // ids.numel()
+        return self._flops_a_number * int(ids.numel())
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """As Trainer has it; nothing is left to do where the step has clipped."""
+        norm = self._norm_of_step
+        return super()._clip_grad_norm(model) if norm is None else norm
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """As Trainer has it. The last call before the update, and the model's next one is `zero_grad`."""
+        norm = self._norm_of_step
+        if norm is None or self._structure is None:
+            return super()._get_grad_norm(model, grad_norm=grad_norm)
+        if type(model).zero_grad is torch.nn.Module.zero_grad and _CLEARS not in vars(model):
+            _clear_once(model, self._structure.parameters)
+        return norm if grad_norm is None else grad_norm
+
+    @property
+    def _norm_of_step(self) -> Tensor | None:
+        return None if self.gradient_step is None else self.gradient_step.grad_norm
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """As Trainer has it; a warning says how many updates were left out since the last line."""
+        self._say_skipped()
+        super().log(*args, **kwargs)
+
+    def _say_skipped(self) -> None:
+        if self.gradient_step is not None and (skipped := self.gradient_step.take_skipped()):
+            warnings.warn(
+                f"brimful.Trainer: updates left out, as their loss or gradient was not finite: {skipped:,}, up to step"
+                f" {self.state.global_step:,}",
+                stacklevel=3,
+            )
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self.stock_reason = self._refused = None
+        self.stock_reason, self._refused, self._updates_within = None, None, True
         try:
             return super()._inner_training_loop(*args, **kwargs)
         finally:
@@ -198,7 +290,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._end_group()
 
     def _end_step(self) -> None:
-        step, self.gradient_step = self.gradient_step, None
+        self._say_skipped()
+        step, self.gradient_step, self._structure = self.gradient_step, None, None
+        self._flops_a_number = None
+        if isinstance(self.model_wrapped, torch.nn.Module):
+            vars(self.model_wrapped).pop(_CLEARS, None)
         if step is not None:
             step.release()
 
@@ -223,6 +319,19 @@ def _refuse(given: dict[str, Any]) -> None:
             f"train_dataset is a {type(dataset).__name__} without length, and max_steps is not set",
             hint="TrainingArguments(max_steps=...) says when training ends",
         )
+
+
+def _clear_once(model: Any, parameters: list[Any]) -> None:
+    """Have the model's next `zero_grad` go through these parameters, which are all it has, not through its modules."""
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        vars(model).pop(_CLEARS, None)
+        if not set_to_none:
+            model.zero_grad(set_to_none=False)
+        for parameter in parameters:
+            parameter.grad = None
+
+    vars(model)[_CLEARS] = zero_grad
 
 
 def _num_rows(inputs: Any) -> int:

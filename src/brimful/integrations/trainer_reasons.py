@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from brimful.core.errors import OptionError
@@ -22,6 +23,10 @@ _OF_THE_STEP = (
     *("compute_loss", "training_step", "compute_loss_context_manager", "autocast_smart_context_manager"),
     *("get_batch_samples", "_prepare_inputs", "_prepare_input", "_get_num_items_in_batch"),
 )
+#: Methods by which Trainer updates; where one is overridden, gradients are left to it.
+_OF_THE_UPDATE = ("create_optimizer", "get_optimizer_cls_and_kwargs", "_clip_grad_norm", "_get_grad_norm")
+#: Events at which callbacks see gradients.
+_BETWEEN = ("on_pre_optimizer_step", "on_optimizer_step")
 #: Arguments of a batch that the step reads.
 _READ = frozenset({"input_ids", "attention_mask", "token_type_ids", "labels"})
 #: Hook by which transformers has gradients of embeddings, where layers are recomputed.
@@ -53,6 +58,18 @@ def reason_of_trainer(trainer: Any, ours: type[Any]) -> str | None:
         (args.device.type not in ("cpu", "cuda"), f"it trains on {args.device.type}"),
     ]
     return next((why for is_asked, why in asked if is_asked), None)
+
+
+def reason_of_update(trainer: Any, ours: type[Any]) -> str | None:
+    """Return why Trainer's loop clips and updates by itself, as far as it says without a model. ours: our class."""
+    for name in _OF_THE_UPDATE:
+        if name in vars(trainer) or getattr(type(trainer), name, None) is not getattr(ours, name, None):
+            return f"{name} is overridden"
+    for callback in trainer.callback_handler.callbacks:
+        for name in _BETWEEN:
+            if name in vars(callback) or getattr(type(callback), name, None) is not getattr(TrainerCallback, name):
+                return f"{type(callback).__name__} has {name}"
+    return None
 
 
 def _by_ddp(trainer: Any) -> bool:
