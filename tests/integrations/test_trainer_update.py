@@ -39,7 +39,7 @@ def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Steps(transformers.TrainerCallback):  # type: ignore[misc]
-    """Whether updates were the step's, after each step."""
+    """Record whether updates were the step's, after each step."""
 
     def __init__(self) -> None:
         self.trainer: Any = None

@@ -37,7 +37,7 @@ from brimful.integrations.trainer_reasons import (
 from brimful.models.hub.adapters import unwrapped
 from brimful.models.hub.inspection import max_positions
 from brimful.models.model_stats import layers_of
-from brimful.step.updates.given_adamw import can_take
+from brimful.step.updates.given_adamw import GivenAdamW, can_take
 
 _TASKS = {
     "regression": "regression",
@@ -175,7 +175,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return False
 
     def _who_looks(self) -> tuple[Any, ...]:
-        """What decides whether somebody sees gradients, or the weights, between the backward pass and the update."""
+        """Return facts by which somebody may see gradients between the backward pass and the update."""
         return (id(self.optimizer), self.args.max_grad_norm, *map(type, self.callback_handler.callbacks))
 
     def _own_adamw(self, model: Any) -> torch.optim.AdamW | None:
@@ -256,12 +256,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return super()._clip_grad_norm(model) if norm is None else norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """As Trainer has it. The last call before the update, and the model's next one is `zero_grad`."""
+        """As Trainer has it. The last call before the optimizer's `step` and the model's `zero_grad`."""
         norm = self._norm_of_step
         if norm is None or self._structure is None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
         if type(model).zero_grad is torch.nn.Module.zero_grad and _CLEARS not in vars(model):
             _clear_once(model, self._structure.parameters)
+        if (step := self.gradient_step) is not None and step.update is not None:
+            _skip_once(self.optimizer, step.update)
         return norm if grad_norm is None else grad_norm
 
     @property
@@ -319,6 +321,21 @@ def _refuse(given: dict[str, Any]) -> None:
             f"train_dataset is a {type(dataset).__name__} without length, and max_steps is not set",
             hint="TrainingArguments(max_steps=...) says when training ends",
         )
+
+
+def _skip_once(optimizer: Any, update: GivenAdamW) -> None:
+    """Have Accelerate's next `step` do nothing: it looks for a package first, each time."""
+    before = vars(optimizer).get("step")
+    if type(optimizer).__name__ != "AcceleratedOptimizer" or not hasattr(before, "_wrapped_by_lr_sched"):
+        return
+
+    def step(closure: Any = None) -> None:
+        vars(optimizer)["step"] = before
+        optimizer._opt_called = True  # as the schedule's own wrapper says
+        update.skip()
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    vars(optimizer)["step"] = step
 
 
 def _clear_once(model: Any, parameters: list[Any]) -> None:

@@ -120,7 +120,7 @@ class GivenAdamW(FusedAdamW):
             update = this()
             if update is None or not update._is_due:
                 return step(closure)
-            update._is_due, update._owners._opt_called = False, True  # type: ignore[attr-defined]
+            update.skip()
             return None
 
         skipping._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -136,6 +136,10 @@ class GivenAdamW(FusedAdamW):
         if not self._given:
             self._given = True
             self.give_states()
+
+    def skip(self) -> None:
+        """Take the owner's call for a step that was made. Schedules look whether there was one."""
+        self._is_due, self._owners._opt_called = False, True  # type: ignore[attr-defined]
 
     def give_states(self) -> None:
         """Have the optimizer's states be what the kernels keep, of those parameters that ever had a gradient.
