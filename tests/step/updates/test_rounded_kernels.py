@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from brimful.kernels.optimizers import rounded_adamw as kernels_of_triton
 from brimful.step.updates import bucketed_adamw
 from brimful.step.updates.bucketed_adamw import BucketedAdamW, Savings
 
@@ -82,12 +83,17 @@ def test_a_norm_that_is_not_finite_skips_what_comes_after_it(monkeypatch: pytest
     update = update_of(monkeypatch, "8 bits", ours=True, in_backward=True)
     kernels, squares = update._kernels, torch.zeros(())
     assert kernels is not None
-    kernels.take_norms([torch.tensor(3.0), torch.tensor(4.0)], torch.tensor(2.0), squares)
-    assert (float(squares), float(update._skipped)) == (6.25, 0.0)
-    kernels.take_norms([torch.tensor(float("nan")), torch.tensor(1.0)], torch.tensor(2.0), squares)
-    assert float(update._skipped) == 1.0
-    kernels.take_norms([torch.tensor(1.0)], torch.tensor(2.0), squares)
-    assert float(update._skipped) == 1.0
+    counts = torch.zeros(3)
+    large = torch.full((kernels_of_triton.LARGE + 5,), 0.5, dtype=torch.bfloat16)
+    kernels.take([torch.tensor([3.0]), large, torch.tensor([4.0])], torch.tensor(2.0), squares, counts)
+    assert float(squares) == pytest.approx((25 + 0.25 * len(large)) / 4, rel=1e-6)
+    assert (float(update._skipped), counts.tolist()) == (0.0, [1.0, 1.0, 1.0])
+    kernels.take([torch.tensor([1.0])], torch.tensor(2.0), squares, None)
+    assert float(update._skipped) == 0.0
+    kernels.take([large.clone().index_fill_(0, torch.tensor([7]), torch.nan)], torch.tensor(2.0), squares, counts[:2])
+    assert (float(update._skipped), counts.tolist()) == (1.0, [1.0, 1.0, 1.0])
+    kernels.take([torch.tensor([1.0])], torch.tensor(2.0), squares, counts[1:])
+    assert (float(update._skipped), counts.tolist()) == (1.0, [1.0, 1.0, 1.0])
     before = [p.clone() for p in update.parameters]
     give_gradients(update, 0)
     for bucket in update._buckets:

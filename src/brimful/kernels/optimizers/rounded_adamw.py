@@ -19,6 +19,8 @@ import triton.language as tl
 SIZE = 1024
 #: Norms that are added at a time.
 NORMS = 256
+#: Numbers of a gradient whose squares are added by one program; smaller gradients are torch's, all in one launch.
+LARGE = 8192
 
 
 @triton.jit
@@ -125,12 +127,31 @@ def rounded_adamw(WEIGHT, GRADIENT, FIRST, SECOND, SCALES, SHARES, MIDDLES, STEP
 
 
 @triton.jit
-def take_norms(PARTS, SCALE, SQUARES, SKIPPED, num_parts, SIZE: tl.constexpr):
-    """Add the square of the norm of some gradients, divided by SCALE, and skip from here on if it is not finite."""
+def square_sums(GRADIENT, PARTS, numel, SIZE: tl.constexpr):
+    """The sum of the squares of each piece of a gradient."""
+    offsets = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    g = tl.load(GRADIENT + offsets, mask=offsets < numel, other=0.0).to(tl.float32)
+    tl.store(PARTS + tl.program_id(0), tl.sum(g * g, 0))
+
+
+@triton.jit(do_not_specialize=["num_parts", "num_norms", "num_counts"])
+def take_norms(PARTS, NORMS, SCALE, SQUARES, SKIPPED, COUNTS, num_parts, num_norms, num_counts, SIZE: tl.constexpr):
+    """Add the square of the norm of some gradients, divided by SCALE, and skip from here on if it is not finite; count
+    a step of each parameter that is not skipped.
+
+    PARTS: sums of squares. NORMS: of further gradients.
+    """
     lanes, total = tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32)
     for first in range(0, num_parts, SIZE):
-        part = tl.load(PARTS + first + lanes, mask=first + lanes < num_parts, other=0.0)
-        total += part * part
+        total += tl.load(PARTS + first + lanes, mask=first + lanes < num_parts, other=0.0)
+    for first in range(0, num_norms, SIZE):
+        norm = tl.load(NORMS + first + lanes, mask=first + lanes < num_norms, other=0.0)
+        total += norm * norm
     norm = tl.sqrt(tl.sum(total, 0)) / tl.load(SCALE)
+    skipped = tl.where(tl.abs(norm) < float("inf"), tl.load(SKIPPED), 1.0)
     tl.store(SQUARES, tl.load(SQUARES) + norm * norm)
-    tl.store(SKIPPED, tl.where(tl.abs(norm) < float("inf"), tl.load(SKIPPED), 1.0))
+    tl.store(SKIPPED, skipped)
+    for first in range(0, num_counts, SIZE):
+        here = first + lanes < num_counts
+        counts = tl.load(COUNTS + first + lanes, mask=here, other=0.0)
+        tl.store(COUNTS + first + lanes, counts + (1.0 - skipped), mask=here)

@@ -16,6 +16,11 @@ from brimful.hardware.memory import CaptureMemoryError, device_free_bytes, is_ou
 
 Outputs = TypeVar("Outputs")
 
+#: What a refusal is about, by words of it.
+_HINTS = {
+    "legacy stream": "a loss or a copy that was made of the model's weights outside the step is alive with its graph;"
+    " hint: detach() what is kept"
+}
 #: Graphs of one cache. A packed training run has at most a dozen shapes; classification has a handful of length
 #: classes, and of budgets in each.
 MOST_GRAPHS = 64
@@ -63,6 +68,7 @@ class GraphPool:
     def record(self, compute: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
         """As `Recorder` has it. Nothing is computed: the first replay does that."""
         graph, room_bytes = torch.cuda.CUDAGraph(), self._room_bytes()
+        torch.cuda.empty_cache()  # what eager passes have left serves no graph, which has memory of its own
         with capture(graph, self.handle):
             torch.empty(room_bytes, dtype=torch.uint8, device=self.device)  # and gives it to the pool
             outputs = compute()
@@ -169,7 +175,8 @@ class GraphCache:
         except (RuntimeError, torch.AcceleratorError) as refusal:
             if is_out_of_memory(refusal):
                 raise CaptureMemoryError(str(refusal)) from refusal
-            self.stop(str(_first(refusal)).splitlines()[0][:200])
+            said = str(_first(refusal)).splitlines()[0][:200]
+            self.stop(said + next((f"; {hint}" for words, hint in _HINTS.items() if words in said), ""))
             return None
         self._graphs[key] = graph = Graph(recorded, outputs, static, self._keep())
         return graph

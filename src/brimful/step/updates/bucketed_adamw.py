@@ -71,7 +71,8 @@ class BucketedAdamW(Update):
         self._arenas = [self._arena(each.num_bytes) for each in self._buckets]
         self._host = HostStates(self._arenas, self.device) if savings.on_host else None
         zeros: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
-        self._steps = torch.zeros(len(self.parameters), **zeros).unbind()
+        self._counts = torch.zeros(len(self.parameters), **zeros)
+        self._steps = self._counts.unbind()
         self._learning_rate, self._squares, self._skipped = (torch.zeros((), **zeros) for _ in range(3))
         self._late_norm, self._scale = torch.zeros((), **zeros), torch.ones((), **zeros)
         self._kernels: RoundedKernels | None = None
@@ -150,14 +151,17 @@ class BucketedAdamW(Update):
     def _update_early(self, bucket: Bucket) -> None:
         """Update a bucket from the gradients that there are, and free them."""
         gradients = {i: g for i in bucket.members if (g := self.parameters[i].grad) is not None}
+        counted = self._kernels is not None and len(gradients) == len(bucket.members)
         if gradients and self._kernels is not None:
-            self._kernels.take_norms(norms_of(list(gradients.values())), self.scale, self._squares)
+            # Members of a bucket are next to one another, and so are their counts of steps.
+            counts = self._counts[min(bucket.members) : max(bucket.members) + 1] if counted else None
+            self._kernels.take(list(gradients.values()), self.scale, self._squares, counts)
         elif gradients:
             norm = torch.linalg.vector_norm(torch.stack(norms_of(list(gradients.values())))) / self.scale
             self._squares.add_(norm * norm)
             self._skipped.copy_(torch.maximum(self._skipped, (~torch.isfinite(norm)).float()))
         self.committed = True
-        self._update(bucket, gradients)
+        self._update(bucket, gradients, counted=counted)
         bucket.is_done = True
         for i in bucket.members:
             self.parameters[i].grad = None
@@ -243,15 +247,16 @@ class BucketedAdamW(Update):
             return torch.ones_like(norm)
         return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
-    def _update(self, bucket: Bucket, gradients: Mapping[int, Tensor]) -> None:
-        """Update those parameters of a bucket that ever had a gradient."""
+    def _update(self, bucket: Bucket, gradients: Mapping[int, Tensor], *, counted: bool = False) -> None:
+        """Update those parameters of a bucket that ever had a gradient. counted: whether their steps are already."""
         self._used |= gradients.keys()
         members = [i for i in bucket.members if i in self._used]
         if not members:
             return
         arena = self._arenas[bucket.number] if self._host is None else self._host.fetch(bucket.number)
-        steps = [self._steps[i] for i in members]
-        torch._foreach_add_(steps, [1 - self._skipped] * len(steps))  # one tensor would be read by the host
+        if not counted:
+            steps = [self._steps[i] for i in members]
+            torch._foreach_add_(steps, [1 - self._skipped] * len(steps))  # one tensor would be read by the host
         ours = [i for i in members if self._is_for_kernels(i)]
         for i in ours:
             assert self._kernels is not None
@@ -285,7 +290,12 @@ class BucketedAdamW(Update):
             for i, weight, moments, wide in zip(chosen, weights, kept, read, strict=True):
                 if self.parameters[i].dtype != torch.float32:
                     self.parameters[i].copy_(stochastic_bf16(weight, mix(self.applied, i, 2)))
-                moments.write(*wide, (mix(self.applied, i, 1), mix(self.applied, i, 3)))
+                # A seed is two dozen launches: of fp32 there are none.
+                moments.write(*wide, self._seeds(i) if moments.by_chance else None)
+
+    def _seeds(self, index: int) -> tuple[Tensor, Tensor]:
+        """Seeds of both moments of a parameter in this step."""
+        return mix(self.applied, index, 1), mix(self.applied, index, 3)
 
     def _end(self, *, gathered: bool) -> None:
         self._is_begun = False

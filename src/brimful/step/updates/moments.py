@@ -34,6 +34,11 @@ class Moments:
     second: Tensor
     scales: Tensor | None
 
+    @property
+    def by_chance(self) -> bool:
+        """True if they are rounded by chance."""
+        return self.scales is None and self.first.dtype != torch.float32
+
     def read(self) -> tuple[Tensor, Tensor]:
         """Both in fp32: as they are kept, or copies."""
         if self.scales is None:
@@ -41,13 +46,14 @@ class Moments:
         one, two = self.scales.unbind()
         return unpacked(self.first, one, signed=True), unpacked(self.second, two, signed=False)
 
-    def write(self, first: Tensor, second: Tensor, seeds: tuple[Tensor, Tensor]) -> None:
-        """Keep both, from fp32. seeds: of what is rounded by chance."""
+    def write(self, first: Tensor, second: Tensor, seeds: tuple[Tensor, Tensor] | None = None) -> None:
+        """Keep both, from fp32. seeds: of what is rounded by chance, where that is."""
         if self.scales is not None:
             one, two = self.scales.unbind()
             packed(first, self.first, one, signed=True)
             packed(second, self.second, two, signed=False)
-        elif self.first.dtype != torch.float32:
+        elif self.by_chance:
+            assert seeds is not None
             self.first.copy_(stochastic_bf16(first, seeds[0]))
             self.second.copy_(stochastic_bf16(second, seeds[1]))
 

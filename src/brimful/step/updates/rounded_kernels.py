@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from brimful.step.updates.buckets import norms_of
 from brimful.step.updates.moments import BLOCK, Moments, middles, shares_of
 
 try:
@@ -56,8 +57,23 @@ class RoundedKernels:
             HAS_GRADIENT=given is not None, EIGHT_BITS=eight_bits, SIZE=kernels.SIZE, BLOCK=BLOCK,
         )  # fmt: skip
 
-    def take_norms(self, norms: Sequence[Tensor], scale: Tensor, squares: Tensor) -> None:
-        """Add the square of the norm of gradients of these norms, divided by `scale`, to `squares`; skip what is
-        updated from now on if it is not finite."""
-        parts = torch.stack(list(norms))
-        kernels.take_norms[(1,)](parts, scale, squares, self._skipped, len(parts), SIZE=kernels.NORMS)
+    def take(self, gradients: Sequence[Tensor], scale: Tensor, squares: Tensor, counts: Tensor | None) -> None:
+        """Add the square of the norm of gradients, divided by `scale`, to `squares`; skip what is updated from now on
+        if it is not finite, and count the step of what is not skipped.
+
+        counts: (P) of the steps of these parameters; None to count none.
+        """
+        large = [gradient for gradient in gradients if gradient.numel() >= kernels.LARGE and gradient.is_contiguous()]
+        taken = set(map(id, large))
+        small = norms_of([gradient for gradient in gradients if id(gradient) not in taken])
+        starts = [0]
+        for gradient in large:
+            starts.append(starts[-1] + triton.cdiv(gradient.numel(), kernels.LARGE))
+        parts = torch.empty(starts[-1], dtype=torch.float32, device=scale.device)
+        for gradient, start, end in zip(large, starts, starts[1:], strict=False):
+            kernels.square_sums[(end - start,)](gradient, parts[start:], gradient.numel(), SIZE=kernels.LARGE)
+        norms = torch.stack(small) if small else parts
+        kernels.take_norms[(1,)](
+            parts, norms, scale, squares, self._skipped, squares if counts is None else counts, len(parts), len(small),
+            0 if counts is None else len(counts), SIZE=kernels.NORMS,
+        )  # fmt: skip
