@@ -14,6 +14,7 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ def measured(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Itera
 
 
 def _one(plan: dict[str, Any], settings: dict[str, Any], inputs: Path, tokenizer: str | None) -> dict[str, Any]:
-    from sides import SIDES as LOOPS
-    from sides import Clock
+    from loops import SIDES as LOOPS
+    from loops import Clock
 
     if plan["side"] == "train":
         return _train(plan, settings, inputs, tokenizer)
@@ -80,9 +81,9 @@ def _train(plan: dict[str, Any], settings: dict[str, Any], inputs: Path, tokeniz
     if plan["work"] == "lora/1b":
         adapters = _adapters()
         _make_lora(inputs, smoke=plan["smoke"])
-        adapters._STEPS, adapters._WARM_UP = plan["warm_up"] + plan["rounds"] * plan["steps"], plan["warm_up"]
-        adapters._EVERY = 1 if plan["smoke"] else adapters._EVERY
-        found = adapters._brimful("captured", _lora_folder(inputs), plan["smoke"])
+        blocks = {"warm_up": plan["warm_up"], "count": plan["rounds"], "steps": plan["steps"]}
+        adapters._BLOCKS = replace(adapters._BLOCKS, **blocks)
+        found = adapters._brimful({"execution": "captured"} | settings, _lora_folder(inputs), plan["smoke"])
         rounds = [{"seconds": 32 / rate, "cpu_s": 0.0, "samples": 32} for rate in found.pop("rates")]
         return found | {"rounds": rounds, "warm_up_s": 0.0}
     import brimful_side
@@ -96,8 +97,8 @@ def _train(plan: dict[str, Any], settings: dict[str, Any], inputs: Path, tokeniz
 
 def make_task(name: str, inputs: Path, tokenizer_folder: str | None, *, smoke: bool) -> Any:
     """The model and tokenised rows of a work; files that are missing are made."""
+    from loops import Task
     from shapes import max_length
-    from sides import Task
     from transformers import AutoTokenizer
     from works import Work, data_file, make_inputs, model_folder, read_rows
 
