@@ -85,7 +85,7 @@ def test_models_in_turns_do_what_each_does_alone(make: Callable[..., Step], our_
 
 
 def test_models_in_threads_do_what_each_does_alone() -> None:
-    batches = [SHORT, LONG] * 2
+    batches = [SHORT, LONG]
     alone = [ended(step, [step.run(batch).read() for batch in batches]) for step in pair(as_it_is)]
     steps = pair(as_it_is)
     outcomes: list[list[Outcome]] = [[], []]
