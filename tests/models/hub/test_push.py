@@ -144,7 +144,7 @@ def test_a_run_pushes_its_model_and_again_when_resumed(hub: Hub, tmp_path: Path)
     base, data = save_base(tmp_path / "base"), write_reviews(tmp_path / "rows.csv", 24)
     words = ["train", data, "--model", base, "--output", tmp_path / "run", "--max-steps", 1, "--batch-size", 8]
     words += ["--push-to-hub", "me/films", "--no-baselines"]
-    hub.refused = 500
+    hub.refused = 403
     assert call(*words).code == 2
     hub.refused = None
     said = call(*words, "--resume")
