@@ -68,7 +68,6 @@ class GraphPool:
     def record(self, compute: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
         """As `Recorder` has it. Nothing is computed: the first replay does that."""
         graph, room_bytes = torch.cuda.CUDAGraph(), self._room_bytes()
-        torch.cuda.empty_cache()  # what eager passes have left serves no graph, which has memory of its own
         with capture(graph, self.handle):
             torch.empty(room_bytes, dtype=torch.uint8, device=self.device)  # and gives it to the pool
             outputs = compute()

@@ -23,12 +23,8 @@ from brimful.step.updates.fused_adamw import FusedAdamW, can_fuse
 _OTHERWISE = ("amsgrad", "maximize", "differentiable", "foreach")
 #: States that the kernels keep.
 _STATES = frozenset({"step", "exp_avg", "exp_avg_sq"})
-
-
-class _Counted:
-    """Steps that nobody, or a schedule alone, has wrapped."""
-
-    _wrapped_by_lr_sched = True
+#: Values of groups that schedules and loops may set at any step.
+_OF_SCHEDULES = frozenset({"params", "lr", "initial_lr", "fused", "capturable"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,10 +40,6 @@ def settings_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
         (*map(id, group["params"]), *(value for name, value in group.items() if name not in _OF_SCHEDULES))
         for group in optimizer.param_groups
     )
-
-
-#: Values of groups that schedules and loops may set at any step.
-_OF_SCHEDULES = frozenset({"params", "lr", "initial_lr", "fused", "capturable"})
 
 
 def shared_rate(optimizer: torch.optim.Optimizer) -> float | None:
@@ -76,9 +68,14 @@ def can_take(model: nn.Module, optimizer: Any) -> bool:
         and min(groups[0]["betas"]) > 0
         and not any(group.get(name) for group in groups for name in _OTHERWISE)
         and not any(hooks)
-        and hasattr(vars(optimizer).get("step", _Counted), "_wrapped_by_lr_sched")
+        and _is_its_own(vars(optimizer).get("step"))
         and all(not state or state.keys() == _STATES for state in optimizer.state.values())
     )
+
+
+def _is_its_own(step: Callable[..., Any] | None) -> bool:
+    """True for an optimizer's step that nobody has replaced, or a schedule alone, to count calls."""
+    return step is None or hasattr(step, "_wrapped_by_lr_sched")
 
 
 class GivenAdamW(FusedAdamW):
