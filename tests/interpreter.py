@@ -137,7 +137,7 @@ def _replace_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any)
 
 
 class _Kept:
-    """What was replaced for a module's kernels stays so."""
+    """Nothing to restore: names replaced for a module's kernels stay so."""
 
     def restore(self) -> None:
         pass

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 import brimful as package
 
@@ -39,7 +38,12 @@ BANNED = {
 }
 
 
-def docstrings(source: Path) -> Iterator[tuple[int, str]]:
+@cache
+def docstrings(source: Path) -> list[tuple[int, str]]:
+    return list(_docstrings(source))
+
+
+def _docstrings(source: Path) -> Iterator[tuple[int, str]]:
     """Yield line and text of each docstring of a file, those under fields included."""
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         body = getattr(node, "body", None)
@@ -59,29 +63,42 @@ def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("source", [*SOURCES, *TESTS], ids=named)
-def test_docstrings_open_with_a_noun_or_a_verb(source: Path) -> None:
-    assert not [f"{source}:{line}: {text[:60]}" for line, text in docstrings(source) if OPENING.match(text)]
+def test_docstrings_open_with_a_noun_or_a_verb() -> None:
+    assert not [
+        f"{named(source)}:{line}: {text[:60]}"
+        for source in [*SOURCES, *TESTS]
+        for line, text in docstrings(source)
+        if OPENING.match(text)
+    ]
 
 
-@pytest.mark.parametrize("source", [*SOURCES, *TESTS, *TEXTS], ids=named)
-def test_terms_are_those_of_the_field(source: Path) -> None:
+def test_terms_are_those_of_the_field() -> None:
     """In src also within identifiers; in tests those of docstrings."""
-    text = source.read_text(encoding="utf-8")
+    banned = re.compile("|".join(BANNED))
+    found = [
+        (named(source), match[0])
+        for source in [*SOURCES, *TESTS, *TEXTS]
+        for match in banned.finditer(words_of(source).lower())
+    ]
+    assert not found, "the field's terms are in BANNED"
+
+
+def words_of(source: Path) -> str:
     if source in TESTS:
-        text = "\n".join(docstring for _, docstring in docstrings(source))
-    elif source in SOURCES:
-        text = text.replace("_", " ")
-    found = [(word, term) for word, term in BANNED.items() if re.search(word, text, re.IGNORECASE)]
-    assert not found, "the field's terms are on the right"
+        return "\n".join(docstring for _, docstring in docstrings(source))
+    text = source.read_text(encoding="utf-8")
+    return text.replace("_", " ") if source in SOURCES else text
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=named)
-def test_paths_that_are_named_exist(source: Path) -> None:
-    named_paths = re.findall(r"(?<![\w./-])(?:benchmarks|docs|tests)/[\w./-]*\w", source.read_text(encoding="utf-8"))
-    assert not [path for path in named_paths if not (ROOT / path).exists()]
+def test_paths_that_are_named_exist() -> None:
+    path = re.compile(r"(?<![\w./-])(?:benchmarks|docs|tests)/[\w./-]*\w")
+    assert not [
+        (named(source), found)
+        for source in SOURCES
+        for found in path.findall(source.read_text(encoding="utf-8"))
+        if not (ROOT / found).exists()
+    ]
 
 
-@pytest.mark.parametrize("name", package.__all__)
-def test_public_names_have_docstrings(name: str) -> None:
-    assert (getattr(package, name).__doc__ or "").strip()
+def test_public_names_have_docstrings() -> None:
+    assert not [name for name in package.__all__ if not (getattr(package, name).__doc__ or "").strip()]

@@ -137,6 +137,14 @@ def test_a_run_under_way_has_what_there_is(tmp_path: Path) -> None:
     assert "This run has not finished: its last line is of step 40, about 1 min 01 s left by then." in page.text
     assert "after step 40" in page.text
     assert "How good it is" not in page.text
+    assert "Seconds by part of the run" not in page.text  # of a log that does not say
+    with (tmp_path / "run" / "events.jsonl").open("a") as log:
+        for seconds in (3.0, 7.0):
+            log.write(json.dumps({"kind": "time", "step": 40, "phases_s": {"data": 1.0, "steps": seconds}}) + "\n")
+    page = Page(run_page(read_record(tmp_path / "run")))  # type: ignore[arg-type]
+    page.check()
+    assert "Seconds by part of the run so far." in page.text
+    assert "7.0 s · 87.5 %" in page.document
     (tmp_path / "run" / "events.jsonl").unlink()  # before its first line
     page = Page(run_page(read_record(tmp_path / "run")))  # type: ignore[arg-type]
     page.check()

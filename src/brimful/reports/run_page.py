@@ -200,11 +200,10 @@ def _metric(report: RunReport) -> Chart | None:
 
 
 def _time(report: RunReport) -> Chart | None:
-    phases = {name: seconds for name, seconds in report.run.phases_s.items() if seconds >= 0.05}
+    phases = {name: seconds for name, seconds in report.phases_s.items() if seconds >= 0.05}
     total = sum(phases.values())
-    return _parts(
-        "time", "Seconds by part of the run", phases, lambda s: f"{seconds_text(s)} · {share_text(s / total)}"
-    )
+    title = "Seconds by part of the run" + ("" if report.run.status == "finished" else " so far")
+    return _parts("time", title, phases, lambda s: f"{seconds_text(s)} · {share_text(s / total)}")
 
 
 def _memory(report: RunReport) -> Chart | None:

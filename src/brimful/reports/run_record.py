@@ -51,7 +51,8 @@ class RunReport:
     """A run's folder. steps: thinned to what a curve can show. num_steps, num_epochs: that were planned, where known.
     last_epoch: reached by the last logged step.
 
-    left_s: estimated by the last logged step. incidents: events that a run should not have, by kind. evaluation: of the
+    left_s: estimated by the last logged step. phases_s: seconds by phase of the process that finished the run, or that
+    runs, then as of its last line of them. incidents: events that a run should not have, by kind. evaluation: of the
     saved model; None while it runs, and without rows to evaluate on. processes: None for one alone.
     """
 
@@ -63,6 +64,7 @@ class RunReport:
     num_epochs: float | None = None
     last_epoch: float | None = None
     left_s: float | None = None
+    phases_s: Mapping[str, float] = field(default_factory=dict)
     incidents: Mapping[str, int] = field(default_factory=dict)
     evaluation: Evaluation | None = None
     processes: Processes | None = None
@@ -100,6 +102,7 @@ def _run_report(folder: Path) -> RunReport:
         "stopped",
     )
     evaluated = [event for event in events if event.get("kind") == "evaluated"]
+    times = [event for event in events if event.get("kind") == "time"]
     shared = [event for event in events if event.get("kind") == "processes"]
     evaluation = folder / _EVALUATION
     run = _read(Run, folder / _RUN)
@@ -112,6 +115,7 @@ def _run_report(folder: Path) -> RunReport:
         num_epochs=None if run.learning is None else run.learning.num_train_epochs,
         last_epoch=_number(steps[-1].get("epoch")) if steps else None,
         left_s=_number(steps[-1].get("left_s")) if steps else None,
+        phases_s=run.phases_s or (_finite(times[-1]["phases_s"]) if times else {}),
         incidents={kind: kinds[kind] for kind in rare if kinds[kind]},
         evaluation=_read(Evaluation, evaluation) if evaluation.is_file() else None,
         processes=_processes(shared[-1]) if run.processes is None and shared else run.processes,

@@ -52,6 +52,8 @@ _IN_FLIGHT = 2
 _MOST_NON_FINITE = 5
 #: Most seconds for a checkpoint that is being written when another process is lost.
 _LAST_CHECKPOINT_S = 20.0
+#: Seconds between lines of the log that say where the time went.
+_TIME_EVERY_S = 10.0
 _STOPPING = "stopping after this step, with a checkpoint; another Ctrl-C leaves at once"
 
 
@@ -82,6 +84,7 @@ class TrainingLoop:
         self._clock = Clock()
         self._work = SharedWork(self._ranks)
         self._logged = (0.0, 0, 0)  # seconds, samples and tokens when progress was last told
+        self._time_told = -math.inf
 
     @property
     def _state(self) -> LoopState:
@@ -195,6 +198,7 @@ class TrainingLoop:
         self._land_all()
         self._state.train_s = self._clock.seconds
         self._saving.save_now()
+        self._tell_time()
         self._events.write("stopped", step=self._state.applied, why=str(error))
         said, hint = f"{error}; all is saved after step {self._state.applied}", f"{error.hint}; --resume goes on"
         return MemoryFullError(said, hint=hint)
@@ -281,7 +285,15 @@ class TrainingLoop:
         self._ranks.pulse.enter("steps")
         self._memory.look_beside()
         self._logged = (now, state.samples, state.tokens)
+        self._tell_time(every_s=_TIME_EVERY_S)
         state.window_loss, state.window_batches = 0.0, 0
+
+    def _tell_time(self, every_s: float = 0.0) -> None:
+        """Write down the seconds by phase so far, where the last line of them is older than `every_s`."""
+        now = time.monotonic()
+        if now >= self._time_told + every_s:
+            self._time_told = now
+            self._events.write("time", step=self._state.applied, phases_s=self._phases.seconds)
 
     def _may_be_due(self, batch: Batch) -> bool:
         """True if evaluation, a save or a log line is due after this batch, should all steps in flight be applied."""
@@ -347,6 +359,7 @@ class TrainingLoop:
         self._land_all()
         self._state.train_s = self._clock.seconds
         self._saving.save_now()
+        self._tell_time()
         self._events.write("stopped", step=self._state.applied, signal=number)
         raise Interrupted(
             f"stopped by a signal after step {self._state.applied}; all is saved",
