@@ -210,3 +210,14 @@ def test_bytes_of_states_in_8_bits_are_those_that_the_lever_counts(on_host: bool
     found = sum(arena.nbytes for arena in update._arenas)  # type: ignore[attr-defined]
     counted = lever.cost(work).resident_bytes
     assert counted == 0 if on_host else found == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.parametrize("savings", [{}, {"in_backward": True, "late_clipping": True}, {"states": torch.bfloat16}])
+def test_numbers_of_a_step_are_in_memory_of_the_updates_own(savings: Any) -> None:
+    """What a step made anew would be in a graph's memory, and keep all of that when the graph is gone."""
+    step = make_step(model_of(), optimizer=saving(**savings), **SMALL)
+    step.run(ROWS.batch(0)).read()
+    tensors = {name: value for name, value in vars(step.update).items() if isinstance(value, torch.Tensor)}
+    assert len(tensors) > 5
+    step.run(ROWS.batch(1)).read()
+    assert not [name for name, tensor in tensors.items() if vars(step.update)[name] is not tensor]

@@ -124,7 +124,7 @@ class BucketedAdamW(Update):
         self._begin()
         clip = self._clip(self._late_norm)
         self._skipped.copy_((~torch.isfinite(self.loss)).float())
-        self._scale = self.scale / clip
+        torch.div(self.scale, clip, out=self._scale)
         self._is_begun = True
         yield
 
@@ -212,7 +212,7 @@ class BucketedAdamW(Update):
         norm = self._norm(found) / self.scale
         self._skipped.copy_((~(torch.isfinite(norm) & torch.isfinite(self.loss))).float())
         late = self._savings.late_clipping
-        self._scale = self.scale / self._clip(self._late_norm if late else norm)
+        torch.div(self.scale, self._clip(self._late_norm if late else norm), out=self._scale)
         self.committed = True
         self._update_all(found)
         return norm
