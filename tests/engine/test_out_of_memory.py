@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -163,15 +162,6 @@ def _tokens() -> Tokens:
         types=None,
         truncated=np.zeros(len(ids), np.bool_),
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Garbage is looked for at every failure, and not among all that the suite has imported, which takes 0.2 s."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -12,8 +12,7 @@ from walk import walk
 
 #: At least one type of each outcome, and of each way to run packed.
 SAMPLE = (
-    *("bart", "bert", "canine", "fnet", "gpt2", "gpt_oss", "layoutlmv2", "llama", "modernbert", "mpnet", "perceiver"),
-    *("qwen2", "reformer", "roberta", "t5", "tapas"),
+    *("bart", "canine", "fnet", "gpt2", "gpt_oss", "layoutlmv2", "modernbert", "mpnet", "perceiver", "t5"),
 )
 
 

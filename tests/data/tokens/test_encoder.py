@@ -94,6 +94,7 @@ def test_many_rows_in_many_slices(minilm: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_users_tokenizer_is_left_alone(minilm: Any) -> None:
+    minilm("a call forgets what its file says of padding and truncation")
     settings = (minilm.backend_tokenizer.padding, minilm.backend_tokenizer.truncation, minilm.truncation_side)
     before = minilm.backend_tokenizer.to_str(), minilm("a b c d e f"), settings
     tokenize(Encoder.from_tokenizer(minilm, 4, with_types=True), column(["a b c d e f"]))

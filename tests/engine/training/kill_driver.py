@@ -17,6 +17,7 @@ A plan is empty, or `ACT:OPERATION:NAME:COUNT`:
 from __future__ import annotations
 
 import fnmatch
+import gc
 import json
 import os
 import re
@@ -193,6 +194,8 @@ def serve() -> None:
         answer = _wait(child, request)
         if request.get("modules"):
             _import(Path(request["modules"]).read_text("utf-8").split())
+            gc.collect()
+            gc.freeze()  # a fork's collections would look at all of it, and copy it
         print(json.dumps(answer), flush=True)
 
 

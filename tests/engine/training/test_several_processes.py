@@ -75,8 +75,8 @@ def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
     assert max(tokens) < 1.1 * min(tokens)
     assert 1 <= work["imbalance"] < 1.2
     assert sum(each["samples"] for each in work["each"]) == 2 * 67
-    assert all(0 < each["hidden_s"] <= each["sent_s"] for each in work["each"])
-    assert all(0 < each["waited_s"] < each["steps_s"] for each in work["each"])
+    assert all(0 <= each["hidden_s"] <= each["sent_s"] for each in work["each"])
+    assert all(0 <= each["waited_s"] < each["steps_s"] for each in work["each"])
     assert [event["step"] for event in events(tmp_path / "two", "processes")] == [9, 18, 18]
     assert "the one with the most tokens of a batch has 1." in both.said(0)
     assert {"processes": "2", "execution": "eager"}.items() <= {each["name"]: each["value"] for each in recipe}.items()
@@ -172,8 +172,8 @@ def test_a_process_that_fails_says_why(files: Path, tmp_path: Path) -> None:
 
 
 def test_launch_ends_as_the_first_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    said = "import os, sys; print(*[os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')]); sys.exit({})"
-    assert launch([sys.executable, "-c", said.format(3)], 2) == 3
+    said = "import os, sys; told = [os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')]; print(*told)"
+    assert launch([sys.executable, "-c", f"{said}; sys.exit(3 if told[0] == '0' else 0)"], 2) == 3
     found = capfd.readouterr()
     assert (found.out.strip(), found.err.strip()) == ("0 2 0", "1 2 1")
     gone = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(1); raise SystemExit(7)"

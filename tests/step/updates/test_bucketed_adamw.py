@@ -214,7 +214,7 @@ def test_bytes_of_states_in_8_bits_are_those_that_the_lever_counts(on_host: bool
 
 @pytest.mark.parametrize("savings", [{}, {"in_backward": True, "late_clipping": True}, {"states": torch.bfloat16}])
 def test_numbers_of_a_step_are_in_memory_of_the_updates_own(savings: Any) -> None:
-    """What a step made anew would be in a graph's memory, and keep all of that when the graph is gone."""
+    """A tensor that a step makes anew is in a graph's memory, and keeps all of that when the graph is gone."""
     step = make_step(model_of(), optimizer=saving(**savings), **SMALL)
     step.run(ROWS.batch(0)).read()
     tensors = {name: value for name, value in vars(step.update).items() if isinstance(value, torch.Tensor)}
