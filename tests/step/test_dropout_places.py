@@ -35,12 +35,12 @@ from brimful.kernels.layout import Inputs, PackedInputs
 from brimful.levers.optimizer import Optimizer
 from brimful.models.fusion import embedding_backend
 from brimful.models.model_stats import embeddings_of, layers_of
-from brimful.models.packed.packed_forward import ForwardOutputs, PaddedModel
+from brimful.models.packed.packed_forward import ForwardOutputs, PackedForm, PackedModel, PaddedModel
 from brimful.models.packed.recompute import recompute
 from brimful.step.precision import Precision
 from brimful.step.step import Step
 from forked_ranks import Forked
-from models.fusion.test_fusion import FEW, WIDE, our_attention
+from models.fusion.test_fusion import FEW, ONE_LAYER, WIDE, our_attention
 from models.fusion.test_last_layer import compile_layers
 from plain import gradient
 from step.test_step import CPU, PADDED, TASK, execution_of, make_step
@@ -189,6 +189,20 @@ def test_a_step_learns_the_same_of_several_rows_and_of_recomputed_layers(our_att
     assert difference(learned(*fused_step(checkpoint=(0, 1)), batch), learned_of_one_row()) < 1e-5
 
 
+def test_so_does_one_whose_layers_are_not_compiled(our_attention: None) -> None:
+    """With all dropout by our kernel, and the last layer's of the tokens that the head reads."""
+    found = []
+    for layout in (ONE, Backwards(**vars(SEVERAL))):
+        model = FAMILIES["bert"].model(dropout=0.3, **ONE_LAYER).train()
+        model.dropout.p = 0.0
+        step = make_step(model, optimizer=Optimizer(value="sgd"))
+        step.execution = PackedModel(model, PackedForm(pooling="first", first_position=0, short=True))
+        step.seeded_dropout = True
+        model.bert.embeddings.dropout.p = 0.0  # torch's
+        found.append(learned(step, model, batch_of(layout)))
+    assert difference(*found) < 1e-5
+
+
 def test_two_processes_learn_what_one_does(our_attention: None, tmp_path: Path) -> None:
     def work(place: Place) -> Tensor:
         torch.set_num_threads(1)
@@ -245,8 +259,9 @@ def test_a_pass_without_a_step_draws_the_masks_of_recomputed_layers_again(our_at
         model = FAMILIES["bert"].model(dropout=0.3, **WIDE | {"num_hidden_layers": 2}).train()
         recompute(list(layers_of(model) or ()), checkpoint)
         context = ForwardContext()
+        if not checkpoint:  # draw where it is drawn ahead of a layer that is recomputed
+            model.bert.encoder.register_forward_pre_hook(lambda *_, context=context: context.sites.draw(CPU) and None)
         torch.manual_seed(0)
-        context.sites.draw(CPU)  # as is done ahead of layers that are recomputed
         logits = execution_of(model)(batch.micro_batches[0].inputs, context).logits
         logits.square().sum().backward()
         found.append(gradient(model))
