@@ -172,10 +172,12 @@ def fused_step(ranks: Ranks = ALONE, seed: int = 0, checkpoint: Sequence[int] = 
 
 
 def learned(step: Step, model: Any, batch: Batch) -> Tensor:
-    """What one step of SGD changes in the weights."""
+    """Changes of the weights in one step of SGD."""
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert step.run(batch).read().applied
-    return torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    changes = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    assert changes.any()
+    return changes
 
 
 @cache
@@ -195,7 +197,7 @@ def test_so_does_one_whose_layers_are_not_compiled(our_attention: None) -> None:
     for layout in (ONE, Backwards(**vars(SEVERAL))):
         model = FAMILIES["bert"].model(dropout=0.3, **ONE_LAYER).train()
         model.dropout.p = 0.0
-        step = make_step(model, optimizer=Optimizer(value="sgd"))
+        step = make_step(model, optimizer=Optimizer(value="sgd"), schedule=torch.full((9,), 0.1))
         step.execution = PackedModel(model, PackedForm(pooling="first", first_position=0, short=True))
         step.seeded_dropout = True
         model.bert.embeddings.dropout.p = 0.0  # torch's
