@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from brimful.kernels.layers import dropout_add_layernorm, gelu, matmul_gelu
+from brimful.kernels.rng import row_seeds
 from brimful.kernels.split_reduction import make_partial_sums
 
 _SECONDS, _CALLS, _SETS = 1.5, 20, 4
@@ -114,7 +115,10 @@ def layer(tokens: int, hidden: int) -> None:
         ):
             sustain(f"{tokens} x {hidden}: {name}, {what}", call, operations=operations)
     bias, gain, shift = (torch.randn(hidden, device="cuda", dtype=d) for d in (BF16, torch.float32, torch.float32))
-    seed, wide_bias = torch.tensor(5, device="cuda"), torch.randn(4 * hidden, device="cuda", dtype=BF16)
+    seed, wide_bias = (
+        row_seeds(torch.tensor(5, device="cuda"), tokens),
+        torch.randn(4 * hidden, device="cuda", dtype=BF16),
+    )
     for dtype in (torch.float32, BF16):
         kept, size = random(tokens, hidden, dtype), float(dtype.itemsize)
         half = dtype != BF16

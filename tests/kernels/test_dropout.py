@@ -50,22 +50,47 @@ def test_a_forward_pass_draws_one_seed_and_numbers_its_sites() -> None:
     like = torch.zeros(3)
     torch.manual_seed(0)
     one, other = ForwardContext(), ForwardContext()
-    first, second = one.dropout_site(like, 0.1), one.dropout_site(like, 0.1)
-    third = other.dropout_site(like, 0.1)
+    first, second, fewer = (one.dropout_site(like, rows, 0.1) for rows in (3, 3, 2))
+    third = other.dropout_site(like, 3, 0.1)
     assert first[0] is second[0]
-    assert (first[1], second[1], third[1]) == (0, 1, 0)
-    assert first[0] != third[0]
+    assert (first[1], second[1], fewer[1], third[1]) == (0, 1, 2, 0)
+    assert torch.equal(first[0][1:], torch.arange(3))
+    assert torch.equal(fewer[0], first[0][:3])
+    assert first[0][0] != third[0][0]
+
+
+def test_seeds_of_rows_are_a_steps_and_its_tokens_places() -> None:
+    """Of those that a layer goes on with, too; other rows have a seed drawn from torch's generator."""
+    like, seed, places = torch.zeros(3), torch.tensor(5), torch.tensor([7, 8, 2, 3])
+    context = ForwardContext(seed=seed, places_X=places).layer(1)
+    torch.manual_seed(0)
+    assert context.dropout_site(like, 4, 0.1)[0].tolist() == [5, 7, 8, 2, 3]
+    context.rows.choose(torch.tensor([2, 0]))
+    assert context.dropout_site(like, 2, 0.1)[0].tolist() == [5, 2, 7]
+    assert context.layer(2).dropout_site(like, 4, 0.1)[0].tolist() == [5, 7, 8, 2, 3]
+    others = context.dropout_site(like, 3, 0.1)[0]
+    assert others[0] != seed
+    assert others[1:].tolist() == [0, 1, 2]
+
+
+def test_rows_of_one_place_have_one_mask() -> None:
+    by_number = kept_mask_PRC(torch.tensor(3), 2, 8, SIZE, 0.3)
+    places = torch.tensor([6, 0, 7])
+    by_place = kept_mask_PRC(torch.cat([torch.tensor([3]), places]), 2, 3, SIZE, 0.3)
+    assert torch.equal(by_place, by_number[:, places])
+    with pytest.raises(ValueError, match="a mask of 4 rows has seeds of 3"):
+        kept_mask_PRC(torch.cat([torch.tensor([3]), places]), 2, 4, SIZE, 0.3)
 
 
 def test_a_layer_that_is_run_again_has_the_sites_that_it_had() -> None:
     like, context = torch.zeros(3), ForwardContext()
-    assert context.dropout_site(like, 0.1)[1] == 0
+    assert context.dropout_site(like, 3, 0.1)[1] == 0
     sites = {}
     for layer in (0, 1, 1, 0):
         with context.layer(layer).active():
-            sites.setdefault(layer, []).append([current().dropout_site(like, 0.1)[1] for _ in range(3)])
+            sites.setdefault(layer, []).append([current().dropout_site(like, 3, 0.1)[1] for _ in range(3)])
     assert sites == {0: [[1, 2, 3]] * 2, 1: [[4, 5, 6]] * 2}
-    assert context.dropout_site(like, 0.1)[1] == 7
+    assert context.dropout_site(like, 3, 0.1)[1] == 7
 
 
 def test_thresholds_span_32_bits() -> None:
@@ -75,6 +100,6 @@ def test_thresholds_span_32_bits() -> None:
 
 def test_without_dropout_there_is_no_seed_to_make() -> None:
     like = torch.zeros(3)
-    seed, site = ForwardContext().dropout_site(like, 0.0)
+    seed, site = ForwardContext().dropout_site(like, 3, 0.0)
     assert seed is like
     assert site == 0

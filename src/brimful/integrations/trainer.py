@@ -59,7 +59,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     Arguments, methods, callbacks, files and results are those of transformers' Trainer, except that an update's
     gradient is that of all its rows as one batch: Trainer's own is as many times larger as micro-batches are
-    accumulated. Dropout masks are drawn by `args.seed` and the number of the update.
+    accumulated. Dropout masks are drawn by `args.seed`, the process and the number of the update.
     gradient_step: what runs, with its `recipe`; None while nothing trains, and where Trainer's own step does.
     stock_reason: the reason for that.
     Raises: OptionError for a model that is wrapped already and for a dataset without length and `max_steps`.

@@ -1,6 +1,7 @@
 """Dropout masks by hashing (seed, site, row, column): drawn again in the backward pass, never stored.
 
-A site is one use of dropout in a forward pass, of which there are some per layer; all share one seed.
+A site is one use of dropout in a forward pass, of which there are some per layer; all share one seed. A row is known by
+its token's place in the effective batch, so that masks are the same however the batch is split and packed.
 
 Source: the integer hash is lowbias32, found by C. Wellons' hash prospector, https://github.com/skeeto/hash-prospector.
 """
@@ -14,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from brimful.kernels.rng import row_seeds
+
 
 @triton.jit
 def hashed(x):
@@ -26,11 +29,15 @@ def hashed(x):
 
 
 @triton.jit
-def row_keys(SEED, site, plane, rows):
-    """A random number for each row of a mask, (uint32). plane: which of several masks of one site, its head."""
+def row_keys(SEED, site, plane, rows, present):
+    """A random number for each row of a mask, (uint32). plane: which of several masks of one site, its head.
+
+    SEED: the seed and, behind it, the place of each row. present: mask of the rows that there are.
+    """
     seed = tl.load(SEED)
+    places = tl.load(SEED + 1 + rows, mask=present, other=0)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    return hashed(rows.to(tl.uint32) + hashed(hashed((site * 65536 + plane).to(tl.uint32) ^ high) + low))
+    return hashed(places.to(tl.uint32) + hashed(hashed((site * 65536 + plane).to(tl.uint32) ^ high) + low))
 
 
 @triton.jit
@@ -60,9 +67,9 @@ def kept_at(rows, columns, threshold):
 
 
 @triton.jit
-def kept_in(SEED, site, plane, rows, columns, threshold):
-    """`kept` where rows and columns of a mask meet; both in shapes that broadcast."""
-    return kept_at(row_keys(SEED, site, plane, rows), columns, threshold)
+def kept_in(SEED, site, plane, rows, present, columns, threshold):
+    """`kept` where rows and columns of a mask meet; both in shapes that broadcast. SEED, present: as of `row_keys`."""
+    return kept_at(row_keys(SEED, site, plane, rows, present), columns, threshold)
 
 
 def threshold(dropout: float) -> int:
@@ -78,7 +85,10 @@ def kept_factor(dropout: float) -> float:
 def kept_mask_PRC(
     seed: Tensor, num_planes: int, num_rows: int, num_columns: int, dropout: float, site: int = 0
 ) -> Tensor:
-    """The masks as the kernels draw them, in torch, for references: (planes, rows, columns), True where kept."""
+    """The masks as the kernels draw them, in torch, for references: (planes, rows, columns), True where kept.
+
+    seed: as of `row_seeds`.
+    """
     mask = 0xFFFFFFFF
 
     def plain(x: Tensor) -> Tensor:
@@ -89,9 +99,10 @@ def kept_mask_PRC(
         return x ^ (x >> 16)
 
     device = seed.device
+    seed, places_R = row_seeds(seed, num_rows).split([1, num_rows])
     low, high = seed & mask, (seed >> 32) & mask
-    rows_R, planes_P = torch.arange(num_rows, device=device), torch.arange(num_planes, device=device) + site * 65536
-    keys_PR = plain((rows_R[None] + plain((plain(planes_P ^ high) + low) & mask)[:, None]) & mask)
+    planes_P = torch.arange(num_planes, device=device) + site * 65536
+    keys_PR = plain((places_R[None] + plain((plain(planes_P ^ high) + low) & mask)[:, None]) & mask)
     bits_PRC = (keys_PR[:, :, None] + torch.arange(num_columns, device=device) * 0x9E3779B9) & mask
     for _ in range(2):
         bits_PRC = (bits_PRC * bits_PRC + keys_PR[:, :, None]) & mask

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from brimful.kernels.float8 import Plan
 from brimful.kernels.layout import PackedInputs
-from brimful.kernels.rng import DropoutSites
+from brimful.kernels.rng import DropoutSites, RowsOfLayer
 from brimful.kernels.side_stream import SideStream
 
 T = TypeVar("T")
@@ -48,7 +48,9 @@ class ForwardContext:
     called, outside of modes that look on. attention: what attention is told, for layers that do not hand it on.
     told: within it modules of the model that must know the packed row do.
     pooled_S: places of the tokens that what follows attention in the last layer is given, None for all.
-    sites: of dropout. layer, places: the layer that runs, and the numbers of its uses of dropout.
+    seed: () int64 on the device, of the step that the pass is part of. places_X: (X,) int64, of the tokens that layers
+    are given in the effective batch. Without both, masks are drawn by a seed of torch's generator.
+    sites: of dropout. layer, places: the layer that runs, and the numbers of its uses of dropout. rows: of that layer.
     """
 
     half_residuals: bool = False
@@ -62,9 +64,12 @@ class ForwardContext:
     attention: Any = None
     told: Callable[[], AbstractContextManager[None]] = nullcontext
     pooled_S: Tensor | None = None
+    seed: Tensor | None = None
+    places_X: Tensor | None = None
     sites: DropoutSites = field(default_factory=DropoutSites)
     layer_number: int | None = None
     places: Iterator[int] = field(default_factory=itertools.count)
+    rows: RowsOfLayer = field(default_factory=RowsOfLayer)
     _casts: Any = field(default_factory=WeakTensorKeyDictionary)
 
     @contextmanager
@@ -78,20 +83,28 @@ class ForwardContext:
 
     def layer(self, number: int) -> ForwardContext:
         """The context of one layer, whose sites of dropout are the same each time it is run."""
-        return replace(self, layer_number=number, places=itertools.count())
+        return replace(self, layer_number=number, places=itertools.count(), rows=RowsOfLayer())
 
     def probability(self, dropout: float) -> float:
         """The probability of dropout at work. Where all is kept, the least that there is: zero would be other code."""
         return min(dropout, LEAST_DROPOUT) if self.keeps_all else dropout
 
-    def dropout_site(self, like: Tensor, dropout: float) -> tuple[Tensor, int]:
-        """Seed, on the device of `like`, and number of a site of its own.
+    def dropout_site(self, like: Tensor, num_rows: int, dropout: float) -> tuple[Tensor, int]:
+        """Seeds of a mask's rows, (1 + rows,) on the device of `like`, and number of a site of its own.
 
         Without dropout `like` itself: no kernel reads it, and filling a constant would be a launch at every site.
         """
         if not dropout:
             return like, 0
-        return self.sites.seed(like.device, dropout), self.sites.number(self.layer_number, next(self.places))
+        return self._seeds(like.device, num_rows), self.sites.number(self.layer_number, next(self.places))
+
+    def _seeds(self, device: torch.device, num_rows: int) -> Tensor:
+        """By places where rows are tokens that have them. Others have a seed that differs by micro-batch."""
+        if self.seed is not None and self.places_X is not None:
+            seeds = self.rows.seeds(self.sites.of_tokens(self.seed, self.places_X))
+            if len(seeds) == 1 + num_rows:
+                return seeds
+        return self.sites.of_rows(num_rows, device)
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`x` in `dtype`; the copy that was made along with it, where that is still what it was made of."""

@@ -58,7 +58,8 @@ class PackedInputs:
     """Sequences end to end in one row of T tokens. Slots beyond the real sequences point at token 0.
 
     first_S: place of each slot's first token. last_S: place of its last token that is not the padding id, which is the
-    one Hugging Face's decoders read. types_T: token types, None if the model has none.
+    one Hugging Face's decoders read. types_T: token types, None if the model has none. places_T: (T,) int64, the
+    place of each token in the effective batch, by which dropout masks are drawn; None where the row is of none.
     """
 
     ids_T: Tensor
@@ -67,6 +68,7 @@ class PackedInputs:
     segments: Segments
     first_S: Tensor
     last_S: Tensor
+    places_T: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -86,11 +88,15 @@ class PackedInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedInputs:
-    """One sequence a row, padded at the end. Rows beyond the real ones repeat the first: any model takes it."""
+    """One sequence a row, padded at the end. Rows beyond the real ones repeat the first: any model takes it.
+
+    places_RL: as `places_T` of a packed row.
+    """
 
     ids_RL: Tensor
     mask_RL: Tensor
     types_RL: Tensor | None
+    places_RL: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -341,6 +347,22 @@ def unpad_numbers(numbers: Tensor, num_rows: int, length: int) -> PaddedInputs:
         mask_RL=(places_L < lengths_R[:, None]).long(),
         types_RL=types[0] if types else None,
     )
+
+
+def placed(inputs: Inputs, starts_M: np.ndarray) -> Inputs:
+    """The same inputs, on the host, with the place of each token in the effective batch.
+
+    starts_M: place of the first token of each sequence. What is in none of them has any place.
+    """
+    if isinstance(inputs, PaddedInputs):
+        rows, length = inputs.ids_RL.shape
+        places_RL = np.zeros((rows, length), dtype=np.int64)
+        places_RL[: len(starts_M)] = starts_M[:, None] + np.arange(length)
+        return replace(inputs, places_RL=torch.from_numpy(places_RL))
+    starts_N = np.zeros(len(inputs.segments.cu_seqlens_N) - 1, dtype=np.int64)
+    starts_N[: len(starts_M)] = starts_M
+    places_T = starts_N[inputs.segments.segment_T.numpy()] + inputs.positions_T.numpy()
+    return replace(inputs, places_T=torch.from_numpy(places_T))
 
 
 def with_groups(segments: Segments, ratio: float = 1.25, slack: int = 8) -> Segments:

@@ -1,4 +1,8 @@
-"""Seeds of dropout masks, and the numbers of the sites that draw them."""
+"""Seeds of dropout masks, and the numbers of the sites that draw them.
+
+Kernels read a seed and the place of each row of a mask from one tensor, (1 + rows,) int64. A token's place is that of
+its sequence in the effective batch, all sequences end to end, plus its position.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,72 @@ import torch
 from torch import Tensor
 
 
-def draw_seed(device: torch.device, dropout: float) -> Tensor:
-    """() int64 for the kernels, from torch's generator; a constant where there is no dropout."""
-    if dropout:
-        return torch.randint(0, 2**62, (), device=device)
-    return torch.zeros((), dtype=torch.int64, device=device)
+def row_seeds(seed: Tensor, num_rows: int, dropout: float = 1.0) -> Tensor:
+    """(1 + rows,) int64: a seed () with the numbers of rows as their places; a tensor of this shape as it is.
+
+    Without dropout any tensor as it is: no kernel reads it.
+    Raises: ValueError for seeds of another number of rows.
+    """
+    if not dropout:
+        return seed
+    if not seed.ndim:
+        return torch.cat([seed.view(1), torch.arange(num_rows, device=seed.device)])
+    if len(seed) != 1 + num_rows:
+        raise ValueError(f"a mask of {num_rows} rows has seeds of {len(seed) - 1}")
+    return seed
 
 
 class DropoutSites:
-    """The seed that all uses of dropout in one forward pass share, and the number of each of them, its site.
+    """Seeds that all uses of dropout in one forward pass share, and the number of each of them, its site.
 
     A site is known by its layer and its place within the layer, and numbered when it is first asked for: a layer that
     is run again draws the same masks.
     """
 
     def __init__(self) -> None:
-        self._seed: Tensor | None = None
+        self._drawn: Tensor | None = None
+        self._of_tokens: Tensor | None = None
+        self._of_rows: dict[int, Tensor] = {}
         self._numbers: dict[tuple[int | None, int], int] = {}
 
-    def seed(self, device: torch.device, dropout: float) -> Tensor:
-        """() int64, drawn once a pass."""
-        if self._seed is None:
-            self._seed = draw_seed(device, dropout)
-        return self._seed
+    def of_tokens(self, seed: Tensor, places_X: Tensor) -> Tensor:
+        """(1 + X,) int64: a step's seed, and the places of its tokens. Made once a pass."""
+        if self._of_tokens is None:
+            self._of_tokens = torch.cat([seed.view(1), places_X])
+        return self._of_tokens
+
+    def of_rows(self, num_rows: int, device: torch.device) -> Tensor:
+        """(1 + rows,) int64 for rows without places: a seed of torch's generator, drawn once a pass, and numbers."""
+        if num_rows not in self._of_rows:
+            self._of_rows[num_rows] = row_seeds(self.draw(device), num_rows)
+        return self._of_rows[num_rows]
+
+    def draw(self, device: torch.device) -> Tensor:
+        """() int64 of torch's generator, drawn once a pass."""
+        if self._drawn is None:
+            self._drawn = torch.randint(0, 2**62, (), device=device)
+        return self._drawn
 
     def number(self, layer: int | None, place: int) -> int:
         """The site at a place of a layer; None for what is outside of layers."""
         return self._numbers.setdefault((layer, place), len(self._numbers))
+
+
+class RowsOfLayer:
+    """Rows that one call of a layer works on: all tokens, until it goes on with some of them."""
+
+    def __init__(self) -> None:
+        self._chosen: Tensor | None = None
+        self._seeds: Tensor | None = None
+
+    def choose(self, chosen_S: Tensor) -> None:
+        """Go on with the tokens of these numbers."""
+        self._chosen, self._seeds = chosen_S, None
+
+    def seeds(self, of_tokens: Tensor) -> Tensor:
+        """Of these rows, (1 + S,), from those of all tokens."""
+        if self._chosen is None:
+            return of_tokens
+        if self._seeds is None:
+            self._seeds = torch.cat([of_tokens[:1], of_tokens[1:].index_select(0, self._chosen)])
+        return self._seeds

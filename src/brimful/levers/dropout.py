@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from brimful.levers.execution import ExecutionMode
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork
 
 
@@ -21,12 +22,16 @@ class Dropout(Lever):
 
     @classmethod
     def choose(cls, assembly: Assembly) -> Dropout | None:
-        """Draw masks by (seed, batch, micro-batch)."""
+        """Draw masks by a token's place in the batch where our kernels do, by (seed, batch, micro-batch) elsewhere."""
         if not assembly.training:
             return None
+        mode = assembly.levers.get(ExecutionMode)
+        fused = isinstance(mode, ExecutionMode) and mode.fused
+        of_fused = "those of fused layers do not change with the split into micro-batches and processes, others do"
+        changes = of_fused if fused else "they change with the split into micro-batches and processes"
         return cls(
-            value="by (seed, batch, micro-batch)",
-            reason="masks repeat on resume; they change with the split into micro-batches",
+            value="by (seed, batch, token)" if fused else "by (seed, batch, micro-batch)",
+            reason=f"masks repeat on resume; {changes}",
             seed=assembly.options.seed,  # type: ignore[union-attr]
             modules=_modules(assembly.model),
         )

@@ -4,7 +4,8 @@ The loss of a micro-batch is a sum over its rows, divided by the denominator of 
 of micro-batches add up to the plain batch's. Learning rate, applied steps, loss scale and whether the step is finite
 live on the device; the update predicates itself, and the host reads the outcome when it is ready.
 
-Randomness: dropout of each `accumulate` is drawn by (seed, batch, micro-batch), so a run resumes with the masks it
+Randomness: our kernels draw dropout masks by (seed, batch, a token's place in the batch), the same however it is split
+into micro-batches and processes; torch draws by (seed, batch, micro-batch, process). A run resumes with the masks it
 would have had. The process's own generators are lent for it, and given back.
 """
 
@@ -147,6 +148,8 @@ class Step:
         self.device = self.update.device
         self.memory = PhaseMemory(self.update.kept, self.update.parameters)
         self._random = RandomStream(self.device)
+        # Of our kernels' masks, and the batch that it is of. Graphs read it where it lies.
+        self._mask_seed, self._masks_of = torch.zeros((), dtype=torch.int64, device=self.device), -1
         self._keeps_all = self._failed_together = False
         if ranks.count > 1:
             update.share(ranks, half=half_wire, overlap=overlap)
@@ -253,10 +256,13 @@ class Step:
 
     @contextmanager
     def settings(self, batch: Batch, index: int) -> Iterator[None]:
-        """Within, dropout of one micro-batch is drawn by (seed, batch, micro-batch), and products have their precision.
+        """Within, dropout of one micro-batch has its seeds, and products have their precision.
 
         The process's own random streams and precision are as they were afterwards.
         """
+        if self._masks_of != batch.number:
+            self._mask_seed.fill_(_mix(self.seed, batch.number))
+            self._masks_of = batch.number
         seed = _mix(self.seed, batch.number, index, self.ranks.rank)
         with self.precision.apply(), self._random.seeded(seed):
             yield
@@ -283,7 +289,7 @@ class Step:
         """Each slot's addend to the loss sum; 0 in empty slots."""
         with self.precision.autocast():
             context = self.precision.context(self.update.side_stream, seeded_dropout=self.seeded_dropout)
-            context = replace(context, keeps_all=self._keeps_all)
+            context = replace(context, keeps_all=self._keeps_all, seed=self._mask_seed)
             logits_SC = self.execution(micro.inputs, context).logits
         if logits_SC.dtype != torch.float64:
             logits_SC = logits_SC.float()
@@ -414,9 +420,8 @@ class Step:
             self.update.release()
 
 
-def _mix(seed: int, number: int, index: int, rank: int = 0) -> int:
-    """One 63-bit seed of these numbers (Philox of numpy's seed sequence), that of the first three for rank 0."""
-    words = [seed, number, index, *([rank] if rank else [])]
+def _mix(*words: int) -> int:
+    """One 63-bit seed of these numbers (Philox of numpy's seed sequence); zeros at their end count for nothing."""
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 

@@ -17,11 +17,11 @@ from brimful.kernels.layers.seeded_dropout import SeededDropout, seeded_dropout,
 def test_values_and_gradients_are_the_references(shape: tuple[int, ...]) -> None:
     torch.manual_seed(1)
     x = torch.randn(shape, requires_grad=True)
-    context = ForwardContext()
+    context, num_rows = ForwardContext(), x.numel() // shape[-1]
     with context.active():
-        context.dropout_site(x, 0.3)  # one before it
+        context.dropout_site(x, num_rows, 0.3)  # one before it
         found = seeded_dropout(x, 0.3)
-    seed, _ = context.dropout_site(x, 0.3)
+    seed, _ = context.dropout_site(x, num_rows, 0.3)
     flat = x.detach().reshape(-1, shape[-1]).requires_grad_()
     expected = seeded_dropout_reference(flat, 0.3, seed, 1)
     weights = torch.randn(shape)
@@ -39,7 +39,7 @@ def test_it_stands_where_torchs_dropout_stands() -> None:
     context = ForwardContext()
     with context.active(), SeededDropout():
         found = [module(x), F.dropout(x, p=0.5), F.dropout(x, 0.5, training=False), module.eval()(x)]
-    seed, _ = context.dropout_site(x, 0.5)
+    seed, _ = context.dropout_site(x, 8, 0.5)
     for site in (0, 1):
         assert torch.equal(found[site], seeded_dropout_reference(x, 0.5, seed, site))
     assert found[2] is x

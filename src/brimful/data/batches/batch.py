@@ -17,7 +17,8 @@ from torch import Tensor
 
 from brimful.data.batches.packing import Budgets, choose_budgets, pack
 from brimful.data.batches.padding import Cut, PaddedShapes, cut
-from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs
+from brimful.data.batches.shares import starts_of
+from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs, placed
 from brimful.tasks.task import Task
 
 #: Bytes that the tensors of one memory begin at multiples of: the widest words that kernels read.
@@ -111,13 +112,15 @@ class Whole:
     """Facts of a whole effective batch, of which one of several processes lays out a part.
 
     shares: lengths of the rows of each process, by which all of them lay out as many micro-batches, packed ones of the
-    same shapes; without them each has as many as it needs.
+    same shapes; without them each has as many as it needs. starts_N: places of this part's rows in the batch, as
+    `starts_of` has them; None where they are not known, and counted within the part.
     """
 
     denominator: float
     num_samples: int
     num_tokens: int
     shares: Shares = ()
+    starts_N: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -380,6 +383,9 @@ def make_batch(
         num_tokens=sum(len(sequence) for sequence in ids),
     )
     denominator = torch.tensor(facts.denominator, dtype=torch.float64)
+    starts_N = facts.starts_N
+    if starts_N is None:
+        starts_N = starts_of(np.array([len(sequence) for sequence in ids], dtype=np.int64))
     for inputs, members in layout.arrange(ids, types, facts.shares) if len(ids) or facts.shares else ():
         targets_S = task.empty_targets(inputs.num_slots)
         targets_S[: len(members)] = targets_N[members]
@@ -389,7 +395,7 @@ def make_batch(
             weights_S[: len(members)] = torch.from_numpy(weights_N[members])
         micro_batches.append(
             MicroBatch(
-                inputs=inputs,
+                inputs=placed(inputs, starts_N[members]),
                 targets_S=torch.from_numpy(targets_S),
                 valid_S=torch.arange(inputs.num_slots) < len(members),
                 denominator=denominator,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from brimful.core.ahead import POLL_S, Ahead
 from brimful.data.batches.batch import Batch, Layout, Sampler, Whole, make_batch
-from brimful.data.batches.shares import shares_of
+from brimful.data.batches.shares import shares_of, starts_of
 from brimful.data.tokens.augment import Augmenter, worker_errors
 from brimful.data.tokens.encoder import Tokens
 from brimful.hardware.memory import is_out_of_memory
@@ -104,13 +104,14 @@ class Source:
         if count > 1:
             lengths_N = tokens.lengths[rows]
             shares = shares_of(lengths_N, count)
+            mine = shares[rank]
             whole = Whole(
                 denominator=self.task.denominator(targets_N, weights_N),
                 num_samples=len(samples),
                 num_tokens=int(lengths_N.sum()),
                 shares=[lengths_N[rows] for rows in shares],
+                starts_N=starts_of(lengths_N)[mine],
             )
-            mine = shares[rank]
             samples, rows, targets_N = samples[mine], rows[mine], targets_N[mine]
             weights_N = None if weights_N is None else weights_N[mine]
         ids, types = tokens.sequences(rows)

@@ -1,6 +1,6 @@
 """Shares of an effective batch: which of its rows each of several processes takes, so that all finish together.
 
-A function of the lengths alone, which every process computes for itself.
+Functions of the lengths alone, which every process computes for itself.
 """
 
 from __future__ import annotations
@@ -23,3 +23,9 @@ def shares_of(lengths_N: np.ndarray, count: int) -> list[np.ndarray]:
         heapq.heapreplace(loads, (tokens + int(lengths_N[row]), to))
         shares[to].append(row)
     return [np.sort(np.array(rows, dtype=np.int64)) for rows in shares]
+
+
+def starts_of(lengths_N: np.ndarray) -> np.ndarray:
+    """Return the place of each row's first token in an effective batch of these lengths, all rows end to end."""
+    starts_N: np.ndarray = np.cumsum(lengths_N) - lengths_N
+    return starts_N

@@ -30,7 +30,7 @@ from brimful.kernels.attention.varlen_kernels import head_rows, row_numbers, var
 from brimful.kernels.dropout import kept_at, kept_factor, row_keys, threshold
 from brimful.kernels.forward_context import current
 from brimful.kernels.layout import Segments
-from brimful.kernels.rng import draw_seed
+from brimful.kernels.rng import row_seeds
 
 _LOG2_E = 1.4426950408889634
 
@@ -57,10 +57,10 @@ def _scores(
     return scores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["site"])
 def relative_attention_forward(
-    Q, K, V, BY_QUERY, BY_KEY, OUT, LSE, MASK_ROWS, CU_SEQLENS, SEED, T, reach, q_t, q_h, k_t, k_h, v_t, v_h, bq_t,
-    bq_h, bk_t, bk_h, o_t, o_h, scale, drop_below, more, HAS_QUERY: tl.constexpr, HAS_KEY: tl.constexpr,
+    Q, K, V, BY_QUERY, BY_KEY, OUT, LSE, MASK_ROWS, CU_SEQLENS, SEED, site, T, reach, q_t, q_h, k_t, k_h, v_t, v_h,
+    bq_t, bq_h, bk_t, bk_h, o_t, o_h, scale, drop_below, more, HAS_QUERY: tl.constexpr, HAS_KEY: tl.constexpr,
     DROPOUT: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     block, segment, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -76,7 +76,7 @@ def relative_attention_forward(
     out = tl.zeros([BLOCK_M, D], tl.float32)
     mask_rows = rows
     if DROPOUT:
-        mask_rows = row_keys(SEED, 0, head, start + rows)
+        mask_rows = row_keys(SEED, site, head, start + rows, rows < length)
         places = head.to(tl.int64) * T + start + rows
         tl.store(MASK_ROWS + places, mask_rows.to(tl.int32, bitcast=True), mask=rows < length)
     for place in range(0, length, BLOCK_N):
@@ -252,19 +252,25 @@ def attend(
     bias: Tensor | None,
     bucket: Tensor,
     offsets: Tensor,
-    seed: Tensor,
+    seed: Tensor | None,
     max_length: int,
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log of the weights' sums (H, T), and keys of the dropout mask's rows (H, T) if there is one."""
-    dropout = current().probability(dropout)
+    """Output, log of the weights' sums (H, T), and keys of the dropout mask's rows (H, T) if there is one.
+
+    seed: as of `relative_attention_HTD`.
+    """
+    dropout, site = current().probability(dropout), 0
+    if seed is None:
+        seed, site = current().dropout_site(offsets, q.shape[1], dropout)
+    seed = row_seeds(seed, q.shape[1], dropout)
     out, lse, mask_rows = empty_outputs(q, dropout)
     by_query, by_key, has_query, has_key = _by_distance(q, k, keys, queries, bias, bucket)
     grid, constants = launch(q, offsets, max_length, _tiles(q))
     strides = [x.stride(axis) for x in (q, k, v, by_query, by_key, out) for axis in (1, 0)]
     relative_attention_forward[grid](
-        q, k, v, by_query, by_key, out, lse, mask_rows, offsets, seed, q.shape[1], bucket.shape[0] // 2, *strides,
+        q, k, v, by_query, by_key, out, lse, mask_rows, offsets, seed, site, q.shape[1], bucket.shape[0] // 2, *strides,
         scale * _LOG2_E, threshold(dropout), kept_factor(dropout), HAS_QUERY=has_query, HAS_KEY=has_key,
         DROPOUT=dropout > 0, **constants,
     )  # fmt: skip
@@ -274,7 +280,7 @@ def attend(
 @attend.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, queries: Tensor | None, bias: Tensor | None, bucket: Tensor,
-    offsets: Tensor, seed: Tensor, max_length: int, scale: float, dropout: float,
+    offsets: Tensor, seed: Tensor | None, max_length: int, scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return empty_outputs(q, dropout)
 
@@ -362,7 +368,7 @@ def relative_attention_HTD(
 ) -> Tensor:
     """Attention within segments with a bias by distance, (H, T, D); every token must be in a segment.
 
-    seed: () int64 on the device, drawn from torch's generator if it is None and there is dropout.
+    seed: as of `row_seeds`; None for those of the next site of the active forward context.
     Raises: ValueError without a table, or if the distances do not reach over the longest segment.
     """
     given, max_length = pattern.relative, segments.max_length
@@ -370,8 +376,6 @@ def relative_attention_HTD(
         raise ValueError("relative attention has no table")
     if given.bucket_W.shape[0] < 2 * max_length:
         raise ValueError(f"{given.bucket_W.shape[0]} distances do not reach over segments of {max_length} tokens")
-    if seed is None:
-        seed = draw_seed(q_HTD.device, pattern.dropout)
     q_HTD, k_HTD, v_HTD = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_HTD, v_HTD))
     keys_HRD, queries_HRD = (x if x is None else x.to(q_HTD.dtype) for x in (given.keys_HRD, given.queries_HRD))
     out: Tensor = attend(

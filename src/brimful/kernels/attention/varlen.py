@@ -21,8 +21,9 @@ from brimful.kernels.attention.varlen_kernels import (
     varlen_attention_forward,
 )
 from brimful.kernels.dropout import kept_factor, threshold
+from brimful.kernels.forward_context import current
 from brimful.kernels.layout import Segments
-from brimful.kernels.rng import draw_seed
+from brimful.kernels.rng import row_seeds
 
 _LOG2_E = 1.4426950408889634
 
@@ -98,7 +99,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     offsets: Tensor,
-    seed: Tensor,
+    seed: Tensor | None,
     max_length: int,
     typical_length: int,
     scale: float,
@@ -108,7 +109,13 @@ def attend(
     dropout: float,
     site: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log of the weights' sums (H, T), and keys of the dropout mask's rows (H, T) if there is one."""
+    """Output, log of the weights' sums (H, T), and keys of the dropout mask's rows (H, T) if there is one.
+
+    seed: as of `row_seeds`; None for those of the next site of the active forward context, whatever `site` is.
+    """
+    if seed is None:
+        seed, site = current().dropout_site(offsets, q.shape[1], dropout)
+    seed = row_seeds(seed, q.shape[1], dropout)
     out, lse, mask_rows = empty_outputs(q, dropout)
     tiles = _tiles(q, typical_length, MASKED_LONG_FORWARD if causal or window else LONG_FORWARD)
     grid, constants = launch(q, offsets, max_length, tiles)
@@ -123,7 +130,7 @@ def attend(
 
 @attend.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, seed: Tensor, max_length: int, typical_length: int,
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, seed: Tensor | None, max_length: int, typical_length: int,
     scale: float, causal: bool, window: int, softcap: float, dropout: float, site: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return empty_outputs(q, dropout)
@@ -185,10 +192,8 @@ def varlen_attention_HTD(
 ) -> Tensor:
     """Attention within segments, (H, T, D); every token must be in one of them.
 
-    seed: () int64 on the device, drawn from torch's generator if it is None and there is dropout.
+    seed: as of `attend`.
     """
-    if seed is None:
-        seed = draw_seed(q_HTD.device, pattern.dropout)
     q_HTD, k_HTD, v_HTD = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HTD, k_HTD, v_HTD))
     out: Tensor = attend(
         q_HTD, k_HTD, v_HTD, segments.cu_seqlens_N, seed, segments.max_length, segments.typical_length or 0,

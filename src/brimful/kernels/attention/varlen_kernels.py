@@ -4,7 +4,8 @@ One program works on one block of one segment of one head. The backward pass vis
 their gradient and as queries for theirs, so nothing is added atomically and equal inputs give equal bits. Windows, soft
 caps, causality and dropout are inside; a segment shorter than a block is a single pass.
 
-Dropout hashes (seed, head, query, key): the forward and backward pass draw the same mask without storing it.
+Dropout hashes (seed, head, query, key), the query by its place in the effective batch and the key by its position: the
+forward and backward pass draw the same mask without storing it.
 
 Source: Dao 2023, arXiv 2307.08691 (FlashAttention-2).
 """
@@ -100,7 +101,7 @@ def varlen_attention_forward(
     mask_rows = rows
     mask_columns = column_keys(tl.arange(0, BLOCK_N))
     if DROPOUT:
-        mask_rows = row_keys(SEED, site, head, start + rows)
+        mask_rows = row_keys(SEED, site, head, start + rows, rows < length)
         places = head.to(tl.int64) * T + start + rows
         tl.store(MASK_ROWS + places, mask_rows.to(tl.int32, bitcast=True), mask=rows < length)
     low, high = _range(first, first + BLOCK_M, length, CAUSAL, WINDOW, BLOCK_N, True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from brimful.kernels.attention.varlen_kernels import head_rows
-from brimful.kernels.dropout import kept_factor, kept_in, threshold
+from brimful.kernels.dropout import kept_at, kept_factor, row_keys, threshold
 from brimful.kernels.forward_context import current
 from brimful.kernels.layers.postnorm_ops import (
     Gradients,
@@ -33,6 +33,7 @@ from brimful.kernels.layers.postnorm_ops import (
     halved,
     side_by_side,
 )
+from brimful.kernels.rng import row_seeds
 
 _LOG2_E = 1.4426950408889634
 #: Keys that a program takes at a time.
@@ -40,9 +41,10 @@ _BLOCK = 64
 
 
 @triton.jit
-def _stays(SEED, site, head, start, rows, drop_below):
-    """Mask of the keys that dropout keeps for the segment's first query."""
-    return kept_in(SEED, site, head, start + tl.zeros([1], tl.int32), rows, drop_below)
+def _mask_row(SEED, site, head, start, length):
+    """Key of the dropout mask's row of the segment's first query, (1,)."""
+    rows = start + tl.zeros([1], tl.int32)
+    return row_keys(SEED, site, head, rows, rows < start + length)
 
 
 @triton.jit(do_not_specialize=["site"])
@@ -58,6 +60,9 @@ def first_token_attention_forward(
     largest = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     out = tl.zeros([D], tl.float32)
+    mask_row = tl.zeros([1], tl.uint32)
+    if DROPOUT:
+        mask_row = _mask_row(SEED, site, head, start, length)
     for place in range(0, length, BLOCK):
         rows = place + tl.arange(0, BLOCK)
         k = head_rows(K, start, rows, length, head, k_t, k_h, D).to(tl.float32)
@@ -68,7 +73,7 @@ def first_token_attention_forward(
         shrink = tl.exp2(largest - now)
         total = total * shrink + tl.sum(p, 0)
         if DROPOUT:
-            p = tl.where(_stays(SEED, site, head, start, rows, drop_below), p, 0.0)
+            p = tl.where(kept_at(mask_row, rows, drop_below), p, 0.0)
         out = out * shrink + tl.sum(p[:, None] * v, 0)
         largest = now
     total = tl.where(length > 0, total, 1.0)
@@ -91,6 +96,9 @@ def first_token_attention_backward(
     delta = tl.sum(do * tl.load(OUT + row * o_n + head * o_h + channels).to(tl.float32), 0)
     lse = tl.load(LSE + segment * tl.num_programs(1) + head)
     dq = tl.zeros([D], tl.float32)
+    mask_row = tl.zeros([1], tl.uint32)
+    if DROPOUT:
+        mask_row = _mask_row(SEED, site, head, start, length)
     for place in range(0, length, BLOCK):
         rows = place + tl.arange(0, BLOCK)
         k = head_rows(K, start, rows, length, head, k_t, k_h, D).to(tl.float32)
@@ -99,7 +107,7 @@ def first_token_attention_backward(
         dp = tl.sum(v * do[None, :], 1)
         dropped = p
         if DROPOUT:
-            stays = _stays(SEED, site, head, start, rows, drop_below)
+            stays = kept_at(mask_row, rows, drop_below)
             dropped, dp = tl.where(stays, p * more, 0.0), tl.where(stays, dp * more, 0.0)
         ds = tl.where(rows < length, p * (dp - delta) * scale, 0.0)
         dq += tl.sum(ds[:, None] * k, 0)
@@ -117,8 +125,9 @@ def attend_first(
     """(N, H, D): the first token's query of each of N segments against all keys of its own segment, 0 if that is
     empty. And the logs to the base 2 of the weights' sums, (N, H) fp32.
 
-    cu_seqlens_N: (N + 1,) int32. Heads of a power of two channels. seed: () int64, read where p is above 0.
+    cu_seqlens_N: (N + 1,) int32. Heads of a power of two channels. seed: as of `row_seeds` for T rows.
     """
+    seed = row_seeds(seed, k_HTD.shape[1], p)
     num_segments, num_heads, head_dim = q_NHD.shape
     out_NHD = torch.empty_like(q_NHD)
     lse_NH = q_NHD.new_empty(num_segments, num_heads, dtype=torch.float32)
@@ -135,6 +144,7 @@ def attend_first_backward(
     cu_seqlens_N: Tensor, seed: Tensor, site: int, scale: float, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of queries, (N, H, D), and of keys and values, (T, 2, H, D). Every token must be in a segment."""
+    seed = row_seeds(seed, k_HTD.shape[1], p)
     num_segments, num_heads, head_dim = q_NHD.shape
     dq_NHD = torch.empty_like(q_NHD)
     dkv_T2HD = k_HTD.new_empty(k_HTD.shape[1], 2, num_heads, head_dim)
@@ -173,7 +183,8 @@ class _ProjectedFirstAttention(torch.autograd.Function):
         assert weights[0] is not None
         ctx.context = current()
         x_TK = x.flatten(0, -2)
-        first_NK = first_rows(x_TK, offsets)
+        chosen_N = _places(x_TK, offsets)
+        first_NK = x_TK.index_select(0, chosen_N)
         w_NK, b_N = side_by_side(weights[1:], x.dtype), None
         w_HK, q_bias = weights[0].to(x.dtype), biases[0]
         if q_bias is not None:
@@ -182,7 +193,8 @@ class _ProjectedFirstAttention(torch.autograd.Function):
         q_NH = first_NK @ w_HK.t()
         if q_bias is not None:
             q_NH = q_NH + q_bias.to(x.dtype)
-        seed, ctx.site = ctx.context.dropout_site(x, p)
+        seed, ctx.site = ctx.context.dropout_site(x, len(x_TK), p)
+        ctx.context.rows.choose(chosen_N)  # what follows in the layer works on these
         ctx.num_heads, ctx.scale, ctx.p, ctx.shape = num_heads, scale, p, x.shape
         out_NHD, lse_NH = attend_first(*_heads(q_NH, kv_TN, num_heads), offsets, seed, ctx.site, scale, p)
         ctx.save_for_backward(x_TK, first_NK, w_HK, q_NH, kv_TN, out_NHD, lse_NH, offsets, seed, *saved)

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
+from brimful.kernels.rng import row_seeds
 from brimful.kernels.split_reduction import add_partial_sums
 
 #: Numbers of a forward program's tile, whole rows of them, without dropout and with it; its warps.
@@ -44,7 +45,7 @@ def dropout_add_norm(
 
 @triton.jit
 def _rows(
-    X, BIAS, RESIDUAL, SEED, site, rows, columns, inside, width, drop_below, more, DROPOUT: tl.constexpr
+    X, BIAS, RESIDUAL, SEED, site, rows, num_rows, columns, inside, width, drop_below, more, DROPOUT: tl.constexpr
 ):  # fmt: skip
     """Rows before normalisation, (ROWS, WIDTH) fp32, and what dropout keeps of them."""
     places = rows[:, None] * width + columns[None, :]
@@ -52,7 +53,7 @@ def _rows(
     z += tl.load(BIAS + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
     stays = inside
     if DROPOUT:
-        stays = kept_in(SEED, site, 0, rows[:, None], columns[None, :], drop_below)
+        stays = kept_in(SEED, site, 0, rows[:, None], (rows < num_rows)[:, None], columns[None, :], drop_below)
         z = tl.where(stays, z * more, 0.0)
     z += tl.load(RESIDUAL + places, mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, z, 0.0), stays
@@ -65,7 +66,7 @@ def norm_forward(X, BIAS, RESIDUAL, GAIN, SHIFT, SEED, Y, HALF, MEAN, RSTD, site
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
-    z, _ = _rows(X, BIAS, RESIDUAL, SEED, site, rows, columns, inside, width, drop_below, more, DROPOUT)
+    z, _ = _rows(X, BIAS, RESIDUAL, SEED, site, rows, num_rows, columns, inside, width, drop_below, more, DROPOUT)
     mean = tl.sum(z, 1) / width
     d = tl.where(inside, z - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(d * d, 1) / width + eps)
@@ -94,7 +95,9 @@ def norm_backward(DY, DHALF, X, BIAS, RESIDUAL, GAIN, SEED, MEAN, RSTD, DX, DRES
         rows = first + tl.arange(0, ROWS)
         inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
         places = rows[:, None] * width + columns[None, :]
-        z, stays = _rows(X, BIAS, RESIDUAL, SEED, site, rows, columns, inside, width, drop_below, more, DROPOUT)
+        z, stays = _rows(
+            X, BIAS, RESIDUAL, SEED, site, rows, num_rows, columns, inside, width, drop_below, more, DROPOUT
+        )
         rstd = tl.load(RSTD + rows, mask=rows < num_rows, other=0.0)[:, None]
         mean = tl.load(MEAN + rows, mask=rows < num_rows, other=0.0)[:, None]
         x = tl.where(inside, (z - mean) * rstd, 0.0)
@@ -126,7 +129,7 @@ def fused_forward(
     rows, width = x.shape
     y, statistics = x.new_empty(rows, width, dtype=dtype), x.new_empty(2, rows, dtype=torch.float32)
     copy = torch.empty_like(x) if half else None
-    wide = triton.next_power_of_2(width)
+    seed, wide = row_seeds(seed, rows, p), triton.next_power_of_2(width)
     together = max(1, (_DROPPED_TILE if p else _TILE) // wide)
     norm_forward[(triton.cdiv(rows, together),)](
         x, bias, residual, gain, shift, seed, y, y if copy is None else copy, *statistics, site, rows, width, eps,
@@ -141,7 +144,7 @@ def fused_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x and residual, and partials (S, 3, H) of those of gain, shift and bias."""
     rows, width = x.shape
-    how = _Backward.of(residual)
+    how, seed = _Backward.of(residual), row_seeds(seed, rows, p)
     programs = max(1, min(rows // _FEWEST_ROWS, how.programs))
     dx, dresidual = torch.empty_like(x), torch.empty_like(residual)
     partials = x.new_empty(programs, 3, width, dtype=torch.float32)

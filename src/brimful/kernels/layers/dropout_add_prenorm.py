@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
+from brimful.kernels.rng import row_seeds
 from brimful.kernels.split_reduction import add_partial_sums
 
 #: Tiles whose gains' gradients one program sums at the least, and most programs: four for each of 132 multiprocessors.
@@ -48,9 +49,9 @@ def _tile(first, num_rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _stays(SEED, site, rows, columns, drop_below):
+def _stays(SEED, site, rows, num_rows, columns, drop_below):
     """Mask of elements that dropout keeps."""
-    return kept_in(SEED, site, 0, rows[:, None], columns[None, :], drop_below)
+    return kept_in(SEED, site, 0, rows[:, None], (rows < num_rows)[:, None], columns[None, :], drop_below)
 
 
 @triton.jit(do_not_specialize=["site"])
@@ -62,7 +63,7 @@ def prenorm_forward(X, RESIDUAL, GAIN, SEED, Z, Y, MEAN, RSTD, site, num_rows, w
     if ADD:
         x = tl.load(X + places, mask=inside, other=0.0).to(tl.float32)
         if DROPOUT:
-            x = tl.where(_stays(SEED, site, rows, columns, drop_below), x * more, 0.0)
+            x = tl.where(_stays(SEED, site, rows, num_rows, columns, drop_below), x * more, 0.0)
         rounded = (z + x).to(Z.dtype.element_ty)
         tl.store(Z + places, rounded, mask=inside)
         z = rounded.to(tl.float32)  # what the backward pass will read
@@ -102,7 +103,7 @@ def prenorm_backward(DY, DZ, Z, GAIN, SEED, MEAN, RSTD, DRESIDUAL, DX, PARTIALS,
         tl.store(DRESIDUAL + places, dz.to(DRESIDUAL.dtype.element_ty), mask=inside)
         if DX_TOO:
             if DROPOUT:
-                dz = tl.where(_stays(SEED, site, rows, columns, drop_below), dz * more, 0.0)
+                dz = tl.where(_stays(SEED, site, rows, num_rows, columns, drop_below), dz * more, 0.0)
             tl.store(DX + places, dz.to(DX.dtype.element_ty), mask=inside)
     tl.store(PARTIALS + tl.program_id(0) * width + columns, tl.sum(dgain, 0), mask=columns < width)
 
@@ -112,7 +113,7 @@ def dropped(DZ, SEED, DX, site, num_rows, width, drop_below, more, ROWS: tl.cons
     """The gradient of what dropout was applied to, in the dtype of the product."""
     rows, columns, places, inside = _tile(tl.program_id(0) * ROWS, num_rows, width, ROWS, WIDTH)
     dz = tl.load(DZ + places, mask=inside, other=0.0).to(tl.float32)
-    dx = tl.where(_stays(SEED, site, rows, columns, drop_below), dz * more, 0.0)
+    dx = tl.where(_stays(SEED, site, rows, num_rows, columns, drop_below), dz * more, 0.0)
     tl.store(DX + places, dx.to(DX.dtype.element_ty), mask=inside)
 
 
@@ -120,7 +121,7 @@ def fused_add(x: Tensor, residual: Tensor, seed: Tensor, site: int, p: float) ->
     """residual + dropout(x), in the shape of the residual."""
     z = torch.empty_like(residual, dtype=torch.promote_types(residual.dtype, x.dtype))
     rows, width = x.shape
-    tile = _tile_of(width)
+    tile, seed = _tile_of(width), row_seeds(seed, rows, p)
     prenorm_forward[(triton.cdiv(rows, tile["ROWS"]),)](
         x, residual, x, seed, z, z, z, z, site, rows, width, 0.0, threshold(p), kept_factor(p), ADD=True, NORM=False,
         CENTRED=False, DROPOUT=p > 0, **tile,
@@ -140,7 +141,7 @@ def fused_add_norm(
     rows = residual.numel() // width
     z = residual if x is None else torch.empty_like(residual, dtype=torch.promote_types(residual.dtype, x.dtype))
     y, statistics = torch.empty_like(residual, dtype=dtype), residual.new_empty(2, rows, dtype=torch.float32)
-    tile = _tile_of(width)
+    tile, seed = _tile_of(width), row_seeds(seed, rows, p)
     prenorm_forward[(triton.cdiv(rows, tile["ROWS"]),)](
         residual if x is None else x, residual, gain, seed, z, y, statistics[0], statistics[1], site, rows, width, eps,
         threshold(p), kept_factor(p), ADD=x is not None, NORM=True, CENTRED=centred, DROPOUT=p > 0, **tile,
@@ -158,7 +159,7 @@ def fused_add_norm_backward(
     """
     width = z.shape[-1]
     rows = z.numel() // width
-    tile = _tile_of(width, 2048)
+    tile, seed = _tile_of(width, 2048), row_seeds(seed, rows, p)
     programs = max(1, min(rows // (tile["ROWS"] * _FEWEST_TILES), _MOST_PROGRAMS))
     dresidual, apart = torch.empty_like(z), p > 0 or dtype != z.dtype
     dx = torch.empty_like(z, dtype=dtype) if apart else dresidual
@@ -176,7 +177,7 @@ def fused_dropped(dz: Tensor, dtype: torch.dtype, seed: Tensor, site: int, p: fl
     rows = dz.numel() // width
     dx = torch.empty_like(dz, dtype=dtype)
     dropped[(triton.cdiv(rows, tile["ROWS"]),)](
-        dz, seed, dx, site, rows, width, threshold(p), kept_factor(p), **tile
+        dz, row_seeds(seed, rows), dx, site, rows, width, threshold(p), kept_factor(p), **tile
     )  # fmt: skip
     return dx
 

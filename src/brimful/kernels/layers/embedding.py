@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
+from brimful.kernels.rng import row_seeds
 from brimful.kernels.split_reduction import add_partial_sums
 
 #: Tables that are added at most; rows of a table that is summed block by block.
@@ -58,6 +59,12 @@ def _sum(ID0, ID1, ID2, TABLE0, TABLE1, TABLE2, size0, size1, size2, row, column
     return z
 
 
+@triton.jit
+def _stays(SEED, site, row, columns, drop_below):
+    """Mask of a row's elements that dropout keeps."""
+    return kept_in(SEED, site, 0, row + tl.zeros([1], tl.int32), tl.full([1], True, tl.int1), columns, drop_below)
+
+
 @triton.jit(do_not_specialize=["site"])
 def embedding_norm_forward(
     ID0, ID1, ID2, TABLE0, TABLE1, TABLE2, GAIN, SHIFT, SEED, Y, HALF, MEAN, RSTD, site, size0, size1,
@@ -73,7 +80,7 @@ def embedding_norm_forward(
     rstd = 1.0 / tl.sqrt(tl.sum(d * d, 0) / width + eps)
     y = d * rstd * tl.load(GAIN + columns, mask=inside, other=0.0) + tl.load(SHIFT + columns, mask=inside, other=0.0)
     if DROPOUT:
-        y = tl.where(kept_in(SEED, site, 0, tl.zeros([1], tl.int32) + row, columns, drop_below), y * more, 0.0)
+        y = tl.where(_stays(SEED, site, row, columns, drop_below), y * more, 0.0)
     tl.store(Y + row * width + columns, y.to(Y.dtype.element_ty), mask=inside)
     if HALF_TOO:
         tl.store(HALF + row * width + columns, y.to(HALF.dtype.element_ty), mask=inside)
@@ -115,7 +122,7 @@ def embedding_norm_backward(
         if HAS_DHALF:
             dy += tl.load(DHALF + places, mask=inside, other=0.0).to(tl.float32)
         if DROPOUT:
-            dy = tl.where(kept_in(SEED, site, 0, tl.zeros([1], tl.int32) + row, columns, drop_below), dy * more, 0.0)
+            dy = tl.where(_stays(SEED, site, row, columns, drop_below), dy * more, 0.0)
         dgain += dy * x
         dshift += dy
         dy *= gain
@@ -147,7 +154,7 @@ def fused_forward(
     rows, width = len(ids[0]), tables[0].shape[1]
     y, statistics = gain.new_empty(rows, width, dtype=dtype), gain.new_empty(2, rows)
     copy = None if half is None else gain.new_empty(rows, width, dtype=half)
-    wide = triton.next_power_of_2(width)
+    wide, seed = triton.next_power_of_2(width), row_seeds(seed, rows, p)
     embedding_norm_forward[(rows,)](
         *_three(ids), *_three(tables), gain, shift, seed, y, y if copy is None else copy, *statistics, site,
         *_sizes(tables), width, eps, threshold(p), kept_factor(p), TABLES=len(tables), DROPOUT=p > 0,
@@ -166,7 +173,7 @@ def fused_backward(
     programs = max(1, min(rows // _FEWEST_ROWS, _MOST_PROGRAMS))
     dtables = [torch.empty_like(t) if i == few else torch.zeros_like(t) for i, t in enumerate(tables)]
     partials = gain.new_empty(programs, 4, width)
-    wide = triton.next_power_of_2(width)
+    wide, seed = triton.next_power_of_2(width), row_seeds(seed, rows, p)
     skipped = [-1 if padding is None else padding for padding in (*paddings, None, None)][:MOST_TABLES]
     embedding_norm_backward[(programs,)](
         gain if dy is None else dy, gain if dhalf is None else dhalf, *_three(ids), *_three(tables), gain, seed,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
 from brimful.kernels.layers.gelu import normal
+from brimful.kernels.rng import row_seeds
 
 Activation = Literal["gelu", "silu"]
 
@@ -64,7 +65,7 @@ def gated_forward(X, Y, SEED, site, num_rows, width, drop_below, more, SILU: tl.
     y, _ = _activated(a, SILU, EXACT)
     y *= b
     if DROPOUT:
-        stays = kept_in(SEED, site, 0, rows[:, None], columns[None, :], drop_below)
+        stays = kept_in(SEED, site, 0, rows[:, None], (rows < num_rows)[:, None], columns[None, :], drop_below)
         y = tl.where(stays, y * more, 0.0)
     tl.store(Y + rows.to(tl.int64)[:, None] * width + columns[None, :], y.to(Y.dtype.element_ty), mask=inside)
 
@@ -78,7 +79,7 @@ def gated_backward(DY, X, DX, SEED, site, num_rows, width, drop_below, more, SIL
     a = tl.load(X + places, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(X + places + width, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
-        stays = kept_in(SEED, site, 0, rows[:, None], columns[None, :], drop_below)
+        stays = kept_in(SEED, site, 0, rows[:, None], (rows < num_rows)[:, None], columns[None, :], drop_below)
         dy = tl.where(stays, dy * more, 0.0)
     y, slope = _activated(a, SILU, EXACT)
     tl.store(DX + places, (dy * b * slope).to(DX.dtype.element_ty), mask=inside)
@@ -87,14 +88,14 @@ def gated_backward(DY, X, DX, SEED, site, num_rows, width, drop_below, more, SIL
 
 def fused_forward(x: Tensor, activation: Activation, seed: Tensor, site: int, p: float) -> Tensor:
     """dropout(activation(a) * b), (T, F), of x = (a, b), (T, 2 F), in its dtype."""
-    y = x.new_empty(x.shape[0], x.shape[1] // 2)
+    y, seed = x.new_empty(x.shape[0], x.shape[1] // 2), row_seeds(seed, len(x), p)
     gated_forward[_grid(y)](x, y, seed, site, *y.shape, threshold(p), kept_factor(p), **_constants(x, activation, p))
     return y
 
 
 def fused_backward(dy: Tensor, x: Tensor, activation: Activation, seed: Tensor, site: int, p: float) -> Tensor:
     """The gradient of x, (T, 2 F)."""
-    dx = torch.empty_like(x)
+    dx, seed = torch.empty_like(x), row_seeds(seed, len(x), p)
     gated_backward[_grid(dy)](
         dy, x, dx, seed, site, *dy.shape, threshold(p), kept_factor(p), **_constants(x, activation, p)
     )

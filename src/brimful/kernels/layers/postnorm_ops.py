@@ -171,7 +171,7 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
         if len(residual_TH) != len(x_TK):
             raise ValueError(f"a residual of shape {tuple(residual.shape)} does not fit rows of {tuple(x.shape)}")
         h_TH, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_HK, weight)
-        seed, ctx.site = context.dropout_site(h_TH, p)
+        seed, ctx.site = context.dropout_site(h_TH, len(h_TH), p)
         dtype = h_TH.dtype if context.half_residuals else gain.dtype
         y_TH, half_TH, statistics = dropout_add_layernorm.fused_forward(
             h_TH, bias, residual_TH, gain, shift, seed, ctx.site, eps, p, h_TH.dtype != dtype, dtype
@@ -221,7 +221,7 @@ class _ProjectedAttention(torch.autograd.Function):
         b_N = side_by_side(parameters[3:], x.dtype) if parameters[3] is not None else None
         qkv_TN, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_NK, parameters[0], b_N)
         q, k, v = qkv_TN.view(len(x_TK), 3, num_heads, -1).transpose(0, 2).unbind(1)
-        seed, site = ctx.context.dropout_site(offsets, settings[-1])
+        seed, site = ctx.context.dropout_site(offsets, len(x_TK), settings[-1])
         out_HTD: Tensor
         out_HTD, lse, mask_rows = attend(q, k, v, offsets, seed, *settings, site)
         ctx.save_for_backward(x_TK, qkv_TN, out_HTD, lse, mask_rows, offsets, *saved)
@@ -265,7 +265,7 @@ class _EmbeddingsNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         flat = [each.reshape(-1) for each in ids]
         context = current()
-        seed, ctx.site = context.dropout_site(gain, p)
+        seed, ctx.site = context.dropout_site(gain, len(flat[0]), p)
         products = product_dtype(gain)
         dtype = products if context.half_residuals else gain.dtype
         half = None if products == dtype else products

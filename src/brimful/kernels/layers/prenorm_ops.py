@@ -105,7 +105,7 @@ class _LinearAddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         h_TH, w_HK = _Projections.product(x_TK, [weight], [bias])
-        seed, ctx.site = current().dropout_site(x_TK, p)
+        seed, ctx.site = current().dropout_site(x_TK, len(x_TK), p)
         z, y, statistics = dropout_add_prenorm.fused_add_norm(
             h_TH, _fitting(residual, h_TH), gain, h_TH.dtype, seed, ctx.site, eps, p, centred=centred
         )
@@ -147,7 +147,7 @@ class _LinearAdd(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         h_TH, w_HK = _Projections.product(x_TK, [weight], [bias])
-        seed, ctx.site = current().dropout_site(x_TK, p)
+        seed, ctx.site = current().dropout_site(x_TK, len(x_TK), p)
         ctx.save_for_backward(x_TK, w_HK, seed)
         ctx.p, ctx.projections, ctx.dtype = p, _Projections([weight], [bias]), residual.dtype
         return dropout_add_prenorm.fused_add(h_TH, _fitting(residual, h_TH), seed, ctx.site, p)
@@ -186,7 +186,7 @@ class _LinearGated(torch.autograd.Function):
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         h_TG, w_GK = _Projections.product(x_TK, weights, biases)
-        seed, ctx.site = current().dropout_site(x_TK, p)
+        seed, ctx.site = current().dropout_site(x_TK, len(x_TK), p)
         ctx.save_for_backward(x_TK, w_GK, h_TG, seed)
         ctx.p, ctx.activation, ctx.projections = p, activation, _Projections(weights, biases)
         return glu.fused_forward(h_TG, activation, seed, ctx.site, p).view(*x.shape[:-1], -1)
@@ -228,7 +228,7 @@ class _RotaryAttention(torch.autograd.Function):
         found = _head_norm(query_gain, key_gain, eps)
         qkv_T3HD = qkv_rope.fused_forward(x_TN, *angles, each, found)
         q, k, v = qkv_T3HD.transpose(0, 2).unbind(1)
-        seed, site = current().dropout_site(offsets, settings[-1])
+        seed, site = current().dropout_site(offsets, len(x_TK), settings[-1])
         out_HTD: Tensor
         out_HTD, lse, mask_rows = attend(q, k, v, offsets, seed, *settings, site)
         ctx.save_for_backward(

@@ -42,18 +42,21 @@ def apply_dropout(X, Y, SEED, site, num_rows, width, drop_below, more, COLUMNS: 
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
     places = rows.to(tl.int64)[:, None] * width + columns[None, :]
     x = tl.load(X + places, mask=inside, other=0.0).to(tl.float32)
-    stays = kept_in(SEED, site, 0, rows[:, None], columns[None, :], drop_below)
+    stays = kept_in(SEED, site, 0, rows[:, None], (rows < num_rows)[:, None], columns[None, :], drop_below)
     tl.store(Y + places, tl.where(stays, x * more, 0.0).to(Y.dtype.element_ty), mask=inside)
 
 
 def _dropped(x: Tensor, p: float, seed: Tensor, site: int) -> Tensor:
     x = x.contiguous()
-    width = x.shape[-1] if x.ndim else 1
-    y, rows = torch.empty_like(x), x.numel() // max(width, 1)
+    y, rows, width = torch.empty_like(x), _num_rows(x), x.shape[-1] if x.ndim else 1
     if rows:
         grid = (triton.cdiv(rows, _STEP), triton.cdiv(width, _COLUMNS))
         apply_dropout[grid](x, y, seed, site, rows, width, threshold(p), kept_factor(p), COLUMNS=_COLUMNS, STEP=_STEP)
     return y
+
+
+def _num_rows(x: Tensor) -> int:
+    return x.numel() // max(x.shape[-1], 1) if x.ndim else 1
 
 
 class _Dropout(torch.autograd.Function):
@@ -69,7 +72,7 @@ class _Dropout(torch.autograd.Function):
 
 def seeded_dropout(x: Tensor, p: float) -> Tensor:
     """Dropout of `x`, (..., H), by the next site of the active forward context."""
-    return _Dropout.apply(x, p, *current().dropout_site(x, p))  # type: ignore[no-any-return]
+    return _Dropout.apply(x, p, *current().dropout_site(x, _num_rows(x), p))  # type: ignore[no-any-return]
 
 
 class SeededDropout(TorchFunctionMode):

@@ -226,15 +226,13 @@ def attention(graph: Graph, node: Node) -> None:
 
 
 def _replace_attention(graph: Graph, node: Node, function: Any, given: tuple[Any, ...]) -> None:
-    """Puts a call in the place of varlen_attention, if only its output is read, and without the seed it had."""
-    outputs, seed = list(node.users), node.args[4]
+    """Puts a call in the place of varlen_attention, if only its output is read."""
+    outputs = list(node.users)
     if len(outputs) != 1 or not is_call(outputs[0], operator.getitem) or outputs[0].args[1] != 0:
         return
     replace(graph, outputs[0], function, given)
     graph.erase_node(outputs[0])
     graph.erase_node(node)
-    if isinstance(seed, Node) and not seed.users:  # each site draws its own
-        graph.erase_node(seed)
 
 
 def _fit(q: _Heads, k: _Heads, v: _Heads) -> bool:

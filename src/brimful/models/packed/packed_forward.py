@@ -176,6 +176,8 @@ class PaddedModel(LayoutModel):
         context = context or ForwardContext()
         if self.decisions is not None:
             context = replace(context, outside=self.decisions.paused)
+        if inputs.places_RL is not None:
+            context = replace(context, places_X=inputs.places_RL.flatten())
         with refusals(self.model.config.model_type, inputs), context.active(), many_compiled_forms(self._layers):
             return ForwardOutputs(logits=self._logits(given))
 
@@ -316,7 +318,7 @@ class PackedModel(LayoutModel):
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
         assert isinstance(inputs, PackedInputs)
         pooled_S = None if self._follows is None else self._chosen_S(inputs)
-        context = replace(context or ForwardContext(), inputs=inputs, pooled_S=pooled_S)
+        context = replace(context or ForwardContext(), inputs=inputs, pooled_S=pooled_S, places_X=inputs.places_T)
         context = replace(context, attention=(inputs.segments, self.plain, self._watch), told=self._told(inputs))
         if self.last is not None:
             self.last.pooled = False  # it says so itself, where what it was compiled to is run

@@ -10,8 +10,8 @@ is computed once for nothing.
 Several processes capture the same graphs at the same steps, with the sums of gradients as branches of the last backward
 pass; each shape ran eagerly before, by which they were connected.
 
-Dropout: torch fills a graph's seed at each replay from the generator state that it was captured with, so masks are
-drawn by (seed, batch, micro-batch) as in the eager step.
+Dropout: masks are those of the eager step. Our kernels read the batch's seed from a tensor of the step's and places
+from the micro-batch; torch fills a graph's seed at each replay from the generator state that it was captured with.
 """
 
 from __future__ import annotations
