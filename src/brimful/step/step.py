@@ -257,7 +257,7 @@ class Step:
 
         The process's own random streams and precision are as they were afterwards.
         """
-        seed = _mix(self.seed, batch.number, index, self.ranks.rank)
+        seed = _mix(self.seed, batch.number, index, self.ranks.data_rank)
         with self.precision.apply(), self._random.seeded(seed):
             yield
 
