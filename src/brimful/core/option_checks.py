@@ -144,6 +144,10 @@ def check_checkpointing(options: Any) -> None:
 ADAMW_ONLY = ("optimizer_in_backward", "optimizer_offload", "optimizer_state_dtype", "weight_dtype", "stream_weights")
 
 
+#: Options that parts of weights cut by --tensor-parallel do not go with.
+_NOT_CUT = (*ADAMW_ONLY, "peft", "optim_args", "activation_memory")
+
+
 def check_update(options: Any) -> None:
     """Check that ways to update in less memory go together."""
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
@@ -176,6 +180,29 @@ def check_sharding(options: Any) -> None:
     if options.sharding == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         said = "--sharding deepspeed needs DeepSpeed, which is not installed"
         raise OptionError(said, hint="pip install 'brimful[deepspeed]', or use --sharding parameters")
+
+
+def check_tensor_parallel(options: Any) -> None:
+    """Check that --tensor-parallel is a number, fits the processes that are asked for, and goes with the other ways to
+    keep less."""
+    check_positive(options, "tensor_parallel")
+    size = options.tensor_parallel
+    if size == 1:
+        return
+    for name, count in (("gpus", options.gpus), ("num_processes", options.num_processes)):
+        if count not in (None, "all") and int(count) % size:
+            raise OptionError(
+                f"--tensor-parallel is {size}, and {flag(name)} is {count}: it must be a multiple of it",
+                hint=f"as in {flag(name)} {size}",
+            )
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    besides = {"sharding": ("auto", "none")} | {name: (defaults[name],) for name in _NOT_CUT}
+    if asked := next((name for name, plain in besides.items() if getattr(options, name) not in plain), None):
+        raise OptionError(
+            f"--tensor-parallel {size} and {flag(asked)} {getattr(options, asked)} are both given, and do not work"
+            " together",
+            hint="leave one of the two out",
+        )
 
 
 def check_streaming(options: Any) -> None:

@@ -18,6 +18,7 @@ from brimful.core.option_checks import (
     check_sharding,
     check_size,
     check_streaming,
+    check_tensor_parallel,
     check_text_format,
     check_types,
     check_update,
@@ -255,6 +256,9 @@ class TrainOptions:
     offload_folder: str | None = None
     """Folder on an NVMe disk for weights in fp32 and states of --sharding deepspeed. Default: none, they are in
     memory."""
+    tensor_parallel: int = 1
+    """Processes that have one model's weights together, cut by transformers' own plan for the model: each computes a
+    part of every layer, on the same rows. The number of processes is a multiple of it; rows are shared among groups."""
     hang_timeout: float = 8.0
     """Seconds in a step, with several processes, after which one that does not get on is taken to hang and all are
     ended; ten of the slowest steps so far, where these take longer; ten times as long for a batch that goes through a
@@ -304,6 +308,7 @@ class TrainOptions:
         check_checkpointing(self)
         check_update(self)
         check_sharding(self)
+        check_tensor_parallel(self)
         check_streaming(self)
         if self.warmup_ratio is not None and self.warmup_steps is not None:
             raise OptionError("--warmup-ratio and --warmup-steps are both given", hint="give one of them")
@@ -519,7 +524,7 @@ NOT_PART_OF_THE_RUN = frozenset(
     | {"device", "execution", "packing", "token_budget", "gradient_checkpointing", "deterministic"}
     | {"trust_remote_code", "allow_pickle", "num_train_epochs", "max_steps"}
     | {"baselines", "report", "quiet", "push_to_hub", "gpus", "reduce_dtype", "sharding", "offload_folder"}
-    | {"launcher", "num_processes"}
+    | {"launcher", "num_processes", "tensor_parallel"}
     | {"memory_limit", "activation_memory", "allocator", "prefetch", "hang_timeout"}
     | {"per_device_batch_size", "gradient_accumulation_steps"}
 )

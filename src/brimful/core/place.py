@@ -50,6 +50,15 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
     return Place()
 
 
+def check_tensor_parallel(place: Place, size: int) -> None:
+    """Check that all processes can have a model's weights together, so many of them each. Raises: OptionError."""
+    if place.count % size:
+        said = f"--tensor-parallel {size} needs a multiple of {size} processes, and there are {place.count}"
+        if place.count == 1:
+            said = f"--tensor-parallel {size} needs {size} processes, and there is one"
+        raise OptionError(said, hint=f"start them with --gpus {size}, or torchrun --nproc-per-node {size}")
+
+
 def check_launched(launcher: str) -> None:
     """Check that a launcher which options name has started this process. Raises: OptionError."""
     if launcher != "none" and LAUNCHED not in os.environ:

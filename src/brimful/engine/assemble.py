@@ -39,6 +39,7 @@ from brimful.levers.parameter_efficient import FrozenWeights, TrainedPart
 from brimful.levers.precision import PrecisionLever
 from brimful.levers.sharding import Sharding
 from brimful.levers.streaming import Streaming
+from brimful.levers.tensor_parallel import TensorParallel
 from brimful.levers.token_budget import TokenBudget
 from brimful.levers.weights import Weights
 from brimful.models.hub.inspection import ModelFacts
@@ -56,6 +57,7 @@ LEVERS: tuple[type[Lever], ...] = (
     *(
         TrainedPart,
         Sharding,
+        TensorParallel,
         Packing,
         DataParallel,
         TokenBudget,
@@ -213,9 +215,9 @@ def _step(assembly: Assembly, execution: LayoutModel, layout: Layout, task: Task
 
 def _parts(lengths_N: np.ndarray, ranks: Ranks) -> list[np.ndarray]:
     """Lengths of the rows of a batch that each process takes."""
-    if ranks.count == 1:
+    if ranks.data_count == 1:
         return [lengths_N]
-    return [lengths_N[rows] for rows in shares_of(lengths_N, ranks.count) if len(rows)]
+    return [lengths_N[rows] for rows in shares_of(lengths_N, ranks.data_count) if len(rows)]
 
 
 def _source(options: TrainOptions, prepared: Prepared, layout: Layout, ranks: Ranks) -> Source:
@@ -239,5 +241,5 @@ def _source(options: TrainOptions, prepared: Prepared, layout: Layout, ranks: Ra
         texts=texts,
         ahead=options.prefetch,
         weights_N=training.examples.weights,
-        part=(ranks.rank, ranks.count),
+        part=(ranks.data_rank, ranks.data_count),
     )

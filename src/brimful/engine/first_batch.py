@@ -136,6 +136,8 @@ def compare(made: Assembled, rows: Rows) -> FirstBatch:
     rows = rows.some(device.type)
     if made.step.update.gathers_weights:
         why = "weights are in parts of several processes; packing was checked on a copy of one layer of each kind"
+        if made.recipe.value("tensor_parallel") is not None:
+            why += ", and so are cut layers beside whole ones"
         return FirstBatch(num_rows=0, num_tokens=0, precision=made.precision.value, reason=why)
     release_unused(device)  # of weights that were moved, and kept in less
     found, wanted = _compared(made, rows), len(rows.ids)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -39,11 +40,19 @@ class Ranks:
     Raises, wherever others are waited for: RanksError if one of them is gone.
 
     watch: of the others; None for one alone. pulse: where this process is, for them to see.
+    mesh: (data, tensor) groups of processes, where a model's weights are cut; None where each process has all of them.
+    Processes of one tensor group have one model's weights together, and the same rows; those of one data group have the
+    same part of the weights, and share the rows.
+    data_rank, data_count: this process's number, and how many share the rows. tensor_rank, tensor_count: likewise of
+    those that have the weights together.
     """
 
-    def __init__(self, place: Place | None = None, watch: Watch | None = None) -> None:
+    def __init__(self, place: Place | None = None, watch: Watch | None = None, mesh: DeviceMesh | None = None) -> None:
         place = place or Place()
         self.rank, self.count, self.leads = place.rank, place.count, place.leads
+        self.mesh, self.tensor_count = mesh, 1 if mesh is None else mesh.size(1)
+        self.data_rank, self.tensor_rank = divmod(self.rank, self.tensor_count)
+        self.data_count = self.count // self.tensor_count
         self.pulse = Pulse() if watch is None else watch.pulse
         self.watch, self._failed, self._warnings = watch, False, list[str]()
 
@@ -57,6 +66,15 @@ class Ranks:
         with self._others():
             for tensor in tensors:
                 dist.all_reduce(tensor)
+
+    def sum_over_data(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over the processes that have the same part of the weights, in place."""
+        if self.mesh is None:
+            self.sum(tensors)
+        elif self.data_count > 1:
+            with self._others():
+                for tensor in tensors:
+                    dist.all_reduce(tensor, group=self.mesh.get_group(0))
 
     def begin_sum(self, tensor: Tensor) -> Ending:
         """Begin to replace a tensor by its sum over all processes."""
@@ -216,9 +234,10 @@ ALONE = Ranks()
 
 
 @contextmanager
-def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
+def joined(place: Place, device: torch.device, *, tensor_parallel: int = 1) -> Iterator[Ranks]:
     """Within, this process is one of those that a launcher has started; alone where there is one.
 
+    tensor_parallel: processes that have one model's weights together, neighbours by their numbers.
     Raises: DeviceError where they do not meet, or the process has a group of torch.distributed already.
     """
     if place.count == 1:
@@ -233,13 +252,14 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
         store.set_timeout(_MEETING)
         watch = _watch(place, device, PrefixStore("brimful", store))
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_WAITING)
+        mesh = _mesh(place, device, tensor_parallel) if tensor_parallel > 1 else None
     except (RuntimeError, ValueError) as error:
         hint = "see that MASTER_ADDR and MASTER_PORT are the same in all, and that all were started"
         raise DeviceError(f"the {place.count} processes did not meet: {first_line(error)}", hint=hint) from error
     watch.begin()
     failed = False
     try:
-        yield Ranks(place, watch)
+        yield Ranks(place, watch, mesh)
     except BaseException as error:
         watch.fail(error)
         failed = True
@@ -251,6 +271,12 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
             gc.collect()
             with suppress(Exception):
                 dist.destroy_process_group()
+
+
+def _mesh(place: Place, device: torch.device, tensor_parallel: int) -> DeviceMesh:
+    """Make groups of processes, as `Ranks` has them. All processes do so at once."""
+    shape = (place.count // tensor_parallel, tensor_parallel)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
 
 
 def _watch(place: Place, device: torch.device, store: Any) -> Watch:

@@ -13,6 +13,7 @@ from brimful.levers.facts import recomputes
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import Packing
 from brimful.levers.sharding import OF_WEIGHTS, Sharding
+from brimful.levers.tensor_parallel import TensorParallel
 from brimful.models.model_stats import layers_of
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
@@ -61,6 +62,9 @@ class DataParallel(Lever):
             if options.reduce_dtype != "fp32":
                 assembly.warn(f"--reduce-dtype {options.reduce_dtype} has no effect: one process sends no gradients")
             return None
+        groups = assembly.num_ranks // options.tensor_parallel
+        if groups == 1:  # all have the same rows
+            return None
         verdict = cls.supports(assembly)
         if not verdict.ok:
             raise OptionError(
@@ -71,6 +75,10 @@ class DataParallel(Lever):
         reason = "started by a launcher; each takes a share of a batch's tokens, and gradients are summed"
         reason += ", in bf16 on their way," if half else ""
         sharding = assembly.find(Sharding)
+        if assembly.find(TensorParallel) is not None:
+            reason = f"{groups} groups of {options.tensor_parallel} processes, started by a launcher; each group takes"
+            reason += " a share of a batch's tokens, and gradients are summed after the backward pass"
+            return cls(value=str(groups), reason=reason, count=groups, overlap=False)
         if sharding is not None and sharding.value in OF_WEIGHTS:
             return cls(
                 value=str(assembly.num_ranks), reason=f"{reason} layer by layer", count=assembly.num_ranks, half=half

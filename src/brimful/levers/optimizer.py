@@ -24,8 +24,10 @@ from brimful.levers.optimizer_names import OPTIMIZERS, WITH_32_BITS, NamedOptimi
 from brimful.levers.packing import Packing
 from brimful.levers.sharding import Sharding
 from brimful.levers.streaming import Streaming
+from brimful.levers.tensor_parallel import TensorParallel, plan_of
 from brimful.levers.update_memory import asked_savings, check_savings, described
 from brimful.models.model_stats import linear_parameters
+from brimful.models.packed.cut_check import CutCheck
 from brimful.step.precision import Precision
 from brimful.step.updates.bucketed_adamw import BucketedAdamW, Savings
 from brimful.step.updates.deepspeed_update import DeepSpeedUpdate
@@ -35,6 +37,7 @@ from brimful.step.updates.given_adamw import GivenAdamW, OwnersAdamW
 from brimful.step.updates.given_update import GivenUpdate, Gradients
 from brimful.step.updates.sharded import ShardedUpdate
 from brimful.step.updates.streamed_adamw import StreamedAdamW
+from brimful.step.updates.tensor_parallel import TensorParallelUpdate
 from brimful.step.updates.torch_update import TorchUpdate
 from brimful.step.updates.update import Update
 
@@ -86,7 +89,7 @@ class Optimizer(Lever):
         asked = asked_optimizer(assembly.options)  # type: ignore[arg-type]
         if asked.value not in ("adamw_torch", "adamw_torch_fused"):
             return Verdict(ok=False, because="ours are of AdamW")
-        if asked.savings is not None or _cut(assembly) != "none":
+        if asked.savings is not None or _cut(assembly) != "none" or assembly.find(TensorParallel) is not None:
             return Verdict(ok=False, because="ours update all weights at once")
         if not min(asked.beta1, asked.beta2) > 0:
             return Verdict(ok=False, because="ours need decays above 0")
@@ -116,6 +119,8 @@ class Optimizer(Lever):
             where = " in host memory" if asked.savings is not None else ""
             kernels = "DeepSpeed's engine around torch's" if cut == "deepspeed" else "torch's fused kernels"
             reason = f"{whose}; {kernels} on this process's part{where}, fp32 weights and states"
+        if assembly.find(TensorParallel) is not None:
+            reason = f"{whose}; torch's fused kernels on this process's part, fp32 weights and states"
         return replace(
             asked,
             fused=verdict.ok,
@@ -191,6 +196,9 @@ class Optimizer(Lever):
                 assembly.model, assembly.optimizer, max_grad_norm=max_grad_norm, scaled=assembly.precision.scaled
             )
             return
+        if assembly.find(TensorParallel) is not None:
+            assembly.update = self._of_parts(assembly)
+            return
         assembly.update = self.update(
             assembly.model,
             assembly.schedule,
@@ -202,14 +210,7 @@ class Optimizer(Lever):
         """Make the update of a model's trained parameters. schedule: (steps + 1,) learning rate by applied steps."""
         decayed = decayed_names(model)
         if self.sharding != "none":
-            cut: dict[str, Any] = {
-                "max_grad_norm": max_grad_norm,
-                "scaled": precision.scaled,
-                "kind": "sgd" if self.value == "sgd" else "adamw",
-                "betas": (self.beta1, self.beta2),
-                "epsilon": self.epsilon,
-                "weight_decay": dict.fromkeys(decayed, self.weight_decay),
-            }
+            cut = self.settings(model, precision, max_grad_norm=max_grad_norm)
             offload = self.savings is not None and self.savings.on_host
             if self.sharding == "deepspeed":
                 return DeepSpeedUpdate(
@@ -262,6 +263,28 @@ class Optimizer(Lever):
         return TorchUpdate(
             model, make, schedule, max_grad_norm=max_grad_norm, scaled=precision.scaled, own_states=own_states
         )
+
+    def settings(self, model: nn.Module, precision: Precision, *, max_grad_norm: float) -> dict[str, Any]:
+        """Arguments of updates that are made in parts."""
+        return {
+            "max_grad_norm": max_grad_norm,
+            "scaled": precision.scaled,
+            "kind": "sgd" if self.value == "sgd" else "adamw",
+            "betas": (self.beta1, self.beta2),
+            "epsilon": self.epsilon,
+            "weight_decay": dict.fromkeys(decayed_names(model), self.weight_decay),
+        }
+
+    def _of_parts(self, assembly: Assembly) -> TensorParallelUpdate:
+        """Make the update of weights that processes have together."""
+        plan, packing, device = assembly.fact(plan_of), assembly.lever(Packing), assembly.device
+        assert plan is not None
+        assert assembly.schedule is not None
+        form = packing.equivalence.form if packing.packed else None
+        check = CutCheck(assembly.model, form, max_length=assembly.max_length, device=device)
+        max_grad_norm: float = assembly.options.max_grad_norm  # type: ignore[union-attr]
+        given = self.settings(assembly.model, assembly.precision, max_grad_norm=max_grad_norm)
+        return TensorParallelUpdate(assembly.model, assembly.schedule, plan=plan, check=check, device=device, **given)
 
     def _hyperparameters(self, schedule: Tensor) -> dict[str, Any]:
         """By their names in transformers' TrainingArguments."""

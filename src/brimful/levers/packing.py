@@ -9,6 +9,7 @@ from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.parameter_efficient import FrozenWeights
 from brimful.levers.sharding import OF_WEIGHTS, Sharding
+from brimful.levers.tensor_parallel import TensorParallel
 from brimful.levers.weights import Weights
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.equivalence import Equivalence
@@ -56,9 +57,11 @@ class Packing(Lever):
         assembly.find(FrozenWeights)  # before the device has room for them
         model, layers = assembly.model, layers_of(assembly.model)
         sharding = assembly.find(Sharding)
+        in_parts = sharding is not None and sharding.value in OF_WEIGHTS
+        in_parts = in_parts or assembly.find(TensorParallel) is not None
         if streamed(assembly) and layers is not None:
             move_all_but(model, layers, assembly.device)
-        elif sharding is None or sharding.value not in OF_WEIGHTS:  # or its parts come there when they are cut
+        elif not in_parts:  # or its parts come there when they are cut
             model = assembly.model = model.to(assembly.device)
         if not (assembly.training and model.training):  # what is in eval mode in a model in train mode stays so
             model.train(assembly.training)

@@ -18,6 +18,7 @@ from brimful.hardware.memory import device_free_bytes, free_host_bytes
 from brimful.levers.facts import recomputes
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.models.model_stats import linear_parameters
+from brimful.models.tensor_plan import TensorPlan
 
 #: Ways to cut, each keeping less than the one before.
 _CUTS = ("states", "gradients", "parameters")
@@ -55,6 +56,8 @@ class Sharding(Lever):
         if not assembly.training or not isinstance(options, TrainOptions):
             return None
         asked = options.sharding
+        if options.tensor_parallel > 1:
+            return cls(value="none", reason="--tensor-parallel cuts weights and all that goes with them", count=count)
         if count == 1:
             if asked not in ("auto", "none"):
                 assembly.warn(f"--sharding {asked} has no effect: one process has all")
@@ -99,6 +102,7 @@ class Sharding(Lever):
         reason = f"{said}; cut, {bytes_text(needs[chosen])}"
         if needs[chosen] > _MOST * free:
             more = "--optimizer-offload, or more processes" if weights.ok else weights.because
+            more += "; or --tensor-parallel" if TensorPlan.of(assembly.model) is not None else ""
             assembly.warn(f"{reason}: that may not fit either ({more})")
         return cls(value=chosen, reason=reason, count=count)
 

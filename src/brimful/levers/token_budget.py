@@ -20,6 +20,7 @@ from brimful.levers.optimizer import asked_optimizer
 from brimful.levers.packing import Packing, streamed
 from brimful.levers.padded_rows import padded_shapes
 from brimful.levers.sharding import Sharding, needed_bytes
+from brimful.levers.tensor_parallel import TensorParallel, cut_bytes
 from brimful.levers.weights import cpu_budget
 from brimful.models.model_stats import matmul_parameters
 from brimful.models.packed.packed_forward import padding_id_of
@@ -187,9 +188,11 @@ def _largest(assembly: Assembly) -> int:
 
 def _state_bytes(assembly: Assembly) -> int:
     """Bytes that training adds: masters, half-precision copies, gradients, and the optimizer's states."""
-    sharding = assembly.find(Sharding)
+    sharding, tensor_parallel = assembly.find(Sharding), assembly.find(TensorParallel)
+    there: int = sum(int(p.nbytes) for p in assembly.model.parameters() if p.is_cuda)
+    if tensor_parallel is not None:
+        return max(0, cut_bytes(assembly, tensor_parallel) - there)
     if sharding is not None and sharding.value != "none":
-        there: int = sum(int(p.nbytes) for p in assembly.model.parameters() if p.is_cuda)
         return max(0, needed_bytes(assembly, sharding.value) - there)
     parameters = [p for p in assembly.model.parameters() if p.is_cuda or not streamed(assembly)]
     trained = sum(p.numel() for p in parameters if p.requires_grad)

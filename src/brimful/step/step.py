@@ -263,7 +263,7 @@ class Step:
         if self._masks_of != batch.number:
             self._mask_seed.fill_(_mix(self.seed, batch.number))
             self._masks_of = batch.number
-        seed = _mix(self.seed, batch.number, index, self.ranks.rank)
+        seed = _mix(self.seed, batch.number, index, self.ranks.data_rank)
         with self.precision.apply(), self._random.seeded(seed):
             yield
 

@@ -19,7 +19,7 @@ from brimful.core import atomic_files
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DeviceError, OptionError, OutputError
 from brimful.core.options import NOT_OF_A_STEP, ProfileOptions
-from brimful.core.place import find_place
+from brimful.core.place import check_tensor_parallel, find_place
 from brimful.core.profile import Communication, Limits, Profile, Rates, StepTime, Work
 from brimful.core.records import from_json, to_json
 from brimful.data.batches.batch import Batch, MicroBatch
@@ -63,12 +63,13 @@ def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None
         hint = "start the script with torchrun --nproc-per-node N, and leave gpus out"
         raise OptionError(f"--gpus {options.gpus} is of the command line: a script is one process", hint=hint)
     trace = None if options.trace is None or not place.leads else _checked(Path(options.trace), options.data)
+    check_tensor_parallel(place, options.tensor_parallel)
     device = choose_device("cuda" if options.gpus is not None else options.device, place.local_rank)
     precision = choose_precision(options.precision, device)
     with (
         deterministic(options.deterministic),
         device_memory(device, options.memory_limit, options.allocator),
-        joined(place, device) as ranks,
+        joined(place, device, tensor_parallel=options.tensor_parallel) as ranks,
     ):
         ranks.pulse.enter("profile")
         prepared = prepare(options, callbacks, tables=tables)

@@ -258,7 +258,7 @@ class TrainingLoop:
         with self._ranks.together(Order.ROWS, outcome.number):
             for sender in range(1, self._ranks.count):
                 found += self._ranks.receive(sender).tolist()
-        return sorted(found) or self._prepared.order.samples(outcome.number).tolist()
+        return sorted(set(found)) or self._prepared.order.samples(outcome.number).tolist()
 
     def _tell(self, outcome: Outcome) -> None:
         state, (seconds, samples, tokens) = self._state, self._logged

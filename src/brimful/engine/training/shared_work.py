@@ -17,14 +17,19 @@ class SharedWork:
 
     def add(self, batch: Batch) -> None:
         """Count a batch, of which this process has its own part."""
-        whole = None if batch.rows is None else batch.rows.whole
-        if whole is None or not whole.shares:
+        if batch.rows is None:
             return
-        tokens = [int(lengths.sum()) for lengths in whole.shares]
-        self._most += max(tokens)
-        for rank, lengths in enumerate(whole.shares):
-            self._tokens[rank] += tokens[rank]
-            self._samples[rank] += len(lengths)
+        whole = batch.rows.whole
+        shares = () if whole is None else whole.shares
+        if not shares and self._ranks.data_count > 1:
+            return
+        each = [(int(lengths.sum()), len(lengths)) for lengths in shares]
+        each = each or [(sum(map(len, batch.rows.ids)), len(batch.rows.ids))]  # all have the same rows
+        self._most += max(tokens for tokens, _ in each)
+        for rank in range(self._ranks.count):
+            tokens, samples = each[rank // self._ranks.tensor_count]
+            self._tokens[rank] += tokens
+            self._samples[rank] += samples
 
     @property
     def imbalance(self) -> float:

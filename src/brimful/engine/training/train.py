@@ -15,7 +15,7 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.errors import OptionError, RanksError
 from brimful.core.options import TrainOptions
 from brimful.core.phases import Phases
-from brimful.core.place import find_place
+from brimful.core.place import check_tensor_parallel, find_place
 from brimful.core.records import Run
 from brimful.core.trackers import Trackers
 from brimful.data.readers.in_memory import Tables
@@ -80,8 +80,12 @@ def train(
     if options.gpus not in (None, "1") and place.count == 1:
         hint = "start the script with torchrun --nproc-per-node N, and leave gpus out"
         raise OptionError(f"--gpus {options.gpus} is of the command line: a script is one process", hint=hint)
+    check_tensor_parallel(place, options.tensor_parallel)
     device = choose_device("cuda" if options.gpus is not None else options.device, place.local_rank)
-    with device_memory(device, options.memory_limit, options.allocator), joined(place, device) as ranks:
+    with (
+        device_memory(device, options.memory_limit, options.allocator),
+        joined(place, device, tensor_parallel=options.tensor_parallel) as ranks,
+    ):
         ranks.pulse.hang_s, phases.heard = options.hang_timeout, ranks.pulse.enter
         ranks.pulse.input_s = options.hang_timeout * (1 if options.transform is None else _MORE_FOR_TRANSFORMS)
         if not ranks.leads:

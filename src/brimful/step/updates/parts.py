@@ -1,0 +1,210 @@
+"""AdamW and SGD on weights of which each process has a part, as DTensors of torch.
+
+Updates are made of local parts by torch's fused kernels. What is saved is whole: put together of all processes' parts,
+in host memory of the one that leads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from brimful.hardware.ranks import ALONE, Ranks
+from brimful.measurement.memory import Kept
+from brimful.models.tensor_plan import like, local, together
+from brimful.step.state import Counters, ParameterState, StepState
+from brimful.step.updates.update import Update
+
+
+class PartsUpdate(Update):
+    """AdamW, or SGD without momentum, of this process's parts. weight_decay: by name of parameters that have any."""
+
+    gathers_state = True
+    gathers_weights = True
+
+    def __init__(
+        self, model: nn.Module, schedule: Tensor, *, max_grad_norm: float, scaled: bool, device: torch.device,
+        kind: Literal["adamw", "sgd"], betas: tuple[float, float], epsilon: float, weight_decay: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        super().__init__(model, schedule, max_grad_norm=max_grad_norm, scaled=scaled, device=device)
+        self._kind, self._betas, self._epsilon = kind, betas, epsilon
+        self._decays = [weight_decay.get(name, 0.0) for name in self.named]
+        self._used: set[int] = set()
+        self._shared_ranks = ALONE
+
+    def share(self, ranks: Ranks, *, half: bool = False, overlap: bool = True) -> None:
+        """As `Update` has it. Weights are cut here, and brought to the device."""
+        self._shared_ranks = ranks
+        self._cut(ranks, half=half)
+        self.named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.parameters = list(self.named.values())
+        where = local(self.parameters[0]).device
+        self._steps = torch.zeros(len(self.parameters), dtype=torch.float32, device=where).unbind()
+        number = 2 if self._kind == "adamw" else 0
+        self._moments = [[torch.zeros_like(local(p)) for p in self.parameters] for _ in range(number)]
+
+    def _cut(self, ranks: Ranks, *, half: bool) -> None:
+        """Leave this process its parts of the weights, on the device. half: as of `share`."""
+        raise NotImplementedError
+
+    def _undo(self) -> None:
+        """Leave modules as they were before weights were cut."""
+        raise NotImplementedError
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        """This process's part of a whole tensor that is cut as a parameter is."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """As `Update` has it. Others take part in each pass: a step that fails here is not taken again."""
+        self.committed = True
+
+    def _gradients(self) -> dict[int, Tensor]:
+        """Sums of gradients of this process's parts, by number."""
+        return {i: local(p.grad) for i, p in enumerate(self.parameters) if p.grad is not None}
+
+    def _counts(self, index: int) -> bool:
+        """Return whether this process's part of a gradient counts in the norm: each number does once in all."""
+        return True
+
+    def apply(self, *, gathered: bool) -> Tensor:
+        """As `Update` has it."""
+        gradients = self._gradients()
+        counted = (gradient for index, gradient in gradients.items() if self._counts(index))
+        squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in counted]
+        squares = squares or [torch.zeros((), dtype=torch.float64, device=self.device)]
+        square = torch.stack(squares).sum().to(self.device)
+        self._shared_ranks.sum([square])
+        norm = square.sqrt().to(self.loss.dtype) / self.scale
+        skipped = (~(torch.isfinite(norm) & torch.isfinite(self.loss))).float()
+        clip = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm else torch.ones_like(norm)
+        place = self.applied.clamp(max=len(self.schedule) - 1)
+        rate = self.schedule.index_select(0, place.view(1))[0]
+        readings = torch.stack([t.double() for t in (self.loss, norm, rate, self.scale, skipped)])
+        where = self._steps[0].device
+        told = [each.to(where) for each in (rate, (self.scale / clip).float(), skipped)]
+        self._update(gradients, *told)
+        self.applied.add_((1 - skipped).long())
+        self.loss.zero_()
+        self._rescale(skipped)
+        for parameter in self.parameters:
+            parameter.grad = None
+        return readings
+
+    @torch.no_grad()
+    def _update(self, gradients: Mapping[int, Tensor], rate: Tensor, scale: Tensor, skipped: Tensor) -> None:
+        if self._used:
+            torch._foreach_add_([self._steps[index] for index in sorted(self._used)], 1 - skipped)
+        own = [i for i in sorted(self._used) if local(self.parameters[i]).numel()]
+        for decay in sorted({self._decays[i] for i in own}):
+            chosen = [i for i in own if self._decays[i] == decay]
+            weights = [local(self.parameters[i]) for i in chosen]
+            given = [gradients.get(i, torch.zeros(())).expand_as(w) for i, w in zip(chosen, weights, strict=True)]
+            given = [gradient.contiguous() for gradient in given]
+            common: dict[str, Any] = {"weight_decay": decay, "maximize": False, "grad_scale": scale}
+            common["found_inf"] = skipped
+            if self._kind == "sgd":
+                torch._fused_sgd_(
+                    weights, given, [], lr=rate, momentum=0.0, dampening=0.0, nesterov=False, is_first_step=False,
+                    **common,
+                )  # fmt: skip
+                continue
+            first, second = ([moments[i] for i in chosen] for moments in self._moments)
+            torch._fused_adamw_(
+                weights, given, first, second, [], [self._steps[i] for i in chosen], lr=rate, beta1=self._betas[0],
+                beta2=self._betas[1], eps=self._epsilon, amsgrad=False, **common,
+            )  # fmt: skip
+
+    def abandon(self) -> None:
+        """As `Update` has it."""
+        super().abandon()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def release(self) -> None:
+        """Put all weights together, in host memory of the process that leads: its model is a plain one again."""
+        leads = self._shared_ranks.leads
+        whole = {}
+        for name, parameter in self.model.named_parameters():
+            gathered = together(parameter.detach())
+            if leads:
+                whole[name] = gathered.cpu()
+        self._undo()
+        for name, tensor in whole.items():
+            owner, _, own = name.rpartition(".")
+            before = self.model.get_parameter(name)
+            plain = nn.Parameter(tensor, requires_grad=before.requires_grad)
+            self.model.get_submodule(owner)._parameters[own] = plain
+        self.named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.parameters = list(self.named.values())
+
+    def state(self) -> StepState:
+        """As `Update` has it, in host memory of the process that leads; all others send their parts, and get none."""
+        leads = self._shared_ranks.leads
+        weights = {}
+        for name, parameter in self.named.items():
+            whole = together(parameter.detach())
+            if leads:
+                weights[name] = whole.to("cpu", copy=True)
+        counters = Counters(
+            applied=int(self.applied), scale=float(self.scale), growth=int(self.growth), used=self._used_names()
+        )
+        return StepState(
+            weights=weights,
+            buffers=dict(self.model.named_buffers()),
+            optimizer=self._optimizer_state(),
+            counters=counters,
+        )
+
+    def load_state(self, state: StepState) -> None:
+        """As `Update` has it, each process of its part."""
+        with torch.no_grad():
+            for name, parameter in self.named.items():
+                local(parameter).copy_(self._part(name, state.weights[name]))
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(state.buffers[name])
+            for name in ("applied", "scale", "growth"):
+                getattr(self, name).fill_(getattr(state.counters, name))
+        self._load_optimizer_state(state.optimizer, set(state.counters.used))
+
+    def kept(self) -> Kept:
+        """As `Update` has it, of this process's parts."""
+        weights = [local(p) for p in self.model.parameters()]
+        gradients = (local(p.grad) for p in self.parameters if p.grad is not None)
+        return Kept.of(self.device, [*weights, *self.model.buffers()], gradients, self._state_tensors())
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        for moments in self._moments:
+            yield from moments
+
+    def _used_names(self) -> tuple[str, ...]:
+        return tuple(name for index, name in enumerate(self.named) if index in self._used)
+
+    def _optimizer_state(self) -> dict[str, ParameterState]:
+        if self._kind == "sgd":
+            return {}
+        leads, found = self._shared_ranks.leads, dict[str, ParameterState]()
+        for index, (name, parameter) in enumerate(self.named.items()):
+            if index not in self._used:
+                continue
+            whole = [together(like(moments[index], parameter)) for moments in self._moments]
+            if leads:
+                first, second = (each.to("cpu", copy=True) for each in whole)
+                tensors = {"step": self._steps[index].to("cpu", copy=True), "exp_avg": first, "exp_avg_sq": second}
+                found[name] = ParameterState(tensors=tensors)
+        return found
+
+    def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
+        names: Sequence[str] = list(self.named)
+        self._used = {index for index, name in enumerate(names) if name in used}
+        for index, name in enumerate(names):
+            kept = state.get(name) if self._kind == "adamw" else None
+            self._steps[index].zero_() if kept is None else self._steps[index].copy_(kept.tensors["step"])
+            for key, moments in zip(("exp_avg", "exp_avg_sq"), self._moments, strict=False):
+                moment = moments[index]
+                moment.zero_() if kept is None else moment.copy_(self._part(name, kept.tensors[key]))
+        for parameter in self.parameters:
+            parameter.grad = None
