@@ -11,9 +11,7 @@ from tiny_heads import MODEL_TYPES
 from walk import walk
 
 #: At least one type of each outcome, and of each way to run packed.
-SAMPLE = (
-    *("bart", "canine", "fnet", "gpt2", "gpt_oss", "layoutlmv2", "modernbert", "mpnet", "perceiver", "t5"),
-)
+SAMPLE = (*("bart", "canine", "fnet", "gpt2", "gpt_oss", "layoutlmv2", "modernbert", "mpnet", "perceiver", "t5"),)
 
 
 def table() -> dict[str, tuple[str, str]]:
