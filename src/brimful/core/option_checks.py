@@ -145,7 +145,7 @@ ADAMW_ONLY = ("optimizer_in_backward", "optimizer_offload", "optimizer_state_dty
 
 
 #: Options that parts of weights cut by --tensor-parallel do not go with.
-_NOT_CUT = (*ADAMW_ONLY, "peft", "optim_args", "activation_memory")
+_NOT_CUT = (*ADAMW_ONLY, "peft", "optim_args", "activation_memory", "reduce_dtype")
 
 
 def check_update(options: Any) -> None:

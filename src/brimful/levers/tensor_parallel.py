@@ -47,14 +47,12 @@ class TensorParallel(Lever):
         if plan is None:
             return Verdict(ok=False, because=f"transformers has no plan for {kind}")
         if (why_not := plan.why_not(assembly.model, options.tensor_parallel)) is not None:
-            return Verdict(ok=False, because=f"of {kind}, {why_not}")
+            return Verdict(ok=False, because=f"{why_not} ({kind})")
         if options.optim not in ("adamw_torch", "adamw_torch_fused", "sgd"):
             return Verdict(ok=False, because=f"{options.optim} may look at whole weights; AdamW and SGD do not")
         if not options.gradient_checkpointing.startswith(_ALIKE):
             because = f"--gradient-checkpointing {options.gradient_checkpointing} is not the same in all processes"
             return Verdict(ok=False, because=because)
-        if options.reduce_dtype != "fp32":
-            return Verdict(ok=False, because=f"--reduce-dtype {options.reduce_dtype} is for processes with all weights")
         return Verdict(ok=True, because="its layers are products of parts and sums")
 
     @classmethod

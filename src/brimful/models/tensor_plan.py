@@ -46,7 +46,7 @@ class TensorPlan:
         """Say why so many processes cannot have the model together; None where they can."""
         known = _OUTPUTS | _INPUTS | _ROWS | {_PARTIAL}
         if other := sorted(set(self.styles.values()) - known):
-            return f"its plan has {other[0]}, which is not trained by"
+            return f"transformers' plan has parts of kind {other[0]}, which are not trained in parts here"
         config = model.config.get_text_config()
         for name in _HEADS:
             number = getattr(config, name, None)

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from brimful.core.errors import OptionError
+from brimful.core.errors import OptionError, first_line, printable
 from brimful.core.tolerances import TOLERANCES
+from brimful.hardware.memory import is_out_of_memory
 from brimful.hardware.process_settings import matmul_precision
 from brimful.hardware.ranks import Ranks
 from brimful.kernels.layout import map_tensors
@@ -36,13 +37,24 @@ class CutCheck:
 
     def __call__(self, ranks: Ranks) -> None:
         """Compare, in all processes together. Raises: OptionError in all, where cut layers compute something else."""
-        error = self.error(ranks)
-        if any(ranks.any([not error <= TOLERANCES["fp32"].gradient])):
-            raise OptionError(
-                f"--tensor-parallel {ranks.tensor_count} does not work on this model: by its plan it computes something"
-                f" else (an error of {error:.1e})",
-                hint="use --sharding parameters",
-            )
+        why_not = self._why_not(ranks)
+        if any(ranks.any([why_not is not None])):
+            kind = self._small.config.model_type
+            said = f"cut by transformers' plan, {kind} {why_not or 'computes something else in another process'}"
+            said = f"--tensor-parallel {ranks.tensor_count} does not work here: {said}"
+            raise OptionError(said, hint="use --sharding parameters")
+
+    def _why_not(self, ranks: Ranks) -> str | None:
+        """Say what cut layers do that whole ones do not; None where they agree."""
+        try:
+            error = self.error(ranks)
+        except Exception as failure:  # a model's own code on parts of what it expects
+            if is_out_of_memory(failure):
+                raise
+            return f"does not run: {printable(first_line(failure.__cause__ or failure), 120)}"
+        if error <= TOLERANCES["fp32"].gradient:
+            return None
+        return f"computes something else, by an error of {error:.1e}"
 
     def error(self, ranks: Ranks) -> float:
         """Return the largest relative difference of logits, and of all gradients together."""
