@@ -260,11 +260,8 @@ def test_a_pass_without_a_step_draws_the_masks_of_recomputed_layers_again(our_at
     for checkpoint in ((), (0, 1)):
         model = FAMILIES["bert"].model(dropout=0.3, **WIDE | {"num_hidden_layers": 2}).train()
         recompute(list(layers_of(model) or ()), checkpoint)
-        context = ForwardContext()
-        if not checkpoint:  # draw where it is drawn ahead of a layer that is recomputed
-            model.bert.encoder.register_forward_pre_hook(lambda *_, context=context: context.sites.draw(CPU) and None)
         torch.manual_seed(0)
-        logits = execution_of(model)(batch.micro_batches[0].inputs, context).logits
+        logits = execution_of(model)(batch.micro_batches[0].inputs).logits
         logits.square().sum().backward()
         found.append(gradient(model))
     assert torch.equal(*found)

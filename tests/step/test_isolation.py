@@ -171,7 +171,7 @@ def test_a_recomputed_layer_has_the_same_gradient(
 def test_a_layer_recomputed_by_our_call_has_the_same_gradient(
     is_compiled: bool, precision: str, our_attention: None
 ) -> None:
-    """Bit for bit, with dropout on, where autocast and our own casts make copies of what a layer is given."""
+    """Bit for bit but for embeddings, with dropout on, where autocast and our casts copy what a layer is given."""
     found = []
     for numbers in ((), (0, 1)):
         model = FAMILIES["bert"].model(dropout=0.3, **WIDE | {"num_hidden_layers": 2}).train()
@@ -185,9 +185,12 @@ def test_a_layer_recomputed_by_our_call_has_the_same_gradient(
     (rows_S, expected), (again_S, recomputed) = found
     assert torch.equal(rows_S, again_S)
     differ = [name for name, grad in expected.items() if not _equal(grad, recomputed[name])]
-    assert set(differ) <= {"bert.embeddings.LayerNorm.bias"}  # a sum in the order of its gradient's layout
+    # The first layer's input has gradients by two ways. They meet within the embeddings' kernel, in fp32; those of a
+    # recomputed layer where autograd adds them, in the dtype of products.
+    allowed = {"bert.embeddings.LayerNorm.bias"} if precision == "fp32" else set(expected)
+    assert all(name in allowed and name.startswith("bert.embeddings.") for name in differ)
     for name in differ:
-        assert difference(expected[name], recomputed[name]) < 1e-6
+        assert difference(expected[name], recomputed[name]) < (1e-6 if precision == "fp32" else 2e-3)
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:

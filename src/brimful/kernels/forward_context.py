@@ -104,7 +104,7 @@ class ForwardContext:
             seeds = self.rows.seeds(self.sites.of_tokens(self.seed, self.places_X))
             if len(seeds) == 1 + num_rows:
                 return seeds
-        return self.sites.of_rows(num_rows, device)
+        return self.sites.of_rows(num_rows, device, self.layer_number, self.rows)
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`x` in `dtype`; the copy that was made along with it, where that is still what it was made of."""

@@ -134,7 +134,7 @@ def test_projected_attention_of_first_tokens(p: float, bias: bool) -> None:
         if p:
             context.dropout_site(x, x.shape[1], p)
         found = projected_first_attention(x, weights, biases, offsets, 2, 0.25, p)
-        seed = context.sites.draw(x.device)
+        seed, _ = context.dropout_site(x, x.shape[1], 0.5)
     stays = kept_mask_PRC(seed, 2, sum(LENGTHS), max(LENGTHS), p, site=1)
     expected = first_attention(x, weights, biases, 2, 0.25, stays, p)
     assert torch.allclose(found, expected, atol=2e-6)

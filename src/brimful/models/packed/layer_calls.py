@@ -8,7 +8,7 @@ whole. The compiler sees nothing of it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -44,8 +44,6 @@ class LayerCall:
         if module.training and getattr(module, "gradient_checkpointing", False):
             # As transformers' own checkpointed layers: a second call must not find what the first one has stored.
             args, kwargs = pytree.tree_map(_no_cache, (args, kwargs), is_leaf=_is_cache)
-            if context.seed is None:  # drawn within, it would set torch's stream apart in the two calls
-                context.sites.draw(_device_of(args, kwargs))
             return module._gradient_checkpointing_func(partial(self._checkpointed, context, module, **kwargs), *args)
         return self._run(context, module, *args, **kwargs)
 
@@ -158,11 +156,6 @@ def many_compiled_forms(layers: Sequence[nn.Module]) -> AbstractContextManager[A
     config: Any = torch._dynamo.config
     patched: AbstractContextManager[Any] = config.patch(recompile_limit=max(config.recompile_limit, _MOST_COMPILED))
     return patched
-
-
-def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """The device of a layer's first tensor."""
-    return next(each.device for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
 
 
 def _is_cache(given: Any) -> bool:
