@@ -2,7 +2,7 @@
 transformers' own plan for the model.
 
     fits one GPU whole, or with states, gradients, weights in parts    --sharding, which sends less
-    does not, and GPUs are of one machine                              tensor parallelism: sums in each half of a layer
+    does not, and its GPUs are of one machine                          tensor parallelism: sums in each half of a layer
 
 It is taken where it is asked for: what it sends is in the way of every layer, forward and backward.
 """
