@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from gpu.word_models import save_word_model
-from runs import events
+from runs import events, save_tiny_model, single_label_rows, write_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,6 +81,21 @@ def test_compiled_in_bf16_learns_what_one_does(inputs: tuple[Path, Path], tmp_pa
     assert execution(tmp_path / "2") == "compiled"
     for alone, together in zip(one, two, strict=True):
         assert together["loss"] == pytest.approx(alone["loss"], rel=5e-2)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 5e-2)])
+def test_weights_together_learn_what_one_does(tmp_path: Path, precision: str, tolerance: float) -> None:
+    """A model with a plan of transformers', every layer cut; what is saved is whole."""
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": 256}
+    model = save_tiny_model(tmp_path / "model", family="qwen3", dropout=0.0, **sizes)
+    inputs = (write_rows(tmp_path / "rows.jsonl", single_label_rows(700)), model)
+    ask = ["--precision", precision, "--execution", "eager"]
+    one = train(inputs, tmp_path / "one", 1, *ask)
+    two = train(inputs, tmp_path / "two", 2, *ask, "--tensor-parallel", "2")
+    for alone, together in zip(one, two, strict=True):
+        assert together["loss"] == pytest.approx(alone["loss"], rel=tolerance)
+    saved = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two")]
+    assert {name: w.shape for name, w in saved[0].items()} == {name: w.shape for name, w in saved[1].items()}
 
 
 def test_memory_that_does_not_suffice_is_met_by_both(inputs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 transformers' own plan for the model.
 
     fits one GPU whole, or with states, gradients, weights in parts    --sharding, which sends less
-    does not, and GPUs are of one machine                              tensor parallelism: sums in each half of a layer
+    does not, and its GPUs are of one machine                          tensor parallelism: sums in each half of a layer
 
 It is taken where it is asked for: what it sends is in the way of every layer, forward and backward.
 """
@@ -27,7 +27,7 @@ _ATTENTION_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn
 class TensorParallel(Lever):
     """Groups of `size` processes that have the weights together, of `count` processes in all.
 
-    cut_share: of the trained weights, those that are in parts.
+    cut_share: of all weights, those that are in parts.
     """
 
     name = "tensor_parallel"
@@ -64,14 +64,15 @@ class TensorParallel(Lever):
         size, count = options.tensor_parallel, assembly.num_ranks
         verdict = cls.supports(assembly)
         if count % size:
-            verdict = Verdict(ok=False, because=f"there are {count} processes")
+            because = "there is one process" if count == 1 else f"there are {count} processes"
+            verdict = Verdict(ok=False, because=because)
         if not verdict.ok:
             said = f"--tensor-parallel {size} does not work here: {verdict.because}"
             raise OptionError(said, hint="leave it out, or use --sharding parameters")
         plan = assembly.fact(plan_of)
         assert plan is not None
-        trained = [(name, p.numel()) for name, p in assembly.model.named_parameters() if p.requires_grad]
-        cut = sum(number for name, number in trained if plan.is_cut(name)) / max(1, sum(n for _, n in trained))
+        sizes = {name: p.numel() for name, p in assembly.model.named_parameters()}
+        cut = sum(number for name, number in sizes.items() if plan.is_cut(name)) / max(1, sum(sizes.values()))
         reason = f"asked for; by transformers' plan each process has 1/{size} of {cut:.0%} of the weights, and computes"
         reason += " its part of every layer, on the rows of its group" if count > size else " its part of every layer"
         cls._warn_of_masks(assembly)
@@ -90,7 +91,7 @@ class TensorParallel(Lever):
         return Cost(resident_bytes=-round(16 * elsewhere * work.num_trained))
 
     def apply(self, assembly: Assembly) -> None:
-        """Leave it to the optimizer, which is asked for an update of parts: weights are cut when processes meet."""
+        """Leave it to the optimizer, which is asked for an update of parts: weights are cut as the step is made."""
 
 
 def plan_of(assembly: Assembly) -> TensorPlan | None:

@@ -52,8 +52,8 @@ class TensorPlan:
             number = getattr(config, name, None)
             if isinstance(number, int) and number % size:
                 return f"{name} is {number}, which {size} processes cannot share"
-        for name, style in self.styles.items():
-            module = dict(model.named_modules()).get(name)
+        for name, module in model.named_modules():
+            style = self.styles.get(name)
             if style in _OUTPUTS | _INPUTS and isinstance(module, nn.Linear):
                 width = module.out_features if style in _OUTPUTS else module.in_features
                 if width % size:
