@@ -15,13 +15,13 @@ from tiny_files import review, save_classifier
 pytestmark = pytest.mark.xdist_group("runs")  # one process makes what they share
 
 #: Bytes that a row carries from the input to the results and that cannot be made smaller; the texts are few and short.
-CARRIED_BYTES = 2500
-FEW, MANY = 6_000, 60_000
+CARRIED_BYTES = 1000
+FEW, MANY = 15_000, 150_000
 
 
 def write_rows(path: Path, num_rows: int) -> Path:
     """Rows of which one in 20 has a text, a row group at a time."""
-    draw, group = random.Random(0), 2000
+    draw, group = random.Random(0), 5000
     texts = [review(bool(i % 3), i) if i % 20 == 0 else None for i in range(group)]
     with pq.ParquetWriter(path, pa.schema([("text", pa.string()), ("carried", pa.binary())])) as writer:
         for _ in range(num_rows // group):
