@@ -166,12 +166,14 @@ def test_a_recomputed_layer_has_the_same_gradient(
     assert torch.equal(expected, recomputed)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("is_compiled", [False, True])
+# Triton's interpreter multiplies the bits of bf16 as if they were numbers: compiled layers are compared in fp32 here.
+@pytest.mark.parametrize(
+    ("is_compiled", "precision"), [(False, "fp32"), (False, "bf16"), (False, "fp16"), (True, "fp32")]
+)
 def test_a_layer_recomputed_by_our_call_has_the_same_gradient(
     is_compiled: bool, precision: str, our_attention: None
 ) -> None:
-    """Bit for bit but for embeddings, with dropout on, where autocast and our casts copy what a layer is given."""
+    """Bit for bit, with dropout on, where autocast and our own casts make copies of what a layer is given."""
     found = []
     for numbers in ((), (0, 1)):
         model = FAMILIES["bert"].model(dropout=0.3, **WIDE | {"num_hidden_layers": 2}).train()
@@ -185,12 +187,9 @@ def test_a_layer_recomputed_by_our_call_has_the_same_gradient(
     (rows_S, expected), (again_S, recomputed) = found
     assert torch.equal(rows_S, again_S)
     differ = [name for name, grad in expected.items() if not _equal(grad, recomputed[name])]
-    # The first layer's input has gradients by two ways. They meet within the embeddings' kernel, in fp32; those of a
-    # recomputed layer where autograd adds them, in the dtype of products.
-    allowed = {"bert.embeddings.LayerNorm.bias"} if precision == "fp32" else set(expected)
-    assert all(name in allowed and name.startswith("bert.embeddings.") for name in differ)
+    assert set(differ) <= {"bert.embeddings.LayerNorm.bias"}  # a sum in the order of its gradient's layout
     for name in differ:
-        assert difference(expected[name], recomputed[name]) < (1e-6 if precision == "fp32" else 2e-3)
+        assert difference(expected[name], recomputed[name]) < 1e-6
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:
