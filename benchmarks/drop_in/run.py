@@ -214,7 +214,7 @@ def main() -> None:
 def _measure(session: Session, work: str, side: str) -> None:
     arguments, slow = session.arguments, work != "tweets/base"
     say(f"{work} {side}")
-    steps = {"warm_up": 40, "steps": 20 if slow else 60, "rounds": 5}
+    steps = {"warm_up": 40 if work == "lora/1b" else 120, "steps": 20 if slow else 60, "rounds": 5}
     if arguments.smoke:
         steps = {"warm_up": 1, "steps": 1, "rounds": 2}
     settings = [each | ({"workers": 0} if arguments.smoke else {}) for each in _SETTINGS[side]]

@@ -28,6 +28,7 @@ class HostStates:
         self._coming: dict[int, tuple[Tensor, Any]] = {}
         self._leaving: deque[tuple[Tensor, Any]] = deque()
         self._done: set[int] = set()
+        self._busy: list[Any] = []  # streams with copies of this step
 
     def fetch(self, number: int) -> Tensor:
         """States of a bucket on the device. Those of the next one begin to come."""
@@ -46,7 +47,7 @@ class HostStates:
             self.arenas[number].copy_(states)
             return
         main = torch.cuda.current_stream(self._device)
-        self._outward.wait_stream(main)
+        self._join(self._outward)
         with torch.cuda.stream(self._outward):
             self.arenas[number].copy_(states, non_blocking=True)
             self._leaving.append((states, self._outward.record_event()))
@@ -58,19 +59,28 @@ class HostStates:
         self._coming.clear()
         self._done.clear()
         self._leaving.clear()
+        self._busy.clear()
 
     def finish(self) -> None:
-        """End a step: what is launched from now on comes after all copies."""
-        for stream in (self._inward, self._outward):
-            if stream is not None:
-                torch.cuda.current_stream(self._device).wait_stream(stream)
+        """End a step: what is launched from now on comes after all copies.
+
+        A stream without any is left alone: a capture that it is no part of could not wait for it.
+        """
+        for stream in self._busy:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
         self.forget()
 
     def _begin(self, number: int) -> tuple[Tensor, Any]:
         found = torch.empty_like(self.arenas[number], device=self._device, pin_memory=False)
         if self._inward is None:
             return found.copy_(self.arenas[number]), None
-        self._inward.wait_stream(torch.cuda.current_stream(self._device))  # the memory may have been another's
+        self._join(self._inward)  # the memory may have been another's
         with torch.cuda.stream(self._inward):
             found.copy_(self.arenas[number], non_blocking=True)
             return found, self._inward.record_event()
+
+    def _join(self, stream: Any) -> None:
+        """Have a stream wait for what was launched so far."""
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        if stream not in self._busy:
+            self._busy.append(stream)
