@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from brimful.api import train
+from brimful.core.callbacks import Callbacks, Progress
 from brimful.core.errors import DeviceError, OptionError
 from brimful.core.records import PeakMemory
 from brimful.hardware.device_memory import check_expandable
@@ -82,6 +83,25 @@ def test_a_run_explains_its_memory(tmp_path: Path, execution: str, budget: int |
     assert 8 * num_parameters <= parts["optimizer_states"] <= 9 * num_parameters + (1 << 20)
     in_pass = run.peak_bytes.moment in ("forward pass", "backward pass")
     assert (parts["activations"] > 0) == in_pass  # an evaluation, or an update, may need more than steps so small
+
+
+def test_the_comparison_of_the_first_batch_leaves_no_graph_memory(tmp_path: Path) -> None:
+    """Its graphs are dropped, and with them their pool: workspaces of products, made in it, would keep all of it."""
+    pools: list[set[tuple[int, int]]] = []
+
+    class Looking(Callbacks):
+        def progress(self, progress: Progress) -> None:
+            large = (each for each in torch.cuda.memory_snapshot() if each["total_size"] > 20 << 20)
+            pools.append({tuple(each["segment_pool_id"]) for each in large} - {(0, 0)})
+
+    model = save_sized_classifier(tmp_path / "model", "bert", ["bad", "good"])
+    run = train(
+        write_reviews(tmp_path / "rows.csv", 200), model=model, output=tmp_path / "run", device="cuda",
+        execution="captured", baselines=False, num_train_epochs=3, logging_steps=5, callbacks=Looking(),
+    )  # fmt: skip
+    assert run.first_batch is not None
+    assert run.first_batch.passed
+    assert max(map(len, pools)) == 1
 
 
 @pytest.mark.parametrize("execution", ["eager", "captured"])

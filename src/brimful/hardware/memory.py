@@ -77,6 +77,16 @@ def release_unused(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def release_workspaces() -> None:
+    """Have torch forget the workspaces of matrix products, one for each thread and stream, until the next product.
+
+    In a capture they are made anew in the graph's own pool, which is scratch to whatever runs from it.
+    """
+    release = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # torch for CPUs has none
+    if release is not None:
+        release()
+
+
 def process_bytes(device: torch.device) -> int | None:
     """Bytes of this process on a GPU as nvidia-smi shows them; where the driver does not tell processes apart (in a
     container or a virtual machine), all that is used on the GPU. None where NVML cannot be read."""

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from brimful.core.records import PeakMemory
 from brimful.core.units import parse_bytes
+from brimful.hardware.capture import is_capturing
 from brimful.hardware.device_memory import hold_limit
 from brimful.hardware.memory import process_bytes
 
@@ -96,6 +97,8 @@ class CudaRecords:
 
     def workspaces(self, known: set[int]) -> int:
         """As `AllocatorRecords` has it: blocks of the sizes that torch gives to cuBLAS, which hold no known tensor."""
+        if is_capturing():
+            return 0
         sizes = workspace_sizes(torch.cuda.get_device_capability(self._device), os.environ)
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         return workspace_bytes(torch.cuda.memory_snapshot(), index, sizes, known)
@@ -224,6 +227,7 @@ class PhaseMemory:
     def __init__(self, kept: Callable[[], Kept], parameters: Sequence[Tensor] = ()) -> None:
         self.kept, self._parameters = kept, parameters
         self.highest: Moment | None = None
+        self.workspaces = 0  # most that an eager step had: graphs have theirs among what comes and goes
         self.records: AllocatorRecords | None = None
         self._met: Counter[Hashable] = Counter()
         self._watching = False
@@ -279,8 +283,9 @@ class PhaseMemory:
         """Within, the update of the step whose last micro-batch came before."""
         before = self.kept() if self._watching else Kept()
         yield
-        if self._watching:
+        if self._watching and self.records is not None:
             after = self.kept()
+            self.workspaces = max(self.workspaces, self.records.workspaces(set(after.addresses)))
             gradients = max(before.gradients, after.gradients)
             self._look(
                 "update",
@@ -386,7 +391,8 @@ class MemoryWatch:
         highest = self.phases.highest
         assert highest is not None
         reserved, parts = max(records.reserved_peak(), highest.allocated), dict(highest.parts)
-        workspaces = min(records.workspaces(set(self.phases.kept().addresses)), parts["temporaries"])
+        workspaces = max(records.workspaces(set(self.phases.kept().addresses)), self.phases.workspaces)
+        workspaces = min(workspaces, parts["temporaries"])
         parts |= {
             "temporaries": parts["temporaries"] - workspaces,
             "workspaces": workspaces,

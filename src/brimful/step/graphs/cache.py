@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from brimful.hardware.capture import capture
-from brimful.hardware.memory import CaptureMemoryError, device_free_bytes, is_out_of_memory
+from brimful.hardware.memory import CaptureMemoryError, device_free_bytes, is_out_of_memory, release_workspaces
 
 Outputs = TypeVar("Outputs")
 
@@ -58,19 +58,25 @@ class GraphPool:
     @contextmanager
     def measured(self, num_tokens: int) -> Iterator[None]:
         """Within, a shape is met for the first time, and runs eagerly."""
+        release_workspaces()
         torch.cuda.empty_cache()  # what the shape before has left does not fit this one
         is_first = not self._graphs and num_tokens > self._measured_tokens
         before = self._idle_bytes() if is_first else 0
         yield
         if is_first:
+            release_workspaces()  # a graph has its own
             self._measured_tokens, self._measured_bytes = num_tokens, max(self._idle_bytes() - before, 0)
 
     def record(self, compute: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
         """As `Recorder` has it. Nothing is computed: the first replay does that."""
+        release_workspaces()
         graph, room_bytes = torch.cuda.CUDAGraph(), self._room_bytes()
-        with capture(graph, self.handle):
-            torch.empty(room_bytes, dtype=torch.uint8, device=self.device)  # and gives it to the pool
-            outputs = compute()
+        try:
+            with capture(graph, self.handle):
+                torch.empty(room_bytes, dtype=torch.uint8, device=self.device)  # and gives it to the pool
+                outputs = compute()
+        finally:
+            release_workspaces()  # torch would keep them, and with them the pool, when its graphs are gone
         self._graphs.add(graph)
         return graph, outputs
 
