@@ -98,8 +98,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """As Trainer has it: all micro-batches of an update."""
-        found = super().get_batch_samples(epoch_iterator, num_batches, device)
+        """As Trainer has it: all micro-batches of an update.
+
+        Their number of items, which only Trainer's own step reads, stays on the host: to be sent to the device, it
+        would wait for the step before.
+        """
+        alone = self.args.world_size == 1 and self.stock_reason is None
+        found = super().get_batch_samples(epoch_iterator, num_batches, torch.device("cpu") if alone else device)
         self._waiting, self._expected = [], len(found[0])
         return found
 
@@ -158,6 +163,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _by_trainer(self, model: Any, batches: list[Any], num_items_in_batch: Any) -> Tensor:
         """Trainer's own step on each of these, and the sum of their losses."""
         self._waiting = []
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(self.args.device)
         losses = [super(Trainer, self).training_step(model, each, num_items_in_batch) for each in batches]
         return torch.stack([loss.detach() for loss in losses]).sum() if len(losses) > 1 else losses[0]
 

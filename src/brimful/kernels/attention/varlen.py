@@ -1,6 +1,9 @@
 """Variable-length attention in Triton, as operators with gradients; `reference_attention` is its reference.
 
 How the kernels (`varlen_kernels`) are cut into tiles depends on how long segments are.
+
+A product in fp32 is the sum of three in tf32, of the leading and of the trailing bits of each factor: on matrix units,
+with an error below that of torch's own fp32 attention (benchmarks/attention).
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -56,15 +59,20 @@ LONG_FORWARD = Tiles(block_m=64, block_n=64, warps=4, stages=3, registers=128, s
 MASKED_LONG_FORWARD = Tiles(block_m=64, block_n=64, warps=4, stages=3)
 LONG_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=1, registers=128)
 DROPPED_LONG_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=2, registers=128, split=True)
-#: Wide heads, and fp32: what fits.
+#: fp32, whose products are three of tf32 each, forward and backward.
+_WIDE_FORWARD = Tiles(block_m=64, block_n=32, warps=4, stages=1)
+_WIDE_BACKWARD = Tiles(block_m=64, block_n=16, warps=4, stages=1)
+#: Wide heads: what fits.
 _SMALL = Tiles(block_m=32, block_n=32, warps=4, stages=2)
 #: Mean length beyond which segments are long: between two of `attention.LENGTH_CLASSES`.
 _LONG = 128
 
 
-def _tiles(q: Tensor, typical_length: int, long: Tiles) -> Tiles:
-    if q.dtype == torch.float32 or q.shape[2] > 64:
+def _tiles(q: Tensor, typical_length: int, long: Tiles, wide: Tiles) -> Tiles:
+    if q.shape[2] > 64:
         return _SMALL
+    if q.dtype == torch.float32:
+        return wide
     return long if typical_length > _LONG else SHORT
 
 
@@ -73,7 +81,7 @@ def launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[t
     heads, _, head_dim = q.shape
     grid = (triton.cdiv(max_length, tiles.block_m), offsets.shape[0] - 1, heads)
     full = torch.backends.cuda.matmul.fp32_precision != "tf32"
-    precision = "ieee" if q.dtype == torch.float32 and full else "tf32"
+    precision = "tf32x3" if q.dtype == torch.float32 and full else "tf32"
     constants = {"D": head_dim, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PRECISION": precision}
     return grid, constants | {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers}
 
@@ -117,7 +125,7 @@ def attend(
         seed, site = current().dropout_site(offsets, q.shape[1], dropout)
     seed = row_seeds(seed, q.shape[1], dropout)
     out, lse, mask_rows = empty_outputs(q, dropout)
-    tiles = _tiles(q, typical_length, MASKED_LONG_FORWARD if causal or window else LONG_FORWARD)
+    tiles = _tiles(q, typical_length, MASKED_LONG_FORWARD if causal or window else LONG_FORWARD, _WIDE_FORWARD)
     grid, constants = launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
     varlen_attention_forward[grid](
@@ -147,7 +155,7 @@ def attend_backward(
     found = [packed[:, part].transpose(0, 1) for part in range(3)]
     gradient = gradient if gradient.stride(2) == 1 else gradient.contiguous()
     dropped = dropout > 0 and not causal and not window
-    tiles = _tiles(q, typical_length, DROPPED_LONG_BACKWARD if dropped else LONG_BACKWARD)
+    tiles = _tiles(q, typical_length, DROPPED_LONG_BACKWARD if dropped else LONG_BACKWARD, _WIDE_BACKWARD)
     grid, constants = launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out, gradient, found[0]) for axis in (1, 0)]
     more = kept_factor(dropout)

@@ -86,8 +86,11 @@ class GraphPool:
         self.handle = torch.cuda.graph_pool_handle()
 
     def _idle_bytes(self) -> int:
-        """Bytes that torch keeps and nothing uses: after a pass, what was used on the way."""
-        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        """Bytes that torch keeps for this stream and nothing uses: after a pass, what was used on the way."""
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        place = (index, torch.cuda.current_stream(self.device).cuda_stream)
+        segments = (each for each in torch.cuda.memory_snapshot() if (each["device"], each["stream"]) == place)
+        return sum(each["total_size"] - each["allocated_size"] for each in segments)
 
     def _room_bytes(self) -> int:
         """Bytes that the first graph takes for all; none where that is much of what is free, and might not fit."""

@@ -3,7 +3,8 @@
 In one bucket the arithmetic is that of torch's fused AdamW, in fp32. Around it each is optional: weights of Linear
 layers in bf16 alone, states in bf16 (both rounded by chance) or in 8 bits, states in host memory, and the update within
 the backward pass, as soon as the gradients of a bucket are complete. These are freed then. On a GPU what is rounded is
-updated by a kernel of ours, a parameter a launch.
+updated by a kernel of ours, a parameter a launch; within the backward pass that goes on beside it, on a stream of its
+own: products leave memory idle, and updates the matrix units.
 
 Within the backward pass the norm of the whole gradient is not known yet: it is clipped by that of the step before, if
 at all. A gradient that is not finite leaves its bucket and those after it as they were; buckets before it are updated.
@@ -11,6 +12,7 @@ at all. A gradient that is not finite leaves its bucket and those after it as th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ from brimful.step.updates.update import Update
 
 #: Parameters are taken together up to so many elements.
 BUCKET = 4 << 20
+#: Buckets whose update may be under way while the backward pass goes on: their gradients are there until it is done.
+_BEHIND = 2
 #: Least elements of a Linear weight whose states are in 8 bits, where they are to be; those of all else stay fp32.
 LEAST_IN_8_BITS = 4096
 
@@ -84,6 +88,8 @@ class BucketedAdamW(Update):
         self._gathered: set[int] = set()
         self._is_held = self._is_begun = False
         self._left: dict[int, Tensor] = {}  # gradients in host memory, by parameter
+        self._beside = torch.cuda.Stream(self.device) if self._has_stream() else None
+        self._under_way: deque[tuple[list[Tensor], Any]] = deque()  # gradients, and the event of their update
         index = {id(p): i for i, p in enumerate(self.parameters)}
         self._hooks = [
             p.register_post_accumulate_grad_hook(lambda p: self._complete(index[id(p)]))
@@ -93,6 +99,10 @@ class BucketedAdamW(Update):
 
     def _made_buckets(self) -> list[Bucket]:
         return buckets_of(self.parameters, BUCKET)
+
+    def _has_stream(self) -> bool:
+        """True if updates within the backward pass have a stream of their own."""
+        return self._savings.in_backward and self.device.type == "cuda"
 
     def _lay_out(self, bucket: Bucket) -> None:
         for i in bucket.members:
@@ -151,6 +161,35 @@ class BucketedAdamW(Update):
     def _update_early(self, bucket: Bucket) -> None:
         """Update a bucket from the gradients that there are, and free them."""
         gradients = {i: g for i in bucket.members if (g := self.parameters[i].grad) is not None}
+        with self._on_own_stream(list(gradients.values())):
+            self._take(bucket, gradients)
+        bucket.is_done = True
+        for i in bucket.members:
+            self.parameters[i].grad = None
+
+    @contextmanager
+    def _on_own_stream(self, gradients: list[Tensor]) -> Iterator[None]:
+        """Within, what is launched comes after what was launched so far, and beside what is from now on."""
+        if self._beside is None:
+            yield
+            return
+        main = torch.cuda.current_stream(self.device)
+        self._beside.wait_stream(main)
+        with torch.cuda.stream(self._beside):
+            yield
+            self._under_way.append((gradients, self._beside.record_event()))
+        if len(self._under_way) > _BEHIND:
+            main.wait_event(self._under_way[0][1])
+            self._under_way.popleft()
+
+    def _join(self) -> None:
+        """Have what is launched from now on come after all updates."""
+        if self._beside is not None and self._under_way:
+            torch.cuda.current_stream(self.device).wait_stream(self._beside)
+        self._under_way.clear()
+
+    def _take(self, bucket: Bucket, gradients: Mapping[int, Tensor]) -> None:
+        """Add the norm of these gradients to the whole, and update their bucket unless it is not finite."""
         counted = self._kernels is not None and len(gradients) == len(bucket.members)
         if gradients and self._kernels is not None:
             # Members of a bucket are next to one another, and so are their counts of steps.
@@ -162,9 +201,6 @@ class BucketedAdamW(Update):
             self._skipped.copy_(torch.maximum(self._skipped, (~torch.isfinite(norm)).float()))
         self.committed = True
         self._update(bucket, gradients, counted=counted)
-        bucket.is_done = True
-        for i in bucket.members:
-            self.parameters[i].grad = None
 
     def prepare_gathering(self) -> None:
         """Allocate the sums: memory of a capture is written to at every replay."""
@@ -192,6 +228,7 @@ class BucketedAdamW(Update):
             for bucket in self._buckets:
                 if not bucket.is_done:
                     self._update_early(bucket)
+            self._join()
             norm = self._squares.sqrt()
         else:
             norm = self._apply_whole(gathered=gathered)
@@ -236,6 +273,7 @@ class BucketedAdamW(Update):
         """Read the learning rate, and begin the norm. What a capture that was refused left behind is dropped."""
         for bucket in self._buckets:
             bucket.num_complete, bucket.is_done = 0, False
+        self._under_way.clear()
         if self._host is not None:
             self._host.forget()
         place = self.applied.clamp(max=len(self.schedule) - 1)
@@ -331,6 +369,7 @@ class BucketedAdamW(Update):
     def abandon(self) -> None:
         """As `Update` has it."""
         super().abandon()
+        self._join()
         if self._host is not None:
             self._host.finish()
         self._end(gathered=True)

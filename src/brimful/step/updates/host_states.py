@@ -1,6 +1,6 @@
 """Optimizer states in host memory, brought to the device a bucket of parameters at a time, and back.
 
-The next bucket comes, and the last one goes, on streams of their own while a bucket is updated: the update is the one
+The next buckets come, and the last one goes, on streams of their own while a bucket is updated: the update is the one
 that states on the device would have, bit for bit. On a CPU both are plain copies.
 """
 
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: Buckets that come before their turn: several are complete at about the same time, and the link is to rest at none.
+_AHEAD = 3
 #: Buckets on their way back whose memory on the device is kept for that.
 _LEAVING = 2
 
@@ -31,9 +33,9 @@ class HostStates:
         self._busy: list[Any] = []  # streams with copies of this step
 
     def fetch(self, number: int) -> Tensor:
-        """States of a bucket on the device. Those of the next one begin to come."""
-        for each in (number, number + 1):
-            if each < len(self.arenas) and each not in self._coming and each not in self._done:
+        """States of a bucket on the device. Those of the next ones begin to come."""
+        for each in range(number, min(number + 1 + _AHEAD, len(self.arenas))):
+            if each not in self._coming and each not in self._done:
                 self._coming[each] = self._begin(each)
         found, event = self._coming.pop(number)
         if event is not None:

@@ -42,7 +42,7 @@ class StreamedAdamW(BucketedAdamW):
         self._layer_sums = HostStates([each.view(torch.float32).view(1, -1) for each in sums], self.device)
         self._summed: set[int] = set()  # buckets of layers that this batch has gradients of
         self._norms: dict[int, Tensor] = {}  # of the gradients of layers' parameters that it has
-        streamed.after_backward = self._take
+        streamed.after_backward = self._take_layer
 
     def _owner(self, index: int) -> int | None:
         """The number of the layer that a parameter is streamed with, None for one that stays."""
@@ -53,6 +53,10 @@ class StreamedAdamW(BucketedAdamW):
 
     def _made_buckets(self) -> list[Bucket]:
         return buckets_of(self.parameters, bucketed_adamw.BUCKET, self._owner)
+
+    def _has_stream(self) -> bool:
+        """False: weights leave when the turn of their layer ends."""
+        return False
 
     def _arena(self, num_bytes: int) -> Tensor:
         return self._outside(num_bytes)
@@ -73,9 +77,9 @@ class StreamedAdamW(BucketedAdamW):
         self._layer_sums.finish()
 
     def _leave_on_host(self, index: int) -> None:
-        """Nothing: gradients of layers go to host memory by `_take`."""
+        """Nothing: gradients of layers go to host memory by `_take_layer`."""
 
-    def _take(self, number: int) -> None:
+    def _take_layer(self, number: int) -> None:
         """Take the gradients of a layer, in its turn: update its weights, or add to the sums in host memory."""
         for bucket in self._of_layer[number]:
             if not self._is_begun:
