@@ -61,7 +61,7 @@ LONG_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=1, registers=128)
 DROPPED_LONG_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=2, registers=128, split=True)
 #: fp32, whose products are three of tf32 each, forward and backward.
 _WIDE_FORWARD = Tiles(block_m=64, block_n=32, warps=4, stages=1)
-_WIDE_BACKWARD = Tiles(block_m=64, block_n=16, warps=4, stages=1)
+_WIDE_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=1)
 #: Wide heads: what fits.
 _SMALL = Tiles(block_m=32, block_n=32, warps=4, stages=2)
 #: Mean length beyond which segments are long: between two of `attention.LENGTH_CLASSES`.
