@@ -38,3 +38,41 @@ def test_loss_and_gradient(family: str, precision: str) -> None:
     assert (behind.num_packed, behind.reasons) == (1, [])
     assert difference(losses[1], losses[0]) < TOLERANCES[precision].logits
     assert difference(gradients[1], gradients[0]) < TOLERANCES[precision].gradient
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_compiled_layers(family: str, precision: str) -> None:
+    """Loss and gradient of layers as they are, in batches of other shapes too; masks that repeat with the seed."""
+    model = FAMILIES[family].model(**SIZES).cuda().train()
+    each = {asked: brimful.packed(copy.deepcopy(model), compiled=asked) for asked in (False, True)}
+    generator = np.random.default_rng(0)
+    for num_rows in (16, 5, 1):
+        ids = sequences(generator.integers(3, 60, size=num_rows).tolist())
+        batch = padded(ids, None, model.config.pad_token_id) | {"labels": torch.arange(num_rows) % 3}
+        batch = {name: value.cuda() for name, value in batch.items()}
+        found = {}
+        for asked, ours in each.items():
+            ours.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+                loss = ours(**batch).loss
+            loss.backward()
+            found[asked] = (loss.detach(), gradient(ours).cpu())
+        assert difference(found[True][0], found[False][0]) < TOLERANCES[precision].logits
+        assert difference(found[True][1], found[False][1]) < TOLERANCES[precision].gradient
+    behind = vars(each[True])["_brimful_packed"]
+    assert (behind.num_packed, behind.reasons, behind.layers.compiled) == (3, [], True)
+
+
+def test_equal_seeds_give_equal_losses() -> None:
+    model, losses = FAMILIES["bert"].model(dropout=0.2, **SIZES).cuda().train(), []
+    ids = sequences(np.random.default_rng(0).integers(3, 60, size=16).tolist())
+    batch = padded(ids, None, model.config.pad_token_id) | {"labels": torch.arange(16) % 3}
+    batch = {name: value.cuda() for name, value in batch.items()}
+    for _ in range(2):
+        ours = brimful.packed(copy.deepcopy(model), compiled=True)
+        torch.manual_seed(1)
+        with torch.autocast("cuda", torch.bfloat16):
+            losses.append([ours(**batch).loss.item() for _ in range(3)])
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 3

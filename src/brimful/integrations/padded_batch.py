@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -57,7 +58,7 @@ class PaddedBatch:
         each = [ids_BL, *(value.to(ids_BL).expand_as(ids_BL) for value in others.values())]
         host = dict(zip(("input_ids", *others), torch.stack(each).cpu().numpy(), strict=True))
         mask_BL = host.get("attention_mask", np.ones_like(host["input_ids"]))
-        if not np.isin(mask_BL, (0, 1)).all():
+        if not ((mask_BL == 0) | (mask_BL == 1)).all():
             raise CannotPackError("attention_mask has other numbers than 0 and 1")
         batch = cls(
             ids_BL=host["input_ids"],
@@ -79,13 +80,13 @@ class PaddedBatch:
         if (ends_B - self.starts_B != self.lengths_B).any():
             raise CannotPackError("attention_mask leaves out tokens between others")
 
-    @property
+    @cached_property
     def lengths_B(self) -> np.ndarray:
         """Tokens of each row."""
         counts: np.ndarray = self.mask_BL.sum(axis=1)
         return counts
 
-    @property
+    @cached_property
     def starts_B(self) -> np.ndarray:
         """Column of each row's first token."""
         columns: np.ndarray = self.mask_BL.argmax(axis=1)
