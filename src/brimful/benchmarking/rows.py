@@ -30,16 +30,18 @@ _LATE = {"optimizer_in_backward": True, "late_clipping": True}
 _SMALL = {"optimizer_state_dtype": "bf16", "weight_dtype": "bf16", **_LATE}
 _SMALLEST = _SMALL | {"optimizer_state_dtype": "8bit"}
 _FULL, _COMPILED = {"gradient_checkpointing": "full"}, {"execution": "compiled"}
+_EXPANDABLE = {"allocator": "expandable"}
 #: Nothing but fp32, with what may wait in host memory there, and a limit of what activations may have on the device.
 _EXACT = {"precision": "fp32", "optimizer_offload": True, **_FREED, "activation_memory": "1900MB", **_COMPILED}
 #: Rows of ours in the least memory, the first of each kind the one that is to be seen first.
 _LEAN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bf16 weights, 8-bit states, in backward, checkpointing, compiled", _SMALLEST | _FULL | _COMPILED),
-    ("bf16 weights, 8-bit states, in backward, compiled", _SMALLEST | _COMPILED),
+    ("bf16 weights and states, in backward, compiled, expandable segments", _SMALL | _COMPILED | _EXPANDABLE),
     ("fp32, states offloaded, in backward, selective", _EXACT | {"gradient_checkpointing": "selective"}),
-    ("bf16 weights, 8-bit states, in backward, checkpointing", _SMALLEST | _FULL),
-    ("fp32, states offloaded, in backward, activations offloaded", _EXACT | {"gradient_checkpointing": "offload"}),
+    ("bf16 weights, 8-bit states, in backward, compiled", _SMALLEST | _COMPILED),
     ("bf16 weights and states, in backward, compiled", _SMALL | _COMPILED),
+    ("fp32, states offloaded, in backward, activations offloaded", _EXACT | {"gradient_checkpointing": "offload"}),
+    ("bf16 weights, 8-bit states, in backward, checkpointing", _SMALLEST | _FULL),
     ("bf16 weights, 8-bit states, in backward", _SMALLEST),
 )
 #: Trainer's plain row, which all others are compared with.
