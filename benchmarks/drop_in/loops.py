@@ -215,17 +215,10 @@ def packed(task: Task, settings: dict[str, Any], clock: Clock) -> dict[str, Any]
     """The same loop with `brimful.packed`."""
     import brimful
 
-    found, model = _accelerated(
-        task, settings, clock, lambda model: brimful.packed(model, compiled=settings["compiled"])
-    )
+    found, model = _accelerated(task, settings, clock, brimful.packed)
     inner = model.get_base_model() if task.lora else model
     behind = vars(inner)["_brimful_packed"]
-    return found | {
-        "packed_calls": behind.num_packed,
-        "plain_calls": behind.num_plain,
-        "compiled": behind.layers.compiled,
-        "warnings": behind.reasons,
-    }
+    return found | {"packed_calls": behind.num_packed, "plain_calls": behind.num_plain, "warnings": behind.reasons}
 
 
 def step(task: Task, settings: dict[str, Any], clock: Clock) -> dict[str, Any]:

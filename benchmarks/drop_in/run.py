@@ -32,7 +32,7 @@ _SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "trainer": _LOADERS,
     "brimful_trainer": _LOADERS,
     "accelerate": ({"workers": 4},),
-    "packed": ({"workers": 4, "compiled": True}, {"workers": 4, "compiled": False}),
+    "packed": ({"workers": 4},),
     "step": (
         {"workers": 4, "execution": "compiled"},
         {"workers": 4, "execution": "compiled", "optimizer": "adamw_torch_fused"},

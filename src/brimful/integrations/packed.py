@@ -8,14 +8,13 @@ The model stays the object that it was: its class is one of the same name in fro
 Accelerate and what else looks at it see the model they know. Each call is read on the host once, laid out in one packed
 row, and run by the model's own modules and its own head, which also computes the loss. What the equivalence check does
 not allow, and each call whose answer a packed row does not give, runs by the model's own forward; the reason is a
-Python warning, once. On a GPU, layers run compiled onto fused kernels in training (`packed_compiled.py`).
+Python warning, once.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,8 +25,6 @@ import torch
 from brimful.core.errors import ModelError, OptionError
 from brimful.engine.sequence_lengths import DEFAULT_MAX_LENGTH
 from brimful.hardware.process_settings import products_are_full
-from brimful.integrations.model_structure import ModelStructure
-from brimful.integrations.packed_compiled import Compiled, CompiledLayers
 from brimful.integrations.packed_execution import PackedExecution, find_left_positions, no_autocast
 from brimful.integrations.padded_batch import CannotPackError, LeftPositions, PaddedBatch
 from brimful.integrations.problem_type import problem_of
@@ -36,7 +33,7 @@ from brimful.levers.facts import choose_kernels
 from brimful.models.hub.adapters import unwrapped
 from brimful.models.hub.inspection import max_positions
 from brimful.models.packed.equivalence import Equivalence, check_equivalence
-from brimful.models.packed.layer_calls import as_they_were, remove_calls
+from brimful.models.packed.layer_calls import remove_calls
 from brimful.models.packed.packed_forward import PackedForm
 from brimful.step.precision import Precision
 
@@ -54,27 +51,17 @@ WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDa
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-def packed(model: M, *, compiled: Compiled = "auto") -> M:
+def packed(model: M) -> M:
     """Return the same model, which from now on computes packed wherever that is shown equal to its own forward.
 
     model: an `AutoModelForSequenceClassification`, or peft's wrapper around one. Calls, outputs, weights, saved files
     and random streams are the model's own; `model.unpacked()` undoes it.
-    compiled: whether layers run on fused kernels in packed training calls on a GPU, as `brimful train --execution
-    compiled` has them. True compiles them in the first of these, "auto" once these have taken as long as compiling is
-    expected to, False never. Before they are used, logits and gradient of the call at hand are held to those of the
-    layers as they are. They draw dropout from torch's generator, in another order than layers that are not compiled:
-    with "auto" it is wall time that says from which call on, so pass True or False for runs that repeat one another.
-    (Where torch is told to be deterministic, "auto" is False.) Layers that fused kernels do not cover run as they are,
-    and so do all on a CPU: with True, a Python warning says so in the first training call.
     Where it cannot run packed, the model's own forward runs and a Python warning says why, once for each reason.
     Raises: OptionError for a model that is wrapped already, ModelError for what is no sequence classifier.
     """
-    if not isinstance(compiled, bool) and compiled != "auto":
-        raise OptionError(f"compiled is {compiled!r}", hint='it is True, False or "auto"')
     _refuse_wrapped(model)
     inner = unwrapped(model)
     if isinstance(inner, _PackedForward):
-        getattr(inner, _PLACE).compile(inner, compiled)
         return model
     config = getattr(inner, "config", None)
     if not hasattr(inner, "base_model_prefix") or not hasattr(config, "num_labels"):
@@ -83,7 +70,7 @@ def packed(model: M, *, compiled: Compiled = "auto") -> M:
             hint="AutoModelForSequenceClassification.from_pretrained(...) makes one",
         )
     _refuse_wrapped(inner)
-    object.__setattr__(inner, _PLACE, _Behind(compiled))
+    object.__setattr__(inner, _PLACE, _Behind())
     plain: Any = type(inner)
     inner.__class__ = _packed_class(plain)
     parameter = next(inner.parameters())
@@ -147,10 +134,7 @@ def _packed_class(plain: Any) -> type[Any]:
     @functools.wraps(plain.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         behind: _Behind | None = vars(self).get(_PLACE)
-        if getattr(self, "_is_replica", False):  # DataParallel's share what is behind, and calls placed in layers
-            remove_calls(self)
-            behind = None
-        if behind is None:
+        if behind is None or getattr(self, "_is_replica", False):  # DataParallel's replicas share what is behind
             return plain.forward(self, *args, **kwargs)
         return behind(self, args, kwargs)
 
@@ -167,26 +151,18 @@ class _Behind:
     num_packed, num_plain: calls so far. reasons: of plain ones, each said once.
     """
 
-    def __init__(self, compiled: Compiled = "auto") -> None:
+    def __init__(self) -> None:
         self.num_packed = self.num_plain = 0
         self.reasons: list[str] = []
-        self.layers = CompiledLayers(compiled, self._say_uncompiled)
         self._execution: PackedExecution | None = None
         self._typical: int | None = None
         self._left: tuple[LeftPositions | None, ...] = ()  # empty before it was looked for
-        self._structure: ModelStructure | None = None
+        self._structure: tuple[int, ...] = ()
         self._limit: int | None = None
         self._checked: dict[tuple[str, str, int], Equivalence] = {}
-        self._groups: dict[tuple[str, str], bool] = {}
 
     def __reduce__(self) -> Any:
-        return _Behind, (self.layers.asked,)  # a copy of the model is checked and run for itself
-
-    def compile(self, model: Any, compiled: Compiled) -> None:
-        """Have layers compiled as asked from now on."""
-        if compiled != self.layers.asked:
-            remove_calls(model)
-            self.layers = CompiledLayers(compiled, self._say_uncompiled)
+        return _Behind, ()  # a copy of the model is checked and run for itself
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the model's forward."""
@@ -212,7 +188,7 @@ class _Behind:
             if (why := _why_not(model, device)) is not None:
                 self._checked[key] = Equivalence(packed=False, independent=True, reason=why)
             else:
-                with torch.inference_mode(False), torch.enable_grad(), no_autocast(), as_they_were(model):
+                with torch.inference_mode(False), torch.enable_grad(), no_autocast():
                     self._checked[key] = check_equivalence(
                         model, max_length=longest, device=device, precision=precision,
                         typical_length=self._typical, cache=False,
@@ -223,12 +199,10 @@ class _Behind:
 
     def _look(self, model: Any) -> None:
         """Forget all that was found of other modules: peft, and others, replace some."""
-        if self._structure is None or not self._structure.has_modules_of(model):
-            if self._structure is not None:
-                remove_calls(model)
-                self.layers.forget()
-            self._structure, self._limit = ModelStructure(model), max_positions(model.config, model)
-            self._execution, self._checked, self._left, self._groups = None, {}, (), {}
+        structure = (id(model), *map(id, model.modules()))
+        if structure != self._structure:
+            self._structure, self._limit = structure, max_positions(model.config, model)
+            self._execution, self._checked, self._left = None, {}, ()
 
     def _packed_call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = _bound(model._signature, model, args, kwargs)
@@ -236,11 +210,8 @@ class _Behind:
         _require_known(model, given)
         if isinstance(labels := head.get("labels"), torch.Tensor):
             problem_of(model.config, labels)
+        batch = PaddedBatch.read(given)
         self._look(model)
-        began, num_checked = time.perf_counter(), len(self._checked)
-        parameter = next(model.parameters())
-        precision = Precision(value=_precision_of(model), device=parameter.device, reason="")
-        batch = PaddedBatch.read(given)  # waits for the device: what can be done before, is
         if self._limit is not None and batch.ids_BL.shape[1] > self._limit:
             columns = batch.ids_BL.shape[1]
             raise CannotPackError(f"rows are of {columns} columns, and the model has {self._limit} positions")
@@ -259,16 +230,13 @@ class _Behind:
             raise CannotPackError("the model is not known to read position_ids")
         if execution.recomputed_elsewhere:
             raise CannotPackError("gradient checkpointing of this family's layers is its own")
-        device = precision.device
+        device = next(model.parameters()).device
         inputs, positions_T = batch.pack(
-            model.config, form, device.type, groups=self._in_groups(model, precision),
+            model.config, form, device.type, groups=_groups(model, device, self._typical),
             typical_length=self._typical, left=left,
         )  # fmt: skip
         inputs = map_tensors(inputs, lambda tensor: tensor.to(device, non_blocking=True))
-        positions_T = None if positions_T is None else positions_T.to(device)
-        found = self.layers.outputs(execution, inputs, positions_T, head, precision)
-        if self.layers.counts and device.type == "cuda" and model.training and num_checked == len(self._checked):
-            self.layers.spent(time.perf_counter() - began)
+        found = execution.outputs(inputs, None if positions_T is None else positions_T.to(device), head)
         asked = given.get("return_dict")
         as_dict = bool(getattr(model.config, "return_dict", True)) if asked is None else asked
         return found if as_dict else found.to_tuple()
@@ -286,24 +254,10 @@ class _Behind:
             raise CannotPackError("the plain forward reads rows that are padded on the left otherwise")
         return found
 
-    def _in_groups(self, model: Any, precision: Precision) -> bool:
-        """True if attention wants rows of similar length beside the packed one."""
-        key = (str(precision.device), precision.value)
-        if key not in self._groups:
-            kernels = choose_kernels(model.config, precision, self._typical or 1)
-            self._groups[key] = not kernels.variable_length.ok
-        return self._groups[key]
-
     def _say(self, reason: str) -> None:
-        self._say_once(reason, "the model's own forward runs")
-
-    def _say_uncompiled(self, reason: str) -> None:
-        self._say_once(reason, "its layers run uncompiled")
-
-    def _say_once(self, reason: str, so: str) -> None:
         if reason not in self.reasons:
             self.reasons.append(reason)
-            warnings.warn(f"brimful.packed: {reason}; {so}", stacklevel=2)
+            warnings.warn(f"brimful.packed: {reason}; the model's own forward runs", stacklevel=2)
 
 
 def _bound(signature: inspect.Signature, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -352,3 +306,9 @@ def _precision_of(model: Any) -> str:
     found = _DTYPES.get(dtype, "fp32")
     loose = kind == "cuda" and found == "fp32" and not products_are_full()
     return "tf32" if loose else found
+
+
+def _groups(model: Any, device: torch.device, typical_length: int | None) -> bool:
+    """True if attention wants rows of similar length beside the packed one."""
+    precision = Precision(value=_precision_of(model), device=device, reason="")
+    return not choose_kernels(model.config, precision, typical_length or 1).variable_length.ok

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,10 +17,8 @@ from brimful.engine.sequence_lengths import DEFAULT_MAX_LENGTH
 from brimful.hardware.process_settings import matmul_precision
 from brimful.integrations.padded_batch import LeftPositions, PaddedBatch
 from brimful.kernels.forward_context import ForwardContext, active_context
-from brimful.levers.execution import compile_layers
 from brimful.models.packed.check_inputs import make_sequences, one_layer_of_each_kind, wake
 from brimful.models.packed.equivalence import relative_error
-from brimful.models.packed.layer_calls import compile_for_passes_alone, place_calls
 from brimful.models.packed.packed_forward import PackedForm, PackedModel, PaddedModel, padding_id_of
 from brimful.models.packed.training_check import without_dropout
 
@@ -66,22 +64,13 @@ class PackedExecution(PackedModel):
         for config, name in self._own if row is None else self._in_row:
             config._attn_implementation = name
 
-    def compile(self, *, note: Callable[[str], None], otherwise: Callable[..., Any]) -> None:
-        """Compile layers and embeddings, for passes alone. note, otherwise: as of `compile_layers`."""
-        compile_layers(self, fused=True, note=note, otherwise=otherwise)
-        place_calls(self._layers, self._embeddings, self._after_attention)
-        compile_for_passes_alone([*self._layers, *([] if self._embeddings is None else [self._embeddings])])
-
-    def outputs(
-        self, inputs: Any, positions_T: Tensor | None, arguments: Mapping[str, Any],
-        context: ForwardContext | None = None,
-    ) -> Any:  # fmt: skip
+    def outputs(self, inputs: Any, positions_T: Tensor | None, arguments: Mapping[str, Any]) -> Any:
         """Return what the model's own forward returns. arguments: labels, and others of the head."""
         self._positions, self._arguments, self._found = positions_T, dict(arguments), None
         self.attend(inputs)
         try:
             with self._recomputed_in_context():
-                logits = self(inputs, context).logits
+                logits = self(inputs).logits
             found = self._found
             if self.form.pooling == "late":  # the head has seen tokens, and labels are of rows
                 loss = {"loss": _loss(logits, **arguments, config=self.model.config)} if arguments else {}

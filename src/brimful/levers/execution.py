@@ -33,7 +33,7 @@ from brimful.models.packed.packed_forward import LayoutModel, PackedModel, Padde
 
 #: Cold seconds that compiling a layer costs where torch's compiler does it, and the share of a step's device time that
 #: it saves: BERT-base on an H200, torch 2.11 (benchmarks/profile). Fused kernels cost less and save more.
-COMPILE_S, _SAVED = 10.0, 0.25
+_COMPILE_S, _SAVED = 10.0, 0.25
 #: Cold seconds of fused kernels forward only (benchmarks/classification).
 _COMPILE_FORWARD_S = 4.0
 #: Cold seconds of layers of padded rows, by torch's compiler alone: more kinds of layers, and more passes over each.
@@ -113,7 +113,7 @@ class ExecutionMode(Lever):
 
     @classmethod
     def _that_pays(cls, assembly: Assembly, *, has_layers: bool, fused: bool) -> ExecutionMode:
-        passes, compile_s = (3, COMPILE_S) if assembly.training else (1, _COMPILE_FORWARD_S)
+        passes, compile_s = (3, _COMPILE_S) if assembly.training else (1, _COMPILE_FORWARD_S)
         if not assembly.lever(Packing).packed:
             compile_s = _COMPILE_PADDED_S
         flops = 2 * passes * matmul_parameters(assembly.model) * assembly.num_tokens
@@ -127,7 +127,7 @@ class ExecutionMode(Lever):
 
     def cost(self, work: StepWork) -> Cost:
         """Gradients in the graphs' pool beside those of eager steps, seconds of compiling, and those that it saves."""
-        compile_s = COMPILE_S if work.num_trained else _COMPILE_FORWARD_S
+        compile_s = _COMPILE_S if work.num_trained else _COMPILE_FORWARD_S
         return Cost(
             resident_bytes=4 * work.num_trained if self.captured else 0,
             step_s=-_SAVED * work.products_s(work.num_tokens) if self.compiled else 0.0,
@@ -193,15 +193,13 @@ def compile_padded_layers(execution: LayoutModel, *, note: Callable[[str], None]
 
 
 def compile_layers(
-    execution: LayoutModel, *, fused: bool, note: Callable[[str], None], forward_only: bool = False,
-    otherwise: Callable[..., Any] | None = None,
-) -> None:  # fmt: skip
+    execution: LayoutModel, *, fused: bool, note: Callable[[str], None], forward_only: bool = False
+) -> None:
     """Compile the model's layers and embeddings in place.
 
     fused: whether layers can be fused around the attention that they will be given. Then, where the head reads the
     first token only, the last layer leaves out what it does not read. note: hears of layers that turn out not to
-    compile. forward_only: for a model that is only read. otherwise: compiles layers that fused kernels do not cover, by
-    default torch's own compiler.
+    compile. forward_only: for a model that is only read.
     """
     model = execution.model
     layers = layers_of(model)
@@ -213,11 +211,11 @@ def compile_layers(
     from brimful.models.fusion import embedding_backend, layer_backend
     from brimful.models.fusion.last_layer import ShorteningBackend
 
-    own = has_own_parameters(layers)
+    own = _own_parameters(layers)
     fusible = own or forward_only
-    backend: Any = partial(layer_backend, note=note, otherwise=otherwise) if fusible else "inductor"
+    backend: Any = partial(layer_backend, note=note) if fusible else "inductor"
     if own and fused and isinstance(execution, PackedModel) and execution.form.pooling == "first":
-        backend = execution.last = ShorteningBackend(layers[-1], note, otherwise)
+        backend = execution.last = ShorteningBackend(layers[-1], note)
     for layer in layers:
         layer.compile(dynamic=True, backend=backend)
     embeddings = embeddings_of(model)
@@ -225,7 +223,7 @@ def compile_layers(
         embeddings.compile(dynamic=True, backend=partial(embedding_backend, before_fused=fusible and fused))
 
 
-def has_own_parameters(layers: Iterable[nn.Module]) -> bool:
+def _own_parameters(layers: Iterable[nn.Module]) -> bool:
     """Return whether no parameter is in two layers: gradients of one that is meet before the update."""
     found = [id(parameter) for layer in layers for parameter in layer.parameters()]
     return len(found) == len(set(found))

@@ -135,7 +135,7 @@ def float8_check(family: str, **settings: Any) -> tuple[float | None, dict[float
     few = sequences([5, 17, 2])
     row = check_inputs.packed_row(few, model.config, 64)
     logits = packed_forward.PackedModel(model, form, plain=True)(row).logits[: len(few)]
-    gradient = equivalence.gradients_of(model, logits)
+    gradient = equivalence._gradients(model, logits)
     num_tokens = sum(len(each) for each in few)
     case = equivalence._Case(
         form=form, row=row, num_tokens=num_tokens, plain=logits.detach(), gradient=gradient, precision="fp32"

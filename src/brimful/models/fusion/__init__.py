@@ -54,20 +54,15 @@ _PATTERNS = (
 )  # fmt: skip
 
 
-#: A backend of torch.compile: of a graph and inputs like those that it will have, what runs.
-Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
-
-
 def layer_backend(
-    graph_module: GraphModule, inputs: Sequence[Any], *, note: Callable[[str], None], otherwise: Backend | None = None
+    graph_module: GraphModule, inputs: Sequence[Any], *, note: Callable[[str], None]
 ) -> Callable[..., Any]:
     """A backend of torch.compile for layers: fused kernels where they cover one, torch's inductor elsewhere.
 
-    note: hears of a layer that neither can do, and that runs as it is. otherwise: instead of inductor.
+    note: hears of a layer that neither can do, and that runs as it is.
     """
-    if (fused := fuse(graph_module)) is not None:
-        return fused
-    return inductor_backend(graph_module, inputs, note=note) if otherwise is None else otherwise(graph_module, inputs)
+    fused = fuse(graph_module)
+    return inductor_backend(graph_module, inputs, note=note) if fused is None else fused
 
 
 def inductor_backend(

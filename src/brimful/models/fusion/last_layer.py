@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from brimful.kernels.layers import postnorm_ops
 from brimful.kernels.layers.cls_attention import first_rows, projected_first_attention
-from brimful.models.fusion import Backend, fuse, layer_backend
+from brimful.models.fusion import fuse, layer_backend
 from brimful.models.fusion.nodes import is_parameter
 
 
@@ -24,19 +24,18 @@ class ShorteningBackend:
     """A backend of torch.compile for all layers of such a model; one trace serves them, in the last one cut short.
 
     last: the last layer, known by its parameters, which no other layer may share. It is not kept alive: dynamo keeps
-    backends as long as the process lives. note, otherwise: as of `layer_backend`.
+    backends as long as the process lives. note: as of `layer_backend`.
     """
 
-    def __init__(self, last: nn.Module, note: Callable[[str], None], otherwise: Backend | None = None) -> None:
-        self._note, self._otherwise = note, otherwise
+    def __init__(self, last: nn.Module, note: Callable[[str], None]) -> None:
+        self._note = note
         self._parameters: Any = WeakTensorKeyDictionary((parameter, None) for parameter in last.parameters())
         self.pooled, self.shared = False, 0
 
     def __call__(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         whole, short = fuse(graph_module), fuse(graph_module)
         if whole is None or short is None or not pool_first(short):
-            compiled = layer_backend(graph_module, inputs, note=self._note, otherwise=self._otherwise)
-            return self._as_it_is(compiled)
+            return self._as_it_is(layer_backend(graph_module, inputs, note=self._note))
         placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         weight = next(index for index, node in enumerate(placeholders) if is_parameter(node))
         shared = _shared_parameters(short)

@@ -185,7 +185,7 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
             )
         small.train(not (mixes or draws))
         plain = padded(padded_rows(sequences, small.config)).logits
-        plain_gradient = gradients_of(small, plain)
+        plain_gradient = _gradients(small, plain)
         small.eval()
         form, error, why = _find_form(small, sequences, alone, max_length)
         found = Equivalence(
@@ -196,7 +196,7 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
             return found
         row = packed_row(sequences, small.config, max_length, kernel)
         small.train(not (mixes or draws))
-        gradient = gradients_of(small, PackedModel(small, form, plain=True)(row).logits[: len(sequences)])
+        gradient = _gradients(small, PackedModel(small, form, plain=True)(row).logits[: len(sequences)])
         gradient_error = _of_all(gradient, plain_gradient)
         found = replace(found, gradient_error=gradient_error)
         if not gradient_error <= TOLERANCES["fp32"].gradient:
@@ -355,7 +355,7 @@ class _Case:
         """
         logits = self._logits(small, PackedModel(small, self.form, plain=reference), plan)
         found, expected = (each - each.mean(0) for each in (logits.detach().cpu(), self.plain))
-        return relative_error(found, expected), _of_all(gradients_of(small, logits), self.gradient)
+        return relative_error(found, expected), _of_all(_gradients(small, logits), self.gradient)
 
     def _logits(self, small: Any, packed: PackedModel, plan: float8.Plan | None = None) -> Tensor:
         device, dtype = next(small.parameters()).device, _HALF.get(self.precision)
@@ -443,7 +443,7 @@ def _equal(found: Tensor, expected: Tensor) -> bool:
     return relative_error(found, expected) <= TOLERANCES["fp32"].logits
 
 
-def gradients_of(model: nn.Module, logits: Tensor) -> list[Tensor]:
+def _gradients(model: nn.Module, logits: Tensor) -> list[Tensor]:
     """Gradient of each parameter, on the CPU, for a fixed random direction in the logits."""
     direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits)
     parameters = [p for p in model.parameters() if p.requires_grad]

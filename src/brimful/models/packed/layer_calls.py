@@ -28,20 +28,19 @@ class LayerCall:
     """Stands where `nn.Module` looks for a compiled form of itself, and calls that, or the module as it is.
 
     number: of a layer; None for embeddings. follows: the module of the last layer that takes what attention made, and
-    may be given pooled tokens only. elsewhere: the compiled form for calls that are part of no pass of ours.
+    may be given pooled tokens only.
     """
 
     def __init__(self, module: nn.Module, number: int | None, follows: nn.Module | None = None) -> None:
         self._module, self._number = weakref.ref(module), number
         self._follows = None if follows is None else weakref.ref(follows)
         self.compiled: Callable[..., Any] | None = module._compiled_call_impl
-        self.elsewhere = self.compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         context = active_context()
         if context is None:  # the model's owner runs it
-            return (self.elsewhere or module._call_impl)(*args, **kwargs)
+            return (self.compiled or module._call_impl)(*args, **kwargs)
         if module.training and getattr(module, "gradient_checkpointing", False):
             # As transformers' own checkpointed layers: a second call must not find what the first one has stored.
             args, kwargs = pytree.tree_map(_no_cache, (args, kwargs), is_leaf=_is_cache)
@@ -95,19 +94,6 @@ def place_calls(layers: Sequence[nn.Module], embeddings: nn.Module | None, follo
             changed._gradient_checkpointing_func = OneCheckpoint(checkpoint)
     if embeddings is not None and not isinstance(embeddings._compiled_call_impl, LayerCall | None):
         embeddings._compiled_call_impl = LayerCall(embeddings, None)
-
-
-def compile_for_passes_alone(modules: Sequence[nn.Module]) -> None:
-    """Have what was compiled and placed run where a pass of ours calls it; its owner's calls run it as it was."""
-    for module in modules:
-        if isinstance(call := module._compiled_call_impl, LayerCall):
-            call.elsewhere = None
-
-
-def leave_uncompiled(module: nn.Module | None) -> None:
-    """Have a module that was compiled and placed run as it was."""
-    if module is not None and isinstance(call := module._compiled_call_impl, LayerCall):
-        call.compiled = call.elsewhere = None
 
 
 class OneCheckpoint:
