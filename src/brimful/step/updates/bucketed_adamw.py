@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brimful.hardware.memory import release_unused
 from brimful.step.state import ParameterState
 from brimful.step.updates.buckets import Bucket, buckets_of, norms_of
 from brimful.step.updates.host_states import HostStates
@@ -68,6 +69,8 @@ class BucketedAdamW(Update):
         for parameter in self.parameters:
             if savings.weights is not None and id(parameter) in savings.linear:
                 parameter.data = parameter.data.to(savings.weights)
+        if savings.weights is not None:
+            release_unused(self.device)  # states would come on top of what the wide weights had
         self._buckets = self._made_buckets()
         self._bucket_of = {i: each for each in self._buckets for i in each.members}
         for each in self._buckets:
