@@ -31,9 +31,12 @@ from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.host_reads import Recording, how_recorded
 from brimful.models.packed.packed_forward import LayoutModel, PackedModel, PaddedModel
 
-#: Cold seconds that compiling a layer costs where torch's compiler does it, and the share of a step's device time that
-#: it saves: BERT-base on an H200, torch 2.11 (benchmarks/profile). Fused kernels cost less and save more.
-_COMPILE_S, _SAVED = 10.0, 0.25
+#: Cold seconds that compiling a layer costs where torch's compiler does it (benchmarks/profile); fused kernels cost less.
+_COMPILE_S = 10.0
+#: Share of a step's device time that compiling saves, and seconds of a layer in each training step that it saves at the
+#: least, by fewer kernels: BERT-base on an H100 captured and compiled, 34 and 18 ms on BBC News, 5.8 and 3.8 ms on tweets
+#: (benchmarks/drop_in). Of padded rows by torch's compiler alone: BERT-base on an H200 (benchmarks/profile).
+_SAVED, _SAVED_A_LAYER_S, _SAVED_PADDED = 0.5, 120e-6, 0.25
 #: Cold seconds of fused kernels forward only (benchmarks/classification).
 _COMPILE_FORWARD_S = 4.0
 #: Cold seconds of layers of padded rows, by torch's compiler alone: more kinds of layers, and more passes over each.
@@ -113,11 +116,10 @@ class ExecutionMode(Lever):
 
     @classmethod
     def _that_pays(cls, assembly: Assembly, *, has_layers: bool, fused: bool) -> ExecutionMode:
-        passes, compile_s = (3, _COMPILE_S) if assembly.training else (1, _COMPILE_FORWARD_S)
+        compile_s = _COMPILE_S if assembly.training else _COMPILE_FORWARD_S
         if not assembly.lever(Packing).packed:
             compile_s = _COMPILE_PADDED_S
-        flops = 2 * passes * matmul_parameters(assembly.model) * assembly.num_tokens
-        saved_s = _SAVED * flops / _REACHED
+        saved_s = saved_seconds(assembly)
         if not has_layers or saved_s < compile_s:
             against = f"compiling would save about {saved_s:.0f} s of this run and take {compile_s:.0f} s"
             if not has_layers:
@@ -149,6 +151,23 @@ class ExecutionMode(Lever):
             compile_padded_layers(execution, note=assembly.warn)
 
 
+def saved_seconds(assembly: Assembly) -> float:
+    """Return the seconds that compiled layers are expected to save in all of a run."""
+    passes, packed = 3 if assembly.training else 1, assembly.lever(Packing).packed
+    whole_s = 2 * passes * matmul_parameters(assembly.model) * assembly.num_tokens / _REACHED
+    by_time = (_SAVED if packed else _SAVED_PADDED) * whole_s
+    if not (assembly.training and packed):
+        return by_time
+    num_layers = sum(map(len, lists_to_compile(assembly)))
+    return max(by_time, _SAVED_A_LAYER_S * num_layers * num_steps_of(assembly))
+
+
+def num_steps_of(assembly: Assembly) -> float:
+    """Return about how many steps a training run has, by the tokens of its batches."""
+    batches = assembly.batches(assembly.budget)
+    return assembly.num_tokens / max(1.0, float(np.mean([lengths_N.sum() for lengths_N in batches])))
+
+
 def repeats_shapes(assembly: Assembly) -> Verdict:
     """Return whether padded batches have the same few shapes again and again.
 
@@ -159,12 +178,10 @@ def repeats_shapes(assembly: Assembly) -> Verdict:
         return Verdict(ok=True, because="rows have few shapes")
     if not assembly.training:
         return Verdict(ok=False, because="each text is a batch of its own length")
-    batches = assembly.batches(assembly.budget)
-    num_shapes = len({int(lengths_N.max()) for lengths_N in batches})
-    num_steps = assembly.num_tokens / max(1.0, float(np.mean([lengths_N.sum() for lengths_N in batches])))
-    often = (
-        num_steps >= _STEPS_A_SHAPE * num_shapes or assembly.options.execution != "auto"
-    )  # asked for, it need not pay
+    num_shapes = len({int(lengths_N.max()) for lengths_N in assembly.batches(assembly.budget)})
+    num_steps = num_steps_of(assembly)
+    asked = assembly.options.execution != "auto"  # it need not pay then
+    often = num_steps >= _STEPS_A_SHAPE * num_shapes or asked
     because = f"batches that must not be split have {num_shapes} lengths in about {num_steps:.0f} steps"
     return Verdict(ok=often and num_shapes <= _MOST_SHAPES, because=because)
 
