@@ -17,6 +17,7 @@ from brimful.models.model_stats import layers_of
 from brimful.models.packed.streamed_layers import StreamedLayers, move_all_but
 from runs import single_label_rows, tiny_tokenizer, write_rows
 from tiny import VOCABULARY
+from tolerances import difference
 
 pytestmark = pytest.mark.gpu
 
@@ -72,8 +73,8 @@ def test_a_model_larger_than_the_limit_classifies(stored: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("more", [{}, {"optimizer_in_backward": True, "max_grad_norm": 0.0}], ids=["", "in backward"])
 @pytest.mark.parametrize("stored", ["host", "disk"])
-def test_training_gives_the_same_bytes(stored: Any, more: dict[str, Any], tmp_path: Path) -> None:
-    """As with states in host memory and layers computed again; nothing waits between layers."""
+def test_training_learns_the_same(stored: Any, more: dict[str, Any], tmp_path: Path) -> None:
+    """As with states in host memory and layers computed again, up to rounding: steps are equal to the bit at first."""
     model_of(5, 256).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     data, found = write_rows(tmp_path / "rows.jsonl", single_label_rows(400)), []
@@ -88,8 +89,9 @@ def test_training_gives_the_same_bytes(stored: Any, more: dict[str, Any], tmp_pa
         )  # fmt: skip
         assert run.first_batch is not None
         assert run.first_batch.passed
-        found.append(load_file(output / "model" / "model.safetensors"))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+        weights = load_file(output / "model" / "model.safetensors")
+        found.append(torch.cat([weights[name].flatten() for name in sorted(weights)]))
+    assert difference(found[1], found[0]) < 1e-5
 
 
 @pytest.mark.parametrize("stored", ["host", "disk"])
