@@ -22,6 +22,7 @@ from brimful.data.batches.prefetch import Feed
 from brimful.engine.assemble import Built, build
 from brimful.engine.prepare import prepare
 from brimful.hardware.probe import choose_device
+from brimful.hardware.process_settings import freed_memory_kept
 from brimful.levers.precision import choose_precision
 
 _IN_FLIGHT = 2
@@ -63,7 +64,7 @@ def measure_work(work: Any, plan: dict[str, Any], inputs: Path) -> Iterator[dict
         callbacks = _Warnings()
         precision = choose_precision(options.precision, choose_device(options.device))
         prepared = prepare(options, callbacks)
-        with precision.apply():
+        with precision.apply(), freed_memory_kept(precision.device):  # as in a run
             built = build(options, prepared, precision, callbacks)
             warm_up, steps, rounds = plan["warm_up"], plan["steps"], plan["rounds"]
             if options.batch_size > 32:

@@ -44,7 +44,13 @@ def step_of(kind: type[Step], savings: dict[str, Any] | None, *, compiled: bool 
 @pytest.mark.parametrize("token_budget", [8192, 256], ids=["whole", "pieces"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("savings", EXACT.values(), ids=EXACT)
-def test_captured_or_not_it_is_torchs_update(savings: dict[str, Any], compiled: bool, token_budget: int) -> None:
+@pytest.mark.parametrize("bucket", [None, 20_000], ids=["one bucket", "many"])
+def test_captured_or_not_it_is_torchs_update(
+    monkeypatch: pytest.MonkeyPatch, savings: dict[str, Any], compiled: bool, token_budget: int, bucket: int | None
+) -> None:
+    """In many buckets states come and go, and updates run, while the backward pass goes on."""
+    if bucket is not None:
+        monkeypatch.setattr("brimful.step.updates.bucketed_adamw.BUCKET", bucket)
     expected = outcomes(step_of(Step, None, precision="fp32"), source(token_budget, typical_length=60))
     for kind in (Step, CapturedStep):
         step = step_of(kind, savings, compiled=compiled, precision="fp32")

@@ -111,3 +111,17 @@ def test_the_gradient_is_captured_where_the_host_decides_on_the_update() -> None
     )
     mode = ExecutionMode.choose(assembly)
     assert mode.captured
+
+
+@pytest.mark.parametrize(
+    ("share", "num_ranks", "value"), [(0.9, 1, "captured"), (1.1, 1, "compiled"), (1.1, 2, "captured")]
+)
+def test_layers_of_short_steps_are_compiled_where_their_number_pays(share: float, num_ranks: int, value: str) -> None:
+    """Each layer saves as much in each step, in each of several processes that share the rows."""
+    model = FAMILIES["bert"].model()
+    assembly = assembly_of(model, device="cuda", function="triton_attention")
+    saved_in_one = 120e-6 * model.config.num_hidden_layers
+    tokens = sum(int(lengths.sum()) for lengths in assembly.batches(0)) / len(assembly.batches(0))
+    assembly.num_tokens, assembly.num_ranks = round(share * 10.0 / saved_in_one * tokens), num_ranks
+    assembly.levers[Optimizer] = Optimizer(value="adamw_torch_fused", fused=True)
+    assert ExecutionMode.choose(assembly).value == value

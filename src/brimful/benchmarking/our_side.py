@@ -21,7 +21,7 @@ from brimful.engine.assemble import Built
 from brimful.engine.first_batch import checked_build
 from brimful.engine.fitted_step import FittedStep
 from brimful.hardware.device_memory import device_memory
-from brimful.hardware.process_settings import deterministic
+from brimful.hardware.process_settings import deterministic, freed_memory_kept
 from brimful.levers.optimizer_names import check_installed
 from brimful.levers.precision import choose_precision
 from brimful.measurement.memory import MemoryWatch
@@ -35,7 +35,8 @@ def measure_ours(work: Work, steps: Steps, callbacks: Callbacks, told: Callable[
     """Train for some steps and time them. told: called with the steps done so far. Raises: what training raises."""
     options, device = work.options, work.device
     check_installed(options.optim)
-    with device_memory(device, options.memory_limit, options.allocator), deterministic(options.deterministic):
+    limits = device_memory(device, options.memory_limit, options.allocator)
+    with limits, deterministic(options.deterministic), freed_memory_kept(device):
         precision = choose_precision(options.precision, device)
         built, checked = checked_build(options, work.prepared, precision, callbacks, Phases())
         memory = MemoryWatch(device, built.step.memory, limit=options.memory_limit)

@@ -16,19 +16,11 @@ class ModelStructure:
         self._modules = list(model.modules())
         self.parameters = list(model.parameters())
         self._tables = [table for module in self._modules for table in (module._parameters, module._modules)]
-        self._children = [module._modules for module in self._modules]
-        self._found, self._found_modules = self._look(), self._look_at_modules()
+        self._found = self._look()
 
     def _look(self) -> tuple[list[int], list[bool]]:
         parts = [id(part) for table in self._tables for part in table.values()]
         return parts, [parameter.requires_grad for parameter in self.parameters]
-
-    def _look_at_modules(self) -> list[int]:
-        return [id(module) for children in self._children for module in children.values()]
-
-    def has_modules_of(self, model: Any) -> bool:
-        """True while it is of this model, no module of which was replaced since."""
-        return model is self._model and self._look_at_modules() == self._found_modules
 
     def is_of(self, model: Any) -> bool:
         """True while it is of this model, no part of which was replaced, frozen or released since."""

@@ -79,13 +79,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._looks: tuple[Any, ...] = ()
         self._flops_a_number: int | None = None
         self._updates_within = True
-        self._filters_nan = False
+        self._filters_nan = self._keeps_items = False
         super().__init__(*args, **kwargs)
         self._made_optimizer = self.optimizer is None and self.optimizer_cls_and_kwargs is None
 
     def get_train_dataloader(self) -> Any:
         """As Trainer has it; batches stay on the host, where the step reads them, and are padded by numpy."""
-        if reason_of_trainer(self, Trainer) is not None:
+        ours = reason_of_trainer(self, Trainer) is None
+        self._keeps_items = ours and self.args.world_size == 1
+        if not ours:
             return super().get_train_dataloader()
         collator = self.data_collator
         self.data_collator = quick_padding(collator)
@@ -103,8 +105,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         Their number of items, which only Trainer's own step reads, stays on the host: to be sent to the device, it
         would wait for the step before.
         """
-        alone = self.args.world_size == 1 and self.stock_reason is None
-        found = super().get_batch_samples(epoch_iterator, num_batches, torch.device("cpu") if alone else device)
+        kept = self._keeps_items and self.stock_reason is None
+        found = super().get_batch_samples(epoch_iterator, num_batches, torch.device("cpu") if kept else device)
         self._waiting, self._expected = [], len(found[0])
         return found
 

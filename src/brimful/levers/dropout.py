@@ -26,7 +26,7 @@ class Dropout(Lever):
         if not assembly.training:
             return None
         mode = assembly.levers.get(ExecutionMode)
-        fused = isinstance(mode, ExecutionMode) and mode.fused and mode.value == "compiled"
+        fused = isinstance(mode, ExecutionMode) and mode.fused and mode.compiled
         of_fused = "those of fused layers do not change with the split into micro-batches and processes, others do"
         changes = of_fused if fused else "they change with the split into micro-batches and processes"
         return cls(

@@ -31,12 +31,13 @@ from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.host_reads import Recording, how_recorded
 from brimful.models.packed.packed_forward import LayoutModel, PackedModel, PaddedModel
 
-#: Cold seconds that compiling a layer costs where torch's compiler does it (benchmarks/profile); fused kernels cost less.
-_COMPILE_S = 10.0
-#: Share of a step's device time that compiling saves, and seconds of a layer in each training step that it saves at the
-#: least, by fewer kernels: BERT-base on an H100 captured and compiled, 34 and 18 ms on BBC News, 5.8 and 3.8 ms on tweets
-#: (benchmarks/drop_in). Of padded rows by torch's compiler alone: BERT-base on an H200 (benchmarks/profile).
-_SAVED, _SAVED_A_LAYER_S, _SAVED_PADDED = 0.5, 120e-6, 0.25
+#: Cold seconds that compiling a layer costs where torch's compiler does it, and the share of a step's device time that
+#: it saves: BERT-base on an H200, torch 2.11 (benchmarks/profile). Fused kernels cost less and save more.
+_COMPILE_S, _SAVED = 10.0, 0.25
+#: The same share where layers of packed rows are trained, and seconds of each in a step that are saved at the least, by
+#: fewer kernels: BERT-base on an H100, captured 34 and compiled 18 ms on BBC News, 5.8 and 3.8 ms on tweets
+#: (benchmarks/drop_in).
+_SAVED_IN_TRAINING, _SAVED_A_LAYER_S = 0.5, 120e-6
 #: Cold seconds of fused kernels forward only (benchmarks/classification).
 _COMPILE_FORWARD_S = 4.0
 #: Cold seconds of layers of padded rows, by torch's compiler alone: more kinds of layers, and more passes over each.
@@ -152,20 +153,20 @@ class ExecutionMode(Lever):
 
 
 def saved_seconds(assembly: Assembly) -> float:
-    """Return the seconds that compiled layers are expected to save in all of a run."""
-    passes, packed = 3 if assembly.training else 1, assembly.lever(Packing).packed
-    whole_s = 2 * passes * matmul_parameters(assembly.model) * assembly.num_tokens / _REACHED
-    by_time = (_SAVED if packed else _SAVED_PADDED) * whole_s
-    if not (assembly.training and packed):
-        return by_time
+    """Return the seconds that compiled layers are expected to save in all of a run, in each process."""
+    passes = 3 if assembly.training else 1
+    whole_s = 2 * passes * matmul_parameters(assembly.model) * assembly.num_tokens / _REACHED / assembly.num_ranks
+    if not (assembly.training and assembly.lever(Packing).packed):
+        return _SAVED * whole_s
+    by_time = _SAVED_IN_TRAINING * whole_s
     num_layers = sum(map(len, lists_to_compile(assembly)))
     return max(by_time, _SAVED_A_LAYER_S * num_layers * num_steps_of(assembly))
 
 
 def num_steps_of(assembly: Assembly) -> float:
-    """Return about how many steps a training run has, by the tokens of its batches."""
-    batches = assembly.batches(assembly.budget)
-    return assembly.num_tokens / max(1.0, float(np.mean([lengths_N.sum() for lengths_N in batches])))
+    """Return about how many steps a training run has, by the tokens that each process has of a batch."""
+    tokens = float(np.mean([lengths_N.sum() for lengths_N in assembly.batches(assembly.budget)]))
+    return assembly.num_tokens / assembly.num_ranks / max(1.0, tokens)
 
 
 def repeats_shapes(assembly: Assembly) -> Verdict:

@@ -29,7 +29,7 @@ from brimful.levers.update_memory import asked_savings, check_savings, described
 from brimful.models.model_stats import linear_parameters
 from brimful.models.packed.cut_check import CutCheck
 from brimful.step.precision import Precision
-from brimful.step.updates.bucketed_adamw import BucketedAdamW, Savings
+from brimful.step.updates.bucketed_adamw import GRADIENTS_UNDER_WAY, STATES_UNDER_WAY, BucketedAdamW, Savings
 from brimful.step.updates.deepspeed_update import DeepSpeedUpdate
 from brimful.step.updates.fully_sharded import FullyShardedUpdate
 from brimful.step.updates.fused_adamw import FusedAdamW, can_fuse
@@ -167,9 +167,16 @@ class Optimizer(Lever):
             + wide * in_32_bits
             + copies
             - saved,
-            step_bytes=self.gradient_bytes * work.num_trained - 2 * copies,
+            step_bytes=self.gradient_bytes * work.num_trained - 2 * copies + self._bytes_under_way(work.num_trained),
             step_s=(self.moved_bytes(work.num_trained) - 3 * copies) / work.bytes_per_s,
         )
+
+    def _bytes_under_way(self, num_trained: int) -> int:
+        """Bytes of buckets on the device, where gradients and states are there for their update alone."""
+        if self.savings is None:
+            return 0
+        gradients = min(4 * num_trained, GRADIENTS_UNDER_WAY) if self.savings.in_backward else 0
+        return gradients + (min(self.state_bytes * num_trained, STATES_UNDER_WAY) if self.savings.on_host else 0)
 
     def moved_bytes(self, num_parameters: int, num_idle: int = 0) -> int:
         """Bytes that one update must read and write at least: weight and states, read and written, and the fp32

@@ -227,7 +227,7 @@ class PhaseMemory:
     def __init__(self, kept: Callable[[], Kept], parameters: Sequence[Tensor] = ()) -> None:
         self.kept, self._parameters = kept, parameters
         self.highest: Moment | None = None
-        self.workspaces = 0  # most that an eager step had: graphs have theirs among what comes and goes
+        self.workspaces = 0  # most that an eager step had; a graph has as much in its pool
         self.records: AllocatorRecords | None = None
         self._met: Counter[Hashable] = Counter()
         self._watching = False
@@ -235,7 +235,7 @@ class PhaseMemory:
 
     def begin(self, records: AllocatorRecords) -> None:
         """Watch from now on. The allocator's peak is begun anew, here and with each phase."""
-        self.records, self.highest = records, None
+        self.records, self.highest, self.workspaces = records, None, 0
         records.reset()
 
     @contextmanager

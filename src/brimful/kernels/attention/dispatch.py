@@ -67,7 +67,10 @@ def grouped_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Seg
 def _rows_RHLD(x_HTD: Tensor, group: Group) -> Tensor:
     index_RL = group.index_RL
     if group.start is not None:
-        found: Tensor = x_HTD.narrow(1, group.start, index_RL.numel()).unflatten(1, index_RL.shape)
+        size = index_RL.numel()
+        if size < x_HTD.shape[1]:  # else a gradient would be copied for nothing
+            x_HTD = x_HTD.narrow(1, group.start, size)
+        found: Tensor = x_HTD.unflatten(1, index_RL.shape)
         return found.transpose(0, 1)
     rows_RLX = x_HTD.transpose(0, 1).flatten(1).index_select(0, index_RL.flatten()).unflatten(0, index_RL.shape)
     rows_RLHD: Tensor = rows_RLX.unflatten(2, (x_HTD.shape[0], -1))

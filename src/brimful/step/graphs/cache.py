@@ -50,7 +50,7 @@ class GraphPool:
 
     def __init__(self, device: torch.device, most_tokens: int = 0) -> None:
         self.device, self._most_tokens = device, most_tokens
-        self._measured_tokens = self._measured_bytes = 0
+        self._measured_tokens = self._measured_bytes = self._workspace_bytes = 0
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self.caches: WeakSet[GraphCache] = WeakSet()
         self.handle = torch.cuda.graph_pool_handle()
@@ -64,8 +64,10 @@ class GraphPool:
         before = self._idle_bytes() if is_first else 0
         yield
         if is_first:
-            release_workspaces()  # a graph has its own
-            self._measured_tokens, self._measured_bytes = num_tokens, max(self._idle_bytes() - before, 0)
+            used = self._idle_bytes()
+            release_workspaces()  # a graph has its own, whatever its shape
+            self._measured_tokens, self._measured_bytes = num_tokens, max(used - before, 0)
+            self._workspace_bytes = self._idle_bytes() - used
 
     def record(self, compute: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
         """As `Recorder` has it. Nothing is computed: the first replay does that."""
@@ -82,7 +84,7 @@ class GraphPool:
 
     def renew(self) -> None:
         """As `Recorder` has it: torch gives the memory of a pool back when nothing is left in it."""
-        self._measured_tokens = self._measured_bytes = 0
+        self._measured_tokens = self._measured_bytes = self._workspace_bytes = 0
         self.handle = torch.cuda.graph_pool_handle()
 
     def _idle_bytes(self) -> int:
@@ -96,7 +98,7 @@ class GraphPool:
         """Bytes that the first graph takes for all; none where that is much of what is free, and might not fit."""
         if self._graphs or not self._measured_tokens:
             return 0
-        room_bytes = self._measured_bytes * self._most_tokens // self._measured_tokens
+        room_bytes = self._measured_bytes * self._most_tokens // self._measured_tokens + self._workspace_bytes
         torch.cuda.empty_cache()
         return room_bytes if 2 * room_bytes < device_free_bytes(self.device) else 0
 

@@ -3,8 +3,8 @@
 In one bucket the arithmetic is that of torch's fused AdamW, in fp32. Around it each is optional: weights of Linear
 layers in bf16 alone, states in bf16 (both rounded by chance) or in 8 bits, states in host memory, and the update within
 the backward pass, as soon as the gradients of a bucket are complete. These are freed then. On a GPU what is rounded is
-updated by a kernel of ours, a parameter a launch; within the backward pass that goes on beside it, on a stream of its
-own: products leave memory idle, and updates the matrix units.
+updated by a kernel of ours, a parameter a launch. Updates within the backward pass go on beside it there, on a stream of
+their own: products leave memory idle, and updates the matrix units.
 
 Within the backward pass the norm of the whole gradient is not known yet: it is clipped by that of the step before, if
 at all. A gradient that is not finite leaves its bucket and those after it as they were; buckets before it are updated.
@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from brimful.hardware.memory import release_unused
 from brimful.step.state import ParameterState
 from brimful.step.updates.buckets import Bucket, buckets_of, norms_of
-from brimful.step.updates.host_states import HostStates
+from brimful.step.updates.host_states import AHEAD, LEAVING, HostStates
 from brimful.step.updates.moments import Moments, moments_in, num_bytes
 from brimful.step.updates.rounded_kernels import RoundedKernels, can_launch
 from brimful.step.updates.rounding import mix, stochastic_bf16
@@ -34,6 +35,9 @@ from brimful.step.updates.update import Update
 BUCKET = 4 << 20
 #: Buckets whose update may be under way while the backward pass goes on: their gradients are there until it is done.
 _BEHIND = 2
+#: Bytes of buckets that are on the device at once, about: of gradients within a backward pass, and of states from the
+#: host, in fp32.
+GRADIENTS_UNDER_WAY, STATES_UNDER_WAY = (_BEHIND + 1) * 4 * BUCKET, AHEAD + (LEAVING + 1) * 8 * BUCKET
 #: Least elements of a Linear weight whose states are in 8 bits, where they are to be; those of all else stay fp32.
 LEAST_IN_8_BITS = 4096
 
@@ -91,7 +95,7 @@ class BucketedAdamW(Update):
         self._gathered: set[int] = set()
         self._is_held = self._is_begun = False
         self._left: dict[int, Tensor] = {}  # gradients in host memory, by parameter
-        self._beside = torch.cuda.Stream(self.device) if self._has_stream() else None
+        self._beside = _stream_of(self.device) if self._has_stream() else None
         self._under_way: deque[tuple[list[Tensor], Any]] = deque()  # gradients, and the event of their update
         index = {id(p): i for i, p in enumerate(self.parameters)}
         self._hooks = [
@@ -162,7 +166,7 @@ class BucketedAdamW(Update):
         self.parameters[index].grad = None
 
     def _update_early(self, bucket: Bucket) -> None:
-        """Update a bucket from the gradients that there are, and free them."""
+        """Update a bucket from the gradients that there are, which go when that is done."""
         gradients = {i: g for i in bucket.members if (g := self.parameters[i].grad) is not None}
         with self._on_own_stream(list(gradients.values())):
             self._take(bucket, gradients)
@@ -178,8 +182,10 @@ class BucketedAdamW(Update):
             return
         main = torch.cuda.current_stream(self.device)
         self._beside.wait_stream(main)
-        with torch.cuda.stream(self._beside):
-            yield
+        try:
+            with torch.cuda.stream(self._beside):
+                yield
+        finally:
             self._under_way.append((gradients, self._beside.record_event()))
         if len(self._under_way) > _BEHIND:
             main.wait_event(self._under_way[0][1])
@@ -447,3 +453,9 @@ class BucketedAdamW(Update):
     def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         if groups and "late_norm" in groups[0]:
             self._late_norm.fill_(groups[0]["late_norm"])
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for the process: torch hands out 32 in turn, and one that copies for others must not be part of a capture."""
+    return torch.cuda.Stream(device)

@@ -7,16 +7,18 @@ that states on the device would have, bit for bit. On a CPU both are plain copie
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-#: Buckets that come before their turn: several are complete at about the same time, and the link is to rest at none.
-_AHEAD = 3
+#: Bytes of buckets that come before their turn, one at the least: several are complete at about the same time, and the
+#: link is to rest at none.
+AHEAD = 100_000_000
 #: Buckets on their way back whose memory on the device is kept for that.
-_LEAVING = 2
+LEAVING = 2
 
 
 class HostStates:
@@ -25,8 +27,7 @@ class HostStates:
     def __init__(self, arenas: Sequence[Tensor], device: torch.device) -> None:
         self.arenas, self._device = arenas, device
         on_gpu = device.type == "cuda"
-        self._inward = torch.cuda.Stream(device) if on_gpu else None
-        self._outward = torch.cuda.Stream(device) if on_gpu else None
+        self._inward, self._outward = _streams(device) if on_gpu else (None, None)
         self._coming: dict[int, tuple[Tensor, Any]] = {}
         self._leaving: deque[tuple[Tensor, Any]] = deque()
         self._done: set[int] = set()
@@ -34,13 +35,22 @@ class HostStates:
 
     def fetch(self, number: int) -> Tensor:
         """States of a bucket on the device. Those of the next ones begin to come."""
-        for each in range(number, min(number + 1 + _AHEAD, len(self.arenas))):
+        for each in (number, *self._next(number)):
             if each not in self._coming and each not in self._done:
                 self._coming[each] = self._begin(each)
         found, event = self._coming.pop(number)
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
         return found
+
+    def _next(self, number: int) -> Iterator[int]:
+        """The buckets that come before their turn when it is this one's."""
+        ahead = 0
+        for each in range(number + 1, len(self.arenas)):
+            ahead += self.arenas[each].nbytes
+            if ahead > AHEAD and each > number + 1:
+                return
+            yield each
 
     def put(self, number: int, states: Tensor) -> None:
         """Keep the new states of a bucket."""
@@ -53,7 +63,7 @@ class HostStates:
         with torch.cuda.stream(self._outward):
             self.arenas[number].copy_(states, non_blocking=True)
             self._leaving.append((states, self._outward.record_event()))
-        if len(self._leaving) > _LEAVING:
+        if len(self._leaving) > LEAVING:
             main.wait_event(self._leaving.popleft()[1])
 
     def forget(self) -> None:
@@ -86,3 +96,9 @@ class HostStates:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         if stream not in self._busy:
             self._busy.append(stream)
+
+
+@cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Inward and outward, one each for the process: torch hands out 32 in turn, and these may be part of a capture."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
