@@ -314,3 +314,24 @@ def test_bad_use_is_one_line(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(brimful.OptionError, match="labels are floats, one a row, and the model has 3 classes"):
         trained(brimful.Trainer, model, tmp_path, tokenizer, train_dataset=floats)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("kind", "there"), [(brimful.Trainer, "cpu"), (_OwnStep, "meta")])
+def test_the_number_of_items_waits_for_no_device(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, kind: type[Any], there: str
+) -> None:
+    """It stays on the host where our step runs, and is where transformers has it where Trainer's own may read it."""
+    made = kind(
+        model=FAMILIES["bert"].model(), args=arguments(tmp_path, eval_strategy="no"), train_dataset=dataset_of(),
+        data_collator=DataCollatorWithPadding(tokenizer),
+    )  # fmt: skip
+    devices: list[torch.device] = []
+
+    def counted(_: Any, iterator: Any, number: int, device: torch.device) -> tuple[list[Any], None]:
+        devices.append(device)
+        return [], None
+
+    monkeypatch.setattr(transformers.Trainer, "get_batch_samples", counted)
+    made.get_train_dataloader()
+    made.get_batch_samples(iter(()), 1, torch.device("meta"))
+    assert [device.type for device in devices] == [there]

@@ -78,8 +78,8 @@ def release_unused(device: torch.device) -> None:
 
 
 def release_workspaces() -> None:
-    """Have torch forget the workspaces of matrix products, one for each thread and stream of the process, until the next
-    product of each.
+    """Have torch forget the workspaces of matrix products, one for each thread and stream of the process, until each
+    has its next product.
 
     In a capture they are made anew in the graph's own pool, which is scratch to whatever runs from it.
     """

@@ -3,8 +3,8 @@
 In one bucket the arithmetic is that of torch's fused AdamW, in fp32. Around it each is optional: weights of Linear
 layers in bf16 alone, states in bf16 (both rounded by chance) or in 8 bits, states in host memory, and the update within
 the backward pass, as soon as the gradients of a bucket are complete. These are freed then. On a GPU what is rounded is
-updated by a kernel of ours, a parameter a launch. Updates within the backward pass go on beside it there, on a stream of
-their own: products leave memory idle, and updates the matrix units.
+updated by a kernel of ours, a parameter a launch. Updates within the backward pass go on beside it there, on a stream
+of their own: products leave memory idle, and updates the matrix units.
 
 Within the backward pass the norm of the whole gradient is not known yet: it is clipped by that of the step before, if
 at all. A gradient that is not finite leaves its bucket and those after it as they were; buckets before it are updated.

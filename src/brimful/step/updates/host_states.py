@@ -27,7 +27,8 @@ class HostStates:
     def __init__(self, arenas: Sequence[Tensor], device: torch.device) -> None:
         self.arenas, self._device = arenas, device
         on_gpu = device.type == "cuda"
-        self._inward, self._outward = _streams(device) if on_gpu else (None, None)
+        streams: tuple[Any, Any] = _streams(device) if on_gpu else (None, None)
+        self._inward, self._outward = streams
         self._coming: dict[int, tuple[Tensor, Any]] = {}
         self._leaving: deque[tuple[Tensor, Any]] = deque()
         self._done: set[int] = set()
