@@ -57,6 +57,14 @@ def started(words: list[str], output: Path, logs: Path) -> Forked:
     return Forked(logs, COUNT, lambda _: run(list(ask)))
 
 
+def met(processes: Forked) -> None:
+    """Wait until all processes have met: one that never comes is waited for, as one that is slow to start."""
+    until = time.monotonic() + 60
+    while not processes.said(0).strip():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def struck(processes: Forked, rank: int, sent: signal.Signals) -> str | None:
     """Send a signal to one process, and return what became of the run: None if it was done before."""
     began = time.monotonic()
@@ -111,7 +119,8 @@ def test_rank_campaign(words: list[str], alone: tuple[Path, float], tmp_path: Pa
             if strike == times:
                 assert processes.results() == [0] * COUNT
                 break
-            after_s, rank, sent = draw.uniform(0.3, alone[1]), draw.randrange(COUNT), draw.choice(SENT)
+            after_s, rank, sent = draw.uniform(0, 0.6 * alone[1]), draw.randrange(COUNT), draw.choice(SENT)
+            met(processes)
             time.sleep(after_s)
             found = struck(processes, rank, sent)
             if found is None:  # it was done

@@ -17,7 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from brimful.cli.commands import run
 from brimful.cli.launch import launch
+from brimful.core.errors import RanksError
 from brimful.core.place import Place
+from brimful.engine.training.follower import heard
+from brimful.engine.training.orders import Order
 from brimful.hardware.ranks import digest
 from forked_ranks import Forked
 from runs import POISON, checkpoints, events, save_tiny_model, single_label_rows, write_rows
@@ -205,3 +208,16 @@ def test_a_profile_of_two_says_what_sums_take(files: Path, tmp_path: Path) -> No
     assert 0 <= sums["hidden_s"] < sums["seconds"] < found["time"]["mean_s"]
     assert 0 < found["work"]["samples"] < 8
     assert both.said(1).strip() == ""
+
+
+def test_an_end_for_want_of_a_process_is_an_error_in_all() -> None:
+    """The record that is there may be of the run that is resumed."""
+
+    class Told:
+        def hear(self) -> tuple[int, int]:
+            return int(Order.LOST), 0
+
+    told: Any = Told()
+    with pytest.raises(RanksError) as error:
+        heard(told)
+    assert error.value.exit_code == 7
