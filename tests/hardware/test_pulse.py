@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from brimful.hardware.pulse import Beat, Lost, Pulse, lost
+from brimful.hardware.watch import Watch
 
 BEAT = Pulse(device="GPU 0").beat()
 WAITS = {"waiting": True, "idle_s": 20.0}
@@ -126,3 +127,19 @@ def test_who_compiles_takes_its_time() -> None:
     time.sleep(0.01)
     assert space["compile"]().limit_s > 600
     assert pulse.beat().limit_s < 600
+
+
+@pytest.mark.parametrize(("rank", "own_store", "lost"), [(1, True, 0), (0, True, None), (1, False, None)])
+def test_a_leader_that_stops_before_its_first_sign_of_life(rank: int, own_store: bool, lost: int | None) -> None:
+    """With it the store, so that nothing is read of any process."""
+
+    class Store:
+        def clone(self) -> Store:
+            return self
+
+    pulse = Pulse(rank)
+    watch = Watch(pulse, Store(), 2, own_store=own_store)
+    assert watch._judge() is None
+    watch._answered -= pulse.hang_s + 1
+    found = watch._judge()
+    assert (None if found is None else found.rank) == lost

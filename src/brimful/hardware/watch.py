@@ -55,7 +55,8 @@ class Watch:
         self._store.set(f"pulse/{self.pulse.rank}", self.pulse.beat().to_json())
 
     def begin(self) -> None:
-        """Begin to report and to watch."""
+        """Begin to report and to watch, now that all are there."""
+        self._answered = time.monotonic()
         for work in (self._report, self._look):
             thread = threading.Thread(target=work, name=f"brimful-pulse{work.__name__}", daemon=True)
             thread.start()
@@ -150,8 +151,9 @@ class Watch:
     def _judge(self) -> Lost | None:
         now = time.monotonic()
         unanswered_s = now - self._answered
-        if not self._beats:
-            return None
+        if not self._beats:  # the first process may have stopped at once, and the store with it
+            silent = self._own_store and self.pulse.rank and unanswered_s > self.pulse.hang_s
+            return self._silent_leader() if silent else None
         if unanswered_s > 4 * self._every_s:  # of the others nothing is known, whatever they do
             if self._own_store and self.pulse.rank:
                 leader = self._beats[0]
@@ -162,6 +164,11 @@ class Watch:
         beats, heard = dict(self._beats), dict(self._heard)
         silent_s = {rank: now - heard[rank] for rank in beats}
         return lost(beats, silent_s, self._count, broken=self.broken, hang_s=self.pulse.hang_s)
+
+    def _silent_leader(self) -> Lost:
+        host = os.environ.get("MASTER_ADDR", "its host")
+        why = "has not answered since all processes met"
+        return Lost(rank=0, of=self._count, why=why, host=host, device="unknown", step=0, phase="start")
 
     def _publish(self, found: Lost) -> None:
         """Make it what all processes have found, unless one of them was first."""
