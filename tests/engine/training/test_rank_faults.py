@@ -76,7 +76,7 @@ def struck(processes: Forked, rank: int, sent: signal.Signals) -> str | None:
         os.kill(processes.pids[rank], signal.SIGKILL)
         processes.exit_code(rank)
     said = "".join(processes.said(each) for each in range(COUNT))
-    if codes.get(0, 0) == 0 and set(codes.values()) <= {0, None}:  # done, but for the end of one that SIGTERM came to
+    if 0 in codes.values() and set(codes.values()) <= {0, None}:  # done, but for the end of one that SIGTERM came to
         return None
     assert passed_s < WITHIN_S + 1, f"{passed_s:.1f} s: {said}"
     if sent == signal.SIGTERM and codes[0] == 143:
