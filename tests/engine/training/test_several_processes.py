@@ -78,7 +78,7 @@ def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
     assert max(tokens) < 1.1 * min(tokens)
     assert 1 <= work["imbalance"] < 1.2
     assert sum(each["samples"] for each in work["each"]) == 2 * 67
-    assert all(0 <= each["hidden_s"] <= each["sent_s"] for each in work["each"])
+    assert all(0 <= (each["hidden_s"] or 0) <= (each["sent_s"] or 0) for each in work["each"])
     assert all({"waited_s", "steps_s"} <= each.keys() for each in work["each"])
     assert [event["step"] for event in events(tmp_path / "two", "processes")] == [9, 18, 18]
     assert "the one with the most tokens of a batch has 1." in both.said(0)
