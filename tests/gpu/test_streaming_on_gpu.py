@@ -74,7 +74,7 @@ def test_a_model_larger_than_the_limit_classifies(stored: Any, tmp_path: Path) -
 @pytest.mark.parametrize("more", [{}, {"optimizer_in_backward": True, "max_grad_norm": 0.0}], ids=["", "in backward"])
 @pytest.mark.parametrize("stored", ["host", "disk"])
 def test_training_learns_the_same(stored: Any, more: dict[str, Any], tmp_path: Path) -> None:
-    """As with states in host memory and layers computed again, up to rounding: steps are equal to the bit at first."""
+    """As with states in host memory and layers computed again: the same bytes."""
     model_of(5, 256).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     data, found = write_rows(tmp_path / "rows.jsonl", single_label_rows(400)), []
@@ -94,6 +94,8 @@ def test_training_learns_the_same(stored: Any, more: dict[str, Any], tmp_path: P
     (expected, kept), (losses, streamed) = found
     assert losses[:10] == expected[:10]
     assert all(difference(streamed[name], kept[name]) < STREAMED for name in kept if not name.endswith("key.bias"))
+    if not all(torch.equal(streamed[name], kept[name]) for name in kept):
+        pytest.xfail("the same bytes are wanted; after some steps they differ by rounding, for a reason not found yet")
 
 
 @pytest.mark.parametrize("stored", ["host", "disk"])

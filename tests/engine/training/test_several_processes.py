@@ -78,8 +78,13 @@ def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
     assert max(tokens) < 1.1 * min(tokens)
     assert 1 <= work["imbalance"] < 1.2
     assert sum(each["samples"] for each in work["each"]) == 2 * 67
-    assert all(0 <= (each["hidden_s"] or 0) <= (each["sent_s"] or 0) for each in work["each"])
-    assert all({"waited_s", "steps_s"} <= each.keys() for each in work["each"])
+    # Seconds are those of a process's last sign of life, a quarter of one ago: it may have been before the first step.
+    assert all(0 <= each["waited_s"] <= each["steps_s"] for each in work["each"])
+    assert all(each["waited_s"] < each["steps_s"] for each in work["each"] if each["steps_s"])
+    seen = [each for each in work["each"] if each["sent_s"] is not None]
+    assert all(0 <= each["hidden_s"] <= each["sent_s"] for each in seen)
+    assert all(each["hidden_s"] is None for each in work["each"] if each not in seen)
+    assert work["each"][0]["steps_s"] > 0
     assert [event["step"] for event in events(tmp_path / "two", "processes")] == [9, 18, 18]
     assert "the one with the most tokens of a batch has 1." in both.said(0)
     assert {"processes": "2", "execution": "eager"}.items() <= {each["name"]: each["value"] for each in recipe}.items()
