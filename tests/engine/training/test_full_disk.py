@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import brimful
 from brimful.core import atomic_files
-from brimful.core.callbacks import Callbacks, Progress
+from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DiskFullError, OutputError
 from brimful.core.units import bytes_text
 from brimful.engine.training.checkpoint import newest_whole
@@ -31,26 +31,24 @@ LITTLE = 24 << 10
 
 
 class Filler(Callbacks):
-    """Fills the disk up to LITTLE after one step, frees it at the evaluation after another, and keeps what it hears.
+    """Fills the disk up to LITTLE at one evaluation, frees it at another, and keeps what it hears.
 
-    By an evaluation, what was begun to be saved before is settled.
+    By an evaluation, what was begun to be saved before is settled: nothing else writes beside.
     """
 
-    def __init__(self, folder: Path, full_after: int, free_after: int | None = None) -> None:
-        self._file, self._full_after, self._free_after = folder / "hog", full_after, free_after
+    def __init__(self, folder: Path, full_at: int, free_at: int | None = None) -> None:
+        self._file, self._full_at, self._free_at = folder / "hog", full_at, free_at
         self.warnings: list[str] = []
 
     def warning(self, text: str) -> None:
         self.warnings.append(text)
 
-    def progress(self, progress: Progress) -> None:
-        if progress.step == self._full_after:
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self._full_at:
             free = atomic_files.free_bytes(self._file.parent)
             assert free is not None
             self._file.write_bytes(bytes(free - LITTLE))
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step == self._free_after:
+        if step == self._free_at:
             self.free()
 
     def free(self) -> None:
@@ -117,7 +115,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     model: Path, rows: Path, alone: Path, disk: Callable[[str], Path]
 ) -> None:
     output = disk("80m") / "run"
-    filler = Filler(output.parent, full_after=5, free_after=9)
+    filler = Filler(output.parent, full_at=6, free_at=9)
     brimful.train(rows, model=model, output=output, callbacks=filler, **OPTIONS)
     [warning] = filler.warnings
     assert warning.startswith("no checkpoint after step 6: cannot write ")
@@ -131,7 +129,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
 
 def test_full_at_the_end(model: Path, rows: Path, alone: Path, disk: Callable[[str], Path]) -> None:
     output = disk("80m") / "run"
-    filler = Filler(output.parent, full_after=7)
+    filler = Filler(output.parent, full_at=9)
     with pytest.raises(DiskFullError, match="No space left on device") as caught:
         brimful.train(rows, model=model, output=output, callbacks=filler, **OPTIONS)
     assert caught.value.exit_code == 4
@@ -158,7 +156,7 @@ def test_the_best_model_that_could_not_be_saved(model: Path, rows: Path, disk: C
     assert 1 < best < 12
     shutil.rmtree(output)
     output = output.with_name("run")
-    filler = Filler(output.parent, full_after=best, free_after=best + 1)
+    filler = Filler(output.parent, full_at=best, free_at=best + 1)
     run = brimful.train(rows, model=model, output=output, callbacks=filler, **options)
     assert f"no checkpoint after step {best}" in filler.warnings[0]
     assert len(filler.warnings) == 1
