@@ -6,7 +6,6 @@ One process group: gloo between hosts' memories, NCCL between GPUs. It lives for
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -18,18 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from brimful.core.errors import DeviceError, RanksError, first_line
 from brimful.core.place import Place
+from brimful.hardware.meeting import meet, open_store, store_is_launchers
 from brimful.hardware.pulse import Beat, Lost, Pulse
 from brimful.hardware.watch import Watch
 
 #: Waits for work that was begun: until it is done, or on a GPU until what is launched from now on comes after it.
 Ending = Callable[[], None]
 
-#: Time for all processes to come, and for one to wait for others at work: an epoch's evaluation, a checkpoint.
-_MEETING, _WAITING = timedelta(minutes=10), timedelta(hours=24)
+#: Time for one process to wait for others at work: an epoch's evaluation, a checkpoint.
+_WAITING = timedelta(hours=24)
 #: Most seconds from the end of a connection until it is known whose process is gone.
 _VERDICT_S = 9.0
 
@@ -184,6 +183,15 @@ class Ranks:
             return ()
         return tuple(self.pulse.beat() if each.rank == self.rank else each for each in self.watch.beats())
 
+    def send_beat(self) -> None:
+        """Send the leader, which takes `beats_now`, a sign of life."""
+        self.send(np.frombuffer(self.pulse.beat().to_json().encode(), dtype=np.uint8).copy())
+
+    def beats_now(self) -> tuple[Beat, ...]:
+        """Wait for each of the others to `send_beat`; return a sign of life of all processes, in their order."""
+        others = [Beat.from_json(self.receive(sender).tobytes()) for sender in range(1, self.count)]
+        return (self.pulse.beat(), *others)
+
     @property
     def lost(self) -> Lost | None:
         """The process that is gone or stuck, once that is known."""
@@ -234,10 +242,13 @@ ALONE = Ranks()
 
 
 @contextmanager
-def joined(place: Place, device: torch.device, *, tensor_parallel: int = 1) -> Iterator[Ranks]:
+def joined(
+    place: Place, device: torch.device, *, note: Callable[[str], None] = lambda _: None, tensor_parallel: int = 1
+) -> Iterator[Ranks]:
     """Within, this process is one of those that a launcher has started; alone where there is one.
 
-    tensor_parallel: processes that have one model's weights together, neighbours by their numbers.
+    note: takes word of processes that are long in coming. tensor_parallel: processes that have one model's weights
+    together, neighbours by their numbers.
     Raises: DeviceError where they do not meet, or the process has a group of torch.distributed already.
     """
     if place.count == 1:
@@ -246,20 +257,15 @@ def joined(place: Place, device: torch.device, *, tensor_parallel: int = 1) -> I
     if dist.is_initialized():
         hint = "call it before init_process_group; to train in your own loop there is brimful.Step"
         raise DeviceError("torch.distributed is in use in this process already", hint=hint)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    try:
-        store, rank, count = next(rendezvous("env://", place.rank, place.count, timeout=_MEETING))
-        store.set_timeout(_MEETING)
-        watch = _watch(place, device, PrefixStore("brimful", store))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_WAITING)
-        mesh = _mesh(place, device, tensor_parallel) if tensor_parallel > 1 else None
-    except (RuntimeError, ValueError) as error:
-        hint = "see that MASTER_ADDR and MASTER_PORT are the same in all, and that all were started"
-        raise DeviceError(f"the {place.count} processes did not meet: {first_line(error)}", hint=hint) from error
+    store = open_store(place)
+    own = PrefixStore("brimful", store)
+    pulse = Pulse(place.rank, f"GPU {device.index or 0}" if device.type == "cuda" else "CPU")
+    watch = Watch(pulse, own, place.count, own_store=not store_is_launchers())
+    meet(own, watch, place, note)
     watch.begin()
     failed = False
     try:
-        yield Ranks(place, watch, mesh)
+        yield Ranks(place, watch, _connected(store, watch, place, device, tensor_parallel))
     except BaseException as error:
         watch.fail(error)
         failed = True
@@ -273,16 +279,18 @@ def joined(place: Place, device: torch.device, *, tensor_parallel: int = 1) -> I
                 dist.destroy_process_group()
 
 
-def _mesh(place: Place, device: torch.device, tensor_parallel: int) -> DeviceMesh:
-    """Make groups of processes, as `Ranks` has them. All processes do so at once."""
-    shape = (place.count // tensor_parallel, tensor_parallel)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
-
-
-def _watch(place: Place, device: torch.device, store: Any) -> Watch:
-    """Return a watch that has given a first sign of life."""
-    pulse = Pulse(place.rank, f"GPU {device.index or 0}" if device.type == "cuda" else "CPU")
-    own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    watch = Watch(pulse, store, place.count, own_store=own_store)
-    watch.announce()
-    return watch
+def _connected(store: Any, watch: Watch, place: Place, device: torch.device, tensor_parallel: int) -> DeviceMesh | None:
+    """Connect all processes with one another, in groups as `Ranks` has them. All do so at once."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.count, timeout=_WAITING)
+        if tensor_parallel == 1:
+            return None
+        shape = (place.count // tensor_parallel, tensor_parallel)
+        return init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
+    except (RuntimeError, ValueError) as error:
+        if (lost := watch.wait_for_verdict(_VERDICT_S)) is not None:
+            raise RanksError(str(lost), lost=lost.rank) from error
+        hint = "see that hosts reach one another on all ports; GLOO_SOCKET_IFNAME names the network that they share"
+        said = f"the {place.count} processes do not reach one another: {first_line(error)}"
+        raise DeviceError(said, hint=hint) from error

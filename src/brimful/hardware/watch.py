@@ -49,10 +49,14 @@ class Watch:
         self._every_s = _EVERY_S * max(1.0, count / _AT_ONCE)
 
     def announce(self) -> None:
-        """Give a first sign of life. All have when the process group is there."""
+        """Give a first sign of life."""
         if self.pulse.rank == 0:
             self._store.set(_VERDICT, "")
         self._store.set(f"pulse/{self.pulse.rank}", self.pulse.beat().to_json())
+
+    def has_come(self, rank: int) -> bool:
+        """Return True if a process has given its first sign of life."""
+        return bool(self._store.check([f"pulse/{rank}"]))
 
     def begin(self) -> None:
         """Begin to report and to watch, now that all are there."""

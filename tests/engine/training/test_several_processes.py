@@ -78,13 +78,10 @@ def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
     assert max(tokens) < 1.1 * min(tokens)
     assert 1 <= work["imbalance"] < 1.2
     assert sum(each["samples"] for each in work["each"]) == 2 * 67
-    # Seconds are those of a process's last sign of life, a quarter of one ago: it may have been before the first step.
-    assert all(0 <= each["waited_s"] <= each["steps_s"] for each in work["each"])
-    assert all(each["waited_s"] < each["steps_s"] for each in work["each"] if each["steps_s"])
+    assert all(0 <= each["waited_s"] < each["steps_s"] for each in work["each"])  # each was asked at the end
     seen = [each for each in work["each"] if each["sent_s"] is not None]
     assert all(0 <= each["hidden_s"] <= each["sent_s"] for each in seen)
     assert all(each["hidden_s"] is None for each in work["each"] if each not in seen)
-    assert work["each"][0]["steps_s"] > 0
     assert [event["step"] for event in events(tmp_path / "two", "processes")] == [9, 18, 18]
     assert "the one with the most tokens of a batch has 1." in both.said(0)
     assert {"processes": "2", "execution": "eager"}.items() <= {each["name"]: each["value"] for each in recipe}.items()

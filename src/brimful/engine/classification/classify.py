@@ -53,7 +53,7 @@ def classify_file(
     with ExitStack() as stack:
         device = choose_device(options.device, place.local_rank)
         stack.enter_context(device_memory(device, options.memory_limit, options.allocator))
-        ranks = stack.enter_context(joined(place, device))
+        ranks = stack.enter_context(joined(place, device, note=callbacks.note))
         if not ranks.leads:
             return _follow(options, ranks, stack, tables)
         records = stack.enter_context(leading(ranks))

@@ -89,7 +89,7 @@ def evaluate_model(
     check_gpus_there(options, device)
     precision = choose_forward_precision(options.precision, device)
     with ExitStack() as stack:
-        ranks = stack.enter_context(joined(place, device))
+        ranks = stack.enter_context(joined(place, device, note=callbacks.note))
         if not ranks.leads:
             return _follow(options, asked, precision, ranks, stack, tables)
         records = stack.enter_context(leading(ranks))

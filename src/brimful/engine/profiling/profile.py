@@ -69,7 +69,7 @@ def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None
     with (
         deterministic(options.deterministic),
         device_memory(device, options.memory_limit, options.allocator),
-        joined(place, device, tensor_parallel=options.tensor_parallel) as ranks,
+        joined(place, device, note=callbacks.note, tensor_parallel=options.tensor_parallel) as ranks,
     ):
         ranks.pulse.enter("profile")
         prepared = prepare(options, callbacks, tables=tables)

@@ -124,6 +124,8 @@ class _Follower:
             self._name_rows(number)
         elif order == Order.STATE:
             self._built.step.state()
+        elif order == Order.WORK:
+            self._ranks.send_beat()
         elif order == Order.LOAD:
             self._load(number)
         elif order == Order.RELEASE:

@@ -325,9 +325,14 @@ class TrainingLoop:
             if (due(options.save_steps) or improved) and self._saving.saved_step != state.applied:
                 self._saving.save(best if improved else None)
 
-    def _write_work(self) -> Processes | None:
-        """Write down what each process has done; nothing for one alone."""
-        if (found := self._work.found()) is not None:
+    def _write_work(self, *, asks: bool = False) -> Processes | None:
+        """Write down what each process has done; nothing for one alone. asks: each, in place of what it said last."""
+        if asks and self._ranks.reachable:
+            with self._ranks.together(Order.WORK):
+                beats = self._ranks.beats_now()
+        else:
+            beats = self._ranks.beats()
+        if (found := self._work.found(beats)) is not None:
             self._events.write("processes", step=self._state.applied, **dataclasses.asdict(found))
         return found
 
@@ -371,7 +376,7 @@ class TrainingLoop:
         """Evaluates and saves what is to be kept, and closes the record."""
         state = self._state
         self._tell_of_others()
-        processes = self._write_work()
+        processes = self._write_work(asks=True)
         peak = self._memory.peak()
         if (said := limit_text(peak, self._options.memory_limit)) is not None:
             self._callbacks.note(said)

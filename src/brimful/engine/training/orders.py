@@ -12,8 +12,8 @@ class Order(IntEnum):
 
     BUILD: nothing; the leader's way to run follows. LOAD: step of a checkpoint. BEGIN: first batch to come. STEP: batch
     to take a step on. ROWS: batch whose rows that are not finite are to be named. EVALUATE, COMPARE (all weights),
-    STATE (all put their parts of it together), RELEASE (and their weights, at the end), END, LOST (the end, as one is
-    gone): nothing.
+    STATE (all put their parts of it together), WORK (all say what they have done), RELEASE (and their weights, at the
+    end), END, LOST (the end, as one is gone): nothing.
     """
 
     END = 0
@@ -27,6 +27,7 @@ class Order(IntEnum):
     STATE = 8
     RELEASE = 9
     LOST = 10
+    WORK = 11
 
 
 def own_work(batch: Batch) -> dict[str, int]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from brimful.core.records import Processes, ProcessWork
 from brimful.data.batches.batch import Batch
+from brimful.hardware.pulse import Beat
 from brimful.hardware.ranks import Ranks
 
 
@@ -36,8 +39,8 @@ class SharedWork:
         """Tokens of the process with the most in a step, over the mean of all."""
         return self._most * self._ranks.count / max(1, sum(self._tokens))
 
-    def found(self) -> Processes | None:
-        """The work by now; None for one process, and before the first step."""
+    def found(self, beats: Iterable[Beat]) -> Processes | None:
+        """The work by now, with the seconds of `beats`; None for one process, and before the first step."""
         if self._ranks.count == 1 or not sum(self._tokens):
             return None
         each = tuple(
@@ -51,6 +54,6 @@ class SharedWork:
                 sent_s=beat.sent_s or None,
                 hidden_s=beat.hidden_s if beat.sent_s else None,
             )
-            for beat in self._ranks.beats()
+            for beat in beats
         )
         return Processes(imbalance=self.imbalance, each=each)

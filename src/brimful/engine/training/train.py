@@ -84,7 +84,7 @@ def train(
     device = choose_device("cuda" if options.gpus is not None else options.device, place.local_rank)
     with (
         device_memory(device, options.memory_limit, options.allocator),
-        joined(place, device, tensor_parallel=options.tensor_parallel) as ranks,
+        joined(place, device, note=callbacks.note, tensor_parallel=options.tensor_parallel) as ranks,
     ):
         ranks.pulse.hang_s, phases.heard = options.hang_timeout, ranks.pulse.enter
         ranks.pulse.input_s = options.hang_timeout * (1 if options.transform is None else _MORE_FOR_TRANSFORMS)

@@ -1,0 +1,82 @@
+"""Where the processes that a launcher has started meet: a store in the first of them, or in the launcher."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
+
+from brimful.core.errors import DeviceError, first_line, listed
+from brimful.core.place import Place
+from brimful.hardware.watch import Watch
+
+#: Time for all processes to come.
+MEETING = timedelta(minutes=10)
+#: Seconds until the first process says who has not come, and between two looks.
+_PATIENCE_S, _LOOK_S = 30.0, 0.05
+
+
+def store_is_launchers() -> bool:
+    """True if the store lives in torchrun's own process, and not in the first of those it has started."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def open_store(place: Place) -> Any:
+    """Return a connection to the store at MASTER_ADDR and MASTER_PORT.
+
+    Waits for whoever has the store, and for nobody else. Raises: DeviceError.
+    """
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not port.isdigit() or not host:
+        hint = "export MASTER_ADDR (the first host) and MASTER_PORT, or start them with torchrun"
+        raise DeviceError(f"MASTER_ADDR={host} and MASTER_PORT={port} do not say where the processes meet", hint=hint)
+    is_first = place.leads and not store_is_launchers()
+    try:
+        store = TCPStore(
+            host, int(port), place.count, is_first, timeout=MEETING, wait_for_workers=False, multi_tenant=is_first
+        )
+    except (RuntimeError, ValueError) as error:
+        where = "the store of the processes" if is_first else "process 0, or its launcher, is not reached"
+        raise DeviceError(f"{where} at {host}:{port}: {first_line(error)}", hint=_HINT) from error
+    return store
+
+
+def meet(store: Any, watch: Watch, place: Place, note: Callable[[str], None]) -> None:
+    """Give a first sign of life, and wait until all processes have.
+
+    note: takes word of those that are not there yet, in the first process.
+    Raises: DeviceError where one does not come, or two have the same number.
+    """
+    own = f"{socket.gethostname()}, process {os.getpid()}"
+    try:
+        if (first := store.compare_set(f"number/{place.rank}", "", own).decode()) != own:
+            hint = "give each process a RANK of its own, as torchrun does"
+            raise DeviceError(f"another process is number {place.rank} of {place.count}: {first}", hint=hint)
+        watch.announce()
+        _wait_for_all(watch, place, note)
+    except RuntimeError as error:
+        raise DeviceError(f"process 0 is gone before all had met: {first_line(error)}", hint=_HINT) from error
+
+
+def _wait_for_all(watch: Watch, place: Place, note: Callable[[str], None]) -> None:
+    missing, began, told = list(range(place.count)), time.monotonic(), False
+    while missing := [rank for rank in missing if not watch.has_come(rank)]:
+        waited_s = time.monotonic() - began
+        if waited_s > MEETING.total_seconds():
+            raise DeviceError(f"{_numbers(missing, place.count)} did not come in {waited_s / 60:.0f} min", hint=_HINT)
+        if place.leads and waited_s > _PATIENCE_S and not told:
+            told = True
+            note(f"waiting for {_numbers(missing, place.count)}, at {os.environ['MASTER_ADDR']}, for up to 10 min")
+        time.sleep(_LOOK_S)
+
+
+def _numbers(ranks: Sequence[int], count: int) -> str:
+    return f"process{'es' * (len(ranks) > 1)} {listed([str(rank) for rank in ranks], 8)} of {count}"
+
+
+_HINT = "see that MASTER_ADDR and MASTER_PORT are the same in all, and that all were started"
