@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -24,6 +25,10 @@ class CpuRecorder:
         self.refusal: str | None = None
         self.is_capturing = False
 
+    def measured(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Nothing: it has no memory of its own."""
+        return nullcontext()
+
     def renew(self) -> None:
         """Counted alone: nothing is shared."""
         self.num_renewed += 1
@@ -33,7 +38,8 @@ class CpuRecorder:
         if self.refusal is not None:
             raise RuntimeError(self.refusal)
         captured = partial(self._capture, compute)
-        outputs = pytree.tree_map(torch.zeros_like, captured())
+        with torch.random.fork_rng([]):  # a capture draws no numbers
+            outputs = pytree.tree_map(torch.zeros_like, captured())
         self.num_recorded += 1
         return _Recorded(captured, outputs), outputs
 

@@ -218,7 +218,12 @@ def packed(task: Task, settings: dict[str, Any], clock: Clock) -> dict[str, Any]
     found, model = _accelerated(task, settings, clock, brimful.packed)
     inner = model.get_base_model() if task.lora else model
     behind = vars(inner)["_brimful_packed"]
-    return found | {"packed_calls": behind.num_packed, "plain_calls": behind.num_plain, "warnings": behind.reasons}
+    return found | {
+        "packed_calls": behind.num_packed,
+        "plain_calls": behind.num_plain,
+        "captured_calls": behind.num_captured,
+        "warnings": behind.reasons,
+    }
 
 
 def step(task: Task, settings: dict[str, Any], clock: Clock) -> dict[str, Any]:

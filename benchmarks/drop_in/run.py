@@ -156,7 +156,16 @@ def results(session: Session) -> list[dict[str, Any]]:
 def _row(record: dict[str, Any]) -> dict[str, Any]:
     rates = [each["samples"] / each["seconds"] for each in record.get("rounds", ())]
     kept = ("work", "side", "settings", "gpu", "commit", "host", "versions", "call")
-    more = ("error", "recipe", "first_batch", "stock_reason", "packed_calls", "plain_calls", "peak_allocated_bytes")
+    more = (
+        "error",
+        "recipe",
+        "first_batch",
+        "stock_reason",
+        "packed_calls",
+        "plain_calls",
+        "captured_calls",
+        "peak_allocated_bytes",
+    )
     return {name: record[name] for name in kept} | {name: record.get(name) for name in more} | {
         "samples_per_s": round(statistics.median(rates), 1) if rates else None,
         "lowest": round(min(rates), 1) if rates else None,

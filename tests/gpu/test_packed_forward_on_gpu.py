@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import brimful
 from brimful.core.tolerances import TOLERANCES
@@ -38,3 +40,56 @@ def test_loss_and_gradient(family: str, precision: str) -> None:
     assert (behind.num_packed, behind.reasons) == (1, [])
     assert difference(losses[1], losses[0]) < TOLERANCES[precision].logits
     assert difference(gradients[1], gradients[0]) < TOLERANCES[precision].gradient
+
+
+def captured(model: Any) -> int:
+    return vars(model)["_brimful_packed"].num_captured
+
+
+def learn(model: Any, batches: list[dict[str, Tensor]], precision: str) -> list[float]:
+    """Losses of a plain loop, which answers between two steps."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for batch in batches:
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            loss = model(**batch).loss
+            with torch.no_grad():
+                model(**batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+def test_captured_calls_learn_the_same(family: str, precision: str) -> None:
+    """By the same dropout masks, in shapes that come again in turn."""
+    sizes = SIZES | ({"head_dim": 64, "num_key_value_heads": 1} if family == "qwen3" else {})
+    sizes |= {"dropout": 0.1} if family == "bert" else {}
+    model = FAMILIES[family].model(**sizes).cuda().train()
+    batches = []
+    for seed in range(8):
+        ids = sequences(np.random.default_rng(seed % 4).integers(3, 60, size=16).tolist(), seed=seed)
+        batch = padded(ids, None, model.config.pad_token_id) | {"labels": torch.arange(16) % 3}
+        batches.append({name: value.cuda() for name, value in batch.items()})
+    ours, launched = brimful.packed(copy.deepcopy(model)), brimful.packed(copy.deepcopy(model), graphs=False)
+    losses, expected = learn(ours, batches, precision), learn(launched, batches, precision)
+    assert captured(ours) >= 8
+    assert difference(torch.tensor(losses), torch.tensor(expected)) < TOLERANCES[precision].step
+
+
+def test_several_backward_passes_of_one_captured_call() -> None:
+    model = FAMILIES["bert"].model(**SIZES).cuda().train()
+    ours, launched = brimful.packed(copy.deepcopy(model)), brimful.packed(copy.deepcopy(model), graphs=False)
+    batch = {name: value.cuda() for name, value in padded(sequences([7, 20, 3]), None, 0).items()}
+    for each in (ours, launched):
+        each(**batch)
+        found = each(**batch)
+        found.logits.sum().backward(retain_graph=True)
+        found.logits.square().sum().backward()
+    assert captured(ours) == 1
+    assert difference(gradient(ours).cpu(), gradient(launched).cpu()) < TOLERANCES["fp32"].gradient

@@ -1,4 +1,4 @@
-"""Where the processes that a launcher has started meet: a store in the first of them, or in the launcher."""
+"""The meeting of processes that a launcher has started, at a store in the first of them or in the launcher."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from brimful.core.errors import ModelError, OptionError
 from brimful.engine.sequence_lengths import DEFAULT_MAX_LENGTH
 from brimful.hardware.process_settings import products_are_full
 from brimful.integrations.packed_execution import PackedExecution, find_left_positions, no_autocast
+from brimful.integrations.packed_graphs import Call, PackedGraphs, captures
 from brimful.integrations.padded_batch import CannotPackError, LeftPositions, PaddedBatch
 from brimful.integrations.problem_type import problem_of
 from brimful.kernels.layout import map_tensors
@@ -51,11 +52,12 @@ WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDa
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-def packed(model: M) -> M:
+def packed(model: M, *, graphs: bool = True) -> M:
     """Return the same model, which from now on computes packed wherever that is shown equal to its own forward.
 
     model: an `AutoModelForSequenceClassification`, or peft's wrapper around one. Calls, outputs, weights, saved files
-    and random streams are the model's own; `model.unpacked()` undoes it.
+    and random streams are the model's own; `model.unpacked()` undoes it. graphs: whether calls on a GPU, and their
+    backward passes, are captured as CUDA graphs where their shapes come again.
     Where it cannot run packed, the model's own forward runs and a Python warning says why, once for each reason.
     Raises: OptionError for a model that is wrapped already, ModelError for what is no sequence classifier.
     """
@@ -70,7 +72,7 @@ def packed(model: M) -> M:
             hint="AutoModelForSequenceClassification.from_pretrained(...) makes one",
         )
     _refuse_wrapped(inner)
-    object.__setattr__(inner, _PLACE, _Behind())
+    object.__setattr__(inner, _PLACE, _Behind(graphs=graphs))
     plain: Any = type(inner)
     inner.__class__ = _packed_class(plain)
     parameter = next(inner.parameters())
@@ -148,11 +150,14 @@ def _packed_class(plain: Any) -> type[Any]:
 class _Behind:
     """Packed passes of one model, and the checks that they rest on.
 
-    num_packed, num_plain: calls so far. reasons: of plain ones, each said once.
+    num_packed, num_plain: calls so far; num_captured: of the packed ones. reasons: of plain ones, each said once.
+    graphs: as of `packed`.
     """
 
-    def __init__(self) -> None:
-        self.num_packed = self.num_plain = 0
+    def __init__(self, *, graphs: bool = True) -> None:
+        self.num_packed = self.num_plain = self.num_captured = 0
+        self._captures = graphs
+        self._graphs: PackedGraphs | None = None
         self.reasons: list[str] = []
         self._execution: PackedExecution | None = None
         self._typical: int | None = None
@@ -162,7 +167,9 @@ class _Behind:
         self._checked: dict[tuple[str, str, int], Equivalence] = {}
 
     def __reduce__(self) -> Any:
-        return _Behind, ()  # a copy of the model is checked and run for itself
+        return functools.partial(
+            _Behind, graphs=self._captures
+        ), ()  # a copy of the model is checked and run for itself
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the model's forward."""
@@ -202,7 +209,7 @@ class _Behind:
         structure = (id(model), *map(id, model.modules()))
         if structure != self._structure:
             self._structure, self._limit = structure, max_positions(model.config, model)
-            self._execution, self._checked, self._left = None, {}, ()
+            self._execution, self._graphs, self._checked, self._left = None, None, {}, ()
 
     def _packed_call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = _bound(model._signature, model, args, kwargs)
@@ -230,20 +237,33 @@ class _Behind:
             raise CannotPackError("the model is not known to read position_ids")
         if execution.recomputed_elsewhere:
             raise CannotPackError("gradient checkpointing of this family's layers is its own")
-        device = next(model.parameters()).device
-        inputs, positions_T = batch.pack(
-            model.config, form, device.type, groups=_groups(model, device, self._typical),
-            typical_length=self._typical, left=left,
-        )  # fmt: skip
-        inputs = map_tensors(inputs, lambda tensor: tensor.to(device, non_blocking=True))
-        found = execution.outputs(inputs, None if positions_T is None else positions_T.to(device), head)
+        found = self._outputs(model, execution, batch, head, left)
         asked = given.get("return_dict")
         as_dict = bool(getattr(model.config, "return_dict", True)) if asked is None else asked
         return found if as_dict else found.to_tuple()
 
+    def _outputs(
+        self, model: Any, execution: PackedExecution, batch: PaddedBatch, head: Any, left: LeftPositions | None
+    ) -> Any:
+        """Return what the model's own forward returns, by graphs where they can be, else kernel by kernel."""
+        device, form, typical = next(model.parameters()).device, execution.form, self._typical
+        groups = _groups(model, device, typical)
+        if not self._captures or groups or not captures(device):
+            inputs, positions_T = batch.pack(
+                model.config, form, device.type, groups=groups, typical_length=typical, left=left
+            )
+            inputs = map_tensors(inputs, lambda tensor: tensor.to(device, non_blocking=True))
+            return execution.outputs(inputs, None if positions_T is None else positions_T.to(device), head)
+        self._graphs = self._graphs or PackedGraphs(model, _note)
+        row = batch.numbers(model.config, form, pinned=device.type == "cuda", typical_length=typical, left=left)
+        call = Call(execution, *row, head, _precision_of(model))
+        found = self._graphs.outputs(call)
+        self.num_captured += found is not None
+        return call.compute(call.numbers.to(device, non_blocking=True), head) if found is None else found
+
     def _executed(self, model: Any, form: PackedForm) -> PackedExecution:
         if self._execution is None or self._execution.form != form:
-            self._execution = PackedExecution(model, form)
+            self._execution, self._graphs = PackedExecution(model, form), None
         return self._execution
 
     def _left_positions(self, model: Any, form: PackedForm) -> LeftPositions:
@@ -258,6 +278,10 @@ class _Behind:
         if reason not in self.reasons:
             self.reasons.append(reason)
             warnings.warn(f"brimful.packed: {reason}; the model's own forward runs", stacklevel=2)
+
+
+def _note(text: str) -> None:
+    warnings.warn(f"brimful.packed: {text}", stacklevel=2)
 
 
 def _bound(signature: inspect.Signature, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -51,10 +51,10 @@ class PackedExecution(PackedModel):
     @property
     def recomputed_elsewhere(self) -> bool:
         """True where layers are recomputed that must be told of the row."""
-        return self._family is not None and self._recomputes
+        return self._family is not None and self.recomputes
 
     @property
-    def _recomputes(self) -> bool:
+    def recomputes(self) -> bool:
         """True if layers are computed again in the backward pass."""
         layers = any(module.gradient_checkpointing for module in self._checkpointable)
         return layers and bool(self.model.training) and torch.is_grad_enabled()
@@ -79,7 +79,7 @@ class PackedExecution(PackedModel):
         finally:
             self._positions, self._arguments, self._found = None, {}, None
             # Layers that are recomputed in the backward pass must find the attention that they had.
-            if not self._recomputes:
+            if not self.recomputes:
                 self.attend(None)
 
     @contextmanager

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brimful.kernels.layout import PackedInputs, PackedShape, packed_inputs
+from brimful.kernels.layout import PackedInputs, PackedShape, pack_numbers, packed_inputs
 from brimful.models.packed.packed_forward import PackedForm, has_token_types, padding_id_of
 
 #: Positions of a row that is padded on the left, where the model is given none: of the column, or counted from its
@@ -25,6 +25,11 @@ from brimful.models.packed.packed_forward import PackedForm, has_token_types, pa
 LeftPositions = Literal["columns", "counted"]
 #: Tokens of a packed row on a GPU are a multiple of this: products of such sizes reach the matrix units' full rate.
 _MULTIPLE = {"cuda": 64, "cpu": 1}
+
+
+def _step_of(num_tokens: int) -> int:
+    """Tokens from one shape to the next: at most a sixteenth of the row is not used, and a loop has a dozen shapes."""
+    return max(_MULTIPLE["cuda"], 1 << max(0, (num_tokens - 1).bit_length() - 5))
 
 
 class CannotPackError(Exception):
@@ -128,14 +133,7 @@ class PaddedBatch:
         `PackedLayout`. left: as the model numbers a row that is padded on the left. Raises: CannotPackError.
         """
         rows = range(len(self.ids_BL))
-        longest, multiple = int(self.lengths_B.max()), _MULTIPLE[device_type]
-        num_tokens = -(-int(self.lengths_B.sum()) // multiple) * multiple
-        shape = PackedShape(
-            num_tokens=num_tokens,
-            num_slots=len(self.ids_BL),
-            max_length=1 << (longest - 1).bit_length(),
-            typical_length=typical_length,
-        )
+        shape = self._shape(_MULTIPLE[device_type], typical_length)
         inputs = packed_inputs(
             [self.ids_BL[row, self.mask_BL[row]] for row in rows],
             shape,
@@ -143,7 +141,35 @@ class PaddedBatch:
             types=self._types(config),
             groups=groups,
         )
-        return inputs, self._positions_T(form, num_tokens, left)
+        return inputs, self._positions_T(form, shape.num_tokens, left)
+
+    def numbers(
+        self, config: Any, form: PackedForm, *, pinned: bool, typical_length: int | None, left: LeftPositions | None
+    ) -> tuple[Tensor, PackedShape, bool]:
+        """Lay the rows out in one packed row of one of few shapes; return it as one int32 tensor on the host.
+
+        Returned, too: its shape, and whether the positions of its tokens come last. Raises: CannotPackError.
+        """
+        shape = self._shape(_step_of(int(self.lengths_B.sum())), typical_length)
+        types = self._types(config)
+        numbers = pack_numbers(
+            self.ids_BL[self.mask_BL], self.lengths_B, shape, padding_id=padding_id_of(config),
+            types=None if types is None else np.concatenate(types), pinned=pinned,
+        )  # fmt: skip
+        positions_T = self._positions_T(form, shape.num_tokens, left)
+        if positions_T is not None:
+            numbers = torch.cat([numbers, positions_T.int()])
+        return numbers, shape, positions_T is not None
+
+    def _shape(self, multiple: int, typical_length: int | None) -> PackedShape:
+        """The shape of the packed row. multiple: of which its tokens are one."""
+        longest = int(self.lengths_B.max())
+        return PackedShape(
+            num_tokens=-(-int(self.lengths_B.sum()) // multiple) * multiple,
+            num_slots=len(self.ids_BL),
+            max_length=1 << (longest - 1).bit_length(),
+            typical_length=typical_length,
+        )
 
     def _types(self, config: Any) -> list[np.ndarray] | None:
         """Token types of each row, None where the model is to be given none."""

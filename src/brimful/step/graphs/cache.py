@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
@@ -36,6 +36,10 @@ class Recorder(Protocol):
         """The recorded computation, and the tensors that its `replay` writes."""
         ...
 
+    def measured(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Within, a shape is met for the first time, and runs eagerly."""
+        ...
+
     def renew(self) -> None:
         """Begin with memory of its own again, once all graphs are gone."""
         ...
@@ -57,7 +61,7 @@ class GraphPool:
 
     @contextmanager
     def measured(self, num_tokens: int) -> Iterator[None]:
-        """Within, a shape is met for the first time, and runs eagerly."""
+        """As `Recorder` has it."""
         release_workspaces()
         torch.cuda.empty_cache()  # what the shape before has left does not fit this one
         is_first = not self._graphs and num_tokens > self._measured_tokens
@@ -180,7 +184,7 @@ class GraphCache:
             self._is_full = True
             return None
         try:
-            static = None if inputs is None else torch.zeros_like(inputs, device=self._recorder.device)
+            static = None if inputs is None else inputs.to(self._recorder.device, copy=True)
             recorded, outputs = self._recorder.record(partial(compute, static))
         except (RuntimeError, torch.AcceleratorError) as refusal:
             if is_out_of_memory(refusal):
