@@ -73,7 +73,7 @@ def _align_by_name(space: LabelSpace, facts: ModelFacts, names: tuple[str, ...])
             more = f" and {others} more" if others else ""
             return _kept(space, names, matched, f"it has the labels of the data{said}{more}")
     if facts.labels_are_placeholders and len(names) == space.num_outputs:
-        in_order = sorted(space.names, key=_natural)
+        in_order = sorted(space.names, key=natural)
         outputs = [in_order.index(name) for name in space.names]
         pairs = ", ".join(f"{name}={label}" for name, label in zip(names, in_order, strict=True))
         reason = f"its outputs have no names of their own, and take the labels in sorted order: {printable(pairs)}"
@@ -99,9 +99,9 @@ def _kept(space: LabelSpace, names: tuple[str, ...], outputs: Sequence[int], rea
     return Alignment(space=replace(space, names=names, values=values), head="kept", reason=reason)
 
 
-def _natural(label: str) -> tuple[int, float, str]:
-    """Sorts whole numbers by size, before everything else by its letters."""
-    return (0, int(label), label) if label.isdecimal() else (1, 0, label)
+def natural(label: str) -> tuple[int, int, str]:
+    """Return a key that sorts whole numbers by size, before everything else by its letters."""
+    return (0, int(label), label) if label.removeprefix("-").isdecimal() else (1, 0, label)
 
 
 def _align_regression(space: LabelSpace, facts: ModelFacts, label_map: str | None) -> Alignment:

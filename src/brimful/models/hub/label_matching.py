@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from brimful.core.errors import OptionError, listed, printable
-from brimful.models.hub.label_alignment import read_label_map
+from brimful.models.hub.label_alignment import natural, read_label_map
 
 _PLACEHOLDER = re.compile(r"label_(\d+)", re.IGNORECASE)
 
@@ -29,9 +29,9 @@ class Matched:
 def match_labels(labels: Sequence[str], names: Sequence[str], label_map: str | None) -> Matched:
     """Match labels with the names of outputs.
 
-    By `label_map` where it names a label, else by the first of these ways that leaves the fewest unknown: as they
-    stand; without regard to case; numbers and LABEL_0, LABEL_1, ... as numbers of outputs; in sorted order, where the
-    outputs are only called LABEL_0, LABEL_1, ... and are as many.
+    By `label_map` where it names a label, else as they stand; and where no two labels would become one, without regard
+    to case. Only where no label is found so: numbers and LABEL_0, LABEL_1, ... as numbers of outputs, or in sorted
+    order, where the outputs are only called LABEL_0, LABEL_1, ... and are as many.
     Raises: OptionError for a label_map with a label that the model does not have.
     """
     mapped = {} if label_map is None else _mapped(label_map, labels, names)
@@ -54,22 +54,21 @@ def unknown_hint(unknown: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _best(labels: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], str | None, bool]:
-    ways: list[tuple[dict[str, int], str | None, bool]] = [
-        (_by(str, labels, names), None, False),
-        (_by(_folded, labels, names), "labels are compared without regard to case", False),
-    ]
+    found, folded = _by(str, labels, names), _by(_folded, labels, names)
+    if len(folded) > len(found) and len(set(folded.values())) == len(folded):
+        return folded, "labels are compared without regard to case, hyphens and underscores", False
+    if found:
+        return found, None, False
     if numbers := _numbers(labels, len(names)):
         shown = ", ".join(f"{label} is {names[output]!r}" for label, output in list(numbers.items())[:4])
         more = ", ..." if len(numbers) > 4 else ""
-        said = f"labels are taken as the numbers of the model's outputs: {printable(shown + more)}"
-        ways.append((numbers, said, True))
+        return numbers, f"labels are taken as the numbers of the model's outputs: {printable(shown + more)}", True
     if all(_PLACEHOLDER.fullmatch(name) for name in names) and len(labels) == len(names):
-        in_order = sorted(labels, key=lambda label: (0, int(label), "") if label.isdecimal() else (1, 0, label))
+        in_order = sorted(labels, key=natural)
         shown = ", ".join(f"{printable(label)} is {name}" for label, name in zip(in_order[:4], names, strict=False))
         said = f"the model's outputs have no names, and take the labels in sorted order: {shown}"
-        ways.append(({label: i for i, label in enumerate(in_order)}, said, True))
-    found, note, guessed = max(ways, key=lambda way: len(way[0]))  # of equals the first
-    return found, note if found else None, guessed
+        return {label: i for i, label in enumerate(in_order)}, said, True
+    return {}, None, False
 
 
 def _by(key: Callable[[str], str], labels: Sequence[str], names: Sequence[str]) -> dict[str, int]:
@@ -78,7 +77,8 @@ def _by(key: Callable[[str], str], labels: Sequence[str], names: Sequence[str]) 
 
 
 def _folded(label: str) -> str:
-    return " ".join(label.casefold().replace("_", " ").replace("-", " ").split())
+    """Fold case, and spaces, hyphens and underscores between words. A sign of a number, or a grade's, is no hyphen."""
+    return " ".join(re.sub(r"(?<=\w)[-_](?=\w)", " ", label.casefold()).split())
 
 
 def _numbers(labels: Sequence[str], num_outputs: int) -> dict[str, int]:
