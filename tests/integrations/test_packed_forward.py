@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +282,74 @@ def test_what_cannot_be_packed() -> None:
     model.forward = model.forward
     with pytest.raises(brimful.OptionError, match="forward was replaced already"):
         brimful.packed(model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("between", ["packed", "plain"])
+def test_calls_between_a_checkpointed_call_and_its_backward_pass(between: str, reentrant: bool) -> None:
+    """They change nothing of what is recomputed, and the model's attention is its own after each call."""
+    model = FAMILIES["bert"].model().train()
+    ours, other = brimful.packed(copy.deepcopy(model)), batch_of(model)
+    if between == "plain":
+        other["attention_mask"][1, 2] = 0
+    for each in (model, ours):
+        enable = getattr(each, "activation_checkpointing_enable", None) or each.gradient_checkpointing_enable
+        enable({"use_reentrant": reentrant})
+        each.enable_input_require_grads()
+        loss = each(**batch_of(model, LABELS["single_label_classification"])).loss
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            each(**other)
+        assert each.config._attn_implementation == "sdpa"
+        loss.backward()
+        assert each.config._attn_implementation == "sdpa"
+    assert difference(gradient(ours), gradient(model)) < MODEL_FP32
+    assert counts(ours)[0] > 0
+
+
+def test_calls_of_several_threads() -> None:
+    model = FAMILIES["bert"].model().eval()
+    ours = brimful.packed(copy.deepcopy(model))
+    batches = [padded(sequences(lengths, seed=7), None, 0) for lengths in ([5, 9], [30], [12, 3, 8], [20, 20])]
+    with torch.no_grad():
+        expected = [model(**batch).logits for batch in batches]
+
+    def answer(number: int) -> float:
+        with torch.no_grad():
+            return difference(ours(**batches[number % 4]).logits, expected[number % 4])
+
+    with ThreadPoolExecutor(4) as threads:
+        assert max(threads.map(answer, range(40))) < MODEL_FP32
+
+
+def test_hooks_see_what_they_see_in_the_plain_model() -> None:
+    """Those of inner modules, once they are there; one of the model itself changes nothing."""
+    model = FAMILIES["bert"].model().train()
+    ours, seen = brimful.packed(model), []
+    ours.register_forward_hook(lambda *_: None)
+    ours(**batch_of(model))
+    hook = ours.base_model.register_forward_hook(lambda module, given, found: seen.append(found[0].shape))
+    with pytest.warns(UserWarning, match=r"there is a hook on its modules \(<lambda>\), which would see a packed row"):
+        ours(**batch_of(model))
+    assert seen == [(5, 30, 16)]
+    hook.remove()
+    ours(**batch_of(model))
+    assert counts(ours) == (2, 1)
+
+
+def test_an_inner_forward_that_is_replaced_is_checked_again() -> None:
+    model = FAMILIES["bert"].model().train()
+    ours = brimful.packed(copy.deepcopy(model))
+    ours(**batch_of(model))
+    for each in (ours, model):
+        pooler = each.base_model.pooler
+        pooler.forward = functools.partial(_mixed, type(pooler).forward, pooler)
+    with pytest.warns(UserWarning, match="the model's own forward runs"):
+        found = ours(**batch_of(model))
+    assert difference(found.logits, model(**batch_of(model)).logits) < MODEL_FP32
+
+
+def _mixed(forward: Any, module: Any, states: Tensor) -> Tensor:
+    """Half of the row before, as a mix-up of rows has it."""
+    found: Tensor = forward(module, states)
+    return 0.5 * found + 0.5 * found.roll(1, 0)

@@ -185,9 +185,9 @@ def test_what_looks_into_a_call_sees_it() -> None:
     ours, _ = both()
     batch, seen = batch_of(ours, BATCHES[0]), []
     hook = ours.base_model.register_forward_hook(lambda *_: seen.append(1))
-    for _ in range(3):
+    with pytest.warns(UserWarning, match="there is a hook on its modules"):
         ours(**batch)
-    assert (len(seen), captured(ours)) == (3, 0)
+    assert len(seen) == 1
     hook.remove()
     met(ours, batch)
     with torch.autograd.graph.save_on_cpu():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ import torch
 from brimful.core.errors import ModelError, OptionError
 from brimful.engine.sequence_lengths import DEFAULT_MAX_LENGTH
 from brimful.hardware.process_settings import products_are_full
+from brimful.integrations.module_hooks import foreign_hook
 from brimful.integrations.packed_execution import PackedExecution, find_left_positions, no_autocast
 from brimful.integrations.packed_graphs import Call, PackedGraphs, captures
 from brimful.integrations.padded_batch import CannotPackError, LeftPositions, PaddedBatch
@@ -165,6 +167,7 @@ class _Behind:
         self._structure: tuple[int, ...] = ()
         self._limit: int | None = None
         self._checked: dict[tuple[str, str, int], Equivalence] = {}
+        self._alone = threading.RLock()
 
     def __reduce__(self) -> Any:
         return functools.partial(
@@ -172,7 +175,11 @@ class _Behind:
         ), ()  # a copy of the model is checked and run for itself
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call of the model's forward."""
+        """One call of the model's forward. Calls of several threads come one after another: all set its attention."""
+        with self._alone:
+            return self._call(model, args, kwargs)
+
+    def _call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             found = self._packed_call(model, args, kwargs)
             self.num_packed += 1
@@ -180,8 +187,6 @@ class _Behind:
         except CannotPackError as refused:
             self._say(str(refused))
         self.num_plain += 1
-        if self._execution is not None:
-            self._execution.attend(None)
         return model._plain.forward(model, *args, **kwargs)
 
     def check(self, model: Any, length: int) -> Equivalence:
@@ -206,7 +211,8 @@ class _Behind:
 
     def _look(self, model: Any) -> None:
         """Forget all that was found of other modules: peft, and others, replace some."""
-        structure = (id(model), *map(id, model.modules()))
+        modules = list(model.modules())
+        structure = (id(model), *map(id, modules), *(id(vars(module).get("forward")) for module in modules[1:]))
         if structure != self._structure:
             self._structure, self._limit = structure, max_positions(model.config, model)
             self._execution, self._graphs, self._checked, self._left = None, None, {}, ()
@@ -219,6 +225,8 @@ class _Behind:
             problem_of(model.config, labels)
         batch = PaddedBatch.read(given)
         self._look(model)
+        if (hook := foreign_hook(list(model.modules())[1:])) is not None:  # the model's own run around this call
+            raise CannotPackError(f"there is a hook on its modules ({hook}), which would see a packed row")
         if self._limit is not None and batch.ids_BL.shape[1] > self._limit:
             columns = batch.ids_BL.shape[1]
             raise CannotPackError(f"rows are of {columns} columns, and the model has {self._limit} positions")

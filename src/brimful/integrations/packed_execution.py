@@ -15,6 +15,7 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from brimful.core.tolerances import TOLERANCES
 from brimful.engine.sequence_lengths import DEFAULT_MAX_LENGTH
 from brimful.hardware.process_settings import matmul_precision
+from brimful.integrations.module_hooks import PLACES
 from brimful.integrations.padded_batch import LeftPositions, PaddedBatch
 from brimful.kernels.forward_context import ForwardContext, active_context
 from brimful.models.packed.check_inputs import make_sequences, one_layer_of_each_kind, wake
@@ -32,7 +33,7 @@ class PackedExecution(PackedModel):
         self._own = [(config, config._attn_implementation) for config in configs.values() if _has_attention(config)]
         super().__init__(model, form)
         vars(self._head).pop("forward", None)
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        for name in PLACES:
             setattr(self._head, name, type(getattr(self._head, name))())  # the model's own call runs them
         self._in_row = [(config, config._attn_implementation) for config, _ in self._own]
         self._checkpointable: list[Any] = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
@@ -69,7 +70,7 @@ class PackedExecution(PackedModel):
         self._positions, self._arguments, self._found = positions_T, dict(arguments), None
         self.attend(inputs)
         try:
-            with self._recomputed_in_context():
+            with self._recomputed_in_context(inputs):
                 logits = self(inputs).logits
             found = self._found
             if self.form.pooling == "late":  # the head has seen tokens, and labels are of rows
@@ -78,22 +79,39 @@ class PackedExecution(PackedModel):
             return found
         finally:
             self._positions, self._arguments, self._found = None, {}, None
-            # Layers that are recomputed in the backward pass must find the attention that they had.
-            if not self.recomputes:
-                self.attend(None)
+            self.attend(None)
 
     @contextmanager
-    def _recomputed_in_context(self) -> Iterator[None]:
+    def _recomputed_in_context(self, inputs: Any) -> Iterator[None]:
         """Within, layers that are recomputed in the backward pass are so in the context of this one."""
         recomputed = [module for module in self._checkpointable if module.gradient_checkpointing]
         functions = [getattr(module, "_gradient_checkpointing_func", None) for module in recomputed]
         for module, function in zip(recomputed, functions, strict=True):
-            module._gradient_checkpointing_func = functools.partial(_checkpoint, function, module)
+            module._gradient_checkpointing_func = functools.partial(self._checkpoint, function, module, inputs)
         try:
             yield
         finally:
             for module, function in zip(recomputed, functions, strict=True):
                 module._gradient_checkpointing_func = function
+
+    def _checkpoint(self, checkpoint: Any, layer: Any, inputs: Any, function: Any, *arguments: Any) -> Any:
+        """Call the layer's own checkpoint of a function, which recomputes it in the context of now."""
+        return checkpoint(functools.partial(self._in_context, active_context(), layer, inputs, function), *arguments)
+
+    def _in_context(
+        self, context: ForwardContext | None, layer: Any, inputs: Any, function: Any, *arguments: Any
+    ) -> Any:
+        """Call a function of a layer as in its pass, during it or after: then other calls may have been between."""
+        before = [config._attn_implementation for config, _ in self._own]
+        self.attend(inputs)
+        layer.gradient_checkpointing = False  # this call is the checkpoint
+        try:
+            with nullcontext() if context is None else context.active():
+                return function(*arguments)
+        finally:
+            layer.gradient_checkpointing = True
+            for (config, _), name in zip(self._own, before, strict=True):
+                config._attn_implementation = name
 
     def head(self, states_SH: Tensor) -> Tensor:
         """Logits of pooled states; with labels, where the head is given rows."""
@@ -104,20 +122,6 @@ class PackedExecution(PackedModel):
 
     def _positions_T(self, inputs: Any) -> Tensor:
         return super()._positions_T(inputs) if self._positions is None else self._positions
-
-
-def _checkpoint(checkpoint: Any, layer: Any, function: Any, *arguments: Any) -> Any:
-    """Call the layer's own checkpoint of a function, which recomputes it in the context of now."""
-    return checkpoint(functools.partial(_in_context, active_context(), layer, function), *arguments)
-
-
-def _in_context(context: ForwardContext | None, layer: Any, function: Any, *arguments: Any) -> Any:
-    layer.gradient_checkpointing = False  # this call is the checkpoint
-    try:
-        with nullcontext() if context is None else context.active():
-            return function(*arguments)
-    finally:
-        layer.gradient_checkpointing = True
 
 
 def _loss(logits: Tensor, *, labels: Tensor | None = None, config: Any, **others: Any) -> Tensor | None:

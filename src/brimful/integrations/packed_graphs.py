@@ -4,8 +4,8 @@ A call's row is laid out in one of few shapes. A shape runs kernel by kernel whe
 it comes again. The first shape that is captured is compared with the same pass launched kernel by kernel, by outputs
 and gradients, from the same state of torch's generators; where they differ, nothing is captured.
 
-Kernel by kernel run: calls between whose forward and backward pass another one lies, and all that torch or the user
-looks into while it runs (hooks of inner modules, anomaly detection, saved tensors' hooks, dispatch modes).
+Kernel by kernel run: calls between another one and its backward pass, and all that torch or the user looks into while
+it runs (hooks, anomaly detection, hooks of saved tensors, dispatch modes).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from brimful.core.tolerances import TOLERANCES
 from brimful.hardware.capture import is_capturing
 from brimful.hardware.memory import CaptureMemoryError
 from brimful.hardware.process_settings import products_are_full
+from brimful.integrations.module_hooks import PLACES, gathers_weights
 from brimful.integrations.packed_execution import PackedExecution
 from brimful.kernels.layout import PackedShape, unpack_numbers
 from brimful.models.packed.equivalence import relative_error
@@ -32,7 +33,6 @@ from brimful.step.graphs.differentiable import Flight, RecordedPass, Weights
 _FIELDS = frozenset({"loss", "logits"})
 #: Times that a loop may put other weights in the place of a model's before nothing is captured any more.
 _MOST_CHANGES = 8
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def captures(device: torch.device) -> bool:
@@ -115,7 +115,7 @@ class PackedGraphs:
 
     def __init__(self, model: Any, note: Callable[[str], None]) -> None:
         self._model, self._note = model, note
-        self._modules = [module for module in model.modules() if module is not model]  # its own hooks run anyway
+        self._modules = [module for module in model.modules() if module is not model]
         self._parameters = list(model.parameters())
         self._held: tuple[Hashable, ...] = ()
         self._num_changes = 0
@@ -235,8 +235,8 @@ class PackedGraphs:
             or torch._C._len_torch_dispatch_stack()
             or torch._C._len_torch_function_stack()
             or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-            or any(getattr(torch_module, f"_global{name}") for name in _HOOKS)
-            or any(module.__dict__[name] for module in self._modules for name in _HOOKS)
+            or any(getattr(torch_module, f"_global{place}") for place in PLACES)
+            or gathers_weights(self._modules)
         )
 
     def _modes(self) -> Hashable:
