@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from brimful.step.graphs.cache import Graph, GraphCache
 
+#: Numbers that the place of each gradient is a multiple of.
+_ALIGNMENT = 64
 #: Computes outputs from numbers on the device.
 Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
@@ -42,15 +44,18 @@ class Weights:
         self.gradients = self._views(self._flat)
         self.num_passes = 0
 
+    def _sizes(self, dtype: torch.dtype) -> list[int]:
+        """Numbers of each weight in flat memory. Each begins where kernels of optimizers load several at once."""
+        each = (parameter.numel() for parameter in self.parameters if parameter.dtype == dtype)
+        return [-(-numel // _ALIGNMENT) * _ALIGNMENT for numel in each]
+
     def _memory(self, dtype: torch.dtype) -> Tensor:
-        numel = sum(parameter.numel() for parameter in self.parameters if parameter.dtype == dtype)
-        return torch.zeros(numel, dtype=dtype, device=self.parameters[0].device)
+        return torch.zeros(sum(self._sizes(dtype)), dtype=dtype, device=self.parameters[0].device)
 
     def _views(self, flat: dict[torch.dtype, Tensor]) -> list[Tensor]:
         """A view of flat memory for each weight."""
-        sizes = {dtype: [p.numel() for p in self.parameters if p.dtype == dtype] for dtype in flat}
-        parts = {dtype: iter(memory.split(sizes[dtype])) for dtype, memory in flat.items()}
-        return [next(parts[parameter.dtype]).view_as(parameter) for parameter in self.parameters]
+        parts = {dtype: iter(memory.split(self._sizes(dtype))) for dtype, memory in flat.items()}
+        return [next(parts[p.dtype])[: p.numel()].view_as(p) for p in self.parameters]
 
     def copies(self) -> list[Tensor]:
         """Gradients in memory of their own: the loop adds to what it is given, and keeps it."""
