@@ -13,7 +13,8 @@ class Tolerance:
     logits, gradient: norm of the difference over the norm, all rows or all parameters together.
     attention: the same of a kernel's output or of one of its gradients, scores spread as those of trained models.
     step: of a step's losses of rows and gradient, on a first batch, unless the plain model loses more.
-    answers: difference of a probability; for regression, of an output over its root mean square.
+    answers: difference of a probability; for regression, of an output over its root mean square,
+    or over four times its spread.
     """
 
     logits: float

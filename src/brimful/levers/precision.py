@@ -12,6 +12,7 @@ from brimful.core.options import PrecisionChoice
 from brimful.core.records import Arithmetic
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import Packing
+from brimful.models.fp32_outputs import answer_in_fp32
 from brimful.models.half_weights import halve_linears
 from brimful.step.precision import Precision
 
@@ -64,7 +65,10 @@ class PrecisionLever(Lever):
         return Cost(resident_bytes=4 * work.num_parameters, step_bytes=cast, step_s=3 * cast / work.bytes_per_s)
 
     def apply(self, assembly: Assembly) -> None:
-        """Halve the Linear weights of a model that is only read. All else is the context of its passes."""
+        """Halve the Linear weights of a model that is only read, whose numbers, of a regression, stay in fp32. All else
+        is the context of its passes."""
+        if self.half and not assembly.training:
+            answer_in_fp32(assembly.model)
         if self.copies:
             halve_linears(assembly.model, assembly.precision.dtype)  # those that are still as they were
 

@@ -18,6 +18,8 @@ from brimful.tasks.ranking import Flags, Floats, Singles, finite_rows
 
 #: Difference of a row that only one of the two has an answer for: the largest that two probabilities can have.
 _MISSING = 1.0
+#: Rows from which on the spread of their outputs is known, times that spread, and least share of their size.
+_FEW, _SPREADS, _LEAST = 10, 4.0, 1e-3
 
 
 def compare_answers(
@@ -68,8 +70,17 @@ def _rows(form: Form, fast_GM: Singles, plain_GM: Singles, tolerance: float) -> 
 
 
 def _scale(plain_GM: Singles) -> Floats:
-    """(M,): root mean square of each output, 1 where it is 0."""
-    scale_M = np.sqrt(np.square(plain_GM, dtype=np.float64).sum(axis=0) / max(1, len(plain_GM)))
+    """(M,): what a difference of each output is measured by, 1 where it is 0.
+
+    Its root mean square, or a few times its spread over rows where that is less: answers around 2003 that differ by 2
+    from one another must not be off by 8. A few rows say little of a spread.
+    """
+    if not len(plain_GM):
+        return np.ones(plain_GM.shape[1])
+    scale_M = np.sqrt(np.square(plain_GM, dtype=np.float64).mean(axis=0))
+    if len(plain_GM) >= _FEW:
+        spread_M = plain_GM.std(axis=0, dtype=np.float64)
+        scale_M = np.clip(_SPREADS * spread_M, _LEAST * scale_M, scale_M)
     return np.where(scale_M > 0, scale_M, 1.0)
 
 
