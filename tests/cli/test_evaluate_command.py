@@ -186,6 +186,22 @@ def test_a_models_answers_are_not_taken_for_true_labels(brimful: Brimful, files:
     assert brimful("evaluate", files.classifier, answers, *FAST).code == 0
 
 
+def test_no_file_is_replaced_without_a_word(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    data, page = labelled(tmp_path / "true.csv", ["good", "bad"] * 30), tmp_path / "mine.html"
+    for mine in (tmp_path / "mine.csv", page):
+        mine.write_text("keep me")
+    said = brimful("evaluate", files.classifier, data, *FAST, "-o", tmp_path / "mine.csv")
+    assert (said.code, "mine.csv is there already" in said.err, "add --overwrite" in said.err) == (2, True, True)
+    said = brimful("evaluate", files.classifier, data, *FAST, "--report", page)
+    assert (said.code, "mine.html is there already, and is no page of brimful" in said.err) == (2, True)
+    assert (tmp_path / "mine.csv").read_text() == page.read_text() == "keep me"
+    page.unlink()
+    for _ in range(2):  # a page of ours is
+        words = ("-o", tmp_path / "mine.csv", "--overwrite", "--report", page)
+        assert brimful("evaluate", files.classifier, data, *FAST, *words).code == 0
+    assert (tmp_path / "mine.csv").read_text().startswith('"row"')
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("between", ["|", ","])
 def test_several_labels_in_one_text_beside_answers(between: str, tmp_path: Path) -> None:

@@ -106,6 +106,13 @@ def test_a_model_of_a_checkpoint(brimful: Brimful, files: Files, tmp_path: Path)
         0: "bad",
         1: "good",
     }
+    (tmp_path / "early" / "notes.txt").write_text("mine")
+    again = ("export", run, "--step", 4, "-o", tmp_path / "early")
+    assert "early is there already" in brimful(*again).err
+    assert "is the run's own model" in brimful("export", run, "-o", run / "model", "--overwrite").err
+    assert (tmp_path / "early" / "notes.txt").exists()
     assert brimful("classify", tmp_path / "early", files.reviews, "--verify", 0).code == 0
+    assert brimful(*again, "--overwrite").code == 0
+    assert weights(tmp_path / "early") == weights(run / "model")
     assert "hint: it has 2, 4" in brimful("export", run, "--step", 3).err
     assert "holds no run" in brimful("export", tmp_path / "early").err

@@ -29,6 +29,8 @@ class EvaluateOptions:
     output: str | None = None
     """File (.parquet, or .csv, .tsv, .jsonl, each also .gz or .zst) for each row's place, true label, given label and
     score."""
+    overwrite: bool = False
+    """Replace a file at --output."""
     text_column: str | None = None
     """Column with the text. Default: that of training, else found by name and type."""
     pair_column: str | None = None

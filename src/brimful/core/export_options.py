@@ -15,6 +15,8 @@ class ExportOptions:
     """Folder of the run."""
     output: str | None = None
     """Folder for the model, in Hugging Face form. Default: RUN/model-step-N."""
+    overwrite: bool = False
+    """Replace a model at --output, with all else in its folder."""
     step: int | None = None
     """Applied steps of the checkpoint. Default: the newest that is whole."""
     quiet: bool = False

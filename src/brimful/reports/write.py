@@ -37,8 +37,12 @@ def report(run: str | Path, output: str | Path | None = None) -> Path:
     return path
 
 
+#: Bytes from the beginning of a page, and what is in them if it is one of ours.
+_HEAD, _OURS = 4096, b'name="generator" content="brimful"'
+
+
 def check_page(path: Path, name: str = "--output") -> None:
-    """Check that a page can be written. No input and no output of rows ends in .html, so none can be overwritten.
+    """Check that a page can be written, and replaces none but an earlier page of ours.
 
     name: the option that gave it. Raises: OptionError.
     """
@@ -49,3 +53,9 @@ def check_page(path: Path, name: str = "--output") -> None:
             f"{name} {printable(path)}: {printable(path.parent)} is no folder that this user may write into",
             hint="give another folder, or make it first",
         )
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as page:
+            if _OURS not in page.read(_HEAD):
+                raise OptionError(
+                    f"{name} {printable(path)} is there already, and is no page of brimful", hint="give another name"
+                )

@@ -94,6 +94,12 @@ def check_replaced(path: Path, *, overwrite: bool, resume: bool) -> str | None:
     raise _refused(path, " is there already, and was not made by brimful", "give another name, or add --overwrite")
 
 
+def check_new(path: Path, *, overwrite: bool) -> None:
+    """Check that there is no file yet, or that it is to be replaced. Raises: OptionError."""
+    if not overwrite and path.is_file() and path.stat().st_size:
+        raise _refused(path, " is there already", "give another name, or add --overwrite")
+
+
 def _check_apart(place: OutputPath, file: Path) -> None:
     """Check that `place` is no input file, holds none, and is not inside an input folder."""
     try:

@@ -12,6 +12,7 @@ from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.evaluation import Evaluation
 from brimful.core.place import find_place
 from brimful.data.readers.in_memory import Tables
+from brimful.data.writers.output_path import check_new
 from brimful.engine.evaluation.answers import evaluate_answers
 from brimful.reports.evaluation_page import evaluation_page
 from brimful.reports.svg import check_charts
@@ -24,6 +25,8 @@ def run_evaluation(options: EvaluateOptions, callbacks: Callbacks, tables: Table
     if options.report is not None:
         check_charts()
         check_page(Path(options.report), "--report")
+    if options.output is not None:
+        check_new(Path(options.output), overwrite=options.overwrite)
     command = command_of("evaluate", options)
     if options.data is None:
         _check_one_input(options)

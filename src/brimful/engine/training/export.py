@@ -44,8 +44,7 @@ def export(options: ExportOptions, callbacks: Callbacks) -> Path:
     run = run_in(folder.path)
     checkpoint = _checkpoint(folder, run, options.step, callbacks)
     output = Path(options.output) if options.output is not None else folder.path / f"model-step-{checkpoint.step}"
-    if output.exists() and not (output.is_dir() and (output / "brimful.json").exists()):
-        raise OutputError(f"{path_text(output)} is there already, and is no model of brimful", hint="give another name")
+    _check_output(output, folder, overwrite=options.overwrite)
     callbacks.stage(f"loading {run.model}")
     given = run.options
     facts = inspect_model(
@@ -68,6 +67,16 @@ def export(options: ExportOptions, callbacks: Callbacks) -> Path:
         save_model(model if wrapped is None else merge_adapter(wrapped), *beside)
     callbacks.note(f"step {checkpoint.step:,} of {path_text(folder.path)} is now a model: {path_text(output)}")
     return output
+
+
+def _check_output(output: Path, folder: RunFolder, *, overwrite: bool) -> None:
+    """Check that nothing is replaced but a model that may be. Raises: OutputError."""
+    if output.exists() and not (output.is_dir() and (output / "brimful.json").exists()):
+        raise OutputError(f"{path_text(output)} is there already, and is no model of brimful", hint="give another name")
+    if output.exists() and folder.model.exists() and output.samefile(folder.model):
+        raise OutputError(f"{path_text(output)} is the run's own model", hint="give another name")
+    if output.exists() and not overwrite:
+        raise OutputError(f"{path_text(output)} is there already", hint="give another name, or add --overwrite")
 
 
 def _choose_part(model: Any, facts: ModelFacts, run: Run) -> Any:
