@@ -92,6 +92,13 @@ def test_lists_that_are_taken_for_classes(brimful: Brimful, files: Files, tmp_pa
     assert "look like lists" not in plan(brimful, files, places).err
 
 
+def test_decimal_commas_are_no_lists(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    numbers = reviews(tmp_path / "rows.csv", [f"{5 + n % 4},{n % 3}0" for n in range(60)])
+    said = plan(brimful, files, numbers).err
+    assert "the labels look like numbers with a decimal comma, and are taken for classes: write them with a" in said
+    assert "look like lists" not in said
+
+
 def test_a_label_that_no_row_is_evaluated_on(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     said = plan(
         brimful, files, reviews(tmp_path / "rows.csv", ["common"] * 58 + ["rare"] * 2), "--eval-split", 0.05

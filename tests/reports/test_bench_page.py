@@ -121,6 +121,22 @@ def test_the_table_has_rates_ratios_and_reasons() -> None:
     assert bench_csv(bench).count("\n") == len(bench.rows) + 1
 
 
+@pytest.mark.parametrize(
+    ("again", "said"),
+    [
+        (104, "bf16, 10.40 times trainer: plain, the fastest"),
+        (60, "bf16, 6.00 times trainer: plain (11.00 when first measured), the"),
+        (8, "bf16, no clear gain over trainer: plain: 11.00 times it in the table, 0.80 when measured again, the"),
+    ],
+)
+def test_two_measurements_of_the_recommended_settings(again: float, said: str) -> None:
+    bench = guide_bench()
+    rows = [
+        replace(each, measured=figures(again, 1)) if each.row.name == "recommended" else each for each in bench.rows
+    ]
+    assert f"Recommended: brimful: {said}" in bench_text(replace(bench, rows=tuple(rows)))
+
+
 def test_ratios_are_of_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
     bench: Bench = guide_bench()
     assert bench.ratio(figures(25, 1)) == 2.5

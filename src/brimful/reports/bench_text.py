@@ -82,6 +82,8 @@ def _reasons(bench: Bench, wanted: Sequence[str]) -> list[str]:
     return [f"{'; '.join(keys)}: {reason}" for reason, keys in found.items()]
 
 
+#: Share by which two measurements of the same settings may differ, and be one figure.
+_AGREES = 0.1
 _HEADINGS = {
     "Did not end:": ("out_of_memory", "failed"),
     "Not here:": ("unsupported",),
@@ -107,11 +109,24 @@ def recommended_text(bench: Bench) -> str | None:
     if bench.recommended is None:
         return None
     measured = recommended_figures(bench)
-    ratio = None if measured is None else bench.ratio(measured)
-    gained = "" if ratio is None else f", {ratio:.2f} times {bench.rows[0].row.key}"
+    gained = "" if measured is None else _gained(bench, measured)
     busy = measured is not None and bench.workload.disturbed(measured)
     unsure = " (others were busy on this machine: measure it again)" if busy else ""
     return f"Recommended: {bench.recommended}{gained}, the fastest that fits and changes no arithmetic{unsure}"
+
+
+def _gained(bench: Bench, measured: Measured) -> str:
+    """The gain over the first row; of two measurements that do not agree, both."""
+    first = next((each.measured for each in bench.rows if each.row.key == bench.recommended), None)
+    now, before = bench.ratio(measured), None if first is None else bench.ratio(first)
+    if now is None:
+        return ""
+    than = bench.rows[0].row.key
+    if before is None or abs(before - now) <= _AGREES * now:
+        return f", {now:.2f} times {than}"
+    if min(before, now) < 1 < max(before, now):
+        return f", no clear gain over {than}: {before:.2f} times it in the table, {now:.2f} when measured again"
+    return f", {now:.2f} times {than} ({before:.2f} when first measured)"
 
 
 def recommended_command(bench: Bench) -> str | None:

@@ -150,7 +150,8 @@ def test_no_text() -> None:
 
 def test_no_label() -> None:
     error = refused(rows_of(id=[1, 2], text=LONG, constant=["x", "x"]))
-    assert str(error) == "rows.csv: no column can be the label"
+    said = "no column can be the label: 'constant' has one value in all rows, 'text' is read as text"
+    assert str(error) == f"rows.csv: {said}"
     assert error.hint == "name it by --label-column; columns: id, text, constant"
 
 

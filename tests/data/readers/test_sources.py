@@ -462,6 +462,12 @@ def test_ragged_csv(tmp_path: Path) -> None:
     assert error.hint == "put quotation marks around values that hold the delimiter ','"
 
 
+@pytest.mark.parametrize("row", ["a, b, and c^1", 'he said "no, c^1'])
+def test_a_separator_that_is_not_looked_for(row: str, tmp_path: Path) -> None:
+    error = refused(put(tmp_path / "rows.csv", f"text^label\n{row}\n"))
+    assert error.hint == "the header 'text^label' is one column; if '^' stands between columns, add --delimiter '^'"
+
+
 def test_a_carriage_return_that_cuts_a_row(tmp_path: Path) -> None:
     error = refused(put(tmp_path / "rows.csv", "text,label\nfine,1\nas pandas\rwrites it,1\n"))
     assert "row 2: 1 column, the header has 2: 'as pandas'" in str(error)

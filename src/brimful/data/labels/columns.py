@@ -201,7 +201,10 @@ def _find_label(rows: Rows, taken: Collection[str | None]) -> tuple[str, str, tu
             file=rows.name,
             hint=f"name it: --label-column {printable(fewest[0])}, or several for one output each",
         )
-    raise DataError("no column can be the label", file=rows.name, hint=f"name it by --label-column; {_available(rows)}")
+    alone = [f"'{printable(name)}' has one value in all rows" for name in left if key_of(name) not in IDS]
+    used = [f"'{printable(name)}' is read as text" for name in taken if name is not None]
+    said = f"no column can be the label: {listed([*alone, *used], 4)}"
+    raise DataError(said, file=rows.name, hint=f"name it by --label-column; {_available(rows)}")
 
 
 def _text_columns(rows: Rows, taken: Collection[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@ is trained or evaluated on, equal texts with different labels."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -18,6 +19,8 @@ from brimful.data.labels.label_columns import LabelColumn
 from brimful.data.labels.label_sets import detect_sets
 from brimful.data.readers.rows import Rows
 
+#: A number as most of Europe writes it.
+_DECIMAL = re.compile(r"[+-]?\d+(,\d+)?")
 #: Groups and labels that a line names.
 _FEW = 3
 #: Share of distinct values that are cut by commas, from which on they look like lists.
@@ -32,7 +35,10 @@ def label_doubts(rows: Rows, columns: Columns, space: LabelSpace) -> list[str]:
         more = f" (and {len(variants) - _FEW} more)" if len(variants) > _FEW else ""
         found.append(f"labels that differ in case or spaces only are labels of their own: {shown}{more}")
     column = LabelColumn(rows=rows, name=columns.labels[0])
-    if (
+    if space.task == "single_label" and pa.types.is_large_string(column.values.type) and _are_decimals(column):
+        said = "the labels look like numbers with a decimal comma, and are taken for classes"
+        found.append(f"{said}: write them with a point for a regression")
+    elif (
         space.task == "single_label"
         and pa.types.is_large_string(column.values.type)
         and (count := _num_in_lists(column))
@@ -68,6 +74,12 @@ def _variants(names: Sequence[str]) -> list[list[str]]:
     for name in names:
         groups["".join(name.split()).casefold()].append(name)
     return [group for group in groups.values() if len(group) > 1]
+
+
+def _are_decimals(column: LabelColumn) -> bool:
+    """True if all values are numbers, and some have a comma before their decimals."""
+    values = [value for value in column.distinct.to_pylist() if value]
+    return any("," in value for value in values) and all(_DECIMAL.fullmatch(value.strip()) for value in values)
 
 
 def _num_in_lists(column: LabelColumn) -> int:

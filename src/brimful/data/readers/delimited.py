@@ -12,6 +12,7 @@ follows the next mark) makes its own line a row that cannot be read, and the row
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -190,7 +191,7 @@ def _records(
             for record in reader:
                 first, at = at, begin + reader.line_num
                 if in_doubt and at == first + 1 and lines[first].count('"') % 2:
-                    yield _not_closed(lines[first]), at
+                    yield _not_closed(lines[first], dialect), at
                 elif record:
                     in_doubt = in_doubt and len(record) != len(dialect.names)
                     yield record, at
@@ -202,7 +203,7 @@ def _records(
         if may_go_on and sum(map(len, lines[at:])) <= ROW_BYTES:
             return
         in_doubt = closed is None
-        yield closed or _not_closed(lines[at]), at + 1
+        yield closed or _not_closed(lines[at], dialect), at + 1
         at += 1
 
 
@@ -218,15 +219,27 @@ def _decoded(data: bytes) -> list[str]:
     return [line.decode("utf-8", "surrogateescape") for line in data.splitlines(keepends=True)]
 
 
-def _not_closed(line: str) -> DataError:
+def _not_closed(line: str, dialect: Dialect) -> DataError:
     said = "a quotation mark opens and does not close"
-    return DataError(said, value=line.rstrip(), hint='close it, and write " within a value as ""')
+    hint = _other_delimiter(dialect) or 'close it, and write " within a value as ""'
+    return DataError(said, value=line.rstrip(), hint=hint)
+
+
+def _other_delimiter(dialect: Dialect) -> str | None:
+    """Return a hint where the only name of a column looks like several, with another character between them."""
+    found = None if len(dialect.names) > 1 else re.search(r"(?<=\w)[^\w\s.-](?=\w)", dialect.names[0])
+    if found is None:
+        return None
+    name, between = printable(dialect.names[0], 60), printable(found[0])
+    return f"the header '{name}' is one column; if '{between}' stands between columns, add --delimiter '{between}'"
 
 
 def _ragged(record: Sequence[str], dialect: Dialect, *, cut: bool) -> DataError:
     """cut: whether a carriage return ends the row, in a file whose lines end otherwise."""
     delimiter = printable(dialect.delimiter)
-    if any("\n" in value for value in record):
+    if other := _other_delimiter(dialect):
+        hint = other
+    elif any("\n" in value for value in record):
         hint = 'a quotation mark opens here and closes rows later: write " within a value as ""'
     elif cut:
         hint = "a carriage return (\\r) within a value ends the row: put quotation marks around that value"
