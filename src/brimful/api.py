@@ -239,17 +239,18 @@ def evaluate(
 
 
 def export(
-    run: str | Path, output: str | Path | None = None, *, step: int | None = None, overwrite: bool = False,
-    callbacks: Callbacks | None = None,
+    run: str | Path, output: str | Path | None = None, *, step: int | None = None, merge: bool = False,
+    overwrite: bool = False, callbacks: Callbacks | None = None,
 ) -> Path:  # fmt: skip
     """Make a model of a checkpoint of `run`, of one that was interrupted too; return its folder.
 
-    output: default `run`/model-step-N. step: of the checkpoint; default the newest. overwrite: whether a model at
-    `output` is replaced, with all else in its folder. callbacks: as for `train`.
+    output: default `run`/model-step-N. step: of the checkpoint; default the newest. merge: whether the run's adapter is
+    merged into the model. overwrite: whether a model at `output` is replaced, with all else in its folder. callbacks:
+    as for `train`.
     Raises: BrimfulError.
     """
     where = None if output is None else os.fspath(output)
-    asked = ExportOptions(run=os.fspath(run), output=where, step=step, overwrite=overwrite)
+    asked = ExportOptions(run=os.fspath(run), output=where, step=step, merge=merge, overwrite=overwrite)
     return _export(asked, callbacks or PythonWarnings())
 
 

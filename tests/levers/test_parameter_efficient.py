@@ -212,10 +212,23 @@ def test_the_model_of_an_adapter_is_trained_further(folder: Path, tmp_path: Path
     embeddings = "embeddings.LayerNorm.weight"  # which the adapter leaves alone
     before = load_file(folder / "base" / "model.safetensors")[embeddings]
     assert not torch.equal(before, load_file(tmp_path / "run" / "model" / "model.safetensors")[f"bert.{embeddings}"])
+    exported = load_file(brimful.export(tmp_path / "run") / "model.safetensors")
+    assert torch.equal(
+        exported[f"bert.{embeddings}"], load_file(tmp_path / "run/model/model.safetensors")[f"bert.{embeddings}"]
+    )
+    with pytest.raises(OptionError, match=r"--merge: .* has no adapter"):
+        brimful.export(tmp_path / "run", merge=True, overwrite=True)
 
 
 def test_a_checkpoint_becomes_an_adapter(folder: Path, tmp_path: Path) -> None:
     brimful.export(folder / "run", output=tmp_path / "exported", step=6)
+    brimful.export(folder / "run", output=tmp_path / "merged", step=6, merge=True)
+    from transformers import AutoModelForSequenceClassification
+
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    base = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=3)
+    adapted = logits_of(peft.PeftModel.from_pretrained(base, tmp_path / "exported"))
+    assert torch.allclose(logits_of(whole), adapted, atol=1e-6)
     found = load_file(tmp_path / "exported" / "adapter_model.safetensors")
     whole = load_file(folder / "run" / "model" / "adapter_model.safetensors")
     assert found.keys() == whole.keys()

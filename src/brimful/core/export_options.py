@@ -15,6 +15,8 @@ class ExportOptions:
     """Folder of the run."""
     output: str | None = None
     """Folder for the model, in Hugging Face form. Default: RUN/model-step-N."""
+    merge: bool = False
+    """Merge the run's adapter into the model, which then needs no peft. Default: as the run was asked."""
     overwrite: bool = False
     """Replace a model at --output, with all else in its folder."""
     step: int | None = None

@@ -10,7 +10,7 @@ import torch
 
 from brimful.core.atomic_files import path_text
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import CheckpointError, ModelError, OutputError, listed, printable
+from brimful.core.errors import CheckpointError, ModelError, OptionError, OutputError, listed, printable
 from brimful.core.export_options import ExportOptions
 from brimful.core.options import TrainOptions
 from brimful.core.records import Run, TrainedInputs
@@ -52,7 +52,7 @@ def export(options: ExportOptions, callbacks: Callbacks) -> Path:
         trust_remote_code=bool(given.get("trust_remote_code")),
         allow_pickle=bool(given.get("allow_pickle")),
     )
-    model = load_model(facts, run.labels, head="new", seed=0)
+    model = load_model(facts, run.labels, head="new" if facts.adapter is None else "kept", seed=0)
     wrapped = _choose_part(model, facts, run)
     _take_weights(model, checkpoint, run)
     _take_averages(model, checkpoint, run)
@@ -61,7 +61,9 @@ def export(options: ExportOptions, callbacks: Callbacks) -> Path:
     inputs = _inputs(run)
     so_far = replace(run, steps=checkpoint.step, metrics=dict(checkpoint.loop.get("metrics") or {}))
     beside = (load_tokenizer(facts), run.labels, output, model_card(so_far, inputs), inputs)
-    if wrapped is not None and not given.get("merge"):
+    if options.merge and wrapped is None:
+        raise OptionError(f"--merge: {path_text(folder.path)} has no adapter", hint="leave it out")
+    if wrapped is not None and not (options.merge or given.get("merge")):
         save_adapted_model(wrapped, *beside)
     else:
         save_model(model if wrapped is None else merge_adapter(wrapped), *beside)
