@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,42 @@ def test_models_in_memory_and_other_tokenizers(models: dict[str, Path], tmp_path
     assert ours.model.config.num_labels == 3
     assert ours.device == torch.device("cpu")
     same(ours.predict(TEXTS), expected(TEXTS))
+
+
+@pytest.fixture(scope="module")
+def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an adapter as peft saves it, beside a tokenizer; its base model is a folder."""
+    folder = tmp_path_factory.mktemp("adapter")
+    wrapped(AutoModelForSequenceClassification.from_pretrained(models["classes"])).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(models["classes"]).save_pretrained(folder)
+    assert not (folder / "config.json").exists()
+    return folder
+
+
+def wrapped(model: Any) -> Any:
+    """A model in an adapter of peft, which changes its answers."""
+    import peft
+
+    torch.manual_seed(3)
+    config = peft.LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, target_modules=["query", "dense"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft asks transformers for names that it is to leave
+        return peft.get_peft_model(model, config).eval()
+
+
+def test_the_folder_of_an_adapter(models: dict[str, Path], adapter: Path) -> None:
+    other = AutoTokenizer.from_pretrained(models["classes"])
+    other.add_tokens(["zebra"])
+    for tokenizer in (None, other):
+        given = {"model": str(adapter), "tokenizer": tokenizer, "device": "cpu", "top_k": None}
+        ours, theirs = (make("text-classification", **given) for make in (brimful.pipeline, transformers.pipeline))
+        assert isinstance(ours, TextPipeline)
+        same(ours(TEXTS), theirs(TEXTS))
+        assert len(ours.tokenizer) == len(theirs.tokenizer)
+    base = brimful.pipeline("text-classification", str(models["classes"]), device="cpu", top_k=None)
+    assert base(TEXTS[:1])[0][0]["score"] != pytest.approx(ours(TEXTS[:1])[0][0]["score"], abs=1e-3)
+    encoded = ours.tokenizer(TEXTS[0], return_tensors="pt")
+    torch.testing.assert_close(ours.model(**encoded).logits, theirs.model(**encoded).logits)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from brimful.models.hub.adapters import find_adapter
 from brimful.models.hub.resolve import find_folder
 
 
@@ -34,9 +35,10 @@ def model_folder(model: Any, tokenizer: Any, *, trust_remote_code: bool) -> Part
     folder = Path(tempfile.mkdtemp(prefix="brimful-model-"))
     parts = Parts(folder, is_temporary=True)
     if isinstance(model, str | Path):
-        for file in source.iterdir():
-            if file.is_file() and not file.name.startswith(("tokenizer", "special_tokens", "added_tokens", "vocab")):
-                (folder / file.name).symlink_to(file.resolve())
+        _link(source, folder)
+        if (adapter := find_adapter(source)) is not None and not (folder / "config.json").exists():
+            base = find_folder(adapter.base, trust_remote_code=trust_remote_code, allow_pickle=False)
+            (folder / "config.json").symlink_to((base / "config.json").resolve())
     else:
         model.save_pretrained(folder)
     if isinstance(tokenizer, str | Path):
@@ -45,3 +47,10 @@ def model_folder(model: Any, tokenizer: Any, *, trust_remote_code: bool) -> Part
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     tokenizer.save_pretrained(folder)
     return parts
+
+
+def _link(source: Path, folder: Path) -> None:
+    """Link the files of a model in `folder`, without those of its tokenizer."""
+    for file in source.iterdir():
+        if file.is_file() and not file.name.startswith(("tokenizer", "special_tokens", "added_tokens", "vocab")):
+            (folder / file.name).symlink_to(file.resolve())

@@ -25,6 +25,8 @@ from brimful.drop_in.pipeline_calls import Answers, Cut, as_pairs, given_cut, re
 from brimful.engine.sequence_lengths import MOST_READ
 from brimful.hardware.probe import choose_device
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
+from brimful.models.hub.load import load_model
+from brimful.tasks.answers import label_space
 from brimful.tasks.zero_shot import DEFAULT_TEMPLATE
 
 TEXT, ZERO_SHOT = "text-classification", "zero-shot-classification"
@@ -161,9 +163,14 @@ class _Pipeline:
 
     @cached_property
     def model(self) -> Any:
-        """The plain model, loaded when it is asked for, on the CPU: answers come from another one."""
+        """The plain model, loaded when it is asked for, on the CPU: answers come from another one.
+
+        An adapter is merged into it.
+        """
         from transformers import AutoModelForSequenceClassification
 
+        if self._facts.adapter is not None:
+            return load_model(self._facts, label_space(self._facts.config), head="kept", seed=0)
         trust = self._options["trust_remote_code"]
         return AutoModelForSequenceClassification.from_pretrained(self._facts.folder, trust_remote_code=trust)
 
@@ -196,7 +203,7 @@ class _Pipeline:
             if self._classifier is not None:
                 self._classifier.close()
             callbacks = _TellsOfCuts() if cut.longest is None else None
-            made = Classifier(self._facts.folder, max_length=longest[0], callbacks=callbacks, **self._options)
+            made = Classifier(self._facts.source, max_length=longest[0], callbacks=callbacks, **self._options)
             self._classifier, self._longest = made, longest
         return self._classifier
 

@@ -78,6 +78,11 @@ class ModelFacts:
     new_parameters: tuple[str, ...] = ()
 
     @property
+    def source(self) -> Path:
+        """The folder that `inspect_model` was given: of the model, or of the adapter on it."""
+        return self.folder if self.adapter is None else self.adapter.folder
+
+    @property
     def base_name(self) -> str:
         """Name by which an adapter finds this model again: that on the hub, or the whole path of a folder."""
         return str(self.folder) if Path(self.name).expanduser().is_dir() else self.name
