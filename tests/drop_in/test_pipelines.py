@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import warnings
@@ -229,6 +230,84 @@ def test_the_folder_of_an_adapter(models: dict[str, Path], adapter: Path) -> Non
     assert base(TEXTS[:1])[0][0]["score"] != pytest.approx(ours(TEXTS[:1])[0][0]["score"], abs=1e-3)
     encoded = ours.tokenizer(TEXTS[0], return_tensors="pt")
     torch.testing.assert_close(ours.model(**encoded).logits, theirs.model(**encoded).logits)
+
+
+class Turned(transformers.BertForSequenceClassification):
+    """A classifier with a forward of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        found.logits = -found.logits
+        return found
+
+
+def turned(model: Any) -> Any:
+    found = Turned(model.config)
+    found.load_state_dict(model.state_dict())
+    return found
+
+
+def hooked(model: Any) -> Any:
+    model.classifier.register_forward_hook(lambda module, given, found: -found)
+    return model
+
+
+def with_forward(model: Any) -> Any:
+    plain = model.classifier.forward
+    model.classifier.forward = lambda given: -plain(given)
+    return model
+
+
+def with_head(model: Any) -> Any:
+    model.classifier = torch.nn.Sequential(model.classifier, torch.nn.Softsign())
+    return model
+
+
+def with_activation(model: Any) -> Any:
+    model.bert.encoder.layer[0].intermediate.intermediate_act_fn = torch.nn.Tanh()
+    return model
+
+
+def with_adapter(model: Any) -> Any:
+    import peft
+
+    model.add_adapter(peft.LoraConfig(init_lora_weights=False, target_modules=["query"]))
+    return model
+
+
+CHANGED = [
+    (turned, "the model's class, Turned, is not transformers' own"),
+    (hooked, "classifier has forward hooks"),
+    (with_forward, "classifier has a forward of its own"),
+    (with_head, "classifier is not that of a BertForSequenceClassification"),
+    (with_activation, "intermediate_act_fn is not that of a BertForSequenceClassification"),
+    (with_adapter, "has an adapter of peft"),
+    (wrapped, "has an adapter of peft"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGED, ids=[change.__name__ for change, _ in CHANGED])
+def test_a_model_that_was_changed_in_memory_answers_as_it_is(
+    models: dict[str, Path], change: Callable[[Any], Any], said: str
+) -> None:
+    given = {"tokenizer": AutoTokenizer.from_pretrained(models["classes"]), "device": "cpu"}
+    model = change(AutoModelForSequenceClassification.from_pretrained(models["classes"])).eval()
+    expected = transformers.pipeline("text-classification", model=model, **given)
+    with pytest.warns(UserWarning, match=f"transformers' own pipeline runs: .*{said}"):
+        ours = brimful.pipeline("text-classification", model=model, **given)
+    same(ours(TEXTS, top_k=None), expected(TEXTS, top_k=None))
+
+
+def test_a_model_in_memory_keeps_its_weights_of_now(models: dict[str, Path]) -> None:
+    given = {"tokenizer": AutoTokenizer.from_pretrained(models["classes"]), "device": "cpu"}
+    model = AutoModelForSequenceClassification.from_pretrained(models["classes"])
+    made = AutoModelForSequenceClassification.from_config(model.config)
+    merged = wrapped(model).merge_and_unload()
+    for each in (merged, made.eval(), brimful.packed(copy.deepcopy(merged))):
+        expected = transformers.pipeline("text-classification", model=each, **given)(TEXTS, top_k=None)
+        ours = brimful.pipeline("text-classification", model=each, **given)
+        assert isinstance(ours, TextPipeline)
+        same(ours(TEXTS, top_k=None), expected)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from brimful.drop_in.models_in_memory import NotHere, refuse_changed
 from brimful.models.hub.adapters import find_adapter
 from brimful.models.hub.resolve import find_folder
 
@@ -21,17 +22,20 @@ class Parts:
             weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
 
 
-def model_folder(model: Any, tokenizer: Any, *, trust_remote_code: bool) -> Parts | None:
-    """Find or make the folder of a model with its tokenizer; None where they cannot be saved to be read.
+def model_folder(model: Any, tokenizer: Any, *, trust_remote_code: bool) -> Parts:
+    """Find or make the folder of a model with its tokenizer.
 
     model: a name, or a model in memory, whose weights of now are copied. tokenizer: None for the model's own.
+    Raises: NotHere for a model that would answer differently once it is saved and read.
     """
     if isinstance(model, str | Path):
         if tokenizer is None or str(tokenizer) == str(model):
             return Parts(model)
         source = find_folder(str(model), trust_remote_code=trust_remote_code, allow_pickle=False)
-    elif tokenizer is None or getattr(model, "is_quantized", False):
-        return None
+    elif tokenizer is None:
+        raise NotHere("a model in memory comes with its tokenizer")
+    else:
+        refuse_changed(model)
     folder = Path(tempfile.mkdtemp(prefix="brimful-model-"))
     parts = Parts(folder, is_temporary=True)
     if isinstance(model, str | Path):

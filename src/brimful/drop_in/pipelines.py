@@ -21,6 +21,7 @@ from brimful.api import Classifier
 from brimful.core.callbacks import PythonWarnings
 from brimful.core.errors import ArgumentError, printable
 from brimful.drop_in.model_files import Parts, model_folder
+from brimful.drop_in.models_in_memory import NotHere
 from brimful.drop_in.pipeline_calls import Answers, Cut, as_pairs, given_cut, refusing
 from brimful.engine.sequence_lengths import MOST_READ
 from brimful.hardware.probe import choose_device
@@ -36,10 +37,6 @@ _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 _OURS = frozenset({"allow_pickle", "execution", "packing", "token_budget", "verify"})
 #: Texts of a stream that are answered together at most.
 _MOST_TOGETHER = 1024
-
-
-class _NotHere(Exception):  # noqa: N818  (it is a reason, which leads to transformers)
-    """A reason why transformers' pipeline runs."""
 
 
 def pipeline(
@@ -76,18 +73,18 @@ def pipeline(
         unused |= {"feature_extractor": feature_extractor, "image_processor": image_processor}
         unused |= {"video_processor": video_processor, "processor": processor, "pipeline_class": pipeline_class}
         if (other := next((name for name, value in unused.items() if value is not None), None)) is not None:
-            raise _NotHere(f"{other} is given")
+            raise NotHere(f"{other} is given")
         if task is not None and task not in _TASKS:
-            raise _NotHere(f"its task is {printable(task)}")
+            raise NotHere(f"its task is {printable(task)}")
         if model is None:
-            raise _NotHere("no model is named, and it has one of its own for the task")
+            raise NotHere("no model is named, and it has one of its own for the task")
         settings = dict(model_kwargs or {})
         dtype = settings.pop("dtype", settings.pop("torch_dtype", dtype))
         settings.pop("attn_implementation", None)  # ours is chosen, and checked against the plain one
         if settings:
-            raise _NotHere(f"model_kwargs has {printable(next(iter(settings)))}")
+            raise NotHere(f"model_kwargs has {printable(next(iter(settings)))}")
         return _made(task, model, tokenizer, device, dtype, bool(trust_remote_code), kwargs)
-    except _NotHere as reason:
+    except NotHere as reason:
         import transformers
 
         warnings.warn(f"transformers' own pipeline runs: {reason}", stacklevel=2)
@@ -99,15 +96,13 @@ def _made(
     task: str | None, model: Any, tokenizer: Any, device: Any, dtype: Any, trust: bool, kwargs: Mapping[str, Any]
 ) -> TextPipeline | ZeroShotPipeline:
     parts = model_folder(model, tokenizer, trust_remote_code=trust)
-    if parts is None:
-        raise _NotHere("a model in memory comes with its tokenizer, and is not quantized")
     given = {name: value for name, value in kwargs.items() if name not in _OURS}
     options = {name: value for name, value in kwargs.items() if name in _OURS}
     options |= {"device": _device(device), "trust_remote_code": trust}
     name, pickles = str(parts.path), bool(options.get("allow_pickle"))
     facts = inspect_model(name, trust_remote_code=trust, allow_pickle=pickles)
     if task is None and not facts.has_head:
-        raise _NotHere("the model is no text classifier")
+        raise NotHere("the model is no text classifier")
     options["precision"] = _precision(dtype, facts)
     kind = {TEXT: TextPipeline, ZERO_SHOT: ZeroShotPipeline}[_TASKS[task or TEXT]]
     return cast(TextPipeline | ZeroShotPipeline, kind(parts, facts, options, given))
@@ -121,7 +116,7 @@ def _device(device: Any) -> str:
         device = "cpu" if device < 0 else f"cuda:{device}"
     found = torch.device(device)
     if found.type not in ("cpu", "cuda") or found.index not in (None, 0):
-        raise _NotHere(f"its device is {found}")
+        raise NotHere(f"its device is {found}")
     return found.type
 
 
@@ -130,7 +125,7 @@ def _precision(dtype: Any, facts: ModelFacts) -> str:
         dtype = getattr(facts.config, "dtype", None) or torch.float32
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if found not in _PRECISIONS:
-        raise _NotHere(f"its dtype is {printable(dtype)}")
+        raise NotHere(f"its dtype is {printable(dtype)}")
     return _PRECISIONS[found]
 
 
