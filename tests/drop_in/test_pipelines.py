@@ -196,6 +196,31 @@ def test_models_in_memory_and_other_tokenizers(models: dict[str, Path], tmp_path
     same(ours.predict(TEXTS), expected(TEXTS))
 
 
+SETTINGS: list[dict[str, Any]] = [{"truncation_side": "left"}, {"split_special_tokens": True}]
+SETTINGS += [{"model_max_length": 5}, {"model_input_names": ["input_ids", "attention_mask"]}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_settings_of_a_tokenizer_are_those_of_now(models: dict[str, Path], settings: dict[str, Any]) -> None:
+    texts = ["good [SEP] film was a story and it felt long", PAIR]
+    call = {"truncation": True, "max_length": None if "model_max_length" in settings else 9, "top_k": None}
+    expected = list[Any]()
+    for make in (transformers.pipeline, brimful.pipeline):
+        tokenizer = AutoTokenizer.from_pretrained(models["classes"])
+        before = make("text-classification", str(models["classes"]), device="cpu")
+        usual = before(texts, **call)
+        for name, value in settings.items():
+            setattr(tokenizer, name, value)
+            setattr(before.tokenizer, name, value)
+        given = make("text-classification", str(models["classes"]), tokenizer=tokenizer, device="cpu")
+        assert given.tokenizer is tokenizer
+        expected.append([usual, before(texts, **call), given(texts, **call)])
+        before.tokenizer = AutoTokenizer.from_pretrained(models["classes"])
+        expected[-1].append(before(texts, **call))
+    same(expected[1], expected[0])
+    assert expected[1][0] == expected[1][3] != expected[1][1]
+
+
 @pytest.fixture(scope="module")
 def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of an adapter as peft saves it, beside a tokenizer; its base model is a folder."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from types import GeneratorType
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from torch.utils.data import Dataset
 from brimful.api import Classifier
 from brimful.core.callbacks import PythonWarnings
 from brimful.core.errors import ArgumentError, printable
-from brimful.drop_in.model_files import Parts, model_folder
+from brimful.drop_in.model_files import Parts, model_folder, tokenizer_settings
 from brimful.drop_in.models_in_memory import NotHere
 from brimful.drop_in.pipeline_calls import Answers, Cut, as_pairs, given_cut, refusing
 from brimful.engine.sequence_lengths import MOST_READ
@@ -148,13 +149,23 @@ class _Pipeline:
         self._parts, self._facts, self._options = parts, facts, dict(options)
         self._given = self._checked(kwargs)
         self._classifier: Classifier | None = None
-        self._longest: tuple[int, bool] | None = None  # tokens, and whether nobody asked for the cut
+        self._made_for: Any = None  # where it cuts texts, and settings of the tokenizer
+        self._parts_of_now: Parts | None = None  # once the tokenizer is not that of `parts` any more
+        self._tokenizer = parts.tokenizer
+        self._written = None if parts.tokenizer is None else tokenizer_settings(parts.tokenizer)
         self.device = choose_device(options["device"])
 
-    @cached_property
+    @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return load_tokenizer(self._facts)
+        """The model's tokenizer, or the one that was given. Its settings may be changed: later calls follow them."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._facts)
+            self._written = tokenizer_settings(self._tokenizer)
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer, self._written = tokenizer, None
 
     @cached_property
     def model(self) -> Any:
@@ -191,16 +202,25 @@ class _Pipeline:
         return answer(list(inputs))
 
     def _classifier_for(self, cut: Cut) -> Classifier:
-        """The one of all calls, or another where texts are cut elsewhere than before."""
+        """The one of all calls, or another where texts are cut elsewhere than before, or tokenised differently."""
         limit, asked = self._facts.max_positions, MOST_READ if cut.longest is None else cut.longest
-        longest = (asked if limit is None else min(asked, limit), cut.longest is None)
-        if self._classifier is None or longest != self._longest:
+        longest = asked if limit is None else min(asked, limit)
+        wanted = (longest, cut.longest is None, tokenizer_settings(self.tokenizer))
+        if self._classifier is None or wanted != self._made_for:
             if self._classifier is not None:
                 self._classifier.close()
             callbacks = _TellsOfCuts() if cut.longest is None else None
-            made = Classifier(self._facts.source, max_length=longest[0], callbacks=callbacks, **self._options)
-            self._classifier, self._longest = made, longest
+            made = Classifier(self._folder(), max_length=longest, callbacks=callbacks, **self._options)
+            self._classifier, self._made_for = made, wanted
         return self._classifier
+
+    def _folder(self) -> Path | str:
+        """The model's folder, with the tokenizer as it is now."""
+        if tokenizer_settings(self.tokenizer) != self._written:
+            trust = self._options["trust_remote_code"]
+            self._parts_of_now = model_folder(self._facts.source, self.tokenizer, trust_remote_code=trust)
+            self._written = tokenizer_settings(self.tokenizer)
+        return self._facts.source if self._parts_of_now is None else self._parts_of_now.path
 
 
 class TextPipeline(_Pipeline):
