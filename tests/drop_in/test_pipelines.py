@@ -159,6 +159,9 @@ def test_where_texts_are_cut(both: Make, recwarn: pytest.WarningsRecorder) -> No
         assert ours(long)  # transformers' fails
     with pytest.raises(ValueError, match="truncation is only_second"):
         ours("dull", truncation="only_second")
+    same(ours(long, **cut | {"truncation": "only_first"}), theirs(long, **cut | {"truncation": "only_first"}))
+    with pytest.raises(ValueError, match="truncation is only_first, and a pair was given"):
+        ours(PAIR, truncation="only_first")
 
 
 LABELS = ["good", "bad", "a story"]
@@ -342,6 +345,10 @@ def test_dtype_is_the_precision(models: dict[str, Path], dtype: Any, precision: 
     ours = brimful.pipeline(model=str(models["classes"]), dtype=dtype, device="cpu")
     assert ours(TEXTS[0])[0]["label"].startswith("label")
     assert ours._classifier.recipe.value("precision") == precision
+    ours = brimful.pipeline(model=str(models["classes"]), torch_dtype=dtype, device="cpu")
+    assert ours._options["precision"] == precision
+    ours = brimful.pipeline(model=str(models["classes"]), dtype="float32", torch_dtype=dtype, device="cpu")
+    assert ours._options["precision"] == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -351,6 +358,10 @@ def test_dtype_is_the_precision(models: dict[str, Path], dtype: Any, precision: 
         ("text-classification", {"device_map": "cpu", "device": None}, "device_map is given"),
         ("text-classification", {"model_kwargs": {"use_cache": False}}, "model_kwargs has use_cache"),
         ("text-classification", {"dtype": torch.float64, "verify": 3}, "its dtype is torch.float64"),
+        ("text-classification", {"torch_dtype": torch.float64}, "its dtype is torch.float64"),
+        ("text-classification", {"add_special_tokens": False}, "add_special_tokens is given"),
+        ("text-classification", {"truncation": "only_second"}, "truncation='only_second' is given"),
+        ("zero-shot-classification", {"add_special_tokens": False}, "add_special_tokens is given"),
     ],
 )
 def test_what_has_no_form_here_is_handed_to_transformers(
@@ -365,6 +376,7 @@ def test_what_has_no_form_here_is_handed_to_transformers(
     assert call["task"] == task
     assert call["model"] == str(models["classes"])
     assert call["top_k"] == 3
+    assert all(call[name] == value for name, value in given.items() if name != "verify")
     assert "verify" not in call
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -26,11 +27,23 @@ def refusing() -> Iterator[None]:
         raise ArgumentError(str(error), hint=error.hint) from error
 
 
+def arguments_of_tokenizers(given: Mapping[str, Any], takes: Collection[str]) -> Iterator[str]:
+    """Name the arguments that only a tokenizer can follow. takes: those that calls have a form for."""
+    from transformers import PreTrainedTokenizerBase
+
+    known = inspect.signature(PreTrainedTokenizerBase.__call__).parameters
+    yield from (name for name in given if name in known and name not in takes)
+    named = getattr(given.get("truncation"), "value", given.get("truncation"))
+    if "truncation" in takes and named in ("only_first", "only_second"):
+        yield f"truncation={named!r}"
+
+
 @dataclass(frozen=True)
 class Cut:
-    """Length in tokens at which texts are cut; None for the model's own end."""
+    """Length in tokens at which texts are cut; None for the model's own end. of_pairs: whether pairs can be cut so."""
 
     longest: int | None
+    of_pairs: bool = True
 
 
 def given_cut(given: Mapping[str, Any], tokenizer: Any) -> Cut:
@@ -50,7 +63,7 @@ def given_cut(given: Mapping[str, Any], tokenizer: Any) -> Cut:
         raise ArgumentError(f"max_length is {printable(longest)}", hint="it is a number of tokens")
     limit = getattr(tokenizer, "model_max_length", None)
     known = limit if isinstance(limit, int) and limit < _NO_LIMIT else None
-    return Cut(longest or known)
+    return Cut(longest or known, of_pairs=named != "only_first")
 
 
 def as_pairs(inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -23,7 +23,7 @@ from brimful.core.callbacks import PythonWarnings
 from brimful.core.errors import ArgumentError, printable
 from brimful.drop_in.model_files import Parts, model_folder, tokenizer_settings
 from brimful.drop_in.models_in_memory import NotHere
-from brimful.drop_in.pipeline_calls import Answers, Cut, as_pairs, given_cut, refusing
+from brimful.drop_in.pipeline_calls import Answers, Cut, arguments_of_tokenizers, as_pairs, given_cut, refusing
 from brimful.engine.sequence_lengths import MOST_READ
 from brimful.hardware.probe import choose_device
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
@@ -79,12 +79,15 @@ def pipeline(
             raise NotHere(f"its task is {printable(task)}")
         if model is None:
             raise NotHere("no model is named, and it has one of its own for the task")
+        if isinstance(dtype, str) and dtype == "auto" and kwargs.get("torch_dtype") is not None:
+            dtype = kwargs["torch_dtype"]  # its name of before
         settings = dict(model_kwargs or {})
         dtype = settings.pop("dtype", settings.pop("torch_dtype", dtype))
         settings.pop("attn_implementation", None)  # ours is chosen, and checked against the plain one
         if settings:
             raise NotHere(f"model_kwargs has {printable(next(iter(settings)))}")
-        return _made(task, model, tokenizer, device, dtype, bool(trust_remote_code), kwargs)
+        given = {name: value for name, value in kwargs.items() if name != "torch_dtype"}
+        return _made(task, model, tokenizer, device, dtype, bool(trust_remote_code), given)
     except NotHere as reason:
         import transformers
 
@@ -96,8 +99,11 @@ def pipeline(
 def _made(
     task: str | None, model: Any, tokenizer: Any, device: Any, dtype: Any, trust: bool, kwargs: Mapping[str, Any]
 ) -> TextPipeline | ZeroShotPipeline:
-    parts = model_folder(model, tokenizer, trust_remote_code=trust)
     given = {name: value for name, value in kwargs.items() if name not in _OURS}
+    kind = {TEXT: TextPipeline, ZERO_SHOT: ZeroShotPipeline}[_TASKS[task or TEXT]]
+    if (of_tokenizers := next(arguments_of_tokenizers(given, kind.takes), None)) is not None:
+        raise NotHere(f"{of_tokenizers} is given")
+    parts = model_folder(model, tokenizer, trust_remote_code=trust)
     options = {name: value for name, value in kwargs.items() if name in _OURS}
     options |= {"device": _device(device), "trust_remote_code": trust}
     name, pickles = str(parts.path), bool(options.get("allow_pickle"))
@@ -105,7 +111,6 @@ def _made(
     if task is None and not facts.has_head:
         raise NotHere("the model is no text classifier")
     options["precision"] = _precision(dtype, facts)
-    kind = {TEXT: TextPipeline, ZERO_SHOT: ZeroShotPipeline}[_TASKS[task or TEXT]]
     return cast(TextPipeline | ZeroShotPipeline, kind(parts, facts, options, given))
 
 
@@ -242,10 +247,15 @@ class TextPipeline(_Pipeline):
         form = {"top_k": given.get("top_k", ""), "function_to_apply": given.get("function_to_apply")}
         if not (form["top_k"] is None or isinstance(form["top_k"], int)):
             form["top_k"] = ""
-        classifier = self._classifier_for(given_cut(given, self.tokenizer))
+        cut = given_cut(given, self.tokenizer)
+        classifier = self._classifier_for(cut)
 
         def answer(each: Sequence[Any]) -> list[Any]:
             texts, pairs = as_pairs(each)
+            if any(pairs) and not cut.of_pairs:
+                raise ArgumentError(
+                    "truncation is only_first, and a pair was given", hint="give it to pipeline, which hands it over"
+                )
             found: list[Any] = [None] * len(each)
             for rows in ([i for i, pair in enumerate(pairs) if pair is None], [i for i, p in enumerate(pairs) if p]):
                 if rows:
