@@ -16,6 +16,7 @@ import transformers
 from torch.utils.data import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.pipelines.pt_utils import KeyDataset
+from transformers.pipelines.text_classification import ClassificationFunction
 
 import brimful
 from brimful.drop_in.pipelines import TextPipeline, ZeroShotPipeline
@@ -90,7 +91,8 @@ INPUTS = {
     "empty": "",
 }
 CALLS: list[dict[str, Any]] = [{}, {"top_k": None}, {"top_k": 1}, {"top_k": 2}, {"function_to_apply": "none"}]
-CALLS += [{"top_k": None, "function_to_apply": "sigmoid"}, {"function_to_apply": "softmax", "batch_size": 2}]
+CALLS += [{"top_k": None, "function_to_apply": "sigmoid"}, {"function_to_apply": ClassificationFunction.NONE}]
+CALLS += [{"function_to_apply": "softmax", "batch_size": 2}]
 
 
 @pytest.mark.parametrize("name", MODELS)

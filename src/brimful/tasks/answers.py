@@ -257,8 +257,9 @@ def _scores(space: LabelSpace, logits_NC: Singles, function: str = "default") ->
     return _FUNCTIONS[usual if function == "default" else function](logits_NC)
 
 
-def _function_name(asked: str | None) -> str:
-    return "default" if asked is None else str(asked).lower()
+def _function_name(asked: Any) -> str:
+    """Name of a function that was asked for by name, or as transformers' ClassificationFunction."""
+    return "default" if asked is None else str(getattr(asked, "value", asked)).lower()
 
 
 def _names(space: LabelSpace) -> pa.Array:
