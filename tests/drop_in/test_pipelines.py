@@ -109,7 +109,8 @@ def test_all_forms_of_inputs_and_answers(both: Make, name: str) -> None:
 )
 def test_arguments_given_when_it_is_made(both: Make, made: dict[str, Any]) -> None:
     ours, theirs = both("classes", "sentiment-analysis", **made)
-    for inputs, call in itertools.product(INPUTS.values(), CALLS[:3]):
+    assert ours.task == theirs.task == "sentiment-analysis"
+    for inputs, call in itertools.product(INPUTS.values(), [*CALLS[:3], {"top_k": "", "function_to_apply": None}]):
         same(ours(inputs, **call), theirs(inputs, **call))
 
 

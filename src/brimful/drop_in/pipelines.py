@@ -111,7 +111,9 @@ def _made(
     if task is None and not facts.has_head:
         raise NotHere("the model is no text classifier")
     options["precision"] = _precision(dtype, facts)
-    return cast(TextPipeline | ZeroShotPipeline, kind(parts, facts, options, given))
+    made = cast(TextPipeline | ZeroShotPipeline, kind(parts, facts, options, given))
+    made.task = task or made.task
+    return made
 
 
 def _device(device: Any) -> str:
@@ -245,8 +247,6 @@ class TextPipeline(_Pipeline):
         """
         given = self._given | self._checked(kwargs)
         form = {"top_k": given.get("top_k", ""), "function_to_apply": given.get("function_to_apply")}
-        if not (form["top_k"] is None or isinstance(form["top_k"], int)):
-            form["top_k"] = ""
         cut = given_cut(given, self.tokenizer)
         classifier = self._classifier_for(cut)
 
@@ -272,6 +272,15 @@ class TextPipeline(_Pipeline):
         if isinstance(inputs, Mapping):
             return answer([inputs])[0]
         return self._answered(inputs, given.get("batch_size"), answer)
+
+    def _checked(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments but for those that ask for nothing, as transformers reads them: any other top_k stays."""
+        given = super()._checked(kwargs)
+        if not isinstance(given.get("top_k"), int | None):
+            del given["top_k"]
+        if given.get("function_to_apply") is None:
+            given.pop("function_to_apply", None)
+        return given
 
 
 class ZeroShotPipeline(_Pipeline):
