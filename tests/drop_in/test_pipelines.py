@@ -157,6 +157,7 @@ def test_where_texts_are_cut(both: Make, recwarn: pytest.WarningsRecorder) -> No
     cut = {"truncation": True, "max_length": 7}
     same(ours([long, "dull"], **cut), theirs([long, "dull"], **cut))
     same(ours([long[:100]]), theirs([long[:100]]))
+    same(ours(long, truncation=True, max_length=3), theirs(long, truncation=True, max_length=3))
     assert not recwarn
     with pytest.warns(UserWarning, match="longer than 80 tokens"):
         assert ours(long)  # transformers' fails
@@ -398,11 +399,14 @@ def test_mistakes_are_one_line_with_a_hint(both: Make, models: dict[str, Path]) 
         (3, {}, "inputs are int"),
         ("a", {"topk": 3}, "takes no topk"),
         ("a", {"function_to_apply": "tanh"}, "function_to_apply is 'tanh'"),
+        ("a", {"max_length": 2}, "max_length is 2, and the tokenizer adds 2 special tokens to a text"),
+        (PAIR, {"max_length": 3}, "max_length is 3, and the tokenizer adds 3 special tokens to a pair of texts"),
     ]
     for inputs, call, said in wrong:
         with pytest.raises(ValueError, match=said) as caught:
             ours(inputs, **call)
         assert isinstance(caught.value, brimful.BrimfulError)
         assert caught.value.hint
+        assert "--" not in str(caught.value)
     with pytest.raises(brimful.ModelError, match="there is no folder"):
         brimful.pipeline("text-classification", model=str(models["classes"] / "missing"))

@@ -66,6 +66,21 @@ def given_cut(given: Mapping[str, Any], tokenizer: Any) -> Cut:
     return Cut(longest or known, of_pairs=named != "only_first")
 
 
+def require_room(cut: Cut, tokenizer: Any, *, pairs: bool) -> None:
+    """Check that texts can be cut so. Raises: ArgumentError where special tokens alone are as long."""
+    special = tokenizer.num_special_tokens_to_add(pair=pairs)
+    if cut.longest is not None and cut.longest <= special:
+        raise ArgumentError(
+            f"max_length is {cut.longest}, and the tokenizer adds {special} special tokens to a"
+            f" {'pair of texts' if pairs else 'text'}",
+            hint=f"use at least {special + 1}",
+        )
+    if pairs and not cut.of_pairs:
+        raise ArgumentError(
+            "truncation is only_first, and a pair was given", hint="give it to pipeline, which hands it over"
+        )
+
+
 def as_pairs(inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """First texts, and the second one of each pair, None for a single text.
 

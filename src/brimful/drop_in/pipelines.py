@@ -23,7 +23,15 @@ from brimful.core.callbacks import PythonWarnings
 from brimful.core.errors import ArgumentError, printable
 from brimful.drop_in.model_files import Parts, model_folder, tokenizer_settings
 from brimful.drop_in.models_in_memory import NotHere
-from brimful.drop_in.pipeline_calls import Answers, Cut, arguments_of_tokenizers, as_pairs, given_cut, refusing
+from brimful.drop_in.pipeline_calls import (
+    Answers,
+    Cut,
+    arguments_of_tokenizers,
+    as_pairs,
+    given_cut,
+    refusing,
+    require_room,
+)
 from brimful.engine.sequence_lengths import MOST_READ
 from brimful.hardware.probe import choose_device
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
@@ -248,14 +256,13 @@ class TextPipeline(_Pipeline):
         given = self._given | self._checked(kwargs)
         form = {"top_k": given.get("top_k", ""), "function_to_apply": given.get("function_to_apply")}
         cut = given_cut(given, self.tokenizer)
+        require_room(cut, self.tokenizer, pairs=False)
         classifier = self._classifier_for(cut)
 
         def answer(each: Sequence[Any]) -> list[Any]:
             texts, pairs = as_pairs(each)
-            if any(pairs) and not cut.of_pairs:
-                raise ArgumentError(
-                    "truncation is only_first, and a pair was given", hint="give it to pipeline, which hands it over"
-                )
+            if any(pairs):
+                require_room(cut, self.tokenizer, pairs=True)
             found: list[Any] = [None] * len(each)
             for rows in ([i for i, pair in enumerate(pairs) if pair is None], [i for i, p in enumerate(pairs) if p]):
                 if rows:

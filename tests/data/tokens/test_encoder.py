@@ -120,8 +120,15 @@ def test_types_only_where_the_tokenizer_gives_them(minilm: Any) -> None:
 
 
 def test_no_room_for_text(minilm: Any) -> None:
-    with pytest.raises(OptionError, match="--max-length is 3, and the tokenizer adds 3 special tokens"):
-        Encoder.from_tokenizer(minilm, 3, with_types=False)
+    """Pairs have more special tokens than single texts, which need room for their own alone."""
+    encoder = Encoder.from_tokenizer(minilm, 3, with_types=False)
+    assert encoder.encode(["a b c"]).ids.tolist() == minilm("a b c", truncation=True, max_length=3)["input_ids"]
+    for max_length, of, pairs in ((2, "2 special tokens to a text", None), (3, "3 special tokens to a pair", ["d"])):
+        with pytest.raises(OptionError, match=f"--max-length is {max_length}, and the tokenizer adds {of}") as caught:
+            Encoder.from_tokenizer(minilm, max_length, with_types=False).encode(["a b c"], pairs)
+        assert caught.value.hint == f"use at least {max_length + 1}"
+    with pytest.raises(OptionError, match="3 special tokens to a pair"):
+        Encoder.from_tokenizer(minilm, 3, with_types=False, truncation="only_first")
 
 
 def bare_tokenizer() -> PreTrainedTokenizerFast:

@@ -200,15 +200,10 @@ class Encoder:
         """An encoder with a Hugging Face fast tokenizer's behaviour. The tokenizer itself keeps its settings.
 
         truncation: which text of a pair is cut.
-        Raises: OptionError if `max_length` leaves no room for text beside the special tokens.
+        Raises: OptionError if `max_length` leaves no room beside special tokens: of a text; of a pair for `only_first`.
         """
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        special = max(backend.num_special_tokens_to_add(False), backend.num_special_tokens_to_add(True))
-        if max_length <= special:
-            raise OptionError(
-                f"--max-length is {max_length}, and the tokenizer adds {special} special tokens to a text",
-                hint=f"use at least {special + 1}",
-            )
+        _require_room(backend, max_length, pairs=truncation == "only_first")
         backend.no_padding()
         backend.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
         side = getattr(tokenizer, "truncation_side", "right")
@@ -251,9 +246,11 @@ class Encoder:
         """Token ids of each text, or text pair.
 
         use_cache: None for the encoder's own; never for pairs.
-        Raises: OptionError for truncation `only_first` if a second text leaves no room for the first one.
+        Raises: OptionError for pairs if `max_length` leaves no room for text beside their special tokens, and for
+        truncation `only_first` if a second text leaves no room for the first one.
         """
         if pairs is not None:
+            _require_room(self.backend, self.max_length, pairs=True)
             return self._flat(self._batch(list(zip(texts, pairs, strict=True))))
         if self._words is None or not (self.use_cache if use_cache is None else use_cache):
             return self._flat(self._encodings(texts))
@@ -340,6 +337,17 @@ class Encoder:
                 hint="shorten the label or --hypothesis-template, or raise --max-length",
             ) from error
         return encodings
+
+
+def _require_room(backend: Tokenizer, max_length: int, *, pairs: bool) -> None:
+    """Raises: OptionError if special tokens alone make up `max_length`."""
+    special = backend.num_special_tokens_to_add(pairs)
+    if max_length <= special:
+        of = "pair of texts" if pairs else "text"
+        raise OptionError(
+            f"--max-length is {max_length}, and the tokenizer adds {special} special tokens to a {of}",
+            hint=f"use at least {special + 1}",
+        )
 
 
 def _restored(written: str, split_special_tokens: bool, max_length: int, settings: dict[str, Any]) -> Encoder:
