@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -180,13 +181,37 @@ def test_zero_shot(both: Make, name: str) -> None:
         same(ours(inputs, LABELS, **form), theirs(inputs, LABELS, **form))
     same(ours(TEXTS[0], candidate_labels="good, bad,"), theirs(TEXTS[0], candidate_labels="good, bad,"))
     same(ours(TEXTS[0], ["good"]), theirs(TEXTS[0], ["good"]))
+    same(ours(TEXTS[0], np.array(LABELS)), theirs(TEXTS[0], LABELS))
+    assert ours.entailment_id == theirs.entailment_id
     found, expected = ours(iter_texts(), candidate_labels=LABELS), theirs(iter_texts(), candidate_labels=LABELS)
     same(list(itertools.islice(found, 3)), list(itertools.islice(expected, 3)))
     kept = both(name, "zero-shot-classification", candidate_labels=LABELS, multi_label=True)
     same(*(each(TEXTS[0]) for each in kept))
-    for wrong in ({}, {"candidate_labels": []}, {"candidate_labels": LABELS, "hypothesis_template": "none"}):
+    for wrong in (
+        {},
+        {"candidate_labels": []},
+        *({"candidate_labels": LABELS, "hypothesis_template": each} for each in ("none", "{label}")),
+    ):
         with pytest.raises(ValueError, match=r"label"):
             ours(TEXTS[0], **wrong)
+
+
+def test_a_label_as_long_as_the_tokenizer_cuts(models: dict[str, Path]) -> None:
+    """transformers reads such a pair whole, and cuts those of other labels."""
+    labels = ["good", " ".join(OTHER), "a story"]
+    texts = [" ".join(OTHER * 2), "dull"]
+    made = []
+    for make in (transformers.pipeline, brimful.pipeline):
+        tokenizer = AutoTokenizer.from_pretrained(models["nli"], model_max_length=16)
+        made.append(make("zero-shot-classification", str(models["nli"]), tokenizer=tokenizer, device="cpu"))
+    theirs, ours = made
+    same(ours(texts, labels[::2]), theirs(texts, labels[::2]))
+    with pytest.warns(UserWarning, match="transformers' own pipeline answers such calls: a label leaves no room"):
+        found = ours(texts, labels)
+    same(found, theirs(texts, labels))
+    same(ours(texts[0], labels, multi_label=True), theirs(texts[0], labels, multi_label=True))
+    with pytest.raises(ValueError, match="leaves no room for the text"):
+        ours(" ".join(OTHER * 5), labels)  # longer than the model's positions, where transformers' fails
 
 
 def test_models_in_memory_and_other_tokenizers(models: dict[str, Path], tmp_path: Path) -> None:

@@ -81,6 +81,16 @@ def require_room(cut: Cut, tokenizer: Any, *, pairs: bool) -> None:
         )
 
 
+def given_labels(asked: Any) -> list[Any]:
+    """Candidate labels of text with commas between them, or of what holds them. Raises: ArgumentError for none."""
+    if isinstance(asked, str):
+        asked = [label.strip() for label in asked.split(",") if label.strip()]
+    found = list(asked) if hasattr(asked, "__iter__") else []
+    if not found:
+        raise ArgumentError("there are no candidate labels", hint="candidate_labels=['sports', 'politics']")
+    return found
+
+
 def as_pairs(inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """First texts, and the second one of each pair, None for a single text.
 

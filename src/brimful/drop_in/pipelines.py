@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from brimful.api import Classifier
-from brimful.core.callbacks import PythonWarnings
+from brimful.core.callbacks import PythonWarnings, warn_caller
 from brimful.core.errors import ArgumentError, printable
 from brimful.drop_in.model_files import Parts, model_folder, tokenizer_settings
 from brimful.drop_in.models_in_memory import NotHere
@@ -29,6 +29,7 @@ from brimful.drop_in.pipeline_calls import (
     arguments_of_tokenizers,
     as_pairs,
     given_cut,
+    given_labels,
     refusing,
     require_room,
 )
@@ -37,7 +38,7 @@ from brimful.hardware.probe import choose_device
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
 from brimful.models.hub.load import load_model
 from brimful.tasks.answers import label_space
-from brimful.tasks.zero_shot import DEFAULT_TEMPLATE
+from brimful.tasks.zero_shot import DEFAULT_TEMPLATE, entailment_of, zero_shot_form
 
 TEXT, ZERO_SHOT = "text-classification", "zero-shot-classification"
 _TASKS = {TEXT: TEXT, "sentiment-analysis": TEXT, ZERO_SHOT: ZERO_SHOT}
@@ -188,6 +189,9 @@ class _Pipeline:
 
         An adapter is merged into it.
         """
+        return self._plain_model()
+
+    def _plain_model(self) -> Any:
         from transformers import AutoModelForSequenceClassification
 
         if self._facts.adapter is not None:
@@ -308,21 +312,47 @@ class ZeroShotPipeline(_Pipeline):
         if len(labels) > 1 or (labels and "candidate_labels" in kwargs):
             raise ArgumentError("there are several candidate labels", hint="give them once, as a list")
         given = self._given | self._checked(kwargs) | ({"candidate_labels": labels[0]} if labels else {})
-        asked = given.get("candidate_labels")
-        if isinstance(asked, str):
-            asked = [label.strip() for label in asked.split(",") if label.strip()]
-        if not asked:
-            raise ArgumentError("there are no candidate labels", hint="candidate_labels=['sports', 'politics']")
+        asked = given_labels(given.get("candidate_labels"))
         form = {
             "multi_label": bool(given.get("multi_label", False)),
             "hypothesis_template": given.get("hypothesis_template", DEFAULT_TEMPLATE),
         }
+        with refusing():
+            zero_shot_form(self._facts.config, template=form["hypothesis_template"])
         classifier = self._classifier_for(given_cut({"truncation": True}, self.tokenizer))
 
         def answer(texts: Sequence[Any]) -> list[Any]:
-            with refusing():
-                return cast(list[Any], classifier(texts, labels=list(asked), **form))
+            try:
+                with refusing():
+                    return cast(list[Any], classifier(texts, labels=asked, **form))
+            except ArgumentError:
+                if not self._leave_no_room(texts, asked, form["hypothesis_template"]):
+                    raise
+            return cast(list[Any], self._theirs(list(texts), candidate_labels=asked, **form))
 
         if isinstance(sequences, str):
             return answer([sequences])[0]
         return self._answered(sequences, given.get("batch_size"), answer)
+
+    @property
+    def entailment_id(self) -> int:
+        """Output that says that a hypothesis follows; -1 for the last one, where none is named so."""
+        return entailment_of(self._facts.config)
+
+    def _leave_no_room(self, texts: Sequence[Any], labels: Sequence[Any], template: str) -> bool:
+        """True where a label is as long as the tokenizer cuts pairs, and the model can read each pair whole."""
+        limit, most = given_cut({"truncation": True}, self.tokenizer).longest, self._facts.max_positions
+        if limit is None or not all(isinstance(each, str) for each in (*texts, *labels)):
+            return False
+        hypotheses = [template.format(label) for label in labels]
+        empty = [len(ids) for ids in self.tokenizer([""] * len(labels), hypotheses)["input_ids"]]
+        longest = max(len(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
+        return max(empty) >= limit and (most is None or max(empty) + longest <= most)
+
+    @cached_property
+    def _theirs(self) -> Any:
+        import transformers
+
+        said = "a label leaves no room for its text, and is read whole as the text is"
+        warn_caller(f"transformers' own pipeline answers such calls: {said}")
+        return transformers.pipeline(ZERO_SHOT, model=self._plain_model(), tokenizer=self.tokenizer, device=self.device)

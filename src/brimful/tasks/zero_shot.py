@@ -129,8 +129,7 @@ def zero_shot_form(
             f"--hypothesis-template '{printable(template)}' has no place for a label, or one that it cannot fill",
             hint="write {} where the label goes, and {{ and }} for braces",
         )
-    found = (output for label, output in config.label2id.items() if str(label).lower().startswith("entail"))
-    entailment = int(next(found, -1))
+    entailment = entailment_of(config)
     if config.num_labels < 2 or not -1 <= entailment < config.num_labels:
         raise ModelError(
             f"zero-shot: entailment is output {entailment} of a model that has {config.num_labels}",
@@ -149,6 +148,12 @@ def zero_shot_form(
         threshold=threshold,
         logits=logits,
     )
+
+
+def entailment_of(config: Any) -> int:
+    """Output of the first label that begins with "entail", in any case; -1 where there is none."""
+    found = (output for label, output in config.label2id.items() if str(label).lower().startswith("entail"))
+    return int(next(found, -1))
 
 
 def _answered(logits_PC: Singles, candidates: Candidates) -> tuple[Flags, Flags]:
