@@ -107,6 +107,21 @@ def test_a_weight_of_0_is_a_row_that_is_not_there(base: Path) -> None:
     assert one.predict_proba(TEXTS) == pytest.approx(alike.predict_proba(TEXTS), rel=1e-5)  # all weigh alike
 
 
+def test_a_class_of_weight_0_is_rows_that_are_not_there(base: Path) -> None:
+    y = np.arange(40) % 3
+    made = {"max_steps": 3, "class_weight": {0: 0, 1: 1, 2: 2}}
+    with pytest.warns(UserWarning, match="no training row has the label '0'"):
+        one = make(base, **made).fit(TEXTS, y)
+    with pytest.warns(UserWarning, match="no training row has the label '0'"):
+        other = make(base, max_steps=3).fit(TEXTS, y, sample_weight=y)
+    assert one.classes_.tolist() == [0, 1, 2]
+    assert one.predict_proba(TEXTS) == pytest.approx(other.predict_proba(TEXTS), rel=1e-5)
+    for wrong, said in ({0: 0, 1: 0, 2: 0}, "is 0 for the classes of all"), ({0: 0}, "labels are smoothed"):
+        smoothing = 0.1 if "smoothed" in said else 0.0
+        with pytest.raises(ValueError, match=said):
+            make(base, class_weight=wrong, label_smoothing_factor=smoothing).fit(TEXTS, y)
+
+
 @pytest.mark.parametrize(
     ("weights", "said"),
     [([1, 2], "1D array or scalar"), ([-1, 1, 1], "negative"), ([0, 0, 0], "zero"), ([1, np.nan, 1], "not finite")],

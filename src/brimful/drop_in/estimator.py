@@ -36,6 +36,7 @@ from brimful.drop_in.given_rows import (
     given_labels,
     given_texts,
     given_weights,
+    without_classes,
 )
 
 #: Parameters that are not options of training by the same name.
@@ -54,7 +55,8 @@ class TextClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     model: a folder or a hub name. output: folder that each fit makes a new folder in (`fit-1`, `fit-2`, ...), a run as
     `brimful train` leaves it; by default it is temporary, and goes with the estimator. class_weight: `balanced` or
-    weights by class, times `sample_weight`; with several labels, of the positives of each. random_state: seed of sample
+    weights by class, times `sample_weight`; with several labels, of the positives of each. Rows of a class of weight 0
+    are not there. random_state: seed of sample
     order, new head and dropout; None draws it from NumPy's global stream, as scikit-learn does. eval_split: share of
     the rows to evaluate on after each epoch, for `metric_for_best_model` and `early_stopping_patience`. verbose: show
     progress. The others are the fields of TrainOptions of the same name, with the same defaults.
@@ -159,6 +161,13 @@ class TextClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return bool(self.run_.labels.task == "single_label")
 
     def _train(self, texts: GivenTexts, labels: GivenLabels, weights: Any, folder: FitFolder) -> Run:
+        weights_C = self._class_weights(labels)
+        if isinstance(weights_C, np.ndarray) and labels.indices_N is not None and not weights_C.all():
+            if self.label_smoothing_factor:
+                raise ArgumentError(
+                    "class_weight has a weight of 0, and labels are smoothed", hint="leave its rows out"
+                )
+            weights, weights_C = without_classes(weights, labels.indices_N, weights_C), weights_C + (weights_C == 0)
         table = texts.columns() | labels.columns() | ({} if weights is None else {WEIGHT: weights})
         options = {name: _plain(value) for name, value in self.get_params(deep=False).items() if name not in _OWN}
         if folder.is_temporary:
@@ -172,7 +181,7 @@ class TextClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             label_column=LABEL if labels.indices_N is not None else list(labels.names),
             weight_column=None if weights is None else WEIGHT,
             task="single_label" if labels.indices_N is not None else "multi_label",
-            class_weights=self._class_weights(labels),
+            class_weights=_by_name(weights_C, labels),
             seed=_seed(self.random_state),
             baselines=False,
             progress=bool(self.verbose),
@@ -182,15 +191,22 @@ class TextClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             shutil.rmtree(folder.path / "checkpoints", ignore_errors=True)
         return run
 
-    def _class_weights(self, labels: GivenLabels) -> str | None:
-        """`balanced`, or the weight of each class by its name, as JSON."""
+    def _class_weights(self, labels: GivenLabels) -> str | np.ndarray | None:
+        """`balanced`, or (C,) the weight of each class."""
         if self.class_weight is None or (isinstance(self.class_weight, str) and self.class_weight == "balanced"):
             return self.class_weight
         if not isinstance(self.class_weight, dict):
             said = f"class_weight is {self.class_weight!r}: it is None, 'balanced' or weights by class"
             raise ArgumentError(said, hint="class_weight={'spam': 3, 'ham': 1}")
-        weights_C = compute_class_weight(self.class_weight, classes=labels.classes_C, y=labels.classes_C)
-        return json.dumps(dict(zip(labels.names, map(float, weights_C), strict=True)))
+        weights_C: np.ndarray = compute_class_weight(self.class_weight, classes=labels.classes_C, y=labels.classes_C)
+        return weights_C
+
+
+def _by_name(weights_C: str | np.ndarray | None, labels: GivenLabels) -> str | None:
+    """Weights of classes by their names, as JSON."""
+    if weights_C is None or isinstance(weights_C, str):
+        return weights_C
+    return json.dumps(dict(zip(labels.names, map(float, weights_C), strict=True)))
 
 
 def _seed(random_state: Any) -> int:

@@ -175,3 +175,14 @@ def given_weights(sample_weight: Any, num_rows: int) -> npt.NDArray[np.float64] 
         wrong = "is zero for all rows" if not weights_N.any() else "has weights that are negative or not finite"
         raise ArgumentError(f"sample_weight {wrong}", hint="0 leaves a row out, 2 counts it twice")
     return weights_N
+
+
+def without_classes(
+    weights_N: npt.NDArray[np.float64] | None, indices_N: npt.NDArray[np.int64], weights_C: npt.NDArray[Any]
+) -> npt.NDArray[np.float64]:
+    """(N,) the weights of rows, 0 for those of a class of weight 0. Raises: ArgumentError where no row is left."""
+    kept_N = (weights_C != 0)[indices_N]
+    found_N: npt.NDArray[np.float64] = kept_N * (np.ones(len(kept_N)) if weights_N is None else weights_N)
+    if not found_N.any():
+        raise ArgumentError("class_weight is 0 for the classes of all rows that count", hint="0 leaves a row out")
+    return found_N
