@@ -296,6 +296,22 @@ def test_texts_that_are_none(given: Any, said: str) -> None:
 def test_names_of_classes(y: Any, classes: list[Any], names: tuple[str, ...]) -> None:
     found = given_labels(y, 3)
     assert found.classes_C.tolist() == classes
+    assert found.classes_C.dtype == np.unique(y).dtype
+    assert found.names == names
+
+
+@pytest.mark.parametrize(
+    ("columns", "names"),
+    [
+        (["a", " b"], ("a", "b")),
+        (["a", " a"], ("label 0", "label 1")),
+        (["a", 'the "b"'], ("label 0", "label 1")),
+        (["text", "b"], ("label 0", "label 1")),
+    ],
+)
+def test_names_of_several_labels(columns: list[str], names: tuple[str, ...]) -> None:
+    found = given_labels(pd.DataFrame([[0, 1], [1, 0], [1, 1]], columns=columns), 3)
+    assert found.classes_C.tolist() == columns
     assert found.names == names
 
 
@@ -307,6 +323,7 @@ def test_names_of_classes(y: Any, classes: list[Any], names: tuple[str, ...]) ->
         (["a", "b"], "inconsistent numbers of samples"),
         (None, "requires y to be passed"),
         ([1.0, float("nan"), 0.0], "NaN"),
+        (pd.DataFrame([[0, 1], [1, 0], [1, 1]], columns=["a", "a"]), "y has several columns 'a'"),
     ],
 )
 def test_labels_that_are_none(y: Any, said: str) -> None:

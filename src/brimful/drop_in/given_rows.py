@@ -121,6 +121,8 @@ def given_labels(y: Any, num_rows: int) -> GivenLabels:
             "TextClassifier requires y to be passed, but the target y is None", hint="fit(texts, labels)"
         )
     columns = [str(name) for name in y.columns] if hasattr(y, "columns") and hasattr(y, "shape") else None
+    if twice := next((name for name in columns or () if (columns or []).count(name) > 1), None):
+        raise ArgumentError(f"y has several columns {printable(twice)!r}", hint="give each label a name of its own")
     y = y.toarray() if hasattr(y, "toarray") else y
     with np.errstate(invalid="ignore"):  # of NaN, which is refused
         kind = type_of_target(y, input_name="y", raise_unknown=True)
@@ -134,23 +136,22 @@ def given_labels(y: Any, num_rows: int) -> GivenLabels:
             f"Unknown label type: {kind}. Classes are texts or whole numbers, or a table of 0 and 1",
             hint="numbers to predict go to brimful.train(..., task='regression')",
         )
-    values_N = column_or_1d(y, warn=True)
-    if values_N.dtype.kind == "f":
-        values_N = values_N.astype(np.int64)
-    classes_C, indices_N = np.unique(values_N, return_inverse=True)
+    classes_C, indices_N = np.unique(column_or_1d(y, warn=True), return_inverse=True)
     if len(classes_C) < 2:
         raise ArgumentError(
             f"y has one class, {printable(classes_C[0])}: a classifier needs two", hint="give rows of another class"
         )
-    return GivenLabels(classes_C, _safe([str(each) for each in classes_C.tolist()]), indices_N.astype(np.int64))
+    named = classes_C.astype(np.int64) if classes_C.dtype.kind == "f" else classes_C
+    return GivenLabels(classes_C, _safe([str(each) for each in named.tolist()]), indices_N.astype(np.int64))
 
 
 def _names_of_several(columns: list[str] | None, number: int) -> tuple[str, ...]:
-    """Names that columns of a table can have: without commas, and not those of the other columns."""
-    names = columns or [f"label {place}" for place in range(number)]
-    if any("," in name or name in (TEXT, PAIR, WEIGHT) for name in names):
-        names = [f"label {place}" for place in range(number)]
-    return _safe(names)
+    """Names that columns of a table can have: as they are read in a list of names, and not those of other columns."""
+    numbered = [f"label {place}" for place in range(number)]
+    names = numbered if columns is None else [name.strip() for name in columns]
+    if any("," in name or '"' in name or name in (TEXT, PAIR, WEIGHT) for name in names):
+        names = numbered
+    return _safe(names if len(set(names)) == number else numbered)
 
 
 def _safe(names: Sequence[str]) -> tuple[str, ...]:
