@@ -282,6 +282,9 @@ class Run:
 
 T = TypeVar("T")
 
+#: Name in `Run.data["sha256"]` of the file that --peft named.
+ADAPTER_FILE = "file of --peft"
+
 #: Characters escaped besides those of JSON: controls, direction marks, line separators, half surrogate pairs (which a
 #: file name can hold and UTF-8 cannot). They occur in strings only.
 _OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

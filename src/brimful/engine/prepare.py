@@ -21,7 +21,7 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.errors import ModelError, OptionError, printable
 from brimful.core.options import TrainOptions
 from brimful.core.phases import Phases
-from brimful.core.records import LabelSpace, Learning, Run, TargetScale, TrainedInputs
+from brimful.core.records import ADAPTER_FILE, LabelSpace, Learning, Run, TargetScale, TrainedInputs
 from brimful.data.batches.batch import Sampler
 from brimful.data.labels.examples import (
     Examples,
@@ -34,6 +34,7 @@ from brimful.engine.learning import choose_learning, learning_of, steps_text
 from brimful.engine.read_examples import ReadExamples, read_examples
 from brimful.engine.sequence_lengths import longest_sequence
 from brimful.engine.target_scale import choose_scale, scale_text
+from brimful.models.hub.adapters import config_file
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
 from brimful.models.hub.label_alignment import Alignment, align_labels
 from brimful.models.packed.packed_forward import has_token_types
@@ -214,6 +215,8 @@ def _hashes(options: TrainOptions, facts: ModelFacts) -> dict[str, str]:
     files = {"model's config.json": facts.folder / "config.json"}
     if options.peft is not None or options.freeze is not None:  # checkpoints do not hold what is frozen
         files |= {f"model's {path.name}": path for path in facts.weight_files}
+    if options.peft is not None and (path := config_file(options.peft)) is not None:
+        files[ADAPTER_FILE] = path
     if options.transform is not None:
         with suppress(TypeError):  # not written in Python
             files["file of --transform"] = Path(inspect.getsourcefile(load_transform(options.transform)) or "")

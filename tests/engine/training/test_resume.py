@@ -523,6 +523,27 @@ def test_a_model_of_another_shape_is_refused(killed: Path, model: Path, rows: Pa
         brimful.train(rows, model=base, output=tmp_path / "run", resume=True, logging_steps=3, **options)
 
 
+def test_a_changed_file_of_an_adapter_is_refused(model: Path, rows: Path, tmp_path: Path) -> None:
+    """Also where the record has no hash of it: what is trained is no matter of rounding."""
+    pytest.importorskip("peft")
+    adapter, record = tmp_path / "adapter_config.json", tmp_path / "run" / "run.json"
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["query", "value"]}
+    adapter.write_text(json.dumps(settings))
+    options: dict[str, Any] = {"model": model, "output": tmp_path / "run", "batch_size": 8, "baselines": False}
+    options |= {"peft": str(adapter), "lr_scheduler_type": "constant", "device": "cpu", "max_length": 48}
+    brimful.train(rows, max_steps=1, **options)
+    adapter.write_text(json.dumps(settings | {"lora_alpha": 64}))
+    before = contents(tmp_path / "run")
+    with pytest.raises(OutputError, match="cannot be resumed: the file of --peft has changed"):
+        brimful.train(rows, max_steps=2, resume=True, **options)
+    assert contents(tmp_path / "run") == before
+    earlier = json.loads(record.read_text("utf-8"))
+    del earlier["data"]["sha256"]["file of --peft"]
+    record.write_text(json.dumps(earlier), "utf-8")
+    with pytest.raises(OutputError, match=r"trained_weights was lora r=4 lora_alpha=8 .*, is lora r=4 lora_alpha=64 "):
+        brimful.train(rows, max_steps=2, resume=True, **options)
+
+
 def test_a_damaged_record_is_refused(killed: Path, start: Start, tmp_path: Path) -> None:
     shutil.copytree(killed, tmp_path / "run")
     cut(tmp_path / "run" / "run.json")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from brimful.core.errors import CheckpointError, OutputError, printable
 from brimful.core.option_checks import flag
 from brimful.core.options import TrainOptions, differences
-from brimful.core.records import LabelSpace, Run
+from brimful.core.records import ADAPTER_FILE, LabelSpace, Recipe, Run
 from brimful.engine.learning import learning_of
 
 if TYPE_CHECKING:  # they import torch, which options are checked without
@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # they import torch, which options are checked without
     from brimful.engine.training.checkpoint import Checkpoint
 
 
+#: Files whose SHA-256 earlier versions did not record.
+_ONCE_UNRECORDED = (ADAPTER_FILE,)
 _HINT = "resume with what the run was started with, or start another one in a new folder"
 
 
@@ -53,8 +55,21 @@ def check_data(
     if max_length != run.data.get("max_length", max_length):
         changed.append(f"{flag('max_length')} was {run.data['max_length']}, is {max_length}")
     before = run.data.get("sha256") or {}
-    changed += [f"the {name} has changed" for name in sha256 if sha256[name] != before.get(name)]
+    known = [name for name in sha256 if name in before or name not in _ONCE_UNRECORDED]
+    changed += [f"the {name} has changed" for name in known if sha256[name] != before.get(name)]
     if changed:
+        raise _refused(options, changed)
+
+
+def check_levers(run: Run, recipe: Recipe, options: TrainOptions) -> None:
+    """Check that the levers that change what is learned are those of the run. recipe: of now.
+
+    Raises: OutputError naming what differs.
+    """
+    levers = (*run.recipe.levers, *recipe.levers)
+    names = dict.fromkeys(lever.name for lever in levers if lever.arithmetic == "training")
+    values = [(name, run.recipe.value(name), recipe.value(name)) for name in names]
+    if changed := [f"{name} was {was}, is {value}" for name, was, value in values if was != value]:
         raise _refused(options, changed)
 
 

@@ -107,12 +107,12 @@ def check_free(path: Path, *, resume: bool) -> None:
 
 
 def differences_of_machine(before: Run, now: Run) -> list[str]:
-    """Differences from where the run began: versions, processors, levers."""
+    """Differences from where the run began that change rounding alone: versions, processors, levers."""
 
     def facts(run: Run) -> dict[str, object]:
         machine = run.machine
         gpus = ", ".join(gpu.name for gpu in machine.gpus) or None
-        levers = {lever.name: lever.value for lever in run.recipe.levers}
+        levers = {lever.name: lever.value for lever in run.recipe.levers if lever.arithmetic != "training"}
         return {**machine.versions, "CPU": machine.cpu, "CPU cores": machine.num_cores, "GPU": gpus, **levers}
 
     then = facts(before)

@@ -33,6 +33,7 @@ from brimful.engine.training.loop import TrainingLoop
 from brimful.engine.training.orders import Order
 from brimful.engine.training.resume import (
     check_data,
+    check_levers,
     check_options,
     length_note,
     num_steps_before,
@@ -140,6 +141,8 @@ def _train_on(
         baselines.begin()
         callbacks.stage("loading the model")
         built, first_batch = checked_build(options, prepared, precision, callbacks, phases, ranks)
+        if before is not None:
+            check_levers(before, built.recipe, options)
         if ranks.reachable:
             ranks.tell(Order.BUILD)
             ranks.spread(path_of(built))

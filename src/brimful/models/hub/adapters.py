@@ -98,11 +98,17 @@ def make_config(options: TrainOptions) -> Any:
         raise OptionError(f"--peft {printable(options.peft)} is refused by peft: {first_line(error)}") from error
 
 
-def _asked_values(asked: str) -> dict[str, Any]:
-    """Values of a configuration, by a method's name or from a file."""
+def config_file(asked: str) -> Path | None:
+    """Return the file that --peft names, None where it names a method."""
     path = Path(asked).expanduser()
     path = path / CONFIG if path.is_dir() else path
-    if not path.is_file() and path.suffix != ".json":
+    return path if path.is_file() or path.suffix == ".json" else None
+
+
+def _asked_values(asked: str) -> dict[str, Any]:
+    """Values of a configuration, by a method's name or from a file."""
+    path = config_file(asked)
+    if path is None:
         kind, values = _VARIANTS.get(asked.lower(), (asked.lower(), {}))
         return {"peft_type": kind.upper(), **values}
     return _read_json(path, OptionError)
