@@ -282,8 +282,8 @@ class Run:
 
 T = TypeVar("T")
 
-#: Name in `Run.data["sha256"]` of the file that --peft named.
-ADAPTER_FILE = "file of --peft"
+#: Names in `Run.data["sha256"]` of the file that --peft named, and of all files of the tokenizer.
+ADAPTER_FILE, TOKENIZER = "file of --peft", "model's tokenizer"
 
 #: Characters escaped besides those of JSON: controls, direction marks, line separators, half surrogate pairs (which a
 #: file name can hold and UTF-8 cannot). They occur in strings only.

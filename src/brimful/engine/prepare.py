@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.errors import ModelError, OptionError, printable
 from brimful.core.options import TrainOptions
 from brimful.core.phases import Phases
-from brimful.core.records import ADAPTER_FILE, LabelSpace, Learning, Run, TargetScale, TrainedInputs
+from brimful.core.records import ADAPTER_FILE, TOKENIZER, LabelSpace, Learning, Run, TargetScale, TrainedInputs
 from brimful.data.batches.batch import Sampler
 from brimful.data.labels.examples import (
     Examples,
@@ -35,7 +35,7 @@ from brimful.engine.read_examples import ReadExamples, read_examples
 from brimful.engine.sequence_lengths import longest_sequence
 from brimful.engine.target_scale import choose_scale, scale_text
 from brimful.models.hub.adapters import config_file
-from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
+from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer, tokenizer_files
 from brimful.models.hub.label_alignment import Alignment, align_labels
 from brimful.models.packed.packed_forward import has_token_types
 from brimful.tasks.task import Task, make_task
@@ -220,7 +220,20 @@ def _hashes(options: TrainOptions, facts: ModelFacts) -> dict[str, str]:
     if options.transform is not None:
         with suppress(TypeError):  # not written in Python
             files["file of --transform"] = Path(inspect.getsourcefile(load_transform(options.transform)) or "")
-    return {name: _sha256(path) for name, path in files.items() if path.is_file()}
+    found = {name: _sha256(path) for name, path in files.items() if path.is_file()}
+    return found | {TOKENIZER: _sha256_of_all(_files_of_tokens(facts.folder))}
+
+
+def _files_of_tokens(folder: Path) -> list[Path]:
+    """Files that decide what tokens a text has."""
+    beside = [folder / name for name in ("special_tokens_map.json", "added_tokens.json")]
+    return [*tokenizer_files(folder), *(path for path in beside if path.is_file())]
+
+
+def _sha256_of_all(paths: Sequence[Path]) -> str:
+    """One hash of the names and contents of files."""
+    said = "".join(f"{path.name} {_sha256(path)}\n" for path in paths)
+    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

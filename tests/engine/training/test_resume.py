@@ -465,8 +465,12 @@ def test_changed_options_are_refused(more: list[str], said: str, killed: Path, s
 def test_other_places_and_manners_are_not_changes(
     killed: Path, runner: Runner, model: Path, rows: Path, undisturbed: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The same rows under another name, another limit: what is learned is the same."""
+    """The same rows under another name, another limit, a record without hashes that earlier versions did not take:
+    what is learned is the same."""
     shutil.copytree(killed, tmp_path / "moved")
+    record = json.loads((tmp_path / "moved" / "run.json").read_text("utf-8"))
+    del record["data"]["sha256"]["model's tokenizer"]
+    (tmp_path / "moved" / "run.json").write_text(json.dumps(record), "utf-8")
     shutil.copy(rows, tmp_path / "copy.jsonl")
     words = ["train", str(tmp_path / "copy.jsonl"), "--model", str(model), "--output", str(tmp_path / "moved")]
     ended = runner([*words, *BASE, *VARIANTS["max steps"].split(), "--resume", "--save-total-limit", "1", "--json"])
@@ -520,6 +524,27 @@ def test_a_model_of_another_shape_is_refused(killed: Path, model: Path, rows: Pa
     path.write_text(json.dumps(record), "utf-8")
     options = {"max_length": 48, "batch_size": 8, "learning_rate": 1e-3, "max_steps": 17, "save_steps": 3}
     with pytest.raises(OutputError, match="of the model is not what it is in the checkpoint"):
+        brimful.train(rows, model=base, output=tmp_path / "run", resume=True, logging_steps=3, **options)
+
+
+@pytest.mark.parametrize("changed", ["tokenizer.json", "added_tokens.json"])
+def test_a_changed_tokenizer_is_refused(changed: str, killed: Path, model: Path, rows: Path, tmp_path: Path) -> None:
+    """One with other numbers of two words, and one with a file more."""
+    base = shutil.copytree(model, tmp_path / "base")
+    shutil.copytree(killed, tmp_path / "run")
+    if changed == "tokenizer.json":
+        tokenizer = json.loads((base / changed).read_text("utf-8"))
+        words = tokenizer["model"]["vocab"]
+        words["w5"], words["w6"] = words["w6"], words["w5"]
+        (base / changed).write_text(json.dumps(tokenizer), "utf-8")
+    else:
+        (base / changed).write_text("{}")
+    path = tmp_path / "run" / "run.json"
+    record = json.loads(path.read_text("utf-8"))
+    record["options"]["model"] = str(base)
+    path.write_text(json.dumps(record), "utf-8")
+    options = {"max_length": 48, "batch_size": 8, "learning_rate": 1e-3, "max_steps": 17, "save_steps": 3}
+    with pytest.raises(OutputError, match="cannot be resumed: the model's tokenizer has changed"):
         brimful.train(rows, model=base, output=tmp_path / "run", resume=True, logging_steps=3, **options)
 
 

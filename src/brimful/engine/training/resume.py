@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from brimful.core.errors import CheckpointError, OutputError, printable
 from brimful.core.option_checks import flag
 from brimful.core.options import TrainOptions, differences
-from brimful.core.records import ADAPTER_FILE, LabelSpace, Recipe, Run
+from brimful.core.records import ADAPTER_FILE, TOKENIZER, LabelSpace, Recipe, Run
 from brimful.engine.learning import learning_of
 
 if TYPE_CHECKING:  # they import torch, which options are checked without
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # they import torch, which options are checked without
 
 
 #: Files whose SHA-256 earlier versions did not record.
-_ONCE_UNRECORDED = (ADAPTER_FILE,)
+_ONCE_UNRECORDED = (ADAPTER_FILE, TOKENIZER)
 _HINT = "resume with what the run was started with, or start another one in a new folder"
 
 

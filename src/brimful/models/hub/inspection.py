@@ -97,7 +97,7 @@ def inspect_model(name: str, *, trust_remote_code: bool, allow_pickle: bool) -> 
     adapter = find_adapter(folder)
     if adapter is not None:
         base = find_folder(adapter.base, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
-        folder = given if (given / "config.json").is_file() and _tokenizer_files(given) else base
+        folder = given if (given / "config.json").is_file() and tokenizer_files(given) else base
     raw = read_config(folder)
     weights = find_weights(base, allow_pickle=allow_pickle)
     if adapter is not None:
@@ -185,12 +185,13 @@ def _new_parameters(model: PreTrainedModel, weights: Weights) -> tuple[str, ...]
     return tuple(prefix + name for name in absent)
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Files of the model in `folder` that its tokenizer may be read from, those of special tokens aside."""
     return sorted(path for path in folder.iterdir() if path.is_file() and _TOKENIZER_FILE.fullmatch(path.name))
 
 
 def _require_tokenizer_files(folder: Path) -> None:
-    found = _tokenizer_files(folder)
+    found = tokenizer_files(folder)
     if not found:
         raise ModelError(
             f"{path_text(folder)} has no tokenizer files", hint="copy tokenizer.json and tokenizer_config.json there"
