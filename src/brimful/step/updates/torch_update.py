@@ -125,16 +125,28 @@ class TorchUpdate(Update):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """As `Update` has it: optimizers without a schedule judge by an average of their weights."""
+        """As `Update` has it: optimizers without a schedule judge by an average of their weights.
+
+        Taking the average and undoing it rounds, so the weights that are trained are kept aside meanwhile.
+        """
+        trained = [(parameter, parameter.detach().clone()) for parameter in self._averaged()]
         self._set_mode("eval")
         try:
             yield
         finally:
             self._set_mode("train")
+            with torch.no_grad():
+                for parameter, kept in trained:
+                    parameter.copy_(kept)
 
     def release(self) -> None:
         """As `Update` has it."""
         self._set_mode("eval")
+
+    def _averaged(self) -> list[Tensor]:
+        """Parameters whose optimizer has an average of them for evaluation."""
+        averaging = [optimizer for optimizer in self._optimizers if hasattr(optimizer, "eval")]
+        return [p for optimizer in averaging for group in optimizer.param_groups for p in group["params"]]
 
     def _set_mode(self, mode: str) -> None:
         for optimizer in self._optimizers:
