@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from brimful.core.evaluation import Evaluation
 from brimful.core.records import Run, from_json
 from brimful.engine.training import evaluations
 from brimful.engine.training.evaluations import Evaluations
+from brimful.engine.training.final_evaluation import losses_in
 from runs import single_label_rows, write_rows
 
 
@@ -135,3 +137,39 @@ def test_without_evaluation_rows_there_is_no_record(model: Path, tmp_path: Path)
     run = train(model, tmp_path, eval_data=None, eval_split=0.0)
     assert not (tmp_path / "run" / "evaluation.json").exists()
     assert run.baselines == {}
+
+
+class Warned(Callbacks):
+    """Keeps warnings, and does something as each step is told of."""
+
+    def __init__(self, each_step: Callable[[], None] = lambda: None) -> None:
+        self.said: list[str] = []
+        self._each_step = each_step
+
+    def progress(self, progress: object) -> None:
+        self._each_step()
+
+    def warning(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_a_lost_log_does_not_cost_the_model(model: Path, tmp_path: Path) -> None:
+    """With evaluation rows, and without."""
+    for split in (0.1, 0.0):
+        output = tmp_path / f"run-{split}"
+        log = output / "events.jsonl"
+        callbacks = Warned(lambda log=log: log.unlink(missing_ok=True))
+        given = {"batch_size": 8, "max_steps": 3, "logging_steps": 1, "eval_split": split, "baselines": False}
+        data = write_rows(tmp_path / "rows.jsonl", single_label_rows(60))
+        assert package.train(data, model=model, output=output, callbacks=callbacks, **given).status == "finished"
+        assert (output / "model" / "model.safetensors").exists()
+        assert any(said.endswith("nothing is said of its losses") for said in callbacks.said)
+
+
+def test_damaged_lines_of_the_log_are_counted_and_left_out(tmp_path: Path) -> None:
+    log, callbacks = tmp_path / "events.jsonl", Warned()
+    whole = [{"kind": "step", "step": 1, "loss": 0.5}, {"kind": "evaluated", "step": 2, "metrics": {"loss": "nan"}}]
+    damaged = [b'{"kind": "step", "st', b"[]", b'{"kind": "step", "step": 3, "loss": null}', b"\xff\xfe", b"\0" * 9]
+    log.write_bytes(b"\n".join([*damaged, *(json.dumps(event).encode() for event in whole)]))
+    assert losses_in(log, callbacks) == ([(1, 0.5)], [])
+    assert "is damaged: 5 of its 7 lines cannot be read" in callbacks.said[0]

@@ -69,7 +69,7 @@ class Evaluations:
         """Evaluate the weights in place, those after `step`; tell of it, and add what stands out to the record."""
         context, path = self._run, self._run.folder.path
         if context.prepared.evaluation is None:
-            for finding in (findings := learning_findings(context.options, path)):
+            for finding in (findings := learning_findings(context.options, path, context.callbacks)):
                 context.callbacks.warning(finding)
             return dataclasses.replace(run, findings=tuple(findings))
         with context.phases.during("evaluation"):

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from brimful.core import atomic_files
+from brimful.core.atomic_files import path_text
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DiskFullError, OutputError
 from brimful.core.evaluation import Evaluation
@@ -80,7 +81,7 @@ def final_evaluation(
     """
     evaluation = prepared.evaluation
     assert evaluation is not None
-    training, evaluated = _losses(folder / "events.jsonl")
+    training, evaluated = losses_in(folder / "events.jsonl", callbacks)
     picks_best = options.metric_for_best_model is not None
     record = scores.record(
         model=str(folder / "model"),
@@ -103,20 +104,35 @@ def final_evaluation(
     return record
 
 
-def learning_findings(options: TrainOptions, folder: Path) -> list[str]:
+def learning_findings(options: TrainOptions, folder: Path, callbacks: Callbacks) -> list[str]:
     """Findings about a training without rows to evaluate on."""
-    training, evaluated = _losses(folder / "events.jsonl")
+    training, evaluated = losses_in(folder / "events.jsonl", callbacks)
     return findings_of_learning(training, evaluated, picks_best=options.metric_for_best_model is not None)
 
 
-def _losses(events: Path) -> tuple[Losses, Losses]:
-    """Logged losses of training and of evaluations. Those that are not finite are left out."""
+def losses_in(events: Path, callbacks: Callbacks) -> tuple[Losses, Losses]:
+    """Logged losses of training and of evaluations. Those that are not finite are left out.
+
+    A log that is lost or damaged costs what would be found in it, with a warning, and nothing else.
+    """
     training, evaluated = list[tuple[int, float]](), list[tuple[int, float]]()
-    for line in events.read_text("utf-8").splitlines():
-        event = json.loads(line)
-        if event["kind"] == "step":
-            training.append((event["step"], float(event["loss"])))
-        elif event["kind"] == "evaluated":
-            evaluated.append((event["step"], float(event["metrics"]["loss"])))
+    num_damaged = 0
+    try:
+        lines = events.read_bytes().splitlines()
+    except OSError as error:
+        callbacks.warning(f"{path_text(events)} cannot be read ({error.strerror}): nothing is said of its losses")
+        return [], []
+    for line in lines:
+        try:
+            event = json.loads(line)
+            if event["kind"] == "step":
+                training.append((int(event["step"]), float(event["loss"])))
+            elif event["kind"] == "evaluated":
+                evaluated.append((int(event["step"]), float(event["metrics"]["loss"])))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            num_damaged += 1
+    if num_damaged:
+        said = f"{num_damaged:,} of its {len(lines):,} lines cannot be read, and are left out of what is said of losses"
+        callbacks.warning(f"{path_text(events)} is damaged: {said}")
     finite = [[each for each in losses if np.isfinite(each[1])] for losses in (training, evaluated)]
     return finite[0], finite[1]
