@@ -213,7 +213,7 @@ def classify(
     if rows is None:
         return record
     kind = frame or (given.first.kind if given.first is not None else "arrow")
-    return as_kind(rows.table, kind, like=data if kind == "pandas" and hasattr(data, "index") else None)
+    return as_kind(rows.table, kind, like=data)
 
 
 def evaluate(

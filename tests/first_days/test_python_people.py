@@ -93,6 +93,31 @@ def test_answers_come_as_what_was_given(files: Files, tmp_path: Path) -> None:
     assert pandas.read_parquet(tmp_path / "out.parquet")["label"].tolist() == expected
 
 
+def test_columns_of_pandas_stay_as_they_are(files: Files) -> None:
+    """Types that Arrow has no equal of, and rows named twice; of a list of texts there is nothing to keep."""
+    frame = pandas.DataFrame(
+        {
+            "text": TEXTS,
+            "id": pandas.array([9007199254740993, None] * 20, dtype="Int64"),
+            "flag": pandas.array([True, None] * 20, dtype="boolean"),
+            "kind": pandas.Categorical(["x", None] * 20, categories=["y", "x", "z"], ordered=True),
+            7: [[1], None] * 20,
+        },
+        index=[5] * 40,
+    )
+    own = frame.rename(columns=str)
+    found = brimful.classify(files.classifier, frame, verify=0)
+    pandas.testing.assert_frame_equal(found[list(own.columns)], own)
+    assert list(found.columns[5:7]) == ["label", "score"]
+    found = brimful.classify(files.classifier, frame, limit=3, verify=0)
+    pandas.testing.assert_frame_equal(found[list(own.columns)], own.iloc[:3])
+    listed = brimful.classify(files.classifier, TEXTS, frame="pandas", verify=0)
+    named = brimful.classify(files.classifier, pandas.Series(TEXTS, index=range(7, 47)), frame="pandas", verify=0)
+    assert listed["label"].tolist() == named["label"].tolist()
+    assert (list(listed.index), list(named.index)) == (list(range(40)), list(range(7, 47)))
+    assert list(named.columns[:2]) == ["text", "label"]
+
+
 def test_profile_and_evaluate_take_them_too(files: Files) -> None:
     assert brimful.profile(FORMS["pandas"], model=files.classifier, steps=1).steps == 1
     scored = [brimful.evaluate(files.classifier, FORMS[name], verify=0).metrics for name in ("pandas", "arrow")]

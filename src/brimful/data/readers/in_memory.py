@@ -127,12 +127,14 @@ def _values(given: Any) -> list[Any] | None:
 
 
 def as_kind(table: pa.Table, kind: Kind, like: Any = None) -> Any:
-    """A table as a DataFrame, a Dataset, a list of rows, or as it is. like: what was given; a pandas index is kept."""
+    """A table as a DataFrame, a Dataset, a list of rows, or as it is.
+
+    like: what was given; of pandas, its index and its columns are kept as they are.
+    """
     if kind == "pandas":
-        frame = table.to_pandas()
-        if like is not None and len(like) == len(frame):
-            frame.index = like.index
-        return frame
+        if type(like).__module__.partition(".")[0] != "pandas" or len(like) < table.num_rows:
+            return table.to_pandas()
+        return _beside(like.iloc[: table.num_rows], table)
     if kind == "polars":
         import polars
 
@@ -142,3 +144,13 @@ def as_kind(table: pa.Table, kind: Kind, like: Any = None) -> Any:
 
         return datasets.Dataset(table)
     return table.to_pylist() if kind == "list" else table
+
+
+def _beside(given: Any, table: pa.Table) -> Any:
+    """The columns of `table` that pandas was not given, beside its own, which Arrow would turn into other types."""
+    import pandas
+
+    own = _named(given) if hasattr(given, "columns") else given.to_frame()[[]]
+    added = table.select([name for name in table.column_names if name not in own.columns]).to_pandas()
+    added.index = own.index
+    return pandas.concat([own, added], axis=1)
