@@ -15,13 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from brimful.core.errors import DataError
+from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.options import TaskChoice
 from brimful.core.records import LabelSpace
 from brimful.data.labels.columns import Columns
+from brimful.data.labels.doubts import label_doubts
 from brimful.data.labels.label_space import detect_labels, encode_labels, label_doubt
 from brimful.data.readers.column_types import tidy
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import read_rows
+from brimful.engine.evaluation.truth import read_truth
 
 
 def labelled(*values: Any, **more: list[Any]) -> tuple[Rows, Columns]:
@@ -338,6 +341,29 @@ def test_targets_that_are_not_finite(bad: str | None) -> None:
         error = encoding_refused(space("regression", "label"), *values)
         assert str(error).startswith("rows.csv, row 2: column 'label' holds no finite number")
         assert error.hint == "give the row a number or remove it"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([1e9 + 0.5, 1e9 + 10.5] * 9, "by up to 10, and their standard deviation is 5: subtract 1000000006 from all"),
+        (["100000000.5", "100000010.5"], "by up to 2.5, and their standard deviation is 5: subtract 100000005.5 from"),
+        ([2**24 + 1.5, None, 1.5], None),
+        ([0.1, 0.2, 1e30], None),
+        ([1e9 + 0.5] * 3, None),
+        ([0.1, None] * 3, None),
+    ],
+)
+def test_numbers_that_fp32_is_coarse_for(values: list[Any], said: str | None) -> None:
+    """A warning where they are trained on, and where a model is evaluated on them."""
+    rows, columns = labelled(*values)
+    space = detect_labels(rows, columns, "regression")
+    options = EvaluateOptions(model="model", data="rows.csv")
+    truth = read_truth(rows, columns.labels, space, options, np.ones(rows.num_rows, np.bool_))
+    doubts = label_doubts(rows, columns, space)
+    assert doubts == list(truth.doubts)
+    assert (doubts == []) == (said is None)
+    assert said is None or said in doubts[0]
 
 
 def test_targets_that_are_no_numbers() -> None:

@@ -28,7 +28,10 @@ _LISTS = 0.2
 
 
 def label_doubts(rows: Rows, columns: Columns, space: LabelSpace) -> list[str]:
-    """Likely mistakes in the names of labels."""
+    """Likely mistakes in the names of labels, and numbers that are trained on coarsely."""
+    if space.task == "regression":
+        doubts = (LabelColumn(rows=rows, name=name).rounding_doubt() for name in columns.labels)
+        return [doubt for doubt in doubts if doubt is not None]
     found = []
     if variants := _variants(tuple(space.values)):
         shown = "; ".join(" and ".join(f"'{printable(name, 40)}'" for name in group) for group in variants[:_FEW])

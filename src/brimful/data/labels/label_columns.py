@@ -23,6 +23,8 @@ _LEAVE_OUT = (
     "give it one; --missing-labels drop leaves such rows out",
     "write [] for no label; --missing-labels none takes it for that, drop leaves such rows out",
 )
+#: Error of rounding to fp32, as a share of the standard deviation, from which on it is told.
+_COARSE = 1e-3
 IS_IT_RIGHT = "is --label-column the right one?"
 
 
@@ -91,21 +93,26 @@ class LabelColumn:
 
         Raises: DataError for what is no number, not finite in float32, or missing.
         """
-        kind = self.values.type
-        if pa.types.is_large_string(kind):
-            exact = self._parsed_numbers()
-        elif _is_numeric(kind):
-            exact = _as_floats(self.values)
-        else:
-            raise self.error(f"holds {printable(kind)}, not numbers")
         with np.errstate(over="ignore"):
-            numbers = exact.astype(np.float32)
+            numbers = self._exact_numbers.astype(np.float32)
         bad = np.isinf(numbers) if gaps else ~np.isfinite(numbers)
         if bad.any():
             first = int(bad.argmax())
             hint = "give the row a number or remove it"
             raise self.error_at(first, "holds no finite number", self.values[first].as_py(), hint)
         return numbers
+
+    def rounding_doubt(self) -> str | None:
+        """One line where fp32, in which numbers are trained on and answered, is coarse beside their spread."""
+        exact = self._exact_numbers[np.isfinite(self._exact_numbers)]
+        spread = float(exact.std()) if len(np.unique(exact)) > 1 else 0.0
+        with np.errstate(over="ignore"):
+            error = float(np.abs(exact.astype(np.float32) - exact).max(initial=0))
+        if not 0 < _COARSE * spread < error < np.inf:
+            return None
+        beside = f"by up to {error:.2g}, and their standard deviation is {spread:.2g}"
+        remedy = f"subtract {exact.mean():.10g} from all of them, and add it to the answers"
+        return f"column '{printable(self.name)}': fp32 rounds its numbers {beside}: {remedy}"
 
     def present_N(self) -> npt.NDArray[np.bool_]:
         """(N,) the rows with a label, or with a list of labels, which may be empty."""
@@ -147,6 +154,16 @@ class LabelColumn:
         if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):
             return column.cast(pa.large_string())
         raise self.error(f"holds {printable(kind)}, which cannot be a label")
+
+    @cached_property
+    def _exact_numbers(self) -> npt.NDArray[np.float64]:
+        """(N,) the values as float64, NaN for null. Raises: DataError for what is no number."""
+        kind = self.values.type
+        if pa.types.is_large_string(kind):
+            return self._parsed_numbers()
+        if _is_numeric(kind):
+            return _as_floats(self.values)
+        raise self.error(f"holds {printable(kind)}, not numbers")
 
     def _parsed_numbers(self) -> npt.NDArray[Any]:
         texts = _without_blanks(self.values)
