@@ -308,6 +308,29 @@ def test_tasks_that_do_not_fit_the_columns() -> None:
     assert "holds lists" in str(encoding_refused(space("single_label", "a", "b"), ["a"]))
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            ["spam", "Spam", "SPAM ", "ham"],
+            "case or spaces only are labels of their own: 'SPAM ' and 'Spam' and 'spam'",
+        ),
+        (["caf\u00e9", "cafe\u0301"], "in Unicode form only"),
+        (["caf\u00e9", "CAFE\u0301", "a b", "ab"], "in Unicode form, case or spaces only"),
+        (["1", "01", "2"], "in the form of a number only are labels of their own: '01' and '1'"),
+        (["x", "1.50", "+1.5", "15e-1"], "in the form of a number only"),
+        (["1e5", "1E5", "x"], "in spelling only"),
+        (["9007199254740993.0", "9007199254740992", "1" * 40, "1" * 39 + "2", "x"], None),
+        (["1e999999999", "1e999999998", "x"], None),
+        (["1.2.3", "1.2.03", "-", "+", "."], None),
+    ],
+)
+def test_one_label_in_several_spellings(names: list[str], said: str | None) -> None:
+    rows, columns = labelled(*names)
+    doubts = label_doubts(rows, columns, detect_labels(rows, columns, "single_label"))
+    assert (said is None and not doubts) or (said is not None and said in doubts[0])
+
+
 # Numbers
 
 

@@ -4,8 +4,10 @@ is trained or evaluated on, equal texts with different labels."""
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +23,7 @@ from brimful.data.readers.rows import Rows
 
 #: A number as most of Europe writes it.
 _DECIMAL = re.compile(r"[+-]?\d+(,\d+)?")
+_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,9})?", re.IGNORECASE)
 #: Groups and labels that a line names.
 _FEW = 3
 #: Share of distinct values that are cut by commas, from which on they look like lists.
@@ -36,7 +39,9 @@ def label_doubts(rows: Rows, columns: Columns, space: LabelSpace) -> list[str]:
     if variants := _variants(tuple(space.values)):
         shown = "; ".join(" and ".join(f"'{printable(name, 40)}'" for name in group) for group in variants[:_FEW])
         more = f" (and {len(variants) - _FEW} more)" if len(variants) > _FEW else ""
-        found.append(f"labels that differ in case or spaces only are labels of their own: {shown}{more}")
+        kinds = [kind for kind in _SPELLINGS if any(_differ_in(kind, group) for group in variants)] or ["spelling"]
+        ways = " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
+        found.append(f"labels that differ in {ways} only are labels of their own: {shown}{more}")
     column = LabelColumn(rows=rows, name=columns.labels[0])
     if space.task == "single_label" and pa.types.is_large_string(column.values.type) and _are_decimals(column):
         said = "the labels look like numbers with a decimal comma, and are taken for classes"
@@ -73,9 +78,10 @@ def data_doubts(training: Examples, evaluation: Examples | None, names: Sequence
 
 
 def _variants(names: Sequence[str]) -> list[list[str]]:
-    groups: defaultdict[str, list[str]] = defaultdict(list)
+    """Groups of several names that differ in their spelling only."""
+    groups: defaultdict[str | Decimal, list[str]] = defaultdict(list)
     for name in names:
-        groups["".join(name.split()).casefold()].append(name)
+        groups[_plain(name)].append(name)
     return [group for group in groups.values() if len(group) > 1]
 
 
@@ -83,6 +89,34 @@ def _are_decimals(column: LabelColumn) -> bool:
     """True if all values are numbers, and some have a comma before their decimals."""
     values = [value for value in column.distinct.to_pylist() if value]
     return any("," in value for value in values) and all(_DECIMAL.fullmatch(value.strip()) for value in values)
+
+
+def _plain(name: str, *, without: str = "") -> str | Decimal:
+    """A name in the one spelling of all that are alike. without: a kind of spelling that counts."""
+    plain: str | Decimal = name
+    for kind, changed in _SPELLINGS.items():
+        if kind != without and isinstance(plain, str):
+            plain = changed(plain)
+    return plain
+
+
+def _differ_in(kind: str, names: Sequence[str]) -> bool:
+    """Return whether names that are alike differ in this kind of spelling."""
+    return len({_plain(name, without=kind) for name in names}) > 1
+
+
+def _number(name: str) -> str | Decimal:
+    """The number that a name is, of any length; a name that is none as it is."""
+    return Decimal(name) if _NUMBER.fullmatch(name) else name
+
+
+#: Ways to spell one label, and what each comes down to.
+_SPELLINGS: Mapping[str, Callable[[str], str | Decimal]] = {
+    "Unicode form": lambda name: unicodedata.normalize("NFKC", name),
+    "case": str.casefold,
+    "spaces": lambda name: "".join(name.split()),
+    "the form of a number": _number,
+}
 
 
 def _num_in_lists(column: LabelColumn) -> int:
