@@ -38,6 +38,9 @@ def fail(text, rng):
 def number(text, rng):
     return 7
 
+def half(text, rng):
+    return "\\ud800"
+
 def die(text, rng):
     os._exit(1)
 
@@ -135,6 +138,7 @@ def test_ids_are_the_tokenizers(transforms: str, minilm: Any) -> None:
     [
         ("fail", "the transform failed with ValueError: no such\\nword: 'hello'"),
         ("number", "the transform gave int, not a text: 'hello'"),
+        ("half", r"the transform gave a text that cannot be encoded (half a surrogate pair): '\ud800': 'hello'"),
     ],
 )
 def test_a_transform_that_fails(transforms: str, minilm: Any, name: str, message: str) -> None:

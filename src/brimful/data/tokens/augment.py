@@ -20,7 +20,7 @@ from typing import cast
 import numpy as np
 
 from brimful.core.cores import num_cores
-from brimful.core.errors import DataError, OptionError, printable
+from brimful.core.errors import DataError, OptionError, encodes, printable
 from brimful.data.tokens.encoder import OTHER_TOKENIZER, Encoder, Tokens
 
 Transform = Callable[[str, random.Random], str]
@@ -147,4 +147,7 @@ def _transformed(text: str, seed: str) -> str:
         raise DataError(said, value=text, hint="it is called with the text and a random.Random") from None
     if not isinstance(changed, str):
         raise DataError(f"the transform gave {type(changed).__name__}, not a text", value=text, hint="return a str")
+    if not encodes(changed):
+        said = f"the transform gave a text that cannot be encoded (half a surrogate pair): '{printable(changed)}'"
+        raise DataError(said, value=text, hint="do not cut texts between bytes or code units")
     return changed
