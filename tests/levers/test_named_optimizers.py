@@ -187,5 +187,11 @@ def test_settings_that_it_does_not_take_are_refused() -> None:
         with pytest.raises(OptionError, match=f"--optim {name} does not take (momntum|warm)"):  # transformers would
             make_optimizers(name, groups, [], asked | {"optim_args": given, "warmup_steps": 0})
     assert make_optimizers("sgd", groups, [], asked | {"optim_args": "momentum=0.0", "warmup_steps": 0})
+    with pytest.raises(OptionError, match="maximize in --optim-args has no effect: transformers does not pass it on"):
+        make_optimizers("sgd", groups, [], asked | {"optim_args": "momentum=0.5,maximize=True", "warmup_steps": 0})
+    for given, option in (("momentum=0.9, lr=5", "--learning-rate"), ("weight_decay=5", "--weight-decay")):
+        with pytest.raises(OptionError, match="in --optim-args has no effect") as caught:
+            brimful.train("x.csv", model="x", output="y", optim="sgd", optim_args=given, device="cpu")
+        assert caught.value.hint == f"it is an option of its own: {option}"
     with pytest.raises(OptionError, match="--optim-args is amsgrad=True, and --optim adamw_torch takes none"):
         brimful.train("x.csv", model="x", output="y", optim="adamw_torch", optim_args="amsgrad=True", device="cpu")

@@ -148,6 +148,10 @@ ADAMW_ONLY = ("optimizer_in_backward", "optimizer_offload", "optimizer_state_dty
 _NOT_CUT = (*ADAMW_ONLY, "peft", "optim_args", "activation_memory", "reduce_dtype")
 
 
+#: Settings of optimizers that the run sets, by its own options.
+_ARGS_OF_THEIR_OWN = {"lr": "--learning-rate", "weight_decay": "--weight-decay"}
+
+
 def check_update(options: Any) -> None:
     """Check that ways to update in less memory go together."""
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
@@ -160,6 +164,11 @@ def check_update(options: Any) -> None:
         raise OptionError(
             f"--optim-args is {printable(options.optim_args)}, and --optim {options.optim} takes none",
             hint="AdamW's settings are --adam-beta1, --adam-beta2, --adam-epsilon and --weight-decay",
+        )
+    names = {part.split("=")[0].strip() for part in (options.optim_args or "").split(",")}
+    if own := [name for name in _ARGS_OF_THEIR_OWN if name in names]:
+        raise OptionError(
+            f"{own[0]} in --optim-args has no effect", hint=f"it is an option of its own: {_ARGS_OF_THEIR_OWN[own[0]]}"
         )
     if options.late_clipping and not (options.optimizer_in_backward and options.max_grad_norm):
         raise OptionError(

@@ -124,8 +124,11 @@ def _check_all_used(name: str, arguments: Any, kind: type, settings: Mapping[str
         without = SimpleNamespace(**vars(arguments) | {"optim_args": ",".join(p for p in given if p != part) or None})
         asked = part.split("=")[0]
         if asked not in settings and Trainer.get_optimizer_cls_and_kwargs(cast(Any, without))[1] == settings:
-            said = f"--optim {name} does not take {printable(asked)}, which --optim-args has"
             known = [*settings, *inspect.signature(kind).parameters]
+            if asked in known:
+                said = f"{asked} in --optim-args has no effect: transformers does not pass it on to --optim {name}"
+                raise OptionError(said, hint="leave it out")
+            said = f"--optim {name} does not take {printable(asked)}, which --optim-args has"
             raise OptionError(said, hint=did_you_mean(asked, known) or "leave it out")
 
 
