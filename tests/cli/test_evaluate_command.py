@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import transformers
+from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score, f1_score, r2_score, roc_auc_score
 
 import brimful as package
@@ -134,6 +135,26 @@ def test_several_labels_in_lists_and_in_columns(tmp_path: Path) -> None:
     some = package.evaluate(model, columns, label_column="a,c", **PYTHON)
     assert some.labels.names == ("a", "c")
     assert [each.support for each in some.by_label] == [flags[:, 0].sum(), flags[:, 2].sum()]
+
+
+def test_outputs_that_are_not_finite(brimful: Brimful, tmp_path: Path) -> None:
+    """A warning where some rows have such, an error where all have, and no file of answers then."""
+    model = save_classifier(tmp_path / "model", ["bad", "good"])
+    data, weights = labelled(tmp_path / "rows.csv", ["good", "bad"] * 30), model / "model.safetensors"
+    tensors = load_file(weights)
+    word = json.loads((model / "tokenizer.json").read_text("utf-8"))["model"]["vocab"]["superb"]
+    with_word = sum("superb" in text.split() for text in TEXTS)
+    tensors["bert.embeddings.word_embeddings.weight"][word] = float("nan")
+    save_file(tensors, weights, {"format": "pt"})
+    said = brimful("evaluate", model, data, *FAST)
+    assert said.code == 0
+    assert f"warning: {with_word} rows are left out: the model's outputs are not finite there" in said.err
+    tensors["classifier.bias"][0] = float("nan")
+    save_file(tensors, weights, {"format": "pt"})
+    said = brimful("evaluate", model, data, *FAST, "-o", tmp_path / "answers.csv")
+    assert said.code == 2
+    assert "its outputs are not finite for any of 60 rows" in said.err
+    assert not list(tmp_path.glob("*answers.csv*"))
 
 
 def pipeline_sigmoid(model: Path) -> list[dict[str, float]]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.cores import num_cores
-from brimful.core.errors import DataError, Interrupted, RanksError, printable
+from brimful.core.errors import DataError, Interrupted, ModelError, RanksError, printable
 from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.evaluation import Baseline, Evaluation, Mistake
 from brimful.core.options import ClassifyOptions
@@ -58,6 +58,7 @@ from brimful.tasks.answers import answer_form
 from brimful.tasks.scoring.baselines import constant_baseline
 from brimful.tasks.scoring.choose import make_scorer
 from brimful.tasks.scoring.mistakes import MistakeFinder
+from brimful.tasks.scoring.scorers import Scored
 
 #: First texts, by whose lengths kernels are chosen.
 _SAMPLE = 2048
@@ -77,7 +78,8 @@ def evaluate_model(
 ) -> Evaluation:
     """Runs the model on the labelled rows of `options.data`.
 
-    Raises: InputError for what cannot be done as asked, before weights are read; Interrupted after a signal.
+    Raises: InputError for what cannot be done as asked, before weights are read, and for a model without a finite
+    answer; Interrupted after a signal.
     """
     assert options.data is not None
     began = time.perf_counter()
@@ -122,6 +124,7 @@ def evaluate_model(
         with StopSignals(ranks=ranks) as stop:
             run.through(stop)
         scored = run.scorer.result()
+        _check_answers(options, scored, callbacks)
         run.finish()
         notes = (*given.notes, *([fallback] if fallback else []), *map(out_of_memory_text, log.found), *run.notes())
         record = evaluation_of(
@@ -142,6 +145,19 @@ def evaluate_model(
         )
         records.append(record)
         return record
+
+
+def _check_answers(options: EvaluateOptions, scored: Scored, callbacks: Callbacks) -> None:
+    """Warn of rows that count nowhere, since an output of theirs is not finite. Raises: ModelError where all are so."""
+    count = scored.num_unanswered
+    if count and not scored.num_rows:
+        raise ModelError(
+            f"{printable(options.model)}: its outputs are not finite for any of {count:,} rows",
+            hint="its weights may not be finite; where products are in half precision, try --precision fp32",
+        )
+    if count:
+        rows = f"{count:,} rows are" if count > 1 else "1 row is"
+        callbacks.warning(f"{rows} left out: the model's outputs are not finite there")
 
 
 def _request(
