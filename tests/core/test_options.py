@@ -74,7 +74,8 @@ def test_warm_up_as_a_share(value: float) -> None:
     [
         ({"warmup_ratio": 0.1, "warmup_steps": 0}, "--warmup-ratio and --warmup-steps are both given"),
         ({"early_stopping_patience": 3}, "--early-stopping-patience needs a metric"),
-        ({"metric_for_best_model": "loss", "eval_split": 0}, "needs rows to evaluate on"),
+        ({"metric_for_best_model": "loss", "eval_split": 0}, "--metric-for-best-model needs rows to evaluate on"),
+        ({"eval_steps": 2, "eval_split": 0}, "--eval-steps needs rows to evaluate on"),
     ],
 )
 def test_options_that_contradict_each_other(changes: dict[str, Any], words: str) -> None:

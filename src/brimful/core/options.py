@@ -317,9 +317,10 @@ class TrainOptions:
                 "--early-stopping-patience needs a metric to watch",
                 hint="add --metric-for-best-model loss, or accuracy, f1_macro, ...",
             )
-        if self.metric_for_best_model is not None and self.eval_data is None and self.eval_split == 0:
+        evaluated = [name for name in ("metric_for_best_model", "eval_steps") if getattr(self, name) is not None]
+        if evaluated and self.eval_data is None and self.eval_split == 0:
             raise OptionError(
-                "--metric-for-best-model needs rows to evaluate on", hint="give --eval-data, or an --eval-split above 0"
+                f"{flag(evaluated[0])} needs rows to evaluate on", hint="give --eval-data, or an --eval-split above 0"
             )
 
 
