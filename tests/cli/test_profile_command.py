@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 
 import brimful as package
 from brimful.core.errors import DataError, OptionError
@@ -35,8 +36,13 @@ def profile(files: Files, **options: Any) -> Profile:
     return package.profile(files.reviews, model=files.classifier, **asked)
 
 
-def test_a_step_in_parts(files: Files) -> None:
+def test_a_step_in_parts(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process's random numbers and environment are left as they were."""
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    random = torch.get_rng_state()
     found = profile(files)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert "KINETO_LOG_LEVEL" not in os.environ
     assert found.packed
     assert [part.name for part in found.parts] == list(get_args(PartName))
     assert sum(part.seconds for part in found.parts) == pytest.approx(found.time.mean_s)

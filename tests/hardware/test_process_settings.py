@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from brimful.hardware.process_settings import matmul_precision, products_are_full
+from brimful.hardware.process_settings import deterministic, matmul_precision, products_are_full
 
 BACKENDS: tuple[Any, ...] = (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
 
@@ -45,3 +46,18 @@ def test_it_is_given_back(user: str, asked: Any) -> None:
     if user == "new":  # what followed the setting for all backends follows it again
         torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]
         assert products_are_full()
+
+
+@pytest.mark.parametrize("own", [None, ":16:8"])
+def test_deterministic_kernels_are_asked_for_within(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv(name, own)
+    before = torch.get_deterministic_debug_mode()
+    with deterministic(True):
+        assert os.environ[name] == (own or ":4096:8")
+        assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ.get(name) == own
+    assert torch.get_deterministic_debug_mode() == before

@@ -99,13 +99,26 @@ def deterministic(asked: bool) -> Iterator[None]:
     if not asked or not torch.cuda.is_available():
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.get_deterministic_debug_mode()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    with environment_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8"):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)
+
+
+@contextmanager
+def environment_default(name: str, value: str) -> Iterator[None]:
+    """Within, an environment variable that is not set has this value."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
     try:
         yield
     finally:
-        torch.set_deterministic_debug_mode(before)
+        os.environ.pop(name, None)
 
 
 #: Parameters of glibc's `mallopt` (malloc.h): memory at the heap's end that is kept, and size from which an allocation

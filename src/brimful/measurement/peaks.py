@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -68,9 +69,10 @@ def _seconds_of_products(
     device: torch.device, dtype: torch.dtype, num_tokens: int, rows: int, columns: int, *, backward: bool
 ) -> float:
     """The product of (tokens, columns) with a (rows, columns) matrix transposed; with the two of its backward pass."""
-    x = torch.randn(num_tokens, columns, device=device, dtype=dtype)
-    weight = torch.randn(rows, columns, device=device, dtype=dtype)
-    gradient = torch.randn(num_tokens, rows, device=device, dtype=dtype)
+    random: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
+    x = torch.randn(num_tokens, columns, **random)
+    weight = torch.randn(rows, columns, **random)
+    gradient = torch.randn(num_tokens, rows, **random)
 
     def products() -> None:
         torch.mm(x, weight.t())

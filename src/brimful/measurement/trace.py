@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from brimful.hardware.process_settings import environment_default
 from brimful.measurement.kernels import Span
 
 #: Categories of what runs on a GPU. Ranges that are annotated on it are others: they only lie around kernels.
@@ -44,9 +44,9 @@ def record(device: torch.device, *, warm_up: Callable[[], object], steps: Callab
 
     On a GPU only the GPU and calls to it are recorded: operators too would keep the host from feeding it.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notes, on stderr
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-    with tempfile.TemporaryDirectory(prefix="brimful-trace-") as folder:
+    quiet = environment_default("KINETO_LOG_LEVEL", "99")  # the profiler's own notes, on stderr
+    with quiet, tempfile.TemporaryDirectory(prefix="brimful-trace-") as folder:
         path = Path(folder) / "trace.json"
         phases = schedule(wait=0, warmup=1, active=1, repeat=1)
         with warnings.catch_warnings():
