@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
+import inspect
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -329,3 +331,27 @@ def test_names_of_several_labels(columns: list[str], names: tuple[str, ...]) -> 
 def test_labels_that_are_none(y: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         given_labels(y, 3)
+
+
+#: Options of files, checkpoints and processes, and those that an estimator has in another form.
+NOT_PARAMETERS = frozenset(
+    {"data", "eval_data", "text_column", "pair_column", "label_column", "weight_column", "header", "column_names"}
+    | {"delimiter", "encoding", "sheet", "task", "missing_labels", "limit", "target_scaling", "label_map", "merge"}
+    | {"class_weights", "seed", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "baselines", "report"}
+    | {"push_to_hub", "transform", "gpus", "launcher", "num_processes", "reduce_dtype", "sharding", "offload_folder"}
+    | {"tensor_parallel", "hang_timeout", "resume", "dry_run", "report_to", "quiet", "json"}
+)
+
+
+def test_all_that_decides_what_is_learned_is_a_parameter() -> None:
+    parameters = set(inspect.signature(brimful.TextClassifier).parameters)
+    names = {field.name for field in dataclasses.fields(TrainOptions)}
+    assert names - parameters == NOT_PARAMETERS
+    assert parameters - names == {"class_weight", "random_state", "verbose"}
+
+
+def test_levers_of_memory_are_parameters(base: Path) -> None:
+    small = {"optimizer_in_backward": True, "max_grad_norm": 0.0, "optimizer_state_dtype": "8bit"}
+    fitted = make(base, num_train_epochs=None, max_steps=2, **small).fit(TEXTS, LABELS)
+    assert fitted.run_.options["optimizer_state_dtype"] == "8bit"
+    assert clone(fitted).get_params()["optimizer_in_backward"] is True

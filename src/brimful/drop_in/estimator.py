@@ -56,10 +56,10 @@ class TextClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     model: a folder or a hub name. output: folder that each fit makes a new folder in (`fit-1`, `fit-2`, ...), a run as
     `brimful train` leaves it; by default it is temporary, and goes with the estimator. class_weight: `balanced` or
     weights by class, times `sample_weight`; with several labels, of the positives of each. Rows of a class of weight 0
-    are not there. random_state: seed of sample
-    order, new head and dropout; None draws it from NumPy's global stream, as scikit-learn does. eval_split: share of
-    the rows to evaluate on after each epoch, for `metric_for_best_model` and `early_stopping_patience`. verbose: show
-    progress. The others are the fields of TrainOptions of the same name, with the same defaults.
+    are not there. random_state: seed of sample order, new head and dropout; None draws it from NumPy's global stream,
+    as scikit-learn does. eval_split: share of the rows to evaluate on after each epoch, for `metric_for_best_model` and
+    `early_stopping_patience`. verbose: show progress. The others are the fields of TrainOptions of the same name, with
+    the same defaults.
 
     After `fit`: classes_; run_, the record of the run; model_, with the model's folder as `path`.
     """
@@ -72,12 +72,17 @@ class TextClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         num_train_epochs: float | None = TrainOptions.num_train_epochs,
         max_steps: int | None = TrainOptions.max_steps,
         batch_size: int = TrainOptions.batch_size,
+        per_device_batch_size: int | None = TrainOptions.per_device_batch_size,
+        gradient_accumulation_steps: int | None = TrainOptions.gradient_accumulation_steps,
         learning_rate: float | None = TrainOptions.learning_rate,
         lr_scheduler_type: str = TrainOptions.lr_scheduler_type,
         warmup_steps: int | None = TrainOptions.warmup_steps,
         warmup_ratio: float | None = TrainOptions.warmup_ratio,
         optim: str = TrainOptions.optim,
         optim_args: str | None = TrainOptions.optim_args,
+        adam_beta1: float = TrainOptions.adam_beta1,
+        adam_beta2: float = TrainOptions.adam_beta2,
+        adam_epsilon: float = TrainOptions.adam_epsilon,
         weight_decay: float = TrainOptions.weight_decay,
         max_grad_norm: float = TrainOptions.max_grad_norm,
         label_smoothing_factor: float = TrainOptions.label_smoothing_factor,
@@ -89,6 +94,7 @@ class TextClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         lora_alpha: float | None = TrainOptions.lora_alpha,
         lora_dropout: float | None = TrainOptions.lora_dropout,
         lora_target_modules: str | None = TrainOptions.lora_target_modules,
+        lora_modules_to_save: str | None = TrainOptions.lora_modules_to_save,
         freeze: str | None = TrainOptions.freeze,
         eval_split: float = 0.0,
         metric_for_best_model: str | None = TrainOptions.metric_for_best_model,
@@ -100,7 +106,18 @@ class TextClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         token_budget: int | None = TrainOptions.token_budget,
         gradient_checkpointing: str = TrainOptions.gradient_checkpointing,
         deterministic: bool = TrainOptions.deterministic,
+        activation_memory: str | None = TrainOptions.activation_memory,
+        optimizer_in_backward: bool = TrainOptions.optimizer_in_backward,
+        late_clipping: bool = TrainOptions.late_clipping,
+        optimizer_offload: bool = TrainOptions.optimizer_offload,
+        optimizer_state_dtype: str = TrainOptions.optimizer_state_dtype,
+        weight_dtype: str = TrainOptions.weight_dtype,
+        stream_weights: str = TrainOptions.stream_weights,
+        stream_folder: str | None = TrainOptions.stream_folder,
+        allocator: str = TrainOptions.allocator,
         memory_limit: str | None = TrainOptions.memory_limit,
+        num_workers: int | None = TrainOptions.num_workers,
+        prefetch: int = TrainOptions.prefetch,
         trust_remote_code: bool = TrainOptions.trust_remote_code,
         allow_pickle: bool = TrainOptions.allow_pickle,
         random_state: Any = TrainOptions.seed,
