@@ -19,22 +19,15 @@ from brimful.models.hub.inspection import max_positions
 from brimful.step.updates.given_adamw import GivenAdamW, OwnersAdamW
 
 
-class LongerRowError(Exception):
-    """A row is longer than what the step was made for.
-
-    length: in tokens.
-    """
-
-    def __init__(self, length: int) -> None:
-        super().__init__(f"a row has {length} tokens")
-        self.length = length
+class OutgrownError(Exception):
+    """An update has more rows, or a longer one, than the step was made for."""
 
 
 class GradientStep(Step):
     """`Step` up to the gradient, which it leaves in `.grad`; with `adamw` up to the update by this optimizer of the
     loop's, whose next `step` then does nothing. Between its passes the model's own forward works.
 
-    longest: most tokens that a row is expected to have. num_rows: of an effective batch.
+    longest: most tokens that a row is expected to have. num_rows: of an effective batch at most.
     grad_norm: () of the last gradient before clipping, on the device; None where the loop clips and updates.
     """
 
@@ -70,12 +63,12 @@ class GradientStep(Step):
 
         number: of the effective batch, from which dropout is seeded. group: of processes whose rows are of this batch
         too: gradient and loss are those of all.
-        Raises: OptionError for rows that the model cannot take, LongerRowError, MemoryFullError.
+        Raises: OptionError for rows that the model cannot take, OutgrownError, MemoryFullError.
         """
         rows = joined([self._reader.read(each) for each in batches])
         longest = max(len(each) for each in rows.ids)
-        if longest > self.longest:
-            raise LongerRowError(longest)
+        if longest > self.longest or len(rows) > self._options.batch_size:
+            raise OutgrownError(f"{len(rows)} rows of at most {longest} tokens")
         whole = None if group is None else self._whole(rows, group)
         with self._at_work():
             pending = self.run(self._made(rows, number, whole))

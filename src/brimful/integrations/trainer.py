@@ -21,13 +21,13 @@ from torch import Tensor
 
 from brimful.core.errors import OptionError
 from brimful.hardware.process_settings import products_are_full
-from brimful.integrations.gradient_step import GradientStep, LongerRowError
+from brimful.integrations.gradient_step import GradientStep, OutgrownError
 from brimful.integrations.model_structure import ModelStructure
 from brimful.integrations.packed import WRAPPERS
 from brimful.integrations.problem_type import problem_of
 from brimful.integrations.process_group import ProcessGroup
 from brimful.integrations.quick_padding import quick_padding
-from brimful.integrations.trainer_data import lengths_of
+from brimful.integrations.trainer_data import dataset_of, lengths_of, rows_of_an_update
 from brimful.integrations.trainer_reasons import (
     reason_of_batch,
     reason_of_model,
@@ -196,37 +196,36 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return inner if can_take(model, inner) else None
 
     def _gradients(self, model: Any, batches: list[Any]) -> Tensor:
-        longest = 0
         while True:
             if self.gradient_step is None:
-                self.gradient_step = self._make_step(model, batches, longest)
+                self.gradient_step = self._make_step(model, batches)
                 self._looks = self._who_looks()
             try:
                 loss = self.gradient_step.gradients(batches, self.state.global_step, self._group)
                 self._structure = self._structure or ModelStructure(self.model)  # as the first batch has left it
                 return loss
-            except LongerRowError as longer:
+            except OutgrownError:
                 self._end_step()
-                longest = longer.length
 
-    def _make_step(self, model: Any, batches: list[Any], longest: int) -> GradientStep:
+    def _make_step(self, model: Any, batches: list[Any]) -> GradientStep:
         args, labels = self.args, batches[0]["labels"]
         problem = problem_of(model.config, labels)
         if self.label_smoother is None:  # as heads of transformers set it when they first see labels
             model.config.problem_type = problem
-        lengths = lengths_of(self.train_dataset)
+        lengths = lengths_of(dataset_of(self))
         here = np.concatenate([each["attention_mask"].sum(dim=1).cpu().numpy() for each in batches])
-        known = max(longest, int(here.max()), _LONGEST if lengths is None else int(lengths.max()))
+        known = max(int(here.max()), _LONGEST if lengths is None else int(lengths.max()))
         limit = max_positions(model.config, model)
         checkpoints = args.gradient_checkpointing and layers_of(model) is not None
+        num_rows = max(len(here), rows_of_an_update(self))
         if lengths is None:  # as many batches of these: one alone would be the only size that is expected
-            here = np.random.default_rng(0).choice(here, size=_BATCHES * len(here))
+            here = np.random.default_rng(0).choice(here, size=_BATCHES * num_rows)
         return GradientStep(
             self.model,
             adamw=self._own_adamw(model),
             max_grad_norm=args.max_grad_norm,
             num_steps=self.state.max_steps,
-            num_rows=sum(len(each["labels"]) for each in batches),
+            num_rows=num_rows,
             longest=known if limit is None else min(known, limit),
             lengths=here if lengths is None else lengths,
             task=_TASKS[problem],

@@ -1,4 +1,7 @@
-"""Lengths of a dataset's rows, by which budgets and kernels are chosen, where they can be read without running it."""
+"""Rows that a Trainer's updates will have: how many, and their lengths where reading them runs no dataset.
+
+Budgets and kernels are chosen by them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from transformers.trainer_utils import has_length
 
 #: Numbers of masks that are summed at most; beyond, rows are taken to have no padding.
 _MOST_NUMBERS = 100_000_000
@@ -39,6 +43,26 @@ def lengths_of(dataset: Any) -> np.ndarray | None:
         lengths_N = lengths_N[indices.column(0).to_numpy()]
     found: np.ndarray = lengths_N[lengths_N > 0]
     return found if len(found) else None
+
+
+def dataset_of(trainer: Any) -> Any:
+    """Return the dataset that a Trainer's loader reads: where the loader is overridden, it may be another one."""
+    return getattr(trainer.callback_handler.train_dataloader, "dataset", trainer.train_dataset)
+
+
+def rows_of_an_update(trainer: Any) -> int:
+    """Return how many rows the arguments, or the loader, give one process's update at most.
+
+    Batches may have more: those of a batch sampler that does not say its batch size.
+    """
+    loader = trainer.callback_handler.train_dataloader
+    found = [getattr(each, "batch_size", None) for each in (loader, getattr(loader, "batch_sampler", None))]
+    size = max(trainer._train_batch_size, *(each for each in found if isinstance(each, int)), 1)
+    if trainer.accelerator.split_batches:
+        size = -(-size // trainer.args.world_size)
+    rows: int = size * trainer.args.gradient_accumulation_steps
+    dataset = dataset_of(trainer)
+    return min(rows, len(dataset)) if has_length(dataset) else rows
 
 
 def _of_rows(rows: Sequence[Any]) -> np.ndarray | None:
