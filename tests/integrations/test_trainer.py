@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import DataCollatorWithPadding, EarlyStoppingCallback, PreTrainedTokenizerFast, TrainingArguments
 
 import brimful
-from brimful.integrations import trainer
+from brimful.integrations import trainer_data
 from tiny import FAMILIES, pair_types, sequences
 from tiny_files import save_tokenizer
 from tolerances import difference
@@ -293,7 +293,7 @@ class _Rows:
 
 def test_rows_longer_than_any_before(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a dataset that does not say how long they are; the step is made again for them."""
-    monkeypatch.setattr(trainer, "_LONGEST", 4)
+    monkeypatch.setattr(trainer_data, "_LONGEST", 4)
     rows = [{"input_ids": [5] * (3 if index < 8 else 30), "labels": index % 3} for index in range(12)]
     runs = [
         trained(kind, FAMILIES["bert"].model(), tmp_path, tokenizer, train_dataset=_Rows(rows),

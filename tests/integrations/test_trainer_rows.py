@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 import transformers
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import brimful
-from integrations.test_trainer import assert_same_history, dataset_of, tokenizer, trained
+from integrations.test_trainer import _Rows, arguments, assert_same_history, dataset_of, tokenizer, trained, weights
 from tiny import FAMILIES
 
 __all__ = ["tokenizer"]  # a fixture
@@ -24,17 +26,24 @@ class _Releases(transformers.TrainerCallback):  # type: ignore[misc]
         model.bert.embeddings.requires_grad_(state.global_step >= 5)
 
 
-def grown(kind: type[Any]) -> type[Any]:
-    class Grown(kind):  # type: ignore[misc]
-        """Reads batches of ever more rows."""
+class _Stream(IterableDataset):  # type: ignore[misc]
+    """Rows that come one after another."""
+
+    def __iter__(self) -> Any:
+        return iter(list(dataset_of()) * 2)
+
+
+def uneven(kind: type[Any]) -> type[Any]:
+    class Uneven(kind):  # type: ignore[misc]
+        """Reads batches of two rows, of ten, of six."""
 
         def get_train_dataloader(self) -> Any:
             rows = list(range(18))
             return DataLoader(
-                list(dataset_of()), batch_sampler=[rows[:2], rows[2:8], rows[8:]], collate_fn=self.data_collator
+                list(dataset_of()), batch_sampler=[rows[:2], rows[2:12], rows[12:]], collate_fn=self.data_collator
             )
 
-    return Grown
+    return Uneven
 
 
 def test_a_step_that_is_made_at_a_ragged_end_takes_whole_batches(tmp_path: Path, tokenizer: Any) -> None:
@@ -50,8 +59,36 @@ def test_a_step_that_is_made_at_a_ragged_end_takes_whole_batches(tmp_path: Path,
 
 def test_batches_may_grow(tmp_path: Path, tokenizer: Any) -> None:
     runs = [
-        trained(grown(kind), FAMILIES["bert"].model(), tmp_path, tokenizer, max_steps=3, **QUICK)
+        trained(uneven(kind), FAMILIES["bert"].model(), tmp_path, tokenizer, max_steps=3, **QUICK)
         for kind in (brimful.Trainer, transformers.Trainer)
     ]
     assert runs[0].stock_reason is None
     assert_same_history(*runs)
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "a ragged end": (5, {}),
+    "a ragged accumulation": (1, {"gradient_accumulation_steps": 4}),
+    "rows of unknown lengths": (3, {"train_dataset": _Rows(list(dataset_of()))}),
+    "a stream": (3, {"train_dataset": _Stream()}),
+    "batches of any size": (2, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_is_one_that_was_not_interrupted(case: str, tmp_path: Path, tokenizer: Any) -> None:
+    """Bit for bit with dropout on: micro-batches, and with them masks, depend on no update that a run began at."""
+    step, changes = CASES[case]
+    data = {"train_dataset": dataset_of()} | {name: changes[name] for name in changes if name == "train_dataset"}
+    settings = {name: changes[name] for name in changes if name not in data} | QUICK
+    settings |= {"max_steps": step + 4, "save_strategy": "steps", "save_steps": step}
+    kind = uneven(brimful.Trainer) if case == "batches of any size" else brimful.Trainer
+    whole = trained(kind, FAMILIES["bert"].model(dropout=0.2), tmp_path / "whole", tokenizer, **data, **settings)
+    again = kind(
+        model=FAMILIES["bert"].model(dropout=0.2, seed=5), args=arguments(tmp_path / "again", **settings),
+        data_collator=whole.data_collator, **data,
+    )  # fmt: skip
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+    assert torch.equal(weights(again.model), weights(whole.model))
+    losses = [[line["loss"] for line in each.state.log_history if "loss" in line] for each in (whole, again)]
+    assert losses[0] == losses[1]

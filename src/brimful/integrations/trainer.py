@@ -27,7 +27,7 @@ from brimful.integrations.packed import WRAPPERS
 from brimful.integrations.problem_type import problem_of
 from brimful.integrations.process_group import ProcessGroup
 from brimful.integrations.quick_padding import quick_padding
-from brimful.integrations.trainer_data import dataset_of, lengths_of, rows_of_an_update
+from brimful.integrations.trainer_data import rows_to_come
 from brimful.integrations.trainer_reasons import (
     reason_of_batch,
     reason_of_model,
@@ -46,10 +46,6 @@ _TASKS = {
 }
 #: Between seeds of processes: each draws masks of its own.
 _APART = 7_368_787
-#: Tokens that rows are taken to have at most, where their dataset does not say.
-_LONGEST = 512
-#: Batches that are then drawn from the rows of the first one, to choose token budgets by.
-_BATCHES = 200
 #: A method of the model that is replaced for one call.
 _CLEARS = "zero_grad"
 
@@ -212,22 +208,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         problem = problem_of(model.config, labels)
         if self.label_smoother is None:  # as heads of transformers set it when they first see labels
             model.config.problem_type = problem
-        lengths = lengths_of(dataset_of(self))
-        here = np.concatenate([each["attention_mask"].sum(dim=1).cpu().numpy() for each in batches])
-        known = max(int(here.max()), _LONGEST if lengths is None else int(lengths.max()))
+        here_N = np.concatenate([each["attention_mask"].sum(dim=1).cpu().numpy() for each in batches])
+        rows = rows_to_come(self, here_N)
         limit = max_positions(model.config, model)
         checkpoints = args.gradient_checkpointing and layers_of(model) is not None
-        num_rows = max(len(here), rows_of_an_update(self))
-        if lengths is None:  # as many batches of these: one alone would be the only size that is expected
-            here = np.random.default_rng(0).choice(here, size=_BATCHES * num_rows)
         return GradientStep(
             self.model,
             adamw=self._own_adamw(model),
             max_grad_norm=args.max_grad_norm,
             num_steps=self.state.max_steps,
-            num_rows=num_rows,
-            longest=known if limit is None else min(known, limit),
-            lengths=here if lengths is None else lengths,
+            num_rows=rows.num_rows,
+            longest=rows.longest if limit is None else min(rows.longest, limit),
+            lengths=rows.lengths_N,
             task=_TASKS[problem],
             seed=args.seed + _APART * args.process_index,
             precision=_precision(args),

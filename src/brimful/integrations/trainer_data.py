@@ -6,6 +6,7 @@ Budgets and kernels are chosen by them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,45 @@ from transformers.trainer_utils import has_length
 
 #: Numbers of masks that are summed at most; beyond, rows are taken to have no padding.
 _MOST_NUMBERS = 100_000_000
+#: Tokens that rows are taken to have at most, where their dataset does not say.
+_LONGEST = 512
+#: Batches that are then drawn from the rows of the first one, to choose token budgets by.
+_BATCHES = 200
+#: Name under which Trainer's state holds, and checkpoints have, what batches alone have said of rows.
+_PLACE = "brimful.Trainer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsToCome:
+    """Rows that updates are expected to have. num_rows, longest: most rows of an update, most tokens of a row.
+
+    lengths_N: tokens of rows, those to come or like them.
+    """
+
+    num_rows: int
+    longest: int
+    lengths_N: np.ndarray
+
+
+def rows_to_come(trainer: Any, here_N: np.ndarray) -> RowsToCome:
+    """Return the rows that a Trainer's step is made for. here_N: tokens of the rows of the update that it is made at.
+
+    Arguments and dataset say it as far as they can; what batches alone say is that of the first one, or of the last
+    one that the step was too small for, and is in Trainer's state: a resumed run makes the step of one that was not
+    interrupted.
+    """
+    lengths_N, states = lengths_of(dataset_of(trainer)), trainer.state.stateful_callbacks
+    said: dict[str, Any] = states.get(_PLACE, {})
+    asked, usual = rows_of_an_update(trainer), _LONGEST if lengths_N is None else int(lengths_N.max())
+    before = max(asked, said.get("num_rows", 0)), max(usual, said.get("longest", 0))
+    num_rows, longest = max(before[0], len(here_N)), max(before[1], int(here_N.max()))
+    if (num_rows, longest) != before or (lengths_N is None and not said):
+        said = states[_PLACE] = {"lengths": here_N.tolist()}
+        said |= {"num_rows": num_rows} if num_rows > asked else {}
+        said |= {"longest": longest} if longest > usual else {}
+    if lengths_N is None:  # as many batches of these: one alone would be the only size that is expected
+        lengths_N = np.random.default_rng(0).choice(np.array(said["lengths"]), size=_BATCHES * num_rows)
+    return RowsToCome(num_rows=num_rows, longest=longest, lengths_N=lengths_N)
 
 
 def lengths_of(dataset: Any) -> np.ndarray | None:
