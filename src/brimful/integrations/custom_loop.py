@@ -104,7 +104,7 @@ class Step:
     slower path runs. first_batch: the comparison.
     longest: most tokens of a row.
     out_of_memory: each time that memory ran out, and the token budget that the step went on with.
-    Raises: OptionError for an option that does not work here.
+    Raises: OptionError for an option that does not work here, and for a model with a loss or forward of its own.
     """
 
     def __init__(

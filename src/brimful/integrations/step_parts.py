@@ -12,6 +12,7 @@ import torch
 from brimful.core.errors import OptionError
 from brimful.core.options import PrecisionChoice
 from brimful.integrations.packed import WRAPPERS, packed
+from brimful.integrations.replaced_parts import replaced_part
 from brimful.models.hub.adapters import unwrapped
 from brimful.step.state import Counters, ParameterState, StepState
 from brimful.step.step import Outcome, Pending
@@ -35,12 +36,20 @@ class Unwrapped:
 
     @classmethod
     def of(cls, given: Any) -> Unwrapped:
-        """Take the wrappers off. Raises: OptionError for one that several processes or a compiler need."""
+        """Take the wrappers off.
+
+        Raises: OptionError for one that several processes or a compiler need, and for a loss or forward of the owner's.
+        """
         kind = type(given).__name__
         if hasattr(given, "_orig_mod") or kind in WRAPPERS:
             raise OptionError(
                 f"the model is wrapped in {kind}, and a step runs one process's own model",
                 hint="pass the model itself; a step compiles and captures by itself",
+            )
+        if (replaced := replaced_part(given)) is not None:
+            raise OptionError(
+                f"{replaced}, and a step runs those of transformers",
+                hint="brimful.packed(model) keeps your loop, and a loss of your own",
             )
         model = unwrapped(given)
         if was_packed := hasattr(type(model), "unpacked"):

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from brimful.core.errors import OptionError
 from brimful.integrations.left_padding import is_on_the_left, left_is_right
 from brimful.integrations.problem_type import problem_of
+from brimful.integrations.replaced_parts import replaced_part
 from brimful.models.hub.adapters import unwrapped
 
 #: Methods whose overriding may be of the loss, or of how it is computed.
@@ -87,6 +88,8 @@ def reason_of_model(model: Any) -> str | None:
         return str(refused)
     if type(inner).__name__ not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
         return f"{type(inner).__name__} is not a sequence classifier of transformers"
+    if (replaced := replaced_part(model)) is not None:
+        return replaced
     if getattr(inner, "is_quantized", False):
         return "its weights are quantized"
     dtypes = {p.dtype for p in inner.parameters()}

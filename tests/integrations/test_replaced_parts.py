@@ -1,0 +1,107 @@
+"""A loss or a forward of the owner's own is run, or refused, and never replaced by transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+import brimful
+from brimful.integrations.replaced_parts import replaced_part
+from integrations.test_trainer import assert_same_history, tokenizer, trained
+from tiny import FAMILIES
+
+__all__ = ["tokenizer"]  # a fixture
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of transformers and peft
+
+
+def weighted(logits: Any, labels: Any) -> Any:
+    return torch.nn.functional.cross_entropy(logits, labels, torch.tensor([1.0, 5.0, 10.0]))
+
+
+def own_loss(pooled_logits: Any = None, labels: Any = None, **_: Any) -> Any:
+    return weighted(pooled_logits, labels)
+
+
+def own_forward(self: Any, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **_: Any) -> Any:
+    found = transformers.BertForSequenceClassification.forward(self, input_ids, attention_mask)
+    found.loss = None if labels is None else weighted(found.logits, labels)
+    return found
+
+
+def with_loss() -> Any:
+    model = FAMILIES["qwen3"].model()
+    model.loss_function = own_loss
+    return model
+
+
+def with_forward() -> Any:
+    model = FAMILIES["bert"].model()
+    model.forward = MethodType(own_forward, model)
+    return model
+
+
+def of_a_class(**attributes: Any) -> Any:
+    """A model of a subclass that has the name of its base."""
+    model = FAMILIES["bert"].model()
+    model.__class__ = type("BertForSequenceClassification", (type(model),), attributes)
+    return model
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(FAMILIES["bert"].model(), LoraConfig(task_type="SEQ_CLS", r=4))
+
+
+def prepared(model: Any) -> Any:
+    """The model as Accelerate has it for bf16: with a forward around its own."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    made = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    assert "forward" in vars(made)
+    return made
+
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "loss": (with_loss, "the model's loss_function was replaced"),
+    "forward": (with_forward, "the model's forward was replaced"),
+    "class": (
+        lambda: of_a_class(forward=own_forward),
+        "BertForSequenceClassification has a forward of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ["loss", "class"])
+def test_trainers_own_step_runs_them(case: str, tmp_path: Path, tokenizer: Any) -> None:
+    make, reason = CASES[case]
+    with pytest.warns(UserWarning, match=f"{reason}; transformers' own training step runs") as said:
+        ours = trained(brimful.Trainer, make(), tmp_path, tokenizer, max_steps=2)
+    assert len([each for each in said if "brimful" in str(each.message)]) == 1
+    stock = trained(transformers.Trainer, make(), tmp_path, tokenizer, max_steps=2)
+    assert_same_history(ours, stock, rel=1e-7)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_refuses_them(case: str) -> None:
+    make, reason = CASES[case]
+    model = make()
+    before = dict(vars(model))
+    with pytest.raises(brimful.OptionError, match=f"{reason}, and a step runs those of transformers"):
+        brimful.Step(model, torch.optim.SGD(model.parameters()), device="cpu")
+    assert vars(model) == before
+
+
+def test_wrappers_of_others_are_not_the_owners() -> None:
+    for make in (FAMILIES["bert"].model, of_a_class, adapted, lambda: brimful.packed(FAMILIES["bert"].model())):
+        assert replaced_part(make()) is None
+        assert replaced_part(prepared(make())) is None
+    assert replaced_part(prepared(with_forward())) == "the model's forward was replaced"
+    AcceleratorState._reset_state(reset_partial_state=True)
