@@ -105,3 +105,71 @@ def test_wrappers_of_others_are_not_the_owners() -> None:
         assert replaced_part(prepared(make())) is None
     assert replaced_part(prepared(with_forward())) == "the model's forward was replaced"
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def with_another_row(module: Any, inputs: Any, output: Any) -> Any:
+    """Add to each row the one before: of a packed row it would be another."""
+    return (output[0] + output[0].roll(1, 0), *output[1:]) if isinstance(output, tuple) else output + output.roll(1, 0)
+
+
+def hook(model: Any) -> None:
+    model.bert.encoder.layer[0].register_forward_hook(with_another_row)
+
+
+def replace_inner(model: Any) -> None:
+    layer = model.bert.encoder.layer[0]
+    plain = layer.forward
+    layer.forward = lambda *args, **kwargs: with_another_row(layer, args, plain(*args, **kwargs))
+
+
+def replace_forward(model: Any) -> None:
+    model.forward = MethodType(own_forward, model)
+
+
+class _Changes(transformers.TrainerCallback):  # type: ignore[misc]
+    """Changes the model after the second update; `within`: between the micro-batches of the third."""
+
+    def __init__(self, change: Callable[[Any], Any], *, within: bool = False) -> None:
+        self.change, self.event = change, "on_substep_end" if within else "on_step_end"
+
+    def on_event(self, event: str, state: Any, model: Any) -> None:
+        if event == self.event and state.global_step == 2:
+            self.change(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.on_event("on_step_end", state, model)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.on_event("on_substep_end", state, model)
+
+
+CHANGES: dict[Callable[[Any], None], str] = {
+    hook: r"there is a hook on its modules \(with_another_row\)",
+    replace_inner: "the forward of bert.encoder.layer.0 was replaced",
+    replace_forward: "the model's forward was replaced",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_those_that_come_between_updates(change: Callable[[Any], None], tmp_path: Path, tokenizer: Any) -> None:
+    model, given = FAMILIES["bert"].model(), {"max_steps": 3, "eval_strategy": "no"}
+    with pytest.warns(UserWarning, match=f"{CHANGES[change]}.*; transformers' own training step runs"):
+        ours = trained(brimful.Trainer, model, tmp_path, tokenizer, callbacks=[_Changes(change)], **given)
+    stock = trained(transformers.Trainer, model, tmp_path, tokenizer, callbacks=[_Changes(change)], **given)
+    assert_same_history(ours, stock)
+    untouched = trained(transformers.Trainer, model, tmp_path, tokenizer, **given)
+    losses = [each.state.log_history[2]["loss"] for each in (stock, untouched)]
+    assert abs(losses[0] - losses[1]) > 1e-3  # which is seen
+
+
+def test_a_hook_that_comes_between_micro_batches(tmp_path: Path, tokenizer: Any) -> None:
+    rows: list[int] = []
+
+    def counted(model: Any) -> None:
+        layer = model.bert.encoder.layer[0]
+        layer.register_forward_hook(lambda module, inputs, output: rows.append(len(inputs[0])))
+
+    with pytest.warns(UserWarning, match="there is a hook"):
+        trained(brimful.Trainer, FAMILIES["bert"].model(), tmp_path, tokenizer, max_steps=3, eval_strategy="no",
+                gradient_accumulation_steps=2, callbacks=[_Changes(counted, within=True)])  # fmt: skip
+    assert rows == [4, 2]

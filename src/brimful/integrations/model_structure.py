@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
+
+#: Attributes of a module that hold its hooks, by their numbers, of which no two in a process are the same.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Attributes that stand in front of those of a module's class where they are there.
+_REPLACED = ("forward", "_loss_function")
+
+
+def hooks_of(model: Any) -> Iterator[Any]:
+    """Hooks of all modules of a model, which see what they are called with."""
+    return (hook for module in model.modules() for place in _HOOKS for hook in getattr(module, place).values())
 
 
 class ModelStructure:
-    """Modules and parameters that a model has, and which of these are trained.
+    """Modules and parameters that a model has, which of these are trained, and what its owner put on modules: hooks,
+    forwards, a loss.
 
     parameters: in the model's order.
     """
@@ -16,14 +29,18 @@ class ModelStructure:
         self._modules = list(model.modules())
         self.parameters = list(model.parameters())
         self._tables = [table for module in self._modules for table in (module._parameters, module._modules)]
+        self._hooks = [getattr(module, place) for module in self._modules for place in _HOOKS]
+        self._attributes = [vars(module) for module in self._modules]
         self._found = self._look()
 
-    def _look(self) -> tuple[list[int], list[bool]]:
+    def _look(self) -> tuple[list[Any], ...]:
         parts = [id(part) for table in self._tables for part in table.values()]
-        return parts, [parameter.requires_grad for parameter in self.parameters]
+        trained = [parameter.requires_grad for parameter in self.parameters]
+        replaced = [id(there[name]) for there in self._attributes for name in _REPLACED if name in there]
+        return parts, trained, list(chain.from_iterable(self._hooks)), replaced
 
     def is_of(self, model: Any) -> bool:
-        """True while it is of this model, no part of which was replaced, frozen or released since."""
+        """True while it is of this model, no part of which was replaced, frozen, released or hooked since."""
         return model is self._model and self._look() == self._found
 
     @property

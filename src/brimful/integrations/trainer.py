@@ -108,6 +108,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take one micro-batch; with the last one of an update leave the gradient of all, and return its loss."""
+        is_last = len(self._waiting) + 1 >= self._expected
+        as_it_was = is_last and self.stock_reason is None and self._is_as_it_was()
         if self.stock_reason is None and self._refused is None:
             self._refused = self._reason(model, inputs)
         if self._refused is not None and self._group is None:
@@ -115,12 +117,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.stock_reason is not None:
             return self._by_trainer(model, [*self._waiting, inputs], num_items_in_batch)
         self._waiting.append(inputs)
-        if len(self._waiting) < self._expected:
+        if not is_last:
             return self._without_waiting(torch.zeros((), device=self.args.device))
         batches, self._waiting = self._waiting, []
         if self._some_process_refuses(batches):
             return self._by_trainer(model, batches, num_items_in_batch)
-        if not (self._is_as_it_was() and self._structure is not None and self._structure.trains and model.training):
+        if not (as_it_was and self._structure is not None and self._structure.trains and model.training):
             model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()

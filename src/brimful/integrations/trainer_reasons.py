@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from brimful.core.errors import OptionError
 from brimful.integrations.left_padding import is_on_the_left, left_is_right
+from brimful.integrations.model_structure import hooks_of
 from brimful.integrations.problem_type import problem_of
 from brimful.integrations.replaced_parts import replaced_part
 from brimful.models.hub.adapters import unwrapped
@@ -88,19 +89,19 @@ def reason_of_model(model: Any) -> str | None:
         return str(refused)
     if type(inner).__name__ not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
         return f"{type(inner).__name__} is not a sequence classifier of transformers"
-    if (replaced := replaced_part(model)) is not None:
-        return replaced
+    if (own := replaced_part(model)) is not None:
+        return own
     if getattr(inner, "is_quantized", False):
         return "its weights are quantized"
     dtypes = {p.dtype for p in inner.parameters()}
     if dtypes != {torch.float32}:
         other = next(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype != torch.float32)
         return f"weights are in {other}, and a step of ours keeps fp32; load the model with dtype=torch.float32"
-    places = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooks = (hook for module in model.modules() for place in places for hook in getattr(module, place).values())
-    names = [getattr(hook, "__name__", type(hook).__name__) for hook in hooks]
+    names = [getattr(hook, "__name__", type(hook).__name__) for hook in hooks_of(model)]
     if others := [name for name in names if name != _OF_CHECKPOINTING]:
         return f"there is a hook on its modules ({others[0]}), which no replayed step calls"
+    if replaced := [name for name, part in inner.named_modules() if part is not inner and "forward" in vars(part)]:
+        return f"the forward of {replaced[0]} was replaced, and a step of ours gives it packed rows"
     return None
 
 
