@@ -161,6 +161,14 @@ def test_modules_keep_their_modes(training: bool) -> None:
     assert {name: module.training for name, module in model.named_modules()} == before
 
 
+def test_modes_that_the_loop_sets_meanwhile_stay() -> None:
+    model = FAMILIES["bert"].model().train()
+    step = brimful.Step(model, **SETTINGS)
+    step.run(step.batch(rows_of(0, "single_label", with_types=False))).read()
+    model.eval()
+    assert not step.release().training
+
+
 def test_logits_on_the_way_change_nothing() -> None:
     model = FAMILIES["bert"].model(dropout=0.3).train()
     batches = [rows_of(number, "single_label", with_types=False) for number in range(NUM_STEPS)]

@@ -109,6 +109,8 @@ def test_it_logs_and_learns_what_transformers_trainer_does(case: str, tmp_path: 
     assert difference(weights(ours.model), weights(stock.model)) < 1e-3
     assert ours.model.config.problem_type == stock.model.config.problem_type
     assert ours.model.config._attn_implementation == "sdpa"
+    assert [module.training for module in ours.model.modules()] == [module.training for module in stock.model.modules()]
+    assert not ours.model.training  # as its last evaluation left it
     found, expected = (each.predict(dataset_of(9, labels=changes.get("labels", "single_label"), seed=1))
                        for each in (ours, stock))  # fmt: skip
     assert difference(found.predictions, expected.predictions) < 1e-3

@@ -147,7 +147,8 @@ class Step:
         model, config = self._given.model, self._given.model.config
         self._reader = _reader(model, asked)
         self.longest = self._reader.max_length
-        self._before = (config._attn_implementation, keep_modes(model))
+        self._attention = config._attn_implementation
+        self._put_in_eval_mode = None if model.training else keep_modes(model)
         self._task = make_task(self._reader.space, np.zeros(0, dtype=np.int64), None, asked.label_smoothing_factor)
         self._batches = expected_batches(lengths, self._options.batch_size, self.longest)
         device = choose_device(asked.device)
@@ -328,14 +329,18 @@ class Step:
             )
 
     def release(self) -> Any:
-        """End training. Return the model: its weights are plain fp32 parameters, and its own forward works again."""
+        """End training. Return the model: its weights are plain fp32 parameters, and its own forward works again.
+
+        One that was given in eval mode is in eval mode again; modes of another one are as the loop has them.
+        """
         self._built.step.release()
         self._put_back()
-        self._before[1]()
+        if self._put_in_eval_mode is not None:
+            self._put_in_eval_mode()
         return self._given.restored()
 
     def _put_back(self) -> None:
-        self._built.model.set_attn_implementation(self._before[0])
+        self._built.model.set_attn_implementation(self._attention)
         remove_calls(self._built.model)
         keep_all(list(layers_of(self._built.model) or ()))
 

@@ -124,11 +124,10 @@ class GradientStep(Step):
         vars(own).update(self._given.attributes)
 
     def release(self) -> Any:
-        """As `Step` has it. Gradients are the loop's."""
+        """As `Step` has it. Gradients and modes are the loop's."""
         with self._at_work():
             self._built.step.release()
             self._put_back()
-        self._before[1]()
         return self._given.restored()
 
 
