@@ -147,6 +147,15 @@ def test_an_adapter(tmp_path: Path, tokenizer: Any) -> None:
     assert_same_history(*runs)
 
 
+def test_a_packed_model_in_bf16(tmp_path: Path, tokenizer: Any) -> None:
+    """Accelerate wraps the packed forward; both are there again afterwards."""
+    model = brimful.packed(FAMILIES["bert"].model())
+    ours = trained(brimful.Trainer, model, tmp_path, tokenizer, bf16=True, max_steps=2)
+    assert ours.stock_reason is None
+    assert hasattr(type(ours.model), "unpacked")
+    assert np.isfinite(ours.evaluate()["eval_loss"])
+
+
 class _Watch(transformers.TrainerCallback):  # type: ignore[misc]
     """Looks at gradients before the update, and runs the model between steps."""
 

@@ -59,6 +59,8 @@ class Unwrapped:
 
     def restored(self) -> Any:
         """The model with its wrappers again."""
+        for name in self.attributes:  # where a step between its passes has put them back
+            vars(self.model).pop(name, None)
         if self.was_packed:
             packed(self.model)
         vars(self.model).update(self.attributes)
