@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-#: Attributes of a module that hold its hooks, by their numbers, of which no two in a process are the same.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from brimful.integrations.module_hooks import PLACES
+
 #: Attributes that stand in front of those of a module's class where they are there.
 _REPLACED = ("forward", "_loss_function")
-
-
-def hooks_of(model: Any) -> Iterator[Any]:
-    """Hooks of all modules of a model, which see what they are called with."""
-    return (hook for module in model.modules() for place in _HOOKS for hook in getattr(module, place).values())
 
 
 class ModelStructure:
@@ -29,7 +23,8 @@ class ModelStructure:
         self._modules = list(model.modules())
         self.parameters = list(model.parameters())
         self._tables = [table for module in self._modules for table in (module._parameters, module._modules)]
-        self._hooks = [getattr(module, place) for module in self._modules for place in _HOOKS]
+        # By their numbers, of which no two in a process are the same.
+        self._hooks = [getattr(module, place) for module in self._modules for place in PLACES]
         self._attributes = [vars(module) for module in self._modules]
         self._found = self._look()
 

@@ -13,23 +13,23 @@ PLACES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _IDLE = frozenset({"make_inputs_require_grads", "output_capturing_hook"})
 
 
-def foreign_hook(modules: Iterable[nn.Module]) -> str | None:
-    """Return the name of a hook that looks into a pass or changes it; None where there is none."""
-    names = (name for name, hook in _hooks(modules) if not _gathers(hook))
-    return next((name for name in names if name not in _IDLE), None)
+def foreign_hook(modules: Iterable[nn.Module], *, gathering: bool = True) -> str | None:
+    """Return the name of a hook that looks into a pass or changes it; None where there is none.
+
+    gathering: whether torch's own, which gather weights, are such hooks.
+    """
+    named = ((getattr(hook, "__name__", type(hook).__name__), hook) for hook in hooks_of(modules))
+    return next((name for name, hook in named if name not in _IDLE and (gathering or not _gathers(hook))), None)
 
 
 def gathers_weights(modules: Iterable[nn.Module]) -> bool:
     """Return True if torch's own hooks gather the weights of modules, as `fully_shard` has them."""
-    return any(_gathers(hook) for _, hook in _hooks(modules))
+    return any(map(_gathers, hooks_of(modules)))
 
 
-def _hooks(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
-    for module in modules:
-        held = module.__dict__
-        for place in PLACES:
-            for hook in held[place].values():
-                yield getattr(hook, "__name__", type(hook).__name__), hook
+def hooks_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield the hooks of modules, which see what these are called with."""
+    return (hook for module in modules for place in PLACES for hook in vars(module)[place].values())
 
 
 def _gathers(hook: Any) -> bool:

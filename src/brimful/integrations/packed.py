@@ -17,7 +17,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -83,6 +83,12 @@ def packed(model: M, *, graphs: bool = True) -> M:
         with inner._as_it_was():
             behind.check(inner, DEFAULT_MAX_LENGTH)
     return model
+
+
+def packing_of(model: Any) -> Callable[[Any], Any] | None:
+    """Return what packs a model as this one is, when it was unpacked; None for a plain one."""
+    behind: _Behind | None = vars(model).get(_PLACE)
+    return None if behind is None else functools.partial(packed, graphs=behind.captures)
 
 
 def _refuse_wrapped(model: Any) -> None:
@@ -153,12 +159,12 @@ class _Behind:
     """Packed passes of one model, and the checks that they rest on.
 
     num_packed, num_plain: calls so far; num_captured: of the packed ones. reasons: of plain ones, each said once.
-    graphs: as of `packed`.
+    captures: `graphs` of `packed`.
     """
 
     def __init__(self, *, graphs: bool = True) -> None:
         self.num_packed = self.num_plain = self.num_captured = 0
-        self._captures = graphs
+        self.captures = graphs
         self._graphs: PackedGraphs | None = None
         self.reasons: list[str] = []
         self._execution: PackedExecution | None = None
@@ -170,9 +176,8 @@ class _Behind:
         self._alone = threading.RLock()
 
     def __reduce__(self) -> Any:
-        return functools.partial(
-            _Behind, graphs=self._captures
-        ), ()  # a copy of the model is checked and run for itself
+        made = functools.partial(_Behind, graphs=self.captures)
+        return made, ()  # a copy of the model is checked and run for itself
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the model's forward. Calls of several threads come one after another: all set its attention."""
@@ -225,7 +230,8 @@ class _Behind:
             problem_of(model.config, labels)
         batch = PaddedBatch.read(given)
         self._look(model)
-        if (hook := foreign_hook(list(model.modules())[1:])) is not None:  # the model's own run around this call
+        inner = list(model.modules())[1:]  # hooks of the model itself run around this call
+        if (hook := foreign_hook(inner, gathering=False)) is not None:
             raise CannotPackError(f"there is a hook on its modules ({hook}), which would see a packed row")
         if self._limit is not None and batch.ids_BL.shape[1] > self._limit:
             columns = batch.ids_BL.shape[1]
@@ -256,7 +262,7 @@ class _Behind:
         """Return what the model's own forward returns, by graphs where they can be, else kernel by kernel."""
         device, form, typical = next(model.parameters()).device, execution.form, self._typical
         groups = _groups(model, device, typical)
-        if not self._captures or groups or not captures(device):
+        if not self.captures or groups or not captures(device):
             inputs, positions_T = batch.pack(
                 model.config, form, device.type, groups=groups, typical_length=typical, left=left
             )

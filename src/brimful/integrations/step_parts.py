@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ import torch
 
 from brimful.core.errors import OptionError
 from brimful.core.options import PrecisionChoice
-from brimful.integrations.packed import WRAPPERS, packed
+from brimful.integrations.packed import WRAPPERS, packing_of
 from brimful.integrations.replaced_parts import replaced_part
 from brimful.models.hub.adapters import unwrapped
 from brimful.step.state import Counters, ParameterState, StepState
@@ -26,13 +26,13 @@ class Unwrapped:
     """A model without wrappers that are no part of it.
 
     given: what the owner gave. model: the classifier in it. attributes: a forward that Accelerate put in the place of
-    the model's own, and others. was_packed: `brimful.packed` was called on it.
+    the model's own, and others. pack: packs it again, where `brimful.packed` was called on it.
     """
 
     given: Any
     model: Any
     attributes: Mapping[str, Any]
-    was_packed: bool
+    pack: Callable[[Any], Any] | None
 
     @classmethod
     def of(cls, given: Any) -> Unwrapped:
@@ -52,17 +52,17 @@ class Unwrapped:
                 hint="brimful.packed(model) keeps your loop, and a loss of your own",
             )
         model = unwrapped(given)
-        if was_packed := hasattr(type(model), "unpacked"):
+        if (pack := packing_of(model)) is not None:
             model.unpacked()
         attributes = {name: vars(model).pop(name) for name in ("forward", "_original_forward") if name in vars(model)}
-        return cls(given=given, model=model, attributes=attributes, was_packed=was_packed)
+        return cls(given=given, model=model, attributes=attributes, pack=pack)
 
     def restored(self) -> Any:
         """The model with its wrappers again."""
         for name in self.attributes:  # where a step between its passes has put them back
             vars(self.model).pop(name, None)
-        if self.was_packed:
-            packed(self.model)
+        if self.pack is not None:
+            self.pack(self.model)
         vars(self.model).update(self.attributes)
         return self.given
 

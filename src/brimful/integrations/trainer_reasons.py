@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from brimful.core.errors import OptionError
 from brimful.integrations.left_padding import is_on_the_left, left_is_right
-from brimful.integrations.model_structure import hooks_of
+from brimful.integrations.module_hooks import foreign_hook
 from brimful.integrations.problem_type import problem_of
 from brimful.integrations.replaced_parts import replaced_part
 from brimful.models.hub.adapters import unwrapped
@@ -31,8 +31,6 @@ _OF_THE_UPDATE = ("create_optimizer", "get_optimizer_cls_and_kwargs", "_clip_gra
 _BETWEEN = ("on_pre_optimizer_step", "on_optimizer_step")
 #: Arguments of a batch that the step reads.
 _READ = frozenset({"input_ids", "attention_mask", "token_type_ids", "labels"})
-#: Hook by which transformers has gradients of embeddings, where layers are recomputed.
-_OF_CHECKPOINTING = "make_inputs_require_grads"
 #: Optimizers that update within the backward pass.
 _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 
@@ -97,9 +95,8 @@ def reason_of_model(model: Any) -> str | None:
     if dtypes != {torch.float32}:
         other = next(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype != torch.float32)
         return f"weights are in {other}, and a step of ours keeps fp32; load the model with dtype=torch.float32"
-    names = [getattr(hook, "__name__", type(hook).__name__) for hook in hooks_of(model)]
-    if others := [name for name in names if name != _OF_CHECKPOINTING]:
-        return f"there is a hook on its modules ({others[0]}), which no replayed step calls"
+    if (hook := foreign_hook(model.modules())) is not None:
+        return f"there is a hook on its modules ({hook}), which no replayed step calls"
     if replaced := [name for name, part in inner.named_modules() if part is not inner and "forward" in vars(part)]:
         return f"the forward of {replaced[0]} was replaced, and a step of ours gives it packed rows"
     return None
