@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import brimful
-from brimful.models.fp32_outputs import answer_in_fp32, answers_in_fp32
+from brimful.models.fp32_outputs import answer_as_before, answer_in_fp32
+from runs import events
 from tiny_files import review, save_classifier
 
 TEXTS = [review(bool(number % 2), number) for number in range(64)]
@@ -54,7 +55,7 @@ def test_a_step_of_bf16_does_not_pass_for_rounding(model: Path, monkeypatch: pyt
 def test_other_heads_are_left_alone(tmp_path: Path) -> None:
     classes: Any = AutoModelForSequenceClassification.from_pretrained(save_classifier(tmp_path / "m", ["a", "b"]))
     answer_in_fp32(classes)
-    assert not any(answers_in_fp32(module) for module in classes.modules())
+    assert not any("forward" in vars(module) for module in classes.modules())
 
 
 def test_a_copy_answers_with_its_own_weights(model: Path) -> None:
@@ -66,3 +67,19 @@ def test_a_copy_answers_with_its_own_weights(model: Path) -> None:
         ids = torch.tensor([[5, 6, 7]])
         assert abs(float(other(ids).logits)) < 3 < 2000 < float(loaded(ids).logits)
     assert list(other.state_dict()) == list(loaded.state_dict())
+    answer_as_before(loaded)
+    assert "forward" not in vars(loaded.classifier)
+
+
+def test_a_model_with_such_numbers_is_trained_further_in_bf16(model: Path, tmp_path: Path) -> None:
+    """Its head is kept, bias and all: the first loss is that of fp32, and not of numbers in steps of 8."""
+    rows = {"text": TEXTS, "label": [2003.0 + number % 5 for number in range(64)]}
+    losses = []
+    for precision in ("fp32", "bf16"):
+        output = tmp_path / precision
+        brimful.train(
+            rows, model=model, output=output, task="regression", precision=precision, device="cpu", max_steps=1,
+            batch_size=32, baselines=False, logging_steps=1,
+        )  # fmt: skip
+        losses.append(next(event["loss"] for event in events(output, "step")))
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)

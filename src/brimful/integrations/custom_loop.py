@@ -45,6 +45,7 @@ from brimful.integrations.step_parts import (
     unwrapped_optimizer,
 )
 from brimful.levers.precision import choose_precision
+from brimful.models.fp32_outputs import answer_as_before
 from brimful.models.hub.inspection import max_positions
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.layer_calls import remove_calls
@@ -342,6 +343,7 @@ class Step:
     def _put_back(self) -> None:
         self._built.model.set_attn_implementation(self._attention)
         remove_calls(self._built.model)
+        answer_as_before(self._built.model)
         keep_all(list(layers_of(self._built.model) or ()))
 
 

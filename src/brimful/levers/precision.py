@@ -65,9 +65,9 @@ class PrecisionLever(Lever):
         return Cost(resident_bytes=4 * work.num_parameters, step_bytes=cast, step_s=3 * cast / work.bytes_per_s)
 
     def apply(self, assembly: Assembly) -> None:
-        """Halve the Linear weights of a model that is only read, whose numbers, of a regression, stay in fp32. All else
-        is the context of its passes."""
-        if self.half and not assembly.training:
+        """Have a regression answer in fp32, and halve the Linear weights of a model that is only read. All else is the
+        context of its passes."""
+        if self.half and assembly.optimizer is None:  # a loop's own model stays as it is
             answer_in_fp32(assembly.model)
         if self.copies:
             halve_linears(assembly.model, assembly.precision.dtype)  # those that are still as they were

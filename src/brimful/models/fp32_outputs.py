@@ -23,9 +23,11 @@ def answer_in_fp32(model: Any) -> None:
     last.forward = partial(_in_fp32, last)  # type: ignore[method-assign]
 
 
-def answers_in_fp32(module: nn.Module) -> bool:
-    """Return True for a layer that `answer_in_fp32` has changed."""
-    return isinstance(forward := vars(module).get("forward"), partial) and forward.func is _in_fp32
+def answer_as_before(model: nn.Module) -> None:
+    """Undo `answer_in_fp32`."""
+    for module in model.modules():
+        if isinstance(forward := vars(module).get("forward"), partial) and forward.func is _in_fp32:
+            del module.forward
 
 
 def _in_fp32(layer: nn.Linear, x: Tensor) -> Tensor:

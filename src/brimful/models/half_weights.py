@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from brimful.models.fp32_outputs import answers_in_fp32
 from brimful.models.model_stats import linear_parameters
 
 #: Elements that a parameter in an arena starts at a multiple of.
@@ -16,12 +15,8 @@ ALIGNMENT = 16
 
 
 def halve_linears(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces the Linear weights that are only read by copies in `dtype`, sibling layers' side by side.
-
-    A layer that answers in fp32 keeps its own.
-    """
+    """Replaces the Linear weights that are only read by copies in `dtype`, sibling layers' side by side."""
     copied = linear_parameters(model) - {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    copied -= {id(p) for module in model.modules() if answers_in_fp32(module) for p in module.parameters()}
     named = dict(model.named_parameters())
     parameters = list(named.values())
     order = [i for i in sorted(range(len(parameters)), key=arena_order(named, copied)) if id(parameters[i]) in copied]

@@ -126,10 +126,13 @@ def embeddings_of(model: Any) -> nn.Module | None:
 
 
 def linear_parameters(model: nn.Module) -> set[int]:
-    """Ids of parameters that only Linear layers have: autocast casts them whenever they are used."""
+    """Ids of parameters that only Linear layers have: autocast casts them whenever they are used.
+
+    Not those of a layer with a forward of its own, as one that answers in fp32.
+    """
     linear: set[int] = set()
     other: set[int] = set()
     for module in model.modules():
-        found = linear if type(module) is nn.Linear else other
+        found = linear if type(module) is nn.Linear and "forward" not in vars(module) else other
         found.update(id(p) for p in module.parameters(recurse=False))
     return linear - other
