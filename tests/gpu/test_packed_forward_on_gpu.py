@@ -82,14 +82,31 @@ def test_captured_calls_learn_the_same(family: str, precision: str) -> None:
     assert difference(torch.tensor(losses), torch.tensor(expected)) < TOLERANCES[precision].step
 
 
-def test_several_backward_passes_of_one_captured_call() -> None:
-    model = FAMILIES["bert"].model(**SIZES).cuda().train()
+def test_a_second_backward_pass_of_a_captured_call() -> None:
+    ours = brimful.packed(FAMILIES["bert"].model(**SIZES).cuda().train())
+    batch = {name: value.cuda() for name, value in padded(sequences([7, 20, 3]), None, 0).items()}
+    ours(**batch)
+    loss = ours(**batch).logits.sum()
+    loss.backward(retain_graph=True)
+    assert captured(ours) == 1
+    with pytest.raises(RuntimeError, match="has had its backward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("labels", ["cuda", "cpu"])
+def test_answers_within_one_autocast_after_another(labels: str) -> None:
+    """Casts of weights go with an autocast; what graphs read must not."""
+    model = FAMILIES["bert"].model(**SIZES).cuda().eval()
     ours, launched = brimful.packed(copy.deepcopy(model)), brimful.packed(copy.deepcopy(model), graphs=False)
     batch = {name: value.cuda() for name, value in padded(sequences([7, 20, 3]), None, 0).items()}
-    for each in (ours, launched):
-        each(**batch)
-        found = each(**batch)
-        found.logits.sum().backward(retain_graph=True)
-        found.logits.square().sum().backward()
-    assert captured(ours) == 1
-    assert difference(gradient(ours).cpu(), gradient(launched).cpu()) < TOLERANCES["fp32"].gradient
+    batch["labels"] = torch.tensor([0, 1, 2], device=labels)
+    for region in range(3):
+        found = []
+        for each in (ours, launched):
+            with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+                each.classifier.weight.add_(0.1 * region)
+                found.append([each(**batch).logits for _ in range(3)][-1])
+        garbage = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(64)]
+        assert difference(found[0].cpu(), found[1].cpu()) < TOLERANCES["bf16"].step
+        del garbage
+    assert captured(ours) == 8

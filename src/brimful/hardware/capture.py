@@ -32,6 +32,7 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     state = generator.clone_state()
     gc.disable()
+    torch.clear_autocast_cache()  # casts of weights that live as long as the caller's autocast, and not as the graph
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             yield
@@ -41,5 +42,6 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
         generator.graphsafe_set_state(state)  # its own believes to be in the capture still
         raise
     finally:
+        torch.clear_autocast_cache()  # casts that lie in the graph's memory, and were not computed
         if collected:
             gc.enable()

@@ -18,13 +18,14 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
 from brimful.core.errors import ModelError, OptionError
 from brimful.engine.sequence_lengths import DEFAULT_MAX_LENGTH
+from brimful.hardware.memory import is_out_of_memory
 from brimful.hardware.process_settings import products_are_full
 from brimful.integrations.module_hooks import foreign_hook
 from brimful.integrations.packed_execution import PackedExecution, find_left_positions, no_autocast
@@ -181,7 +182,8 @@ class _Behind:
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the model's forward. Calls of several threads come one after another: all set its attention."""
-        with self._alone:
+        device = next(model.parameters()).device
+        with self._alone, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return self._call(model, args, kwargs)
 
     def _call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -273,7 +275,15 @@ class _Behind:
         call = Call(execution, *row, head, _precision_of(model))
         found = self._graphs.outputs(call)
         self.num_captured += found is not None
-        return call.compute(call.numbers.to(device, non_blocking=True), head) if found is None else found
+        if found is not None:
+            return found
+        try:
+            return call.compute(call.numbers.to(device, non_blocking=True), head)
+        except Exception as error:
+            if not (is_out_of_memory(error) and self._graphs.holds_memory):
+                raise
+            self._graphs.give_back("memory ran out beside their graphs")
+        return call.compute(call.numbers.to(device, non_blocking=True), head)
 
     def _executed(self, model: Any, form: PackedForm) -> PackedExecution:
         if self._execution is None or self._execution.form != form:

@@ -117,7 +117,6 @@ class RecordedPass:
             return None
         made._given = [torch.zeros_like(output) for output in made._live if output.requires_grad]
         made.backward_graph = cache.find((key, "backward"), backward)
-        torch.clear_autocast_cache()  # copies of stand-ins, which would keep the pool's memory
         return None if made.backward_graph is None else made
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
@@ -148,14 +147,15 @@ class Flight:
         return apply(self, inputs, *self.recorded.weights.parameters)
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of the weights. Raises: RuntimeError where another pass has run since."""
-        if self.recorded.weights.num_passes != self.number:
-            raise RuntimeError(
-                "another pass of the model has run since, in the memory of this one;"
-                " hint: brimful.packed(model, graphs=False) allows several backward passes of one call"
-            )
-        self.done = True
-        return self.recorded.backward(gradients)
+        """Gradients of the weights. Raises: RuntimeError for a second backward pass, and where another pass has run
+        since: the memory that it reads has other numbers then."""
+        if self.done or self.recorded.weights.num_passes != self.number:
+            why = "has had its backward pass" if self.done else "lies in memory where another one has run since"
+            hint = "brimful.packed(model, graphs=False) allows several backward passes of a call"
+            raise RuntimeError(f"this call of the model {why}; hint: {hint}")
+        found = self.recorded.backward(gradients)
+        self.done = True  # after the launch: another thread may call meanwhile
+        return found
 
 
 class _Differentiable(torch.autograd.Function):
