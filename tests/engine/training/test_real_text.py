@@ -23,22 +23,22 @@ pytestmark = pytest.mark.xdist_group("real text")  # one process makes what they
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: The hardest texts that are compared, and of how many: near-ties fall to either side by chance, and only many of them
-#: show who is the more often right. A CPU computes in fp16 ten times as slowly.
-NUM_TEXTS = {"bf16": (100, 900), "fp16": (40, 900)}
+#: show who is the more often right.
+NUM_TEXTS = {"bf16": (80, 700), "fp16": (40, 700)}
 
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     """Five words each, of articles that the model was not trained on: too few to be sure of many."""
-    words = [row["text"].split() for row in _articles()[256:]]
+    words = [row["text"].split() for row in _articles()[160:]]
     return [" ".join(each[start : start + 5]) for start in (8, 0, 16, 24) for each in words]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MiniLM fine-tuned for 32 steps on the first ten words of 256 articles of BBC News."""
+    """MiniLM fine-tuned for 20 steps on the first ten words of 160 articles of BBC News."""
     folder = tmp_path_factory.mktemp("real")
-    rows = [row | {"text": " ".join(row["text"].split()[:10])} for row in _articles()[:256]]
+    rows = [row | {"text": " ".join(row["text"].split()[:10])} for row in _articles()[:160]]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     options = {"batch_size": 8, "num_train_epochs": 1, "learning_rate": 3e-4, "max_length": 16, "eval_split": 0.0}
     package.train(folder / "rows.jsonl", model=minilm(), output=folder / "run", **options)
@@ -77,7 +77,7 @@ def test_fp32_is_the_plain_model(model: Path, texts: list[str], exact_NC: np.nda
     assert difference(our_logits(model, texts[:200], "fp32"), exact_NC[:200]) < MODEL_FP32
 
 
-@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=in_bf16), "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=in_bf16)])  # of a CPU; fp16 is a GPU's
 def test_labels_agree_with_fp32_no_less_than_those_of_the_plain_model(
     precision: str, model: Path, texts: list[str], exact_NC: np.ndarray
 ) -> None:
