@@ -13,7 +13,7 @@ from brimful.models.packed import packed_forward
 from brimful.models.packed.equivalence import Equivalence, check_equivalence
 from brimful.models.packed.equivalence_cache import path_of
 from tiny import FAMILIES, LONGEST
-from wrong_attention import WRONG, Change, blind, changed_pattern, gradient_lost
+from wrong_attention import WRONG, Change, changed_pattern, gradient_lost
 
 CPU = torch.device("cpu")
 PRECISIONS = ["fp32", "bf16", "fp16"]
