@@ -17,8 +17,8 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -81,8 +81,7 @@ def packed(model: M, *, graphs: bool = True) -> M:
     parameter = next(inner.parameters())
     if parameter.device.type == "cuda" or (parameter.device.type == "cpu" and not torch.cuda.is_available()):
         behind: _Behind = getattr(inner, _PLACE)
-        with inner._as_it_was():
-            behind.check(inner, DEFAULT_MAX_LENGTH)
+        behind.check(inner, DEFAULT_MAX_LENGTH)
     return model
 
 
@@ -119,17 +118,12 @@ class _PackedForward:
         assert isinstance(made, tuple)
         return (_made_anew, (self._plain,), *made[2:])
 
-    @contextmanager
-    def _as_it_was(self) -> Iterator[None]:
-        """Within, the model is of its own class: for copies of it that are to be plain ones."""
-        model: Any = self
-        own = {name: vars(model).pop(name) for name in (_PLACE, "forward") if name in vars(model)}
-        mine, model.__class__ = type(model), self._plain
-        try:
-            yield
-        finally:
-            model.__class__ = mine
-            vars(model).update(own)
+    def _as_it_was(self) -> Any:
+        """Return the model as one of its own class, with the same modules: for copies of it that are to be plain."""
+        cls: Any = self._plain
+        plain = cls.__new__(cls)
+        vars(plain).update({name: value for name, value in vars(self).items() if name not in (_PLACE, "forward")})
+        return plain
 
 
 def _made_anew(plain: Any) -> Any:
@@ -209,7 +203,7 @@ class _Behind:
             else:
                 with torch.inference_mode(False), torch.enable_grad(), no_autocast():
                     self._checked[key] = check_equivalence(
-                        model, max_length=longest, device=device, precision=precision,
+                        model._as_it_was(), max_length=longest, device=device, precision=precision,
                         typical_length=self._typical, cache=False,
                     )  # fmt: skip
             if not (found := self._checked[key]).packed:
@@ -240,15 +234,14 @@ class _Behind:
             raise CannotPackError(f"rows are of {columns} columns, and the model has {self._limit} positions")
         if self._typical is None:
             self._typical = round(float(batch.lengths_B.mean()))
-        with model._as_it_was():
-            equivalence = self.check(model, batch.ids_BL.shape[1])
-            equivalence = equivalence.for_training() if model.training else equivalence
-            form = equivalence.form
-            if not equivalence.packed or form is None:
-                raise CannotPackError(equivalence.reason)
-            batch.require_pooling(model.config, form, masked=given.get("attention_mask") is not None)
-            left = self._left_positions(model, form) if batch.padded_on_the_left else None
-            execution = self._executed(model, form)
+        equivalence = self.check(model, batch.ids_BL.shape[1])
+        equivalence = equivalence.for_training() if model.training else equivalence
+        form = equivalence.form
+        if not equivalence.packed or form is None:
+            raise CannotPackError(equivalence.reason)
+        batch.require_pooling(model.config, form, masked=given.get("attention_mask") is not None)
+        left = self._left_positions(model, form) if batch.padded_on_the_left else None
+        execution = self._executed(model, form)
         if given.get("position_ids") is not None and not execution.takes_positions:
             raise CannotPackError("the model is not known to read position_ids")
         if execution.recomputed_elsewhere:
@@ -287,13 +280,13 @@ class _Behind:
 
     def _executed(self, model: Any, form: PackedForm) -> PackedExecution:
         if self._execution is None or self._execution.form != form:
-            self._execution, self._graphs = PackedExecution(model, form), None
+            self._execution, self._graphs = PackedExecution(model, form, type(model)._plain), None
         return self._execution
 
     def _left_positions(self, model: Any, form: PackedForm) -> LeftPositions:
         if not self._left:
             with torch.inference_mode(False), no_autocast():
-                self._left = (find_left_positions(model, form),)
+                self._left = (find_left_positions(model._as_it_was(), form),)
         if (found := self._left[0]) is None:
             raise CannotPackError("the plain forward reads rows that are padded on the left otherwise")
         return found

@@ -25,13 +25,14 @@ from brimful.models.packed.training_check import without_dropout
 
 
 class PackedExecution(PackedModel):
-    """A packed pass that answers as the model's own forward does."""
+    """A packed pass that answers as the model's own forward does. own_class: the model's, where it has another one."""
 
-    def __init__(self, model: Any, form: PackedForm) -> None:
+    def __init__(self, model: Any, form: PackedForm, own_class: type[Any] | None = None) -> None:
         configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if c is not None}
         configs[id(model.config)] = model.config
         self._own = [(config, config._attn_implementation) for config in configs.values() if _has_attention(config)]
         super().__init__(model, form)
+        self._head.__class__ = own_class or type(model)  # a copy: calls of the model itself go on through its class
         vars(self._head).pop("forward", None)
         for name in PLACES:
             setattr(self._head, name, type(getattr(self._head, name))())  # the model's own call runs them
