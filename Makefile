@@ -9,7 +9,7 @@ QUICK := test_words.py core data/batches data/labels data/readers/test_stream.py
 	cli/test_config_file.py cli/test_train_command.py::test_the_talk_in_a_pipe \
 	cli/test_classify_command.py::test_lines_of_json_on_stdout_keep_columns_and_order
 
-.PHONY: demo test quick mutants heads check faults clean
+.PHONY: demo test quick mutants heads check faults scripts clean
 
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "brimful needs Python 3.11 or newer; hint: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -43,6 +43,10 @@ check: .venv/installed
 
 faults: .venv/installed
 	$(BIN)/python -m pytest -m faults -s tests/engine/training/test_faults.py tests/engine/training/test_rank_faults.py tests/engine/training/test_resume.py tests/engine/classification/test_classify_faults.py tests/engine/classification/test_claim_faults.py tests/data/writers/test_shards.py
+
+# Benchmark scripts as whole processes, small: after a change to one of them.
+scripts: .venv/installed
+	$(BIN)/python -m pytest -m scripts tests/benchmarks
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache demo-run

@@ -37,6 +37,7 @@ def script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
+@pytest.mark.scripts
 def test_measures_all_sides_of_a_row_once(tmp_path: Path) -> None:
     words = ("--precisions", "fp32", "--rows", "tweets/minilm")
     first = script(tmp_path, *words)

@@ -47,6 +47,7 @@ def script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, "--inputs", str(folder / "inputs")], capture_output=True, text=True, check=True)
 
 
+@pytest.mark.scripts
 def test_measures_both_sides_of_a_row_once(tmp_path: Path) -> None:
     words = ("--no-sweep", "--rows", "tweets/minilm")
     first = script(tmp_path, *words)
