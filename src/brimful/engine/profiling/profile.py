@@ -124,12 +124,10 @@ def _profile(built: Built, options: ProfileOptions, callbacks: Callbacks) -> tup
     warm_up(built, steps, callbacks)
     callbacks.stage(f"timing {steps} steps")
     traffic, number = built.step.ranks.pulse.traffic, _ROUNDS[device.type]
-    sent_s, hidden_s = traffic.sent_s, traffic.hidden_s
+    sent_s, blocked_s = traffic.sent_s, traffic.blocked_s
     rounds = [time_steps(built, steps) for _ in range(number)]
-    sent_s, hidden_s = (
-        (now - before) / (number * (steps + 1))
-        for now, before in ((traffic.sent_s, sent_s), (traffic.hidden_s, hidden_s))
-    )
+    sent_s = (traffic.sent_s - sent_s) / (number * (steps + 1))
+    hidden_s = max(0.0, sent_s - (traffic.blocked_s - blocked_s) / (number * (steps + 1)))
     peak = memory.peak()
     callbacks.stage(f"recording {steps} steps")
     recorded: list[float] = []
