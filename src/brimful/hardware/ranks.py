@@ -218,6 +218,12 @@ class Ranks:
             raise self._gone(error) from error
 
     def _gone(self, error: Exception) -> RanksError:
+        """The error that ends this process.
+
+        Nothing is told any more: others may wait for another message, and gloo ends a process that gets one of another
+        size. They see connections end, as this one has.
+        """
+        self._failed = True
         lost = None if self.watch is None else self.watch.wait_for_verdict(_VERDICT_S)
         said = f"another process is gone ({first_line(error)})" if lost is None else str(lost)
         return RanksError(said, lost=None if lost is None else lost.rank)

@@ -62,7 +62,7 @@ def _take_part(options: TrainOptions, device: torch.device, ranks: Ranks) -> Non
     if found is not None:
         options = resumed(options, found)
     prepared = prepare(options, callbacks, phases, before=found)
-    order, _ = heard(ranks)
+    order, _ = ranks.hear()
     if order == Order.END:
         return
     path = ranks.spread()
@@ -73,14 +73,6 @@ def _take_part(options: TrainOptions, device: torch.device, ranks: Ranks) -> Non
     built = with_sizes(path, built)
     built.step.meet()
     _Follower(options, prepared, built, ranks).run()
-
-
-def heard(ranks: Ranks) -> tuple[int, int]:
-    """Wait for the leader's next order, and its number. Raises: RanksError where it ends as a process is gone."""
-    order, number = ranks.hear()
-    if order == Order.LOST:  # the record of an earlier run may be there, and is not this one's
-        raise RanksError("the leading process has ended, as another one is gone")
-    return order, number
 
 
 class _Follower:
@@ -107,7 +99,7 @@ class _Follower:
     def _obey(self) -> int:
         """Do what is ordered, but for steps before they begin; return the order that says to begin, or to end."""
         while True:
-            order, number = heard(self._ranks)
+            order, number = self._ranks.hear()
             if order == Order.BEGIN:
                 self._begun_at = number
             if order in (Order.BEGIN, Order.END):

@@ -13,7 +13,7 @@ class Order(IntEnum):
     BUILD: nothing; the leader's way to run follows. LOAD: step of a checkpoint. BEGIN: first batch to come. STEP: batch
     to take a step on. ROWS: batch whose rows that are not finite are to be named. EVALUATE, COMPARE (all weights),
     STATE (all put their parts of it together), WORK (all say what they have done), RELEASE (and their weights, at the
-    end), END, LOST (the end, as one is gone): nothing.
+    end), END: nothing.
     """
 
     END = 0
@@ -26,8 +26,7 @@ class Order(IntEnum):
     COMPARE = 7
     STATE = 8
     RELEASE = 9
-    LOST = 10
-    WORK = 11
+    WORK = 10
 
 
 def own_work(batch: Batch) -> dict[str, int]:

@@ -91,15 +91,11 @@ def train(
         ranks.pulse.input_s = options.hang_timeout * (1 if options.transform is None else _MORE_FOR_TRANSFORMS)
         if not ranks.leads:
             return follow(options, device, ranks)
-        last = Order.END
         try:
             return _train_on(device, options, command, callbacks, phases, tables, ranks, trackers or Trackers())
-        except RanksError:
-            last = Order.LOST
-            raise
         finally:
             with suppress(RanksError):
-                ranks.tell(last)
+                ranks.tell(Order.END)
 
 
 def _train_on(
