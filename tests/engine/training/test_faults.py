@@ -73,7 +73,21 @@ def test_five_kills(plan: str, runner: Runner, words: list[str], alone: tuple[Pa
     assert checkpoints(output) == checkpoints(alone[0])
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 0.95, 0.99])
+def test_killed_before_the_last_old_checkpoint_is_removed(
+    runner: Runner, words: list[str], alone: tuple[Path, Ended], tmp_path: Path
+) -> None:
+    """What is saved last is there: the resumed run saves nothing, and removes what was to be removed."""
+    output = tmp_path / "run"
+    removed = operations(runner, words, tmp_path / "counted", "unlink", "manifest.json")
+    ended = runner([*words, "--output", str(output)], f"kill:unlink:manifest.json:{removed}")
+    assert ended.code == -9, ended.said
+    assert len(checkpoints(output)) == len(checkpoints(alone[0])) + 1
+    ended = runner([*words, "--output", str(output), "--resume"])
+    assert ended.code == 0, ended.said
+    assert checkpoints(output) == checkpoints(alone[0])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 0.95])
 def test_kills_before_any_operation(
     share: float, runner: Runner, words: list[str], alone: tuple[Path, Ended], home: Path, tmp_path: Path
 ) -> None:
@@ -87,11 +101,11 @@ def test_kills_before_any_operation(
     assert learned(output) == learned(alone[0])
 
 
-def operations(runner: Runner, words: list[str], output: Path, kind: str) -> int:
+def operations(runner: Runner, words: list[str], output: Path, kind: str, name: str = "*") -> int:
     """The number of times that an uninterrupted run changes the disk under its folder."""
     counts = output.with_suffix(".txt")
     if not counts.exists():
-        ended = runner([*words, "--output", str(output)], f"count:{kind}:*:{counts}")
+        ended = runner([*words, "--output", str(output)], f"count:{kind}:{name}:{counts}")
         assert ended.code == 0, ended.said
     return int(counts.read_text("utf-8"))
 

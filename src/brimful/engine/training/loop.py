@@ -144,6 +144,7 @@ class TrainingLoop:
                 self._state.ended_early, self._state.without_improvement = False, 0
             self._built.step.load_state(checkpoint.state)
             self._ranks.tell(Order.LOAD, checkpoint.step)
+            self._saving.remove_surplus()
             if self._state.token_budget is not None:
                 self._fitted.limit_to(self._state.token_budget)
                 self._built.source.layout = self._fitted.layout

@@ -13,6 +13,7 @@ from brimful.engine.training.checkpoint import (
     checkpoint_path,
     load_checkpoint,
     newest_whole,
+    rotate,
     saved_steps,
 )
 from brimful.engine.training.checkpoint_writer import CheckpointWriter
@@ -60,6 +61,17 @@ class Saving:
         self.saved_step = None if checkpoint is None else checkpoint.step
         return checkpoint
 
+    def remove_surplus(self) -> None:
+        """Remove the old checkpoints that a process killed between its last save and their removal has left."""
+        if self.saved_step is not None:
+            run, keep = self._run, self._run.options.save_total_limit
+            step, apart = self.saved_step, self._passed_over
+            rotate(run.folder.checkpoints, keep, self._protected(), run=run.record.run, newest=step, passed_over=apart)
+
+    def _protected(self) -> set[int]:
+        best_step = self._run.state.best_step
+        return set() if best_step is None else {best_step}
+
     def save(self, best: tuple[Any, ...] | None = None) -> None:
         """Begin to save a checkpoint. best: what was best before, where this one is better."""
         self.settle()
@@ -73,7 +85,7 @@ class Saving:
                 state.applied,
                 state=self._whole_state(),
                 loop=dataclasses.asdict(state),
-                protect={state.best_step} if state.best_step is not None else set(),
+                protect=self._protected(),
                 passed_over=self._passed_over - {state.applied},
             )
             self._unsettled = True
