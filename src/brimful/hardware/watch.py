@@ -25,7 +25,7 @@ _EVERY_S, _AT_ONCE = 0.25, 16
 _NOTICE_S, _LEAVE_S = 1.5, 60.0
 #: Seconds for the store to answer, and for others to end in.
 _ANSWER_S, _ENDS_S = 1.0, 3.0
-_VERDICT = "lost"
+_VERDICT, _LAST_ORDER = "lost", "last order"
 
 
 class Watch:
@@ -41,6 +41,7 @@ class Watch:
         self.on_loss: Callable[[Lost], None] = lambda _: None
         self.found: Lost | None = None
         self.broken = False  # a connection has ended: somebody is gone
+        self.last_order: int | None = None  # of the leader, once all is done
         self._threads: list[threading.Thread] = []
         self._beats: dict[int, Beat] = {}
         self._heard: dict[int, float] = {}
@@ -52,6 +53,7 @@ class Watch:
         """Give a first sign of life."""
         if self.pulse.rank == 0:
             self._store.set(_VERDICT, "")
+            self._store.set(_LAST_ORDER, "")
         self._store.set(f"pulse/{self.pulse.rank}", self.pulse.beat().to_json())
 
     def has_come(self, rank: int) -> bool:
@@ -76,10 +78,36 @@ class Watch:
             said = self.pulse.beat().to_json()
             self._briefly(lambda: self._said.set(f"pulse/{self.pulse.rank}", said))
 
+    def say_last(self, order: int) -> None:
+        """Leave the leader's last order, for those who cannot hear it because another process is gone."""
+        self.last_order = order
+        self._briefly(lambda: self._said.set(_LAST_ORDER, str(order)))
+
+    def read_last(self) -> int | None:
+        """Return the last order if the leader leaves one within the time that it has to notice that a process is gone.
+
+        None where the leader is the one that is gone.
+        """
+
+        def read() -> None:
+            until = time.monotonic() + _NOTICE_S + 2 * self._every_s
+            while self.last_order is None and time.monotonic() < until:
+                self._take_last(self._said.get(_LAST_ORDER).decode())
+                time.sleep(self._every_s / 10)
+
+        if self.found is not None and self.found.rank != 0:
+            self._briefly(read, _NOTICE_S + 2 * self._every_s + _ANSWER_S)
+        return self.last_order
+
+    def _take_last(self, said: str) -> None:
+        if said and self.last_order is None:
+            self.last_order = int(said)
+
     def wait_for_ends(self) -> None:
         """Wait for the others to have done their part too, but not for long: the store ends with the first process."""
         until = time.monotonic() + _ENDS_S
-        keys = [f"pulse/{rank}" for rank in range(self._count)]
+        gone = None if self.found is None else self.found.rank
+        keys = [f"pulse/{rank}" for rank in range(self._count) if rank != gone]
 
         def wait() -> None:
             while time.monotonic() < until:
@@ -87,7 +115,8 @@ class Watch:
                     return
                 time.sleep(_EVERY_S / 10)
 
-        if self.pulse.rank == 0 and self.found is None and not self.broken:
+        others_work = self.found is None and not self.broken
+        if self.pulse.rank == 0 and (others_work or self.last_order is not None):
             self._briefly(wait, _ENDS_S)
 
     def fail(self, error: BaseException) -> None:
@@ -116,10 +145,11 @@ class Watch:
         while not self._stopped.wait(self._every_s):
             try:
                 self._store.set(keys[self.pulse.rank], self.pulse.beat().to_json())
-                *texts, verdict = self._store.multi_get([*keys, _VERDICT])
+                *texts, verdict, last = self._store.multi_get([*keys, _VERDICT, _LAST_ORDER])
             except Exception:  # the store is gone: the other thread notices that nothing comes
                 return
             now = self._answered = time.monotonic()
+            self._take_last(last.decode())
             for beat in map(Beat.from_json, texts):
                 before = self._beats.get(beat.rank)
                 if before is None or before.count != beat.count:
@@ -204,6 +234,8 @@ class Watch:
     def _leave(self, found: Lost) -> None:
         with suppress(Exception):
             self.on_loss(found)
+        if self.last_order is not None:  # all was done before it was lost
+            os._exit(0)
         if self.speaks:
             error = RanksError(str(found))
             print(f"\nerror: {error}\nhint: {error.hint}", file=sys.stderr, flush=True)

@@ -92,10 +92,13 @@ def train(
         if not ranks.leads:
             return follow(options, device, ranks)
         try:
-            return _train_on(device, options, command, callbacks, phases, tables, ranks, trackers or Trackers())
-        finally:
+            run = _train_on(device, options, command, callbacks, phases, tables, ranks, trackers or Trackers())
+        except BaseException:
             with suppress(RanksError):
                 ranks.tell(Order.END)
+            raise
+        ranks.tell_last(Order.END)
+        return run
 
 
 def _train_on(
