@@ -9,6 +9,7 @@ All take the same tokenised rows through the same collator, in batches of 32, bf
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -212,10 +213,10 @@ def accelerate(task: Task, settings: dict[str, Any], clock: Clock) -> dict[str, 
 
 
 def packed(task: Task, settings: dict[str, Any], clock: Clock) -> dict[str, Any]:
-    """The same loop with `brimful.packed`."""
+    """The same loop with `brimful.packed`, captured where `settings` say so."""
     import brimful
 
-    found, model = _accelerated(task, settings, clock, brimful.packed)
+    found, model = _accelerated(task, settings, clock, functools.partial(brimful.packed, graphs=settings["graphs"]))
     inner = model.get_base_model() if task.lora else model
     behind = vars(inner)["_brimful_packed"]
     return found | {

@@ -32,7 +32,7 @@ _SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "trainer": _LOADERS,
     "brimful_trainer": _LOADERS,
     "accelerate": ({"workers": 4},),
-    "packed": ({"workers": 4},),
+    "packed": ({"workers": 4, "graphs": True}, {"workers": 4, "graphs": False}),
     "step": (
         {"workers": 4, "execution": "compiled"},
         {"workers": 4, "execution": "compiled", "optimizer": "adamw_torch_fused"},
