@@ -1,4 +1,4 @@
-"""All end well where a process is lost once the work of all is done, whichever way the last word was to come by it."""
+"""The end of several processes, one of which is lost when the work of all is done: the others end well."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_five_kills(plan: str, runner: Runner, words: list[str], alone: tuple[Pa
 def test_killed_before_the_last_old_checkpoint_is_removed(
     runner: Runner, words: list[str], alone: tuple[Path, Ended], tmp_path: Path
 ) -> None:
-    """What is saved last is there: the resumed run saves nothing, and removes what was to be removed."""
+    """The resumed run has nothing to save, and removes what was to be removed."""
     output = tmp_path / "run"
     removed = operations(runner, words, tmp_path / "counted", "unlink", "manifest.json")
     ended = runner([*words, "--output", str(output)], f"kill:unlink:manifest.json:{removed}")
