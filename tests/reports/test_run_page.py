@@ -167,6 +167,18 @@ def test_plans_and_limits_are_beside_what_was_measured(tmp_path: Path) -> None:
     assert "Planned and measured" not in Page(run_page(run_of(plain))).text
 
 
+def test_epochs_are_those_of_the_last_step(tmp_path: Path) -> None:
+    """A log has a line every few steps: a run of 84 steps ends after the line of step 80."""
+    run, _ = record(5)
+    learning = Learning(learning_rate=1e-3, num_train_epochs=3.0, num_warmup_steps=0)
+    folder = write_run(tmp_path / "run", replace(run, steps=84, learning=learning), None, num_events=0)
+    lines = [{"kind": "step", "step": 80, "num_steps": 84, "epoch": 80 / 28}, {"kind": "finished", "step": 84}]
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    text = Page(run_page(run_of(folder))).text
+    assert "Steps8484" in text
+    assert "Epochs33" in text
+
+
 def test_rates_are_of_several_lines(tmp_path: Path) -> None:
     """Steps in flight that land together before an evaluation seem to take no time: each alone would be a peak."""
     run, _ = record(5)

@@ -49,7 +49,7 @@ class LoggedEvaluation:
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
     """A run's folder. steps: thinned to what a curve can show. num_steps, num_epochs: that were planned, where known.
-    last_epoch: reached by the last logged step.
+    last_epoch: reached by the last step.
 
     left_s: estimated by the last logged step. phases_s: seconds by phase of the process that finished the run, or that
     runs, then as of its last line of them. incidents: events that a run should not have, by kind. evaluation: of the
@@ -106,20 +106,27 @@ def _run_report(folder: Path) -> RunReport:
     shared = [event for event in events if event.get("kind") == "processes"]
     evaluation = folder / _EVALUATION
     run = _read(Run, folder / _RUN)
+    last_step = max((int(event.get("step", 0)) for event in events), default=0)
     return RunReport(
         run=run,
         steps=_thinned(_with_rates([_step(event) for event in steps])),
         evaluations=tuple(LoggedEvaluation(step=e["step"], metrics=_finite(e["metrics"])) for e in evaluated),
-        last_step=max((int(event.get("step", 0)) for event in events), default=0),
+        last_step=last_step,
         num_steps=steps[-1].get("num_steps") if steps else None,
         num_epochs=None if run.learning is None else run.learning.num_train_epochs,
-        last_epoch=_number(steps[-1].get("epoch")) if steps else None,
+        last_epoch=_epoch(steps[-1], last_step) if steps else None,
         left_s=_number(steps[-1].get("left_s")) if steps else None,
         phases_s=run.phases_s or (_finite(times[-1]["phases_s"]) if times else {}),
         incidents={kind: kinds[kind] for kind in rare if kinds[kind]},
         evaluation=_read(Evaluation, evaluation) if evaluation.is_file() else None,
         processes=_processes(shared[-1]) if run.processes is None and shared else run.processes,
     )
+
+
+def _epoch(line: Mapping[str, Any], last_step: int) -> float | None:
+    """Epochs up to the last step, at the pace of a logged line: the steps after it have none."""
+    epoch, step = _number(line.get("epoch")), _number(line.get("step"))
+    return epoch * last_step / step if epoch is not None and step else None
 
 
 def _processes(event: Mapping[str, Any]) -> Processes | None:
