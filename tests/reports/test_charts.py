@@ -11,7 +11,7 @@ import pytest
 
 from brimful.core.errors import InputError
 from brimful.reports.bars import Bar, bar_chart
-from brimful.reports.charts import Point, histogram, overlaid_curves, scatter
+from brimful.reports.charts import Point, curves, histogram, overlaid_curves, scatter
 from brimful.reports.svg import check_charts
 
 BARS = [Bar("yes", 3, "3 (75.0 %)", strong=True), Bar("no", 1, "1 (25.0 %)"), Bar("never", 0, "0 (0.0 %)")]
@@ -106,6 +106,17 @@ def test_labels_of_points_do_not_cover_one_another() -> None:
     placed = {e.text: (e.get("transform"), e.get("x"), e.get("y")) for e in labels}
     assert placed.keys() == {"0", "1", "2", "3"}
     assert len({re.sub(r"[\d.]+", lambda n: str(round(float(n[0]))), str(where)) for where in placed.values()}) == 4
+
+
+def test_a_single_step_has_its_number_once() -> None:
+    shown = texts(curves("loss", [[(7, 1.25)]], axis="step", alt="Loss"))
+    assert [text for text in shown if text.isdecimal()] == ["7"]
+
+
+def test_the_axis_of_a_metric_that_stays_at_zero_has_no_negative_numbers() -> None:
+    shown = texts(curves("metric", [[], [(1, 0.0), (2, 0.0)]], axis="step", alt="F1"))
+    assert "0" in shown
+    assert not [text for text in shown if text.startswith(("-", "\N{MINUS SIGN}"))]
 
 
 def test_curves_over_one_another_are_named_and_told_apart_on_paper() -> None:

@@ -181,13 +181,7 @@ def curves(
             axes.plot(xs, ys, color=COLOURS["strong" if place == 0 else "muted"], linewidth=1.6, **marks)
         if from_zero:
             axes.set_ylim(0, 1.08 * max((y for points in lines for _, y in points), default=1.0) or 1.0)
-        axes.xaxis.get_major_locator().set_params(nbins=5, integer=True)
-        axes.yaxis.get_major_locator().set_params(nbins=4)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.yaxis.set_major_formatter(lambda value, _: said(value))
-        _widen(axes, said)
-        axes.set_xlabel(axis, color=COLOURS["muted"], labelpad=6)
-        axes.tick_params(labelcolor=COLOURS["muted"])
+        _number_axes(axes, axis, said)
         return inlined(figure, key, alt)
 
 
@@ -226,16 +220,23 @@ def overlaid_curves(
             xs, ys = zip(*points, strict=True) if points else ((), ())
             # A name that begins with an underscore is no name to matplotlib.
             axes.plot(xs, ys, color=COLOURS[colour], linewidth=1.6, linestyle=dashes, label=f"\u200a{name}", **marks)
-        axes.xaxis.get_major_locator().set_params(nbins=5, integer=True)
-        axes.yaxis.get_major_locator().set_params(nbins=4)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.yaxis.set_major_formatter(lambda value, _: said(value))
-        _widen(axes, said)
-        axes.set_xlabel(axis, color=COLOURS["muted"], labelpad=6)
-        axes.tick_params(labelcolor=COLOURS["muted"])
+        _number_axes(axes, axis, said)
         above = {"loc": "lower left", "bbox_to_anchor": (0, 1.02), "borderaxespad": 0, "ncols": 2}
         axes.legend(**above, frameon=False, labelcolor=COLOURS["ink"], handlelength=1.8, borderpad=0.2)
         return inlined(figure, key, alt)
+
+
+def _number_axes(axes: Any, axis: str, said: Callable[[float], str]) -> None:
+    """Write whole numbers below, and at the left none below 0 where no line goes there."""
+    if all(min(line.get_ydata(), default=0) >= 0 for line in axes.lines):
+        axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+    axes.xaxis.get_major_locator().set_params(nbins=5, integer=True, min_n_ticks=1)
+    axes.yaxis.get_major_locator().set_params(nbins=4)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _: said(value))
+    _widen(axes, said)
+    axes.set_xlabel(axis, color=COLOURS["muted"], labelpad=6)
+    axes.tick_params(labelcolor=COLOURS["muted"])
 
 
 def _widen(axes: Any, said: Callable[[float], str]) -> None:
