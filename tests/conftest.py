@@ -15,6 +15,8 @@ import pytest
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+# Models are tiny: two threads wait for one another, ten times as long on a busy machine; in processes of tests, too.
+os.environ["OMP_NUM_THREADS"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells leave it to what they start in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 _cache = tempfile.TemporaryDirectory(prefix="brimful-tests-")
@@ -27,7 +29,6 @@ if not torch.cuda.is_available():
 import transformers  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
-torch.set_num_threads(1)  # models are tiny: two threads wait for one another, ten times as long on a busy machine
 transformers.logging.set_verbosity_error()
 
 # Equal examples in every run: what is found once is found always. `--hypothesis-profile=search` looks further.
