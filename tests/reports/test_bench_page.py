@@ -92,6 +92,7 @@ def test_our_row_of_a_lever_stands_beside_what_the_guide_says_of_it() -> None:
     assert claim_of("selective", "bf16") is None
     assert claim_of("checkpointing, 8-bit Adam", "bf16") is None
     assert claim_of("bf16", "plain") is None
+    assert claim_of("plain", "plain") is None  # ours beside Trainer's: the guide has one
 
 
 def test_a_bench_with_nothing_measured_has_a_page() -> None:

@@ -46,7 +46,12 @@ _LEVERS = {
 
 
 def claim_of(name: str, base: str) -> tuple[float, float] | None:
-    """Speed and memory of a row over those of another, as the guide has them; None where it says nothing of them."""
+    """Speed and memory of a row over those of another, as the guide has them; None where it says nothing of them.
+
+    Rows of one name are the same settings on two sides, and the guide has one.
+    """
+    if name == base:
+        return None
     if name not in CLAIMS or base not in CLAIMS:
         name, base = _LEVERS.get(name.removeprefix(f"{base}, "), ("", ""))
     row, other = CLAIMS.get(name), CLAIMS.get(base)
