@@ -1,4 +1,4 @@
-"""Sizes in options."""
+"""Sizes in options, and numbers in the words of people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from brimful.core.errors import OptionError
 from brimful.core.options import ClassifyOptions, TrainOptions
-from brimful.core.units import parse_bytes
+from brimful.core.units import number_text, parse_bytes, part_text, share_text
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,17 @@ def test_options_say_what_a_size_is(given: str) -> None:
         TrainOptions(data="d", model="m", output="o", memory_limit=given)
     with pytest.raises(OptionError, match=r"--memory-limit is .*: it must be a size, as 8GB"):
         ClassifyOptions(data="d", model="m", memory_limit=given)
+
+
+def test_a_share_is_never_rounded_to_none_or_all() -> None:
+    assert [share_text(share) for share in (0, 0.0004, 0.0005, 0.9994, 0.99951, 1)] == [
+        "0.0 %", "< 0.1 %", "0.1 %", "99.9 %", "> 99.9 %", "100.0 %",
+    ]  # fmt: skip
+    assert share_text(20.256) == "2025.6 %"
+    assert part_text(3, 1_000_000) == "3 (< 0.1 %)"
+    assert part_text(0, 0) == "0"
+
+
+def test_a_metric_of_zero_has_no_sign() -> None:
+    assert number_text(-1e-17) == "0.0000"
+    assert number_text(-0.25) == "-0.2500"

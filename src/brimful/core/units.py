@@ -51,24 +51,19 @@ def count_text(count: float | None) -> str:
 
 
 def share_text(share: float | None) -> str:
-    """A share between 0 and 1 as per cent: `3.4 %`; `unknown` for None."""
-    return "unknown" if share is None else f"{100 * share:.1f} %"
+    """A share as per cent, never rounded to none or all: `3.4 %`, `< 0.1 %`; `unknown` for None."""
+    if share is None:
+        return "unknown"
+    if 0 < share < 0.0005:
+        return "< 0.1 %"
+    return "> 99.9 %" if 0.9995 <= share < 1 else f"{100 * share:.1f} %"
 
 
 def number_text(number: float | None) -> str:
-    """A metric: `0.9775`; `unknown` for None."""
-    return "unknown" if number is None else f"{number:.4f}"
+    """A metric: `0.9775`, and `0.0000` without a sign; `unknown` for None."""
+    return "unknown" if number is None else f"{number:z.4f}"
 
 
 def part_text(count: int, whole: int) -> str:
     """Count and share, never rounded to none or all: `12 (< 0.1 %)`; `0` of nothing."""
-    if not whole:
-        return f"{count:,}"
-    share = count / whole
-    if 0 < share < 0.0005:
-        said = "< 0.1 %"
-    elif 0.9995 <= share < 1:
-        said = "> 99.9 %"
-    else:
-        said = share_text(share)
-    return f"{count:,} ({said})"
+    return f"{count:,} ({share_text(count / whole)})" if whole else f"{count:,}"
