@@ -68,6 +68,26 @@ def test_the_text_shows_metrics_intervals_and_what_stands_out(brimful: Brimful, 
     assert "always answering 'good'" in said.out or "every row is given" in said.out
 
 
+def test_so_many_rows_drawn_by_a_seed(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    data = labelled(tmp_path / "rows.csv", ["good" if number % 3 else "bad" for number in range(60)])
+    whole, some = tmp_path / "whole.parquet", tmp_path / "some.parquet"
+    assert brimful("evaluate", files.classifier, data, *FAST, "-o", whole).code == 0
+    said = brimful("evaluate", files.classifier, data, *FAST, "-o", some, "--limit", 20, "--seed", 3)
+    assert said.code == 0, said.err
+    assert "20 of 60 rows are used, drawn at random (--limit)" in said.err
+    assert "Evaluated  20 rows" in said.out
+    rows = {row["row"]: row for row in pq.read_table(whole).to_pylist()}
+    drawn = pq.read_table(some).to_pylist()
+    assert len(drawn) == 20
+    assert max(row["row"] for row in drawn) > 20
+    for row in drawn:
+        expected = rows[row["row"]]
+        assert (row["truth"], row["label"]) == (expected["truth"], expected["label"])
+        assert row["score"] == pytest.approx(expected["score"], abs=1e-6)
+    with pytest.raises(OptionError, match="--limit is for rows that a model answers"):
+        package.evaluate(some, limit=3)
+
+
 def test_rows_that_cannot_count_are_left_out_and_counted(files: Files, tmp_path: Path) -> None:
     rows = [(TEXTS[0], "good"), ("", "good"), (TEXTS[1], ""), (TEXTS[2], "bad"), (TEXTS[3], "fine")]
     data = write_csv(tmp_path / "rows.csv", ("text", "label"), rows)

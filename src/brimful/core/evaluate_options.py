@@ -54,6 +54,8 @@ class EvaluateOptions:
     and counted."""
     sheet: str | None = None
     """Sheet of Excel files. Default: the first that has rows."""
+    limit: int | None = None
+    """Use only so many rows of DATA, drawn by --seed, for a first look."""
     max_length: int | None = None
     """Longest sequence in tokens. Default: that of training, where brimful trained the model, else the model's limit,
     at most 8192."""
@@ -67,7 +69,7 @@ class EvaluateOptions:
     resamples: int = 1000
     """Resamples of the bootstrap that intervals are from; 0 for no intervals."""
     seed: int = 42
-    """Seed of the bootstrap."""
+    """Seed of the bootstrap and of --limit."""
     report: str | None = None
     """File for an HTML report, one page that needs no network."""
     quiet: bool = False
@@ -103,7 +105,7 @@ class EvaluateOptions:
         check_header(self.header, self.column_names)
         check_text_format(self.delimiter, self.encoding)
         check_gpus(self.gpus, self.device)
-        check_positive(self, "max_length", "token_budget")
+        check_positive(self, "max_length", "token_budget", "limit")
         check_numbers(
             self, ("verify", "num_workers", "resamples", "seed"), lambda value: 0 <= value < 1 << 63, "at least 0"
         )
@@ -113,6 +115,10 @@ class EvaluateOptions:
             )
         if self.data == "-":
             raise OptionError("DATA is -: rows are read more than once", hint="save them in a file")
+        if self.data is None and self.limit is not None:
+            raise OptionError(
+                "--limit is for rows that a model answers", hint="answers that are there cost little: all count"
+            )
         if self.data is not None and (self.prediction_column or self.score_column):
             given = "--prediction-column" if self.prediction_column else "--score-column"
             raise OptionError(f"{given} is for answers that were given before", hint="leave DATA out, or this option")

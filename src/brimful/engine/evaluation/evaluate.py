@@ -231,7 +231,7 @@ def _read(
     if reading.doubt is not None:
         callbacks.warning(reading.doubt)
     texts = reading.texts(rows.table)
-    truth = read_truth(rows, labels, checked.space, options, texts.asked_N())
+    truth = read_truth(rows, labels, checked.space, options, texts.asked_N()).drawn(options.limit, options.seed)
     for note in truth.notes:
         callbacks.note(note)
     for doubt in truth.doubts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,16 @@ class Truth:
     left_out: Mapping[str, int]
     notes: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+
+    def drawn(self, count: int | None, seed: int) -> Truth:
+        """`count` of the rows, drawn by `seed`, in order, with a note of it; all where there are no more."""
+        if count is None or count >= len(self.rows):
+            return self
+        chosen_n = np.sort(np.random.default_rng(seed).permutation(len(self.rows))[:count])
+        note = f"{count:,} of {len(self.rows):,} rows are used, drawn at random (--limit)"
+        return replace(
+            self, rows=self.rows[chosen_n], targets_N=self.targets_N[chosen_n], notes=(*self.notes, note)
+        )  # fmt: skip
 
 
 def read_truth(
