@@ -30,7 +30,9 @@ WIDTHS = (360, 1100)
 FRAMES = """<!doctype html>{frames}<script>addEventListener("load", () => {{
 document.title = JSON.stringify([...document.querySelectorAll("iframe")].map(frame => {{
 const page = frame.contentDocument, rows = [...page.querySelectorAll(".rows tbody tr")];
+const boxes = [...page.querySelectorAll(".scroll:has(> .rows)")];
 return [page.documentElement.scrollWidth, page.querySelectorAll("svg").length,
+Math.max(0, ...boxes.map(box => box.scrollWidth - box.clientWidth)),
 Math.max(0, ...rows.map(row => row.offsetHeight))];
 }}));}});</script>"""
 
@@ -38,6 +40,8 @@ Math.max(0, ...rows.map(row => row.offsetHeight))];
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 def test_pages_fit_a_phone_and_a_desk(tmp_path: Path) -> None:
     run, evaluation = with_texts(5)
+    mistakes = tuple(replace(each, label="L" * 120) for each in evaluation.mistakes)
+    evaluation = replace(evaluation, mistakes=mistakes)
     report = read_record(write_run(tmp_path / "run", run, evaluation))
     assert isinstance(report, RunReport)
     write_run(tmp_path / "another-run", replace(run, options={"seed": 1}), evaluation)
@@ -55,7 +59,8 @@ def test_pages_fit_a_phone_and_a_desk(tmp_path: Path) -> None:
     assert title is not None
     found = json.loads(title[1])
     assert [width for width, *_ in found] == [*WIDTHS] * len(pages)
-    assert all(charts for _, charts, _ in found)
+    assert all(charts for _, charts, *_ in found)
+    assert not any(hidden for *_, hidden, _ in found), "a long label hides the columns after it"
     tallest = [height for *_, height in found]
     assert 0 < max(tallest) < 400, "texts stand in a narrow column"
     assert not console(done)
