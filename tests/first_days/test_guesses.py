@@ -95,8 +95,12 @@ def test_lists_that_are_taken_for_classes(brimful: Brimful, files: Files, tmp_pa
 def test_decimal_commas_are_no_lists(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     numbers = reviews(tmp_path / "rows.csv", [f"{5 + n % 4},{n % 3}0" for n in range(60)])
     said = plan(brimful, files, numbers).err
-    assert "the labels look like numbers with a decimal comma, and are taken for classes: write them with a" in said
+    assert "the labels look like numbers with a decimal comma, and are taken for classes: --task regression" in said
     assert "look like lists" not in said
+    said = plan(brimful, files, numbers, "--task", "regression").err
+    assert "column 'label': commas in its numbers are read as decimal points" in said
+    thousands = reviews(tmp_path / "more.csv", [f"{5 + n % 4},{n % 3}00" for n in range(60)])
+    assert "holds no number: '5,000'" in plan(brimful, files, thousands, "--task", "regression").err
 
 
 def test_a_label_that_no_row_is_evaluated_on(brimful: Brimful, files: Files, tmp_path: Path) -> None:

@@ -21,8 +21,6 @@ from brimful.data.labels.label_columns import LabelColumn
 from brimful.data.labels.label_sets import detect_sets
 from brimful.data.readers.rows import Rows
 
-#: A number as most of Europe writes it.
-_DECIMAL = re.compile(r"[+-]?\d+(,\d+)?")
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,9})?", re.IGNORECASE)
 #: Groups and labels that a line names.
 _FEW = 3
@@ -33,8 +31,7 @@ _LISTS = 0.2
 def label_doubts(rows: Rows, columns: Columns, space: LabelSpace) -> list[str]:
     """Likely mistakes in the names of labels, and numbers that are trained on coarsely."""
     if space.task == "regression":
-        doubts = (LabelColumn(rows=rows, name=name).rounding_doubt() for name in columns.labels)
-        return [doubt for doubt in doubts if doubt is not None]
+        return [doubt for name in columns.labels for doubt in LabelColumn(rows=rows, name=name).number_doubts()]
     found = []
     if variants := _variants(tuple(space.values)):
         shown = "; ".join(" and ".join(f"'{printable(name, 40)}'" for name in group) for group in variants[:_FEW])
@@ -43,9 +40,9 @@ def label_doubts(rows: Rows, columns: Columns, space: LabelSpace) -> list[str]:
         ways = " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
         found.append(f"labels that differ in {ways} only are labels of their own: {shown}{more}")
     column = LabelColumn(rows=rows, name=columns.labels[0])
-    if space.task == "single_label" and pa.types.is_large_string(column.values.type) and _are_decimals(column):
+    if space.task == "single_label" and column.has_decimal_commas:
         said = "the labels look like numbers with a decimal comma, and are taken for classes"
-        found.append(f"{said}: write them with a point for a regression")
+        found.append(f"{said}: --task regression takes them for amounts")
     elif (
         space.task == "single_label"
         and pa.types.is_large_string(column.values.type)
@@ -83,12 +80,6 @@ def _variants(names: Sequence[str]) -> list[list[str]]:
     for name in names:
         groups[_plain(name)].append(name)
     return [group for group in groups.values() if len(group) > 1]
-
-
-def _are_decimals(column: LabelColumn) -> bool:
-    """True if all values are numbers, and some have a comma before their decimals."""
-    values = [value for value in column.distinct.to_pylist() if value]
-    return any("," in value for value in values) and all(_DECIMAL.fullmatch(value.strip()) for value in values)
 
 
 def _plain(name: str, *, without: str = "") -> str | Decimal:

@@ -25,6 +25,7 @@ _LEAVE_OUT = (
 )
 #: Error of rounding to fp32, as a share of the standard deviation, from which on it is told.
 _COARSE = 1e-3
+_DECIMAL_COMMA = r"^[+-]?\d+(,\d+)?$"
 IS_IT_RIGHT = "is --label-column the right one?"
 
 
@@ -102,6 +103,28 @@ class LabelColumn:
             raise self.error_at(first, "holds no finite number", self.values[first].as_py(), hint)
         return numbers
 
+    @cached_property
+    def has_decimal_commas(self) -> bool:
+        """True if the whole column is text of numbers with a comma before their decimals: `0,5` and `12`.
+
+        Where three digits follow each comma they may be thousands, and are not taken for decimals.
+        """
+        column = self.rows.table[self.name]
+        if not pa.types.is_large_string(column.type):
+            return False
+        texts = pc.utf8_trim_whitespace(pc.unique(_without_blanks(column)).drop_null())
+        after_comma = texts.filter(pc.match_substring(texts, ","))
+        if not len(after_comma) or not pc.all(pc.match_substring_regex(texts, _DECIMAL_COMMA)).as_py():
+            return False
+        return not pc.all(pc.match_substring_regex(after_comma, r",\d{3}$")).as_py()
+
+    def number_doubts(self) -> list[str]:
+        """Lines on numbers that may be read otherwise than they were meant, or are trained on coarsely."""
+        doubts = [self.rounding_doubt()]
+        if self.has_decimal_commas:
+            doubts.append(f"column '{printable(self.name)}': commas in its numbers are read as decimal points")
+        return [doubt for doubt in doubts if doubt is not None]
+
     def rounding_doubt(self) -> str | None:
         """One line where fp32, in which numbers are trained on and answered, is coarse beside their spread."""
         exact = self._exact_numbers[np.isfinite(self._exact_numbers)]
@@ -168,7 +191,7 @@ class LabelColumn:
     def _parsed_numbers(self) -> npt.NDArray[Any]:
         texts = _without_blanks(self.values)
         distinct = pc.unique(texts).drop_null()
-        parsed = parse_numbers(distinct)
+        parsed = parse_numbers(pc.replace_substring(distinct, ",", ".") if self.has_decimal_commas else distinct)
         if parsed is None:
             wrong = next(value for value in distinct if parse_numbers(pa.array([value], texts.type)) is None)
             raise self.error_at(pc.index(texts, wrong).as_py(), "holds no number", wrong.as_py(), IS_IT_RIGHT)

@@ -124,7 +124,7 @@ class _Reader:
         if set(names) == set(self.space.names):
             order = [names.index(name) for name in self.space.names]  # type: ignore[assignment]
         numbers = np.stack([columns[i].numbers(gaps=True) for i in order], axis=1)
-        self.doubts += [doubt for column in columns if (doubt := column.rounding_doubt()) is not None]
+        self.doubts += [doubt for column in columns for doubt in column.number_doubts()]
         return numbers, np.asarray(np.isfinite(numbers).all(1))
 
     def classes(self, columns: Sequence[LabelColumn]) -> tuple[Integers, npt.NDArray[np.bool_]]:
