@@ -199,6 +199,30 @@ def test_scores_of_a_sample_give_the_intervals_of_auc_and_all_give_its_value(mon
     assert (some.low, some.high) == (pytest.approx(full.low, abs=3e-3), pytest.approx(full.high, abs=3e-3))
 
 
+def test_the_interval_of_auc_is_wide_where_labels_have_one_row_each() -> None:
+    """Scores by chance: the area is 0.5. A single row shows no variance, and yet it is all that is known."""
+    labels, held = np.arange(100), 0
+    for seed in range(20):
+        logits = np.random.default_rng(seed).normal(size=(100, 100)).astype(np.float32)
+        found = scored("single_label", logits, labels, resamples=0)
+        low, high = ends(found.metrics["auc_macro"])
+        held += low <= 0.5 <= high
+        of_one = ends(found.by_label[0].metrics["auc"])
+        assert of_one[1] - of_one[0] > 0.1
+    assert held >= 16
+
+
+def test_the_interval_of_auc_is_of_the_variance_that_delong_gives() -> None:
+    logits, targets = drawn("single_label", 12)
+    found = scored("single_label", logits, targets, resamples=0).by_label[0].metrics["auc"]
+    scores, is_label = softmax(logits)[:, 0], targets == 0
+    above = (scores[is_label][:, None] > scores[~is_label][None]).astype(float)
+    error = np.sqrt(above.mean(1).var(ddof=1) / len(above) + above.mean(0).var(ddof=1) / above.shape[1])
+    area = above.mean()
+    logit, spread = np.log(area / (1 - area)), 1.96 * error / (area * (1 - area))
+    assert ends(found) == pytest.approx([1 / (1 + np.exp(-logit + sign * spread)) for sign in (1, -1)], abs=1e-4)
+
+
 def test_a_perfect_score_has_the_bound_of_its_rows() -> None:
     targets = np.arange(30) % 3
     found = scored("single_label", (10 * np.eye(3)[targets]).astype(np.float32), targets)

@@ -71,12 +71,25 @@ def _auc(scores_N: npt.NDArray[np.float32], is_label_N: Flags) -> tuple[float, F
     own_N[is_label_N] = (ranks_N[is_label_N] - rankdata(scores_N[is_label_N])) / negatives
     own_N[~is_label_N] = 1 - (ranks_N[~is_label_N] - rankdata(scores_N[~is_label_N])) / positives
     auc = float(own_N[is_label_N].mean())
-    of_kind_N = np.where(is_label_N, len(scores_N) / positives, len(scores_N) / negatives)
-    return auc, of_kind_N * (own_N - auc)
+    influence_N = np.empty(len(scores_N))
+    for of_kind_N, square in ((is_label_N, auc / (2 - auc)), (~is_label_N, 2 * auc**2 / (1 + auc))):
+        influence_N[of_kind_N] = len(scores_N) * _deviations(own_N[of_kind_N], auc, square)
+    return auc, influence_N
+
+
+def _deviations(own_K: Floats, auc: float, square: float) -> Floats:
+    """(K,) parts of rows of one kind in the error of the area: their mean square is DeLong's variance over K.
+
+    square: expected square of `own_K` by Hanley and McNeil (1982), for a single row, which shows no variance.
+    """
+    count = len(own_K)
+    if count == 1:
+        return np.array([np.sqrt(max(0.0, square - auc**2))])
+    return np.sqrt(count / (count - 1)) / count * (own_K - auc)  # type: ignore[no-any-return]
 
 
 def _error(influence_N: Floats) -> float:
-    return float(np.sqrt(np.mean(influence_N**2) / max(1, len(influence_N) - 1)))
+    return float(np.sqrt(np.mean(influence_N**2) / len(influence_N)))
 
 
 def _on_logit_scale(auc: float, error: float, num_rows: int) -> Ends:
