@@ -72,12 +72,18 @@ class BenchRun:
             self._found.append(self._row(row, f"row {number + 1} of {len(rows) + 1}", len(rows) - number))
             self._tell(self._found[-1])
             self._folder.write(RESULTS, to_json(self._bench(None)))  # a killed bench leaves what it found
+        self._measure_again(range(len(rows)), after=1)  # before one of them is said to be the fastest
         best = self._recommend()
-        for number, each in enumerate(self._found):
-            if self._disturbed(each):
-                self._found[number] = self._row(each.row, "again, undisturbed", 0, again=True)
-                self._tell(self._found[number])
+        self._measure_again(range(len(rows), len(self._found)), after=0)
         return self._write(best)
+
+    def _measure_again(self, rows: Sequence[int], *, after: int) -> None:
+        """Measure those of these rows once more that others disturbed. after: how many rows come then."""
+        disturbed = [number for number in rows if self._disturbed(self._found[number])]
+        for place, number in enumerate(disturbed, 1):
+            later = len(disturbed) - place + after
+            self._found[number] = self._row(self._found[number].row, "again, undisturbed", later, again=True)
+            self._tell(self._found[number])
 
     def _disturbed(self, row: BenchRow) -> bool:
         return row.measured is not None and self._work.disturbed(row.measured)
