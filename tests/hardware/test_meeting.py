@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
 
 from brimful.core.errors import DeviceError
 from brimful.core.place import Place
 from brimful.hardware import meeting
-from brimful.hardware.meeting import meet, open_store
+from brimful.hardware.meeting import meet, next_meeting, open_store
 from brimful.hardware.pulse import Pulse
+from brimful.hardware.ranks import joined
 from brimful.hardware.watch import Watch
+from forked_ranks import Forked
 
 FIRST = Place(rank=0, count=3)
 
@@ -71,3 +77,29 @@ def test_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(DeviceError, match="MASTER_PORT= do not say where the processes meet"):
         open_store(FIRST)
+
+
+def test_one_script_meets_several_times(tmp_path: Path) -> None:
+    """Whoever comes first to the next meeting is neither at the last one's end nor among what it has left."""
+
+    def work(place: Place) -> list[int]:
+        sums = []
+        for number in range(4):
+            if place.rank == number % 3:
+                time.sleep(0.2)
+            with joined(place, torch.device("cpu")) as ranks:
+                value = torch.tensor(number)
+                ranks.sum([value])
+                sums.append(int(value))
+        return sums
+
+    assert Forked(tmp_path, 3, work).results() == [[0, 3, 6, 9]] * 3
+
+
+def test_meetings_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun keeps its store where it starts all processes again."""
+    (first, second) = (next_meeting(), next_meeting())
+    assert first != second
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(meeting, "_MEETINGS", itertools.count(int(first.rpartition("/")[2])))
+    assert next_meeting() not in (first, second)

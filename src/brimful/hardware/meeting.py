@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -19,6 +20,11 @@ from brimful.hardware.watch import Watch
 MEETING = timedelta(minutes=10)
 #: Seconds until the first process says who has not come, and between two looks.
 _PATIENCE_S, _LOOK_S = 30.0, 0.05
+#: Stores by process, address and place. One that this process opened stays for its next meeting: others may be there
+#: first, and would be at a store that ends.
+_STORES: dict[tuple[int, str, Place], Any] = {}
+#: Numbers of the meetings of this process, which are the same in all.
+_MEETINGS = itertools.count()
 
 
 def store_is_launchers() -> bool:
@@ -35,6 +41,9 @@ def open_store(place: Place) -> Any:
     if not port.isdigit() or not host:
         hint = "export MASTER_ADDR (the first host) and MASTER_PORT, or start them with torchrun"
         raise DeviceError(f"MASTER_ADDR={host} and MASTER_PORT={port} do not say where the processes meet", hint=hint)
+    key = (os.getpid(), f"{host}:{port}", place)
+    if key in _STORES:
+        return _STORES[key]
     is_first = place.leads and not store_is_launchers()
     try:
         store = TCPStore(
@@ -43,7 +52,13 @@ def open_store(place: Place) -> Any:
     except (RuntimeError, ValueError) as error:
         where = "the store of the processes" if is_first else "process 0, or its launcher, is not reached"
         raise DeviceError(f"{where} at {host}:{port}: {first_line(error)}", hint=_HINT) from error
+    _STORES[key] = store
     return store
+
+
+def next_meeting() -> str:
+    """Return a name for what one meeting has in the store: a script may call for several, and torchrun restart all."""
+    return f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_MEETINGS)}"
 
 
 def meet(store: Any, watch: Watch, place: Place, note: Callable[[str], None]) -> None:
