@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import brimful
+from benches import guide_bench
 from brimful.core.comparison import Comparison
 from brimful.core.errors import DataError, OptionError
 from brimful.core.evaluation import Evaluation
@@ -228,6 +229,21 @@ def test_benches_are_compared_row_by_row(tmp_path: Path) -> None:
     (tmp_path / "a" / "results.json").write_text("{}", "utf-8")
     with pytest.raises(DataError, match="it has no rows of a bench"):
         brimful.compare(tmp_path / "a", tmp_path / "b")
+
+
+def test_rows_that_others_disturbed_are_marked(tmp_path: Path) -> None:
+    bench = guide_bench()
+    work = replace(bench.workload, device="CPU", num_threads=2)
+    for name, cores in (("calm", 1.9), ("busy", 0.5)):
+        (row, *_) = bench.rows
+        assert row.measured is not None
+        rows = (replace(row, measured=replace(row.measured, cores=cores)),)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(to_json(replace(bench, workload=work, rows=rows)), "utf-8")
+    found = brimful.compare(tmp_path / "calm", tmp_path / "busy")
+    assert "10 (9 to 11)  10* (9 to 11), x 1.00" in comparison_text(found)
+    assert [note.partition(":")[0] for note in found.notes] == ["rows marked * in busy"]
+    assert "x 1.00*" in comparison_page(found)
 
 
 def test_the_committed_benches_can_be_read() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from brimful.core.bench import is_disturbed
 from brimful.core.comparison import RowFigures
 from brimful.core.errors import DataError, first_line, printable
 from brimful.core.option_checks import flag
@@ -33,7 +34,9 @@ def read_results(file: Path) -> Results:
     try:
         found = json.loads(file.read_text("utf-8"))
         rows = found["rows"] if isinstance(found, Mapping) else found
-        named = [_of_bench(row) if "row" in row and isinstance(row["row"], Mapping) else _of_log(row) for row in rows]
+        work = (found.get("workload") or {}) if isinstance(found, Mapping) else {}
+        is_ours = [isinstance(row.get("row"), Mapping) for row in rows]
+        named = [_of_bench(row, work) if ours else _of_log(row) for row, ours in zip(rows, is_ours, strict=True)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         said = f"it has no rows of a bench ({first_line(error)})"
         raise DataError(said, file=str(file), hint="give the folder of a bench") from error
@@ -68,8 +71,8 @@ def _host(row: Mapping[str, Any]) -> dict[tuple[str, str], str]:
     return {key: str(value) for key, value in found.items() if value is not None}
 
 
-def _of_bench(row: Mapping[str, Any]) -> tuple[str, RowFigures]:
-    """A row of `brimful bench`."""
+def _of_bench(row: Mapping[str, Any], work: Mapping[str, Any]) -> tuple[str, RowFigures]:
+    """A row of `brimful bench`. work: of all its rows."""
     name = f"{row['row']['side']}: {row['row']['name']}"
     measured = row.get("measured")
     if measured is None:
@@ -83,6 +86,7 @@ def _of_bench(row: Mapping[str, Any]) -> tuple[str, RowFigures]:
         high=max(map(float, rates), default=None),
         peak_bytes=next((int(each) for each in held if each), None),
         loss=_number(measured.get("loss")),
+        disturbed=work.get("device") == "CPU" and is_disturbed(measured.get("cores"), work.get("num_threads")),
     )
 
 

@@ -66,7 +66,7 @@ def run_comparison(options: CompareOptions) -> Comparison:
         differences=_differences(sides),
         paired=paired,
         rows=_rows(sides),
-        notes=tuple(notes),
+        notes=(*notes, *_disturbed(sides)),
         resamples=RESAMPLES if paired else 0,
         seed=options.seed,
         command=shlex.join(["brimful", "compare", *options.folders]),
@@ -202,6 +202,13 @@ def _paired(sides: Sequence[_Side], seed: int) -> tuple[tuple[Paired, ...], list
         if first.task is not None and (pair := compare_answers(common, first.task, first=0, other=place, seed=seed)):
             found.append(pair)
     return tuple(found), notes
+
+
+def _disturbed(sides: Sequence[_Side]) -> list[str]:
+    """A note on rows of benches that others disturbed."""
+    names = [side.compared.name for side in sides if any(row.disturbed for row in side.rows.values())]
+    busy = "other programs were busy on the machine meanwhile, so that their speed and ratios say little"
+    return [f"rows marked * in {listed(names)}: {busy}"] if names else []
 
 
 def _rows(sides: Sequence[_Side]) -> tuple[ComparedRow, ...]:

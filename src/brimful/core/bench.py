@@ -90,11 +90,8 @@ class Workload:
         return self.device != "CPU"
 
     def disturbed(self, figures: Measured) -> bool:
-        """True for a row on a CPU whose process had less than six tenths of what its threads could use: others were
-        busy, and its speed says little."""
-        if self.on_gpu or figures.cores is None or self.num_threads is None:
-            return False
-        return figures.cores < 0.6 * self.num_threads
+        """True for a row on a CPU while which others were busy: its speed says little."""
+        return not self.on_gpu and is_disturbed(figures.cores, self.num_threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +171,11 @@ class Bench:
         """Samples/s over those of the first row; None if that has none."""
         first = self.rows[0].measured if self.rows else None
         return None if first is None else figures.samples_per_s / first.samples_per_s
+
+
+def is_disturbed(cores: float | None, num_threads: int | None) -> bool:
+    """True where a process had less than six tenths of what its threads could use. cores: CPU seconds in one."""
+    return cores is not None and num_threads is not None and cores < 0.6 * num_threads
 
 
 def frontier(points: list[tuple[float, float]]) -> list[int]:

@@ -84,7 +84,10 @@ class Paired:
 
 @dataclass(frozen=True, kw_only=True)
 class RowFigures:
-    """One row of one bench. low, high: slowest and fastest repeat. reason: of a row without figures."""
+    """One row of one bench. low, high: slowest and fastest repeat. reason: of a row without figures.
+
+    disturbed: others were busy on the machine, and the speed says little.
+    """
 
     samples_per_s: float | None = None
     low: float | None = None
@@ -92,6 +95,7 @@ class RowFigures:
     peak_bytes: int | None = None
     loss: float | None = None
     reason: str | None = None
+    disturbed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,8 @@ def _bench_bars(record: Comparison) -> Chart | None:
         first, other = row.figures[0], row.figures[last]
         if first is not None and other is not None and first.samples_per_s and other.samples_per_s:
             ratio = other.samples_per_s / first.samples_per_s
-            bars.append(Bar(row.name, ratio, f"x {ratio:.2f}", strong=ratio >= 1))
+            mark = "*" if first.disturbed or other.disturbed else ""
+            bars.append(Bar(row.name, ratio, f"x {ratio:.2f}{mark}", strong=ratio >= 1))
     if not bars:
         return None
     names = record.compared[last].name, record.compared[0].name

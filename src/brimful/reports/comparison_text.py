@@ -92,12 +92,12 @@ def bench_memory_rows(record: Comparison) -> list[tuple[str, ...]]:
 
 
 def figures_text(figures: RowFigures) -> str:
-    """Rate of a row with its slowest and fastest repeat; or the reason that there is none."""
+    """Rate of a row with its slowest and fastest repeat, marked where others were busy; or why there is none."""
     if figures.samples_per_s is None:
         return figures.reason or UNKNOWN
     spread = figures.low is not None and figures.high is not None and figures.low < figures.high
     within = f" ({rate_text(figures.low or 0)} to {rate_text(figures.high or 0)})" if spread else ""
-    return f"{rate_text(figures.samples_per_s)}{within}"
+    return f"{rate_text(figures.samples_per_s)}{'*' if figures.disturbed else ''}{within}"
 
 
 def paired_title(record: Comparison, pair: Paired) -> str:
