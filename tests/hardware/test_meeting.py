@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import socket
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
-from brimful.core.errors import DeviceError
+from brimful.core.errors import DeviceError, OptionError
+from brimful.core.options import TrainOptions
 from brimful.core.place import Place
 from brimful.hardware import meeting
+from brimful.hardware.asked import asked_of, check_same
 from brimful.hardware.meeting import meet, next_meeting, open_store
 from brimful.hardware.pulse import Pulse
 from brimful.hardware.ranks import joined
@@ -55,6 +58,7 @@ def test_those_that_have_not_come_are_named() -> None:
 def test_all_have_come() -> None:
     store = open_store(FIRST)
     for rank in (1, 2):
+        store.set(f"asked/{rank}", "{}")
         Watch(Pulse(rank), store, 3).announce()
     meet(store, Watch(Pulse(), store, 3), FIRST, pytest.fail)
 
@@ -103,3 +107,32 @@ def test_meetings_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr(meeting, "_MEETINGS", itertools.count(int(first.rpartition("/")[2])))
     assert next_meeting() not in (first, second)
+
+
+def test_processes_that_were_asked_other_things(tmp_path: Path) -> None:
+    """All of them say so, instead of adding up what belongs to different requests."""
+
+    def work(place: Place) -> str:
+        asked = {"--batch-size": "8" if place.rank == 1 else "32", "torch": "2.13", "--seed": "1"}
+        with pytest.raises((OptionError, DeviceError)) as caught, joined(place, torch.device("cpu"), asked=asked):
+            pass
+        return str(caught.value)
+
+    said = Forked(tmp_path, 3, work).results()
+    assert said[0] == "process 1 was not given the same as process 0: --batch-size is 8, and 32 there"
+    assert all(each == said[0] or "is gone before all had met" in each for each in said)
+
+
+def test_what_each_process_may_have_of_its_own() -> None:
+    """Names of files, and what only the first one does or each machine has, may differ."""
+    ask = TrainOptions(data="rows.csv", model="a", output="run", quiet=True, memory_limit="8GB", eval_data="e.csv")
+    one, other = (
+        asked_of(options, torch.device("cpu")) for options in (ask, TrainOptions(data="x", model="b", output="c"))
+    )
+    check_same([one, other, one])
+    changed = asked_of(replace(ask, reduce_dtype="bf16", device="cpu"), torch.device("cuda"))
+    said = r"process 1 .*: --reduce-dtype is bf16, and fp32 there, --device is cuda, and cpu there\n"
+    with pytest.raises(OptionError, match=said):
+        check_same([one, changed])
+    with pytest.raises(OptionError, match=r"process 2 .*: torch is 2\.0, and .* there\n"):
+        check_same([one, one, other | {"torch": "2.0"}])

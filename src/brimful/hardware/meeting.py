@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in i
 
 from brimful.core.errors import DeviceError, first_line, listed
 from brimful.core.place import Place
+from brimful.hardware.asked import check_same
 from brimful.hardware.watch import Watch
 
 #: Time for all processes to come.
@@ -61,21 +63,27 @@ def next_meeting() -> str:
     return f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_MEETINGS)}"
 
 
-def meet(store: Any, watch: Watch, place: Place, note: Callable[[str], None]) -> None:
+def meet(
+    store: Any, watch: Watch, place: Place, note: Callable[[str], None], asked: Mapping[str, str] | None = None
+) -> None:
     """Give a first sign of life, and wait until all processes have.
 
-    note: takes word of those that are not there yet, in the first process.
-    Raises: DeviceError where one does not come, or two have the same number.
+    note: takes word of those that are not there yet, in the first process. asked: of `asked_of`.
+    Raises: DeviceError where one does not come, or two have the same number; OptionError where one was asked something
+    else.
     """
     own = f"{socket.gethostname()}, process {os.getpid()}"
     try:
         if (first := store.compare_set(f"number/{place.rank}", "", own).decode()) != own:
             hint = "give each process a RANK of its own, as torchrun does"
             raise DeviceError(f"another process is number {place.rank} of {place.count}: {first}", hint=hint)
+        store.set(f"asked/{place.rank}", json.dumps(dict(asked or {})))
         watch.announce()
         _wait_for_all(watch, place, note)
+        texts = store.multi_get([f"asked/{rank}" for rank in range(place.count)])
     except RuntimeError as error:
         raise DeviceError(f"process 0 is gone before all had met: {first_line(error)}", hint=_HINT) from error
+    check_same([json.loads(text) for text in texts])
 
 
 def _wait_for_all(watch: Watch, place: Place, note: Callable[[str], None]) -> None:

@@ -49,7 +49,7 @@ def probe() -> Machine:
         num_cores=num_cores(),
         memory_bytes=_memory_bytes(),
         gpus=gpus,
-        versions={"python": platform.python_version(), **_versions()},
+        versions={"python": platform.python_version(), **versions()},
     )
 
 
@@ -78,7 +78,8 @@ def _memory_bytes() -> int | None:
         return None
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that work is done by, of those that are installed."""
     found = {}
     for name in _PACKAGES:
         try:

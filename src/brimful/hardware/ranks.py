@@ -6,7 +6,7 @@ One process group: gloo between hosts' memories, NCCL between GPUs. It lives for
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -261,13 +261,19 @@ ALONE = Ranks()
 
 @contextmanager
 def joined(
-    place: Place, device: torch.device, *, note: Callable[[str], None] = lambda _: None, tensor_parallel: int = 1
+    place: Place,
+    device: torch.device,
+    *,
+    note: Callable[[str], None] = lambda _: None,
+    asked: Mapping[str, str] | None = None,
+    tensor_parallel: int = 1,
 ) -> Iterator[Ranks]:
     """Within, this process is one of those that a launcher has started; alone where there is one.
 
-    note: takes word of processes that are long in coming. tensor_parallel: processes that have one model's weights
-    together, neighbours by their numbers.
-    Raises: DeviceError where they do not meet, or the process has a group of torch.distributed already.
+    note: takes word of processes that are long in coming. asked: of `asked_of`, the same in all. tensor_parallel:
+    processes that have one model's weights together, neighbours by their numbers.
+    Raises: DeviceError where they do not meet, or the process has a group of torch.distributed already; OptionError
+    where one was asked something else.
     """
     if place.count == 1:
         yield ALONE
@@ -279,7 +285,7 @@ def joined(
     own = PrefixStore("pulses", store)
     pulse = Pulse(place.rank, f"GPU {device.index or 0}" if device.type == "cuda" else "CPU")
     watch = Watch(pulse, own, place.count, own_store=not store_is_launchers())
-    meet(own, watch, place, note)
+    meet(own, watch, place, note, asked)
     watch.begin()
     failed = False
     try:

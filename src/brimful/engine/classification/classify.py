@@ -27,6 +27,7 @@ from brimful.engine.classification.ready import make_ready
 from brimful.engine.classification.stages import Busy
 from brimful.engine.classification.window_pass import WindowPass, window_size
 from brimful.engine.signals import passing_on
+from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
 from brimful.hardware.probe import choose_device
 from brimful.hardware.ranks import Ranks, joined
@@ -53,7 +54,7 @@ def classify_file(
     with ExitStack() as stack:
         device = choose_device(options.device, place.local_rank)
         stack.enter_context(device_memory(device, options.memory_limit, options.allocator))
-        ranks = stack.enter_context(joined(place, device, note=callbacks.note))
+        ranks = stack.enter_context(joined(place, device, note=callbacks.note, asked=asked_of(options, device)))
         if not ranks.leads:
             return _follow(options, ranks, stack, tables)
         records = stack.enter_context(leading(ranks))

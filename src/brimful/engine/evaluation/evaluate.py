@@ -49,6 +49,7 @@ from brimful.engine.evaluation.truth import Truth, read_truth
 from brimful.engine.read_examples import report_columns
 from brimful.engine.scoring import PredictionFile, evaluation_of, mistakes_of, prediction_form, truth_column
 from brimful.engine.signals import StopSignals, passing_on
+from brimful.hardware.asked import asked_of
 from brimful.hardware.probe import choose_device, probe
 from brimful.hardware.ranks import Ranks, joined
 from brimful.levers.precision import choose_forward_precision
@@ -91,7 +92,7 @@ def evaluate_model(
     check_gpus_there(options, device)
     precision = choose_forward_precision(options.precision, device)
     with ExitStack() as stack:
-        ranks = stack.enter_context(joined(place, device, note=callbacks.note))
+        ranks = stack.enter_context(joined(place, device, note=callbacks.note, asked=asked_of(options, device)))
         if not ranks.leads:
             return _follow(options, asked, precision, ranks, stack, tables)
         records = stack.enter_context(leading(ranks))

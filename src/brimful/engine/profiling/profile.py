@@ -29,6 +29,7 @@ from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.profiling.timing import Round, run_steps, time_steps, warm_up
 from brimful.engine.training.same_path import options_of, path_of, with_sizes
 from brimful.engine.training.shared_work import SharedWork
+from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
 from brimful.hardware.probe import choose_device, device_name, probe
 from brimful.hardware.process_settings import deterministic
@@ -69,7 +70,9 @@ def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None
     with (
         deterministic(options.deterministic),
         device_memory(device, options.memory_limit, options.allocator),
-        joined(place, device, note=callbacks.note, tensor_parallel=options.tensor_parallel) as ranks,
+        joined(
+            place, device, note=callbacks.note, asked=asked_of(options, device), tensor_parallel=options.tensor_parallel
+        ) as ranks,
     ):
         ranks.pulse.enter("profile")
         prepared = prepare(options, callbacks, tables=tables)

@@ -43,6 +43,7 @@ from brimful.engine.training.run_context import RunContext
 from brimful.engine.training.run_folder import RunFolder, check_free, check_space, differences_of_machine
 from brimful.engine.training.same_path import path_of
 from brimful.engine.training.tracked_log import tracked
+from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
 from brimful.hardware.probe import choose_device, probe
 from brimful.hardware.process_settings import deterministic, freed_memory_kept
@@ -85,7 +86,9 @@ def train(
     device = choose_device("cuda" if options.gpus is not None else options.device, place.local_rank)
     with (
         device_memory(device, options.memory_limit, options.allocator),
-        joined(place, device, note=callbacks.note, tensor_parallel=options.tensor_parallel) as ranks,
+        joined(
+            place, device, note=callbacks.note, asked=asked_of(options, device), tensor_parallel=options.tensor_parallel
+        ) as ranks,
     ):
         ranks.pulse.hang_s, phases.heard = options.hang_timeout, ranks.pulse.enter
         ranks.pulse.input_s = options.hang_timeout * (1 if options.transform is None else _MORE_FOR_TRANSFORMS)
