@@ -12,7 +12,7 @@ from brimful.core.evaluation import Evaluation
 from brimful.core.records import LabelSpace, from_json, to_json
 from brimful.engine.scoring import evaluation_of
 from brimful.reports.evaluation_page import evaluation_page
-from brimful.reports.evaluation_text import evaluation_text
+from brimful.reports.evaluation_text import evaluation_text, label_rows
 from brimful.tasks.scoring.baselines import constant_baseline
 from brimful.tasks.scoring.choose import make_scorer
 
@@ -78,3 +78,19 @@ def test_many_labels_list_mistakes_instead_of_a_matrix() -> None:
     assert "Confusion matrix" in evaluation_page(record("single_label"))
     text = evaluation_text(record("single_label", many))
     assert "and 20 more labels" in text
+
+
+def test_labels_that_begin_alike_are_told_apart() -> None:
+    ends = ("parcel has not arrived", "refund is late", "password is lost")
+    names = tuple(f"customer support, a question of a customer: {end}" for end in ends)
+    made = record("single_label", names)
+    by_label = evaluation_text(made).partition("By label")[2].partition("Most confused")[0]
+    assert all(by_label.count(end[-14:]) == 1 for end in ends)
+    shown = [cells[0] for cells in label_rows(made)[1]]
+    assert len(set(shown)) == 3
+    assert max(map(len, shown)) <= 40
+
+
+def test_a_page_says_how_many_labels_its_table_leaves_out() -> None:
+    names = tuple(f"label {number}" for number in range(1003))
+    assert "The 1,000 most frequent of 1,003 labels" in evaluation_page(record("single_label", names))

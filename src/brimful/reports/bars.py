@@ -10,9 +10,8 @@ from typing import Any
 from markupsafe import Markup
 from rich.cells import cell_len
 
-from brimful.core.errors import printable
 from brimful.reports.svg import COLOURS, PARTS, WIDTH, axes_of, empty_figure, inlined, width_of
-from brimful.reports.text_columns import fitted
+from brimful.reports.text_columns import fitted, told_apart
 
 #: Widest line of a name beside a bar, in columns of a terminal, and most lines: what is cut stands in full in the
 #: numbers below the chart.
@@ -129,14 +128,3 @@ def _wrapped(name: str) -> str:
         lines.append(name[:end].rstrip())
         name = name[end:].lstrip()
     return "\n".join([*lines, fitted(name, _LINE)])
-
-
-def told_apart(names: Sequence[str], columns: int = _LINE) -> list[str]:
-    """Names cut to so many columns; those that would read alike keep their ends, too."""
-    short = [fitted(name, columns) for name in names]
-    if len(set(short)) == len(short):
-        return short
-    alike = {name for name in short if short.count(name) > 1}
-    half = columns // 2
-    ends = [f"{fitted(name, half).removesuffix('…')}…{printable(name)[-half + 1 :]}" for name in names]
-    return [end if name in alike else name for name, end in zip(short, ends, strict=True)]

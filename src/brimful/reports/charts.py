@@ -8,8 +8,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from brimful.reports.bars import told_apart
 from brimful.reports.svg import COLOURS, TYPE, WIDTH, axes_of, empty_figure, inlined, width_of
+from brimful.reports.text_columns import told_apart
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,10 @@ _LOOKS: tuple[tuple[str, Any], ...] = (
 )
 
 
+#: Widest name of a line above them, in columns of a terminal.
+_NAME = 20
+
+
 def overlaid_curves(
     key: str,
     lines: Mapping[str, Sequence[tuple[float, float]]],
@@ -208,7 +212,7 @@ def overlaid_curves(
 
     lines: points of each by its name. axis, said, key, alt: as of `curves`.
     """
-    names = told_apart(list(lines))
+    names = told_apart(list(lines), _NAME)
     rows = -(-len(names) // 2)
     with empty_figure(key) as figure:
         axes = axes_of(figure, height=170, left=40, right=12, top=8 + 18 * rows, bottom=42)

@@ -71,6 +71,7 @@ def evaluation_values(record: Evaluation) -> dict[str, Any]:
         "baseline_notes": [f"{baseline_title(b)}: {b.note}" for b in record.baselines if b.note is not None],
         "label_columns": tuple(name[:1].upper() + name[1:] for name in heading),
         "label_rows": rows[:_MOST_ROWS],
+        "labels_shown": _shown(len(rows)),
         "worst_rows": _worst(record, rows),
         "bars": _bars(record),
         "matrix": _matrix(record),
@@ -80,6 +81,13 @@ def evaluation_values(record: Evaluation) -> dict[str, Any]:
         "mislabelled": [_mistake_row(record, each) for each in record.mistakes if each.mislabelled][:_MOST_MISTAKES],
         "mistakes": [_mistake_row(record, each) for each in record.mistakes if not each.mislabelled][:_MOST_MISTAKES],
     }
+
+
+def _shown(number: int) -> str:
+    """Heading of the table of many labels."""
+    if number <= _MOST_ROWS:
+        return f"All {number:,} labels"
+    return f"The {_MOST_ROWS:,} most frequent of {number:,} labels"
 
 
 def _mistake_columns(record: Evaluation) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from brimful.core.errors import printable
 from brimful.core.evaluation import CONSTANT, LINEAR, Baseline, Confused, Evaluation, Metric
 from brimful.core.units import count_text, number_text, seconds_text, share_text
-from brimful.reports.text_columns import aligned, fitted
+from brimful.reports.text_columns import aligned, fitted, told_apart
 
 #: Labels that are listed, the most frequent first, and pairs that are confused.
 _MOST_LABELS, _MOST_PAIRS = 20, 5
@@ -113,19 +113,20 @@ def label_rows(record: Evaluation) -> tuple[tuple[str, ...], list[tuple[str, ...
         return (), []
     regression = record.labels.task == "regression"
     ordered = list(record.by_label) if regression else sorted(record.by_label, key=lambda each: -each.support)
-    names = list(ordered[0].metrics)
-    spread = ["f1"] if "f1" in names else []
-    columns = [METRICS.get(name, name) for name in names]
+    kinds = list(ordered[0].metrics)
+    spread = ["f1"] if "f1" in kinds else []
+    columns = [METRICS.get(kind, kind) for kind in kinds]
     heading = ("output" if regression else "label", "rows", "given", *columns, *("F1 interval" for _ in spread))
+    shown = told_apart([each.name for each in ordered], _NAME)
     return heading, [
         (
-            fitted(each.name, _NAME),
+            name,
             f"{each.support:,}",
             f"{each.given:,}",
-            *("" if (metric := each.metrics[name]).value is None else f"{metric.value:.3f}" for name in names),
-            *(interval_text(each.metrics[name], 3) for name in spread),
+            *("" if (metric := each.metrics[kind]).value is None else f"{metric.value:.3f}" for kind in kinds),
+            *(interval_text(each.metrics[kind], 3) for kind in spread),
         )
-        for each in ordered
+        for name, each in zip(shown, ordered, strict=True)
     ]
 
 
@@ -149,7 +150,9 @@ def _confused(record: Evaluation) -> list[str]:
     pairs = most_confused(record)
     if not pairs:
         return []
-    lines = aligned([(fitted(p.truth, _NAME), "given", fitted(p.label, _NAME), f"{p.count:,}") for p in pairs])
+    names = list(dict.fromkeys(name for pair in pairs for name in (pair.truth, pair.label)))
+    shown = dict(zip(names, told_apart(names, _NAME), strict=True))
+    lines = aligned([(shown[pair.truth], "given", shown[pair.label], f"{pair.count:,}") for pair in pairs])
     return ["Most confused", *(f"  {line}" for line in lines)]
 
 

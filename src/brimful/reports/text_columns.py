@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
@@ -13,6 +14,22 @@ def fitted(text: str, columns: int) -> str:
     """`text` on one line, cut to `columns`; `(empty)` for an empty text."""
     line = printable(text, 4 * columns + 1) or "(empty)"
     return line if cell_len(line) <= columns else set_cell_size(line, columns - 1).rstrip() + "…"
+
+
+def told_apart(names: Sequence[str], columns: int) -> list[str]:
+    """Names cut to so many columns; those that would read alike keep their ends, too."""
+    short = [fitted(name, columns) for name in names]
+    counts = Counter(short)
+    return [cut if counts[cut] == 1 else _with_end(name, columns) for name, cut in zip(names, short, strict=True)]
+
+
+def _with_end(name: str, columns: int) -> str:
+    if cell_len(line := printable(name, 10 * len(name) + 1)) <= columns:
+        return fitted(name, columns)
+    end = line[-columns // 2 :]
+    while cell_len(end) > columns // 2:
+        end = end[1:]
+    return f"{fitted(name, columns - cell_len(end)).removesuffix('…')}…{end}"
 
 
 def padded(text: str, columns: int) -> str:
