@@ -25,6 +25,7 @@ from brimful.core.records import (
     PeakMemory,
     Recipe,
     Run,
+    TargetScale,
     to_json,
 )
 from brimful.engine.scoring import evaluation_of
@@ -205,6 +206,21 @@ def test_texts_of_mistakes_are_lines_and_failures_of_trackers_are_named(tmp_path
     text = Page(run_page(run_of(folder))).text
     assert "Title A first line" in text
     assert "1 time a tracker did not get all of the log" in text
+
+
+def test_lines_of_the_log_that_were_lost_are_counted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", record(5)[0], None)
+    with (folder / "events.jsonl").open("a") as log:
+        log.write('\n{"kind": "events_lost", "count": 56}\n{"kind": "events_lost", "count": 1}\n')
+    assert "57 log lines could not be written" in Page(run_page(run_of(folder))).text
+
+
+def test_a_loss_of_scaled_targets_says_so(tmp_path: Path) -> None:
+    """Beside a mean squared error of 7 a loss of 1 would be another figure of the same rows."""
+    run, _ = record(5)
+    scaled = replace(run, target_scale=TargetScale(centers=(4.6,), spread=2.7))
+    assert "Targets are scaled to a mean of 0" in Page(run_page(run_of(write_run(tmp_path / "a", scaled, None)))).text
+    assert "Targets are scaled" not in Page(run_page(run_of(write_run(tmp_path / "b", run, None)))).text
 
 
 def run_of(folder: Path) -> RunReport:

@@ -40,7 +40,7 @@ _INCIDENTS = {
     "out_of_memory": ("time memory ran out, and", "times memory ran out, and"),
     "checkpoint_failed": ("checkpoint could not be saved", "checkpoints could not be saved"),
     "best_lost": ("time the best model could not be read again", "times the best model could not be read again"),
-    "events_lost": ("time log lines could not be written", "times log lines could not be written"),
+    "events_lost": ("log line could not be written", "log lines could not be written"),
     "tracker_failed": ("time a tracker did not get all of the log", "times a tracker did not get all of the log"),
     "process_lost": ("time another process of the training was gone", "times another process of the training was gone"),
     "resumed": ("time it was resumed", "times it was resumed"),
@@ -136,7 +136,7 @@ def _curves(report: RunReport) -> list[Chart]:
     """Charts of what changed from step to step, as far as it was logged."""
     losses = [(each.step, each.metrics["loss"]) for each in report.evaluations if "loss" in each.metrics]
     charts = [
-        _curve(report, "loss", "Loss of training", others=losses, note=" Dots: of the evaluation rows."),
+        _curve(report, "loss", "Loss of training", others=losses, note=_loss_note(report, bool(losses))),
         _metric(report),
         _curve(report, "learning_rate", "Learning rate", said="{:.2g}".format, from_zero=True),
         _curve(report, "grad_norm", "Norm of the gradient, before clipping", said="{:.3g}".format, from_zero=True),
@@ -146,6 +146,11 @@ def _curves(report: RunReport) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
+def _loss_note(report: RunReport, has_dots: bool) -> str:
+    dots = " Dots: of the evaluation rows." if has_dots else ""
+    return dots if report.run.target_scale is None else f"{dots} Targets are scaled to a mean of 0 and a spread of 1."
+
+
 def _curve(
     report: RunReport, name: str, title: str, *, others: Sequence[tuple[float, float]] = (), note: str = "",
     said: Callable[[float], str] = "{:.4g}".format, from_zero: bool = False,
@@ -153,7 +158,7 @@ def _curve(
     points = [(each.step, value) for each in report.steps if (value := getattr(each, name)) is not None]
     if not points and not others:
         return None
-    lines, caption = ([points, others] if others else [points]), f"{title}.{note if others else ''}"
+    lines, caption = ([points, others] if others else [points]), f"{title}.{note}"
     alt = f"Curve: {caption}{_ends(points, said)}"
     drawing = curves(name, lines, axis="step", alt=alt, said=said, from_zero=from_zero)
     every = -(-len(points) // _MOST_NUMBERS)

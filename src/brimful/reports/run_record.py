@@ -88,7 +88,9 @@ def read_record(given: Path) -> RunReport | Evaluation:
 def _run_report(folder: Path) -> RunReport:
     events = _events(folder / _EVENTS)
     steps = [event for event in events if event.get("kind") == "step"]
-    kinds = Counter(str(event.get("kind")) for event in events)
+    kinds = Counter[str]()
+    for event in events:
+        kinds[str(event.get("kind"))] += int(event.get("count", 1))
     rare = (
         "skipped",
         "overflow",
