@@ -152,6 +152,23 @@ def test_texts_of_several_columns_are_joined(brimful: Brimful, files: Files, tmp
     assert "no such column: 'bodi'" in brimful("classify", run / "model", data, "--text-column", "title,bodi").err
 
 
+def test_fields_of_objects(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    """Training, classification with that model, and evaluation read them by their paths; rows stay as they are."""
+    data, output = tmp_path / "rows.jsonl", tmp_path / "run"
+    rows = [{"review": {"body": text, "stars": {"kind": label}}} for text, label in REVIEWS]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    missing = brimful(*train_words(data, files.base, output))
+    assert "columns: review.body, review.stars.kind" in missing.err
+    named = ("--text-column", "review.body", "--label-column", "review.stars.kind", "--max-steps", 1, "--no-baselines")
+    said = brimful(*train_words(data, files.base, output, *named))
+    assert said.code == 0, said.err
+    said = brimful("classify", output / "model", data, "--verify", 0)
+    assert [{"review": json.loads(line)["review"]} for line in said.out.splitlines()] == rows
+    assert "text: column 'review.body' (as in training" in said.err
+    said = brimful("evaluate", output / "model", data, "--verify", 0)
+    assert "Evaluated  40 rows" in said.out, said.err
+
+
 def test_workbooks(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     rows = [("text", "label", "stars"), *((text, label, i) for i, (text, label) in enumerate(REVIEWS))]
     data = workbook(tmp_path / "rows.xlsx", {"Notes": [], "Reviews": rows, "More": [("text",), ("one text",)]})

@@ -16,6 +16,7 @@ from brimful.core.trackers import check_trackers
 from brimful.core.trained_part import FrozenParts
 from brimful.data.file_names import split_suffix
 from brimful.data.labels.columns import NO_PAIR, check_exists, text_parts
+from brimful.data.readers.fields import rows_with_fields
 from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.formats import EXCEL
 from brimful.data.readers.locations import find_splits, locate, refusals
@@ -145,7 +146,7 @@ def _check_data(spec: str, form: FileFormat, names: dict[str, str | None]) -> No
         locations = locate(spec)
     if any(each.otherwise is not None or split_suffix(each.path)[0] in EXCEL for each in locations):
         return
-    rows = open_stream(spec, form=form).sample
+    rows = rows_with_fields(open_stream(spec, form=form).sample, *names.values())
     for flag, name in names.items():
         if name is not None and not (flag == "--pair-column" and name == NO_PAIR):
             _check_named(rows, name, flag)

@@ -14,6 +14,7 @@ from brimful.data.labels.examples import Examples, draw, make_examples, num_empt
 from brimful.data.labels.label_columns import no_label_text
 from brimful.data.labels.label_space import detect_labels, label_doubt
 from brimful.data.labels.weights import weighted
+from brimful.data.readers.fields import rows_with_fields
 from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.in_memory import Tables
 from brimful.data.readers.locations import find_splits
@@ -46,7 +47,8 @@ def read_examples(options: TrainOptions, callbacks: Callbacks, tables: Tables) -
         data, eval_data = splits.training, splits.evaluation if options.eval_split else None
         held_out = f", {eval_data} to evaluate on" if eval_data else ""
         callbacks.note(f"splits: {data} to train on{held_out} (by their names; --eval-data names another)")
-    rows = read_rows(data, form, tables)
+    named = (options.text_column, options.pair_column, options.label_column, options.weight_column)
+    rows = rows_with_fields(read_rows(data, form, tables), *named)
     _tell_reading(rows, callbacks)
     columns = find_columns(
         rows,
@@ -65,6 +67,7 @@ def read_examples(options: TrainOptions, callbacks: Callbacks, tables: Tables) -
     evaluation, fingerprint = None, rows.fingerprint
     if eval_data is not None:
         eval_rows = read_rows(eval_data, None if eval_data in tables else fitting(form, eval_data), tables)
+        eval_rows = rows_with_fields(eval_rows, columns.text, columns.pair, *columns.labels)
         _tell_reading(eval_rows, callbacks)
         same = find_columns(eval_rows, text=columns.text, pair=columns.pair, label=",".join(columns.labels))
         same = dataclasses.replace(same, pair=columns.pair)  # one that is there by its name is not read in training

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from brimful.core.errors import DataError, listed, printable
 from brimful.core.option_checks import split_names
 from brimful.data.column_names import IDS, LABELS, PAIRS, TEXTS, key_of
+from brimful.data.readers.fields import field_names
 from brimful.data.readers.rows import Rows
 
 _SAMPLE_ROWS = 100_000
@@ -137,9 +138,9 @@ def _check_given(rows: Rows, name: str | None, flag: str) -> None:
 
 def check_exists(rows: Rows, name: str, flag: str) -> None:
     """Raises: DataError where no column has this name. flag: the option that gave it."""
-    names = rows.table.column_names
-    if name in names:
+    if name in rows.table.column_names:
         return
+    names = field_names(rows.table.schema)
     by_lower = {each.lower(): each for each in names}
     near = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, n=1)]
     meant = f"did you mean '{printable(near[0])}'? " if near else ""
@@ -237,4 +238,4 @@ def _num_distinct(column: pa.ChunkedArray) -> int:
 
 
 def _available(rows: Rows) -> str:
-    return "columns: " + listed([printable(name, 40) for name in rows.table.column_names])
+    return "columns: " + listed([printable(name, 40) for name in field_names(rows.table.schema)])

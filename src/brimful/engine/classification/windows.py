@@ -21,6 +21,7 @@ from brimful.core.options import ClassifyOptions
 from brimful.core.records import TrainedInputs
 from brimful.data.labels.columns import Columns, check_exists, find_columns, joined_texts, text_parts
 from brimful.data.labels.examples import has_text
+from brimful.data.readers.fields import rows_with_fields, with_fields
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.stream import Chunk
 from brimful.engine.classification.request import Asked, Request, Texts
@@ -118,6 +119,8 @@ class Reading:
         """
         asked = options.labels or ""
         labels = asked.removeprefix(COLUMN_PREFIX) if asked.startswith(COLUMN_PREFIX) else None
+        trained = () if inputs is None else (inputs.text_column, inputs.pair_column)
+        sample = rows_with_fields(sample, options.text_column, options.pair_column, labels, *trained)
         if options.labels is not None and options.pair_column is not None:
             raise OptionError("--pair-column and --labels are both given", hint="zero-shot reads one text a row")
         if labels is not None:
@@ -138,8 +141,12 @@ class Reading:
 
     def only(self, table: pa.Table) -> pa.Table:
         """The columns that are read."""
+        table = self._with_fields(table)
         named = (*text_parts(table.column_names, self.columns.text), self.columns.pair, self.labels)
         return table.select(list(dict.fromkeys(name for name in named if name is not None)))
+
+    def _with_fields(self, table: pa.Table) -> pa.Table:
+        return with_fields(table, self.columns.text, self.columns.pair, self.labels)
 
     def texts(self, table: pa.Table) -> Texts:
         """Texts: null where a text or its pair is missing, or the candidate labels are wrong."""
@@ -148,6 +155,7 @@ class Reading:
     def _read(self, table: pa.Table, faults: pa.Array) -> tuple[Texts, pa.Array]:
         """Texts, and `faults` with those of candidate labels. A row whose fault is in a column that is not read
         has its text, and so an answer."""
+        table = self._with_fields(table)
         text, pair, labels = _text(table, self.columns.text), None, None
         there = has_text(text)
         if self.labels is not None:
@@ -167,7 +175,7 @@ class Reading:
         for chunk in chunks:
             table = chunk.table.append_column(_FAULTS, chunk.errors)
             rest = table if rest is None else pa.concat_tables([rest, table])
-            while rows := size.first(_text(rest.slice(0, size.num_rows), self.columns.text)):
+            while rows := size.first(_text(self._with_fields(rest.slice(0, size.num_rows)), self.columns.text)):
                 yield self._window(rest.slice(0, rows))
                 rest = rest.slice(rows)
             if as_they_come and rest.num_rows:

@@ -26,6 +26,7 @@ from brimful.core.records import LabelSpace, TaskName
 from brimful.data.labels.columns import check_exists, find_columns
 from brimful.data.labels.label_columns import LabelColumn
 from brimful.data.labels.label_sets import known_sets
+from brimful.data.readers.fields import rows_with_fields
 from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import read_rows
@@ -70,6 +71,7 @@ def evaluate_answers(options: EvaluateOptions, *, command: str, callbacks: Callb
         callbacks.warning(warning)
     record = _record_of(Path(options.model).expanduser())
     answers = _find_answers(rows, options)
+    rows = rows_with_fields(rows, options.label_column)
     labels = _true_columns(rows, answers, options)
     callbacks.note(f"label: column {', '.join(map(repr, labels))}; answers: {', '.join(map(repr, _shown(answers)))}")
     space = _space(rows, answers, labels, record)

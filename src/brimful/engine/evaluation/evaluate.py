@@ -22,6 +22,7 @@ from brimful.core.evaluation import Baseline, Evaluation, Mistake
 from brimful.core.options import ClassifyOptions
 from brimful.core.place import find_place
 from brimful.data.labels.columns import Columns, check_exists, find_columns
+from brimful.data.readers.fields import rows_with_fields
 from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.in_memory import Tables
 from brimful.data.readers.rows import Rows
@@ -222,9 +223,10 @@ def _read(
         check_output(Path(options.output), options.data, map(Path, rows.files))
     for warning in rows.warnings:
         callbacks.warning(warning)
-    reading = Reading.of(rows, asked, checked.facts.inputs)
     inputs = checked.facts.inputs
     trained = () if inputs is None else inputs.label_columns
+    rows = rows_with_fields(rows, options.label_column, *trained)
+    reading = Reading.of(rows, asked, inputs)
     labels, reason = label_columns(rows, options.label_column, trained, reading.columns)
     reasons = {**reading.columns.reasons, "label": reason}
     columns = Columns(text=reading.columns.text, pair=reading.columns.pair, labels=labels, reasons=reasons)
