@@ -77,7 +77,11 @@ def read_record(given: Path) -> RunReport | Evaluation:
     """
     path = given.expanduser()
     if (path / _RUN).is_file():
-        return _run_report(path)
+        try:
+            return _run_report(path)
+        except (ValueError, KeyError, TypeError) as error:
+            said = f"it is no log of a run ({first_line(error)})"
+            raise DataError(said, file=str(path / _EVENTS), hint="give the folder of a run") from error
     file = path / _EVALUATION if path.is_dir() else path
     if not file.is_file():
         hint = f"a run has {_RUN}, an evaluation {_EVALUATION}"
