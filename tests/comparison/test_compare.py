@@ -89,6 +89,34 @@ def test_what_cannot_be_paired_is_said(tmp_path: Path) -> None:
     assert "not saved in without" in said
 
 
+def test_evaluations_of_one_file_by_two_paths_are_paired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, evaluation = record(5)
+    for name, data in (("one", "rows.csv"), ("two", str(tmp_path / "rows.csv"))):
+        (write_side(tmp_path / name) / "run.json").unlink()
+        (tmp_path / name / "evaluation.json").write_text(to_json(replace(evaluation, data=data)), "utf-8")
+    found = brimful.compare("one", "two")
+    assert (found.notes, [pair.num_rows for pair in found.paired]) == ((), [40])
+
+
+def test_a_run_beside_an_evaluation_differs_in_what_both_have(tmp_path: Path) -> None:
+    _, evaluation = record(5)
+    run = write_side(tmp_path / "run")
+    (write_side(tmp_path / "evaluation") / "run.json").unlink()
+    evaluation = replace(evaluation, options={"seed": 7, "resamples": 10})
+    (tmp_path / "evaluation" / "evaluation.json").write_text(to_json(evaluation), "utf-8")
+    found = brimful.compare(run, tmp_path / "evaluation")
+    assert {each.name for each in found.differences} == {"--seed", "--model"}
+    assert "may be of other rows" in found.notes[0]
+
+
+def test_a_damaged_log_is_one_line(tmp_path: Path) -> None:
+    folder = write_side(tmp_path / "run")
+    (folder / "events.jsonl").write_text('{"kind": "step", "step": "x"}\n', "utf-8")
+    with pytest.raises(DataError, match="it is no log of a run"):
+        brimful.compare(folder, folder)
+
+
 def test_rows_to_evaluate_on_are_what_counts_not_those_trained_on(tmp_path: Path) -> None:
     first = write_side(tmp_path / "first", data_fingerprint="train-1+held-out")
     other = write_side(tmp_path / "other", data_fingerprint="train-2+held-out")

@@ -24,7 +24,9 @@ from brimful.reports.run_record import RunReport, read_record
 from brimful.reports.write import check_page
 
 #: Options of the command rather than of what it made.
-_NOT_COMPARED = frozenset({"output", "json", "quiet", "resume", "dry_run", "report", "report_to", "push_to_hub"})
+_NOT_COMPARED = frozenset(
+    {"output", "overwrite", "json", "quiet", "resume", "dry_run", "report", "report_to", "push_to_hub"}
+)
 #: Options that are not part of what is learned and yet decide it.
 _LEARNED = frozenset({"data", "eval_data", "num_train_epochs", "max_steps", "max_length", "task"})
 
@@ -140,7 +142,7 @@ def _evaluation(record: Evaluation, folder: Path, name: str) -> _Side:
             {"model": record.model, "data": record.data, **record.options}, record.recipe, record.machine
         ),
         task=record.labels.task,
-        source=record.data,
+        source=str(Path(record.data).absolute()),
         answers=read_answers(saved),
     )
 
@@ -164,7 +166,7 @@ def _settings(options: Mapping[str, Any], recipe: Recipe | None, machine: Machin
 
 def _differences(sides: Sequence[_Side]) -> tuple[Difference, ...]:
     """Settings that are not the same everywhere, in the order of the first folder that has them."""
-    keys = dict.fromkeys(key for side in sides for key in side.settings)
+    keys = dict.fromkeys(key for side in sides for key in side.settings if _is_shared(key, sides))
     found = []
     for part, name in keys:
         values = tuple(side.settings.get((part, name)) for side in sides)
@@ -172,6 +174,12 @@ def _differences(sides: Sequence[_Side]) -> tuple[Difference, ...]:
             found.append(Difference(name=name, values=values, part=part))  # type: ignore[arg-type]
     order = ("learned", "run", "machine")
     return tuple(sorted(found, key=lambda each: order.index(each.part)))
+
+
+def _is_shared(key: tuple[str, str], sides: Sequence[_Side]) -> bool:
+    """True for a setting that each kind of folder has: evaluations have few of the options of runs."""
+    having = {side.compared.kind for side in sides if key in side.settings}
+    return having == {side.compared.kind for side in sides}
 
 
 def _paired(sides: Sequence[_Side], seed: int) -> tuple[tuple[Paired, ...], list[str]]:
@@ -188,6 +196,9 @@ def _paired(sides: Sequence[_Side], seed: int) -> tuple[tuple[Paired, ...], list
             continue
         if side.task != first.task:
             notes.append(f"{who} have different tasks: {side.task}, {first.task}")
+            continue
+        if side.compared.kind != first.compared.kind:
+            notes.append(f"{who} may be of other rows, one a run and one an evaluation: their answers are not paired")
             continue
         if side.source != first.source:
             notes.append(f"{who} were evaluated on rows of different data: their answers are not paired")

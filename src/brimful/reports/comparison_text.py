@@ -86,9 +86,12 @@ def bench_memory_rows(record: Comparison) -> list[tuple[str, ...]]:
     """Peak memory of the rows of benches."""
     rows = [row for row in record.rows if any(each is not None and each.peak_bytes for each in row.figures)]
     return [
-        (row.name, *_cells(row.figures, lambda each: bytes_text(each.peak_bytes), lambda each: each.peak_bytes))
-        for row in rows
+        (row.name, *_cells(row.figures, lambda each: _value(_held(each)), lambda each: each.peak_bytes)) for row in rows
     ]
+
+
+def _held(figures: RowFigures) -> str | None:
+    return None if figures.peak_bytes is None else bytes_text(figures.peak_bytes)
 
 
 def figures_text(figures: RowFigures) -> str:
