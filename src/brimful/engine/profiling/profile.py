@@ -27,7 +27,7 @@ from brimful.data.readers.in_memory import Tables
 from brimful.engine.assemble import Built, build
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.profiling.timing import Round, run_steps, time_steps, warm_up
-from brimful.engine.training.same_path import options_of, path_of, with_sizes
+from brimful.engine.training.same_path import check_made_of, options_of, path_of, with_sizes
 from brimful.engine.training.shared_work import SharedWork
 from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
@@ -81,7 +81,7 @@ def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None
         callbacks.stage("loading the model")
         built = build(options, prepared, precision, callbacks, ranks=ranks)
         if ranks.reachable:
-            ranks.spread(path_of(built))
+            ranks.spread(path_of(prepared, built))
             built.step.meet()
         callbacks.recipe(built.recipe)
         with closing(built.source):
@@ -103,6 +103,7 @@ def _take_part(options: ProfileOptions, prepared: Prepared, precision: Precision
         precision = choose_precision(asked.precision, precision.device)
     built = build(asked, prepared, precision, callbacks, eager_attention=eager, ranks=ranks)
     built = with_sizes(path, built)
+    check_made_of(path, prepared, built)
     built.step.meet()
     with closing(built.source):
         warm_up(built, options.steps, callbacks)

@@ -29,7 +29,7 @@ from brimful.engine.signals import passing_on
 from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
 from brimful.engine.training.orders import Order, own_work
 from brimful.engine.training.run_folder import RunFolder
-from brimful.engine.training.same_path import options_of, with_sizes
+from brimful.engine.training.same_path import check_made_of, check_seen, options_of, with_sizes
 from brimful.hardware.ranks import Ranks, digest
 from brimful.levers.precision import choose_precision
 from brimful.step.recovery import out_of_memory_text
@@ -65,12 +65,14 @@ def _take_part(options: TrainOptions, device: torch.device, ranks: Ranks) -> Non
     order, _ = ranks.hear()
     if order == Order.END:
         return
+    check_seen(Path(options.output))
     path = ranks.spread()
     asked, eager = options_of(path, options)
     if asked.precision != options.precision:
         precision = choose_precision(asked.precision, device)
     built = build(asked, prepared, precision, callbacks, phases, eager_attention=eager, ranks=ranks)
     built = with_sizes(path, built)
+    check_made_of(path, prepared, built)
     built.step.meet()
     _Follower(options, prepared, built, ranks).run()
 

@@ -1,22 +1,30 @@
 """The leader's way to run, in all processes: rows packed or not, the launch mode, and the sizes of micro-batches.
 
-What was measured or checked on one device may come out otherwise on another: the leader decides.
+What was measured or checked on one device may come out otherwise on another: the leader decides. What a run is made of,
+data and model, must be the same.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
-from brimful.core.errors import ModelError
+from brimful.core.errors import DataError, ModelError, OutputError, listed, printable
 from brimful.core.options import TrainOptions
 from brimful.data.batches.batch import Layout, PackedLayout, PaddedLayout
 from brimful.engine.assemble import Built
+from brimful.engine.prepare import Prepared
+from brimful.hardware.ranks import digest
+
+#: Seconds in which a file system of several machines may not show a new folder yet, and between two looks.
+_SEEN_S, _LOOK_S = 60.0, 0.1
 
 
-def path_of(built: Built) -> str:
-    """Return the way of the leader's run as JSON."""
+def path_of(prepared: Prepared, built: Built) -> str:
+    """Return the way of the leader's run as JSON, and what it is made of."""
     layout = built.layout
     sizes: dict[str, object] = {}
     if isinstance(layout, PackedLayout):
@@ -35,6 +43,7 @@ def path_of(built: Built) -> str:
             "sharding": built.recipe.value("sharding"),
             "fp8": built.precision.plan is not None,
             "sizes": sizes,
+            "made of": _made_of(prepared, built),
         }
     )
 
@@ -67,3 +76,31 @@ def with_sizes(path: str, built: Built) -> Built:
         changed = replace(layout, shapes=shapes)
     built.source.layout = changed
     return replace(built, layout=changed)
+
+
+def check_made_of(path: str, prepared: Prepared, built: Built) -> None:
+    """Check that a run is made of what the leader's is, before weights are cut. Raises: DataError naming the rest."""
+    told, own = json.loads(path)["made of"], _made_of(prepared, built)
+    if apart := [name for name in {**told, **own} if told.get(name) != own.get(name)]:
+        hint = "give all processes the same files"
+        raise DataError(f"not the same as in process 0: {listed(apart, 6)}", hint=hint)
+
+
+def check_seen(folder: Path) -> None:
+    """Check that the leader's folder of the run is seen from here. Raises: OutputError."""
+    until = time.monotonic() + _SEEN_S
+    while not folder.is_dir() and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    if not folder.is_dir():
+        hint = "--output must be a folder that all processes see under this name"
+        raise OutputError(f"{printable(folder, 200)} is not there, where process 0 writes", hint=hint)
+
+
+def _made_of(prepared: Prepared, built: Built) -> dict[str, str]:
+    """Identity of data and model, by displayed name. Weights that will be cut are told by the size of their files."""
+    found = {"the data": prepared.data_fingerprint, "what outputs mean": str(prepared.space)}
+    found |= {"--max-length": str(prepared.max_length), "the number of steps": str(prepared.num_steps)}
+    found |= {f"the {name}": sha256 for name, sha256 in prepared.report["sha256"].items()}
+    if built.step.update.gathers_weights:
+        return found | {"the size of the model's weights": str(prepared.facts.weight_bytes)}
+    return found | {"the model's weights": str(digest(built.step.update.weights().values()))}

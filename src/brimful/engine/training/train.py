@@ -147,7 +147,7 @@ def _train_on(
             check_levers(before, built.recipe, options)
         if ranks.reachable:
             ranks.tell(Order.BUILD)
-            ranks.spread(path_of(built))
+            ranks.spread(path_of(prepared, built))
             built.step.meet()
         callbacks.recipe(built.recipe)
         run_id = before.run if before is not None else secrets.token_hex(6)

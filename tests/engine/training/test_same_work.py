@@ -1,0 +1,57 @@
+"""Processes that were given other rows, another model or another folder than the first one, under the same options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from brimful.cli.commands import run
+from brimful.core.place import Place
+from brimful.engine.training import same_path
+from forked_ranks import Forked
+from runs import save_tiny_model, single_label_rows, write_rows
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows and a model; the same rows in another order; a model of one other weight."""
+    folder = tmp_path_factory.mktemp("same-work")
+    rows = single_label_rows(40)
+    for name, given in (("rows", rows), ("turned", rows[::-1])):
+        write_rows(folder / f"{name}.jsonl", given)
+    for name in ("model", "other"):
+        save_tiny_model(folder / name, dropout=0.0)
+    weights = load_file(folder / "other" / "model.safetensors")
+    next(iter(weights.values())).flatten()[3] += 0.5
+    save_file(weights, folder / "other" / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "said"),
+    [
+        ("train", {"data": "turned.jsonl"}, "failed: not the same as in process 0: the data\n"),
+        ("train", {"model": "other"}, "failed: not the same as in process 0: the model's weights\n"),
+        ("train", {"output": "elsewhere"}, "elsewhere is not there, where process 0 writes\n"),
+        ("profile", {"data": "turned.jsonl"}, "failed: not the same as in process 0: the data\n"),
+    ],
+)
+def test_other_work(
+    command: str, given: dict[str, str], said: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process says what differs, before a step is taken."""
+    monkeypatch.setattr(same_path, "_SEEN_S", 0.1)
+
+    def work(place: Place) -> int:
+        asked = {"data": "rows.jsonl", "model": "model", "output": "run"} | (given if place.rank else {})
+        words = [command, str(files / asked["data"]), "--model", str(files / asked["model"])]
+        output = ["--output", str(tmp_path / asked["output"]), "--no-baselines"]
+        words += output if command == "train" else ["--steps", "1"]
+        return run([*words, "--device", "cpu", "--batch-size", "8", "--eval-split", "0", "--learning-rate", "1e-3"])
+
+    both = Forked(tmp_path / "logs", 2, work)
+    assert both.exit_codes() == [7, 2]
+    assert "error: process 1 of 2 (" in both.said(0)
+    assert said in both.said(0)
