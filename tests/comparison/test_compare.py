@@ -87,6 +87,9 @@ def test_what_cannot_be_paired_is_said(tmp_path: Path) -> None:
     assert "part and first have 20 rows of 40 and 40 in common" in said
     assert "elsewhere and first were evaluated on rows of different data" in said
     assert "not saved in without" in said
+    page = Page(comparison_page(found)).text
+    assert "first, part, elsewhere and without" in page
+    assert "Elsewhere and first were evaluated on rows of different data: their answers are not paired." in page
 
 
 def test_evaluations_of_one_file_by_two_paths_are_paired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,11 +38,14 @@ def comparison_page(record: Comparison) -> str:
     Raises: InputError if matplotlib is not installed.
     """
     figure = environment().get_template("parts.html.j2").module.figure  # type: ignore[attr-defined]
-    columns = ("", *(each.name for each in record.compared))
+    *names, last = [each.name for each in record.compared]
+    columns = ("", *names, last)
     charts = [*_curves(record), _bars(record, "speed"), _bars(record, "memory"), _bench_bars(record)]
     return render(
         "comparison.html.j2",
         record,
+        title=f"{', '.join(names)} and {last}",
+        notes=[f"{note[:1].upper()}{note[1:]}." for note in record.notes],
         columns=columns,
         kinds={"run": "runs", "evaluation": "evaluations", "bench": "benches"}[record.compared[0].kind],
         overview=[*overview_rows(record), ("folder", *(each.folder for each in record.compared))],

@@ -26,8 +26,8 @@ _TAILS = (0.025, 0.975)
 
 METHOD = (
     "percentile bootstrap over rows, beyond 4,096 rows over random groups of rows; where every answer is right, the"
-    " exact binomial bound; AUC by DeLong, Spearman's correlation by Bonett and Wright; none for ECE, whose resamples"
-    " lie too high"
+    " exact binomial bound; AUC by DeLong, Spearman's correlation by Bonett and Wright; none for the calibration error,"
+    " whose resamples lie too high"
 )
 
 Metrics = Mapping[str, Floats]
