@@ -169,3 +169,24 @@ def test_what_several_processes_cannot_share(home: Path, tmp_path: Path) -> None
     given = Forked(tmp_path / "logs", 2, quick).results()
     assert given[0][0] == "INPUT is -, and 2 processes are to read it"
     assert given[0][1] == "2 processes share the rows, and no output is named"
+
+
+@pytest.mark.parametrize(
+    ("other", "codes", "said"),
+    [
+        (slice(None, None, -1), [2, 7], "error: process 1 reads other rows than process 0\n"),
+        (slice(0, 60), [7, 2], "failed: there are fewer rows here than in process 0\n"),
+    ],
+)
+def test_a_process_with_other_rows(other: slice, codes: list[int], said: str, home: Path, tmp_path: Path) -> None:
+    """Their answers are written beside nobody's rows."""
+    rows = pq.read_table(home / "rows.parquet").to_pylist()
+    pq.write_table(pa.Table.from_pylist(rows[other]), home / "other.parquet")
+
+    def work(place: Place) -> int:
+        return run(classify(home, tmp_path / "out.parquet", "other.parquet" if place.rank else "rows.parquet"))
+
+    forked = Forked(tmp_path / "logs", 2, work)
+    assert forked.exit_codes() == codes
+    assert said in forked.said(0)
+    assert not (tmp_path / "out.parquet").exists()

@@ -113,6 +113,7 @@ def _follow(options: ClassifyOptions, ranks: Ranks, stack: ExitStack, tables: Ta
             given.reading.windows(given.rows.chunks(order.rows_done), window_size(given, request, runner)),
             tokenise=lambda window: request.submit(window.texts, Busy()),
             compute=lambda asked: runner.submit(asked.sequences),
+            mark=lambda window: window.texts.mark(),
             heard=heard,
         )
     if record is None:

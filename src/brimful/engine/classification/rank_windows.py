@@ -29,6 +29,8 @@ from brimful.engine.inference import Done
 from brimful.hardware.ranks import Ranks
 from brimful.levers.precision import choose_forward_precision
 
+_SAME_FILES = "give all processes the same files"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Begin:
@@ -84,24 +86,27 @@ def begin(ranks: Ranks, order: Begin) -> None:
 
 @dataclass
 class _Turn:
-    """A window on its way. asked: None until it is there."""
+    """A window on its way. asked: None until it is there. mark: of the rows that another process has read for it."""
 
     rank: int
     asked: Asked | None = None
+    mark: int | None = None
 
 
 class SharedStages:
     """Stages of a pass whose windows come from all processes in turn; of one process alone, its own.
 
-    Arguments are those of `run_stages`. hear: called with each time that memory ran out in another process.
+    Arguments are those of `run_stages`. hear: called with each time that memory ran out in another process. mark: of
+    `Texts`, of a window.
     """
 
     def __init__(
         self, ranks: Ranks, *, tokenise: Callable[[Any], Callable[[], Asked]], compute: Callable[[Asked], Result],
         write: Callable[[Any, Asked, np.ndarray], None], hear: Callable[[OutOfMemory], None],
+        mark: Callable[[Any], int],
     ) -> None:  # fmt: skip
         self._ranks, self._tokenise, self._compute, self._write = ranks, tokenise, compute, write
-        self._hear, self._next = hear, 0
+        self._hear, self._mark, self._next = hear, mark, 0
 
     def tokenise(self, window: Any) -> Callable[[], _Turn]:
         """Begin with a window, if it is this process's."""
@@ -116,8 +121,10 @@ class SharedStages:
         return _Given(self._ranks, turn, self._hear) if turn.asked is None else self._compute(turn.asked)
 
     def write(self, window: Any, turn: _Turn, logits_PC: np.ndarray) -> None:
-        """Write it, whosever it was."""
+        """Write it, whosever it was. Raises: DataError where another process has read other rows for it."""
         assert turn.asked is not None
+        if turn.mark not in (None, self._mark(window)):
+            raise DataError(f"process {turn.rank} reads other rows than process 0", hint=_SAME_FILES)
         self._ranks.pulse.move()
         self._write(window, turn.asked, logits_PC)
 
@@ -131,7 +138,7 @@ class _Given:
     def result(self) -> np.ndarray:
         _send(self._ranks, _Give(), self._turn.rank)
         found: Done
-        self._turn.asked, found = _receive(self._ranks, self._turn.rank)
+        self._turn.asked, self._turn.mark, found = _receive(self._ranks, self._turn.rank)
         self.busy_s = found.busy_s
         for each in found.out_of_memory:
             self._hear(each)
@@ -168,11 +175,13 @@ def take_part(
     *,
     tokenise: Callable[[Any], Callable[[], Asked]],
     compute: Callable[[Asked], Result],
+    mark: Callable[[Any], int],
     heard: list[OutOfMemory],
 ) -> Any:
     """Compute this process's windows for the leader until it ends; return the record.
 
-    heard: each time that memory ran out here, which is told with the next window.
+    mark: of `Texts`, of a window. heard: each time that memory ran out here, which is told with the next window.
+    Raises: DataError where the leader has more windows.
     """
     results: deque[Result] = deque()
 
@@ -180,11 +189,11 @@ def take_part(
         results.append(result := compute(asked))
         return result
 
-    def write(_: Any, asked: Asked, logits_PC: np.ndarray) -> None:
+    def write(window: Any, asked: Asked, logits_PC: np.ndarray) -> None:
         if isinstance(order := _receive(ranks, 0), End):
             raise _Ended(order.record)
         done = Done(logits_PC, results.popleft().busy_s, tuple(heard))
-        _send(ranks, (replace(asked, sequences=_lengths_alone(asked.sequences)), done), 0)
+        _send(ranks, (replace(asked, sequences=_lengths_alone(asked.sequences)), mark(window), done), 0)
         heard.clear()
 
     own = (window for number, window in enumerate(_readable(windows)) if number % ranks.count == ranks.rank)
@@ -192,7 +201,9 @@ def take_part(
         run_stages(own, tokenise=tokenise, compute=launch, write=write, stages=Stages(), stop=lambda: False)
     except _Ended as ended:
         return ended.record
-    return _receive(ranks, 0).record
+    if isinstance(order := _receive(ranks, 0), End):
+        return order.record
+    raise DataError("there are fewer rows here than in process 0", hint=_SAME_FILES)
 
 
 def _readable(windows: Iterable[Any]) -> Iterator[Any]:

@@ -5,6 +5,7 @@ A request turns a window of rows into sequences of tokens, and the logits of the
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -57,6 +58,11 @@ class Texts:
         """(N,) the rows that are asked about: those with a text, and with a label where each has its own."""
         there_N: npt.NDArray[np.bool_] = self.texts.is_valid().to_numpy(zero_copy_only=False)
         return there_N if self.labels is None else there_N & (np.diff(self.labels.offsets_N1) > 0)
+
+    def mark(self) -> int:
+        """Return a number that tells these rows from others: of how many there are, the first text and the last."""
+        ends = [self.texts[row].as_py() for row in {0, len(self) - 1} if len(self)]
+        return zlib.crc32(repr((len(self), ends)).encode())
 
     def slice(self, start: int, num_rows: int) -> Texts:
         """At most `num_rows` rows from `start` on."""

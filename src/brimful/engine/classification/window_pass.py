@@ -92,6 +92,7 @@ class WindowPass:
             compute=lambda asked: gpu_workers.submit(asked.sequences),
             write=self._write,
             hear=self._ready.log,
+            mark=lambda window: window.texts.mark(),
         )
         chunks = self._rows.chunks(self._done)
         with self._stop_signals() as stop, suppress(_Stopped), self._keeping():

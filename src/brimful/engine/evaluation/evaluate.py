@@ -192,6 +192,7 @@ def _follow(
             WindowSize.on(precision.device.type, sequences_per_row=1).cut(given.texts),
             tokenise=lambda part: request.submit(part, Busy()),
             compute=lambda found: runner.submit(found.sequences),
+            mark=lambda part: part.mark(),
             heard=heard,
         )
     if record is None:
@@ -308,6 +309,7 @@ class _Pass:
             compute=lambda asked: self._workers.submit(asked.sequences),
             write=self._write,
             hear=self._log,
+            mark=lambda part: part.mark(),
         )
         run_stages(
             WindowSize.on(self._device_type, sequences_per_row=1).cut(self._given.texts),
