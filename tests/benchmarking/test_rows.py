@@ -84,6 +84,9 @@ def test_rows_that_the_user_names() -> None:
         "precision": "bf16", "optim": "adafactor", "max_grad_norm": 0.0, "execution": "captured"
     }  # fmt: skip
     assert rows_of(asked("weight_dtype=bf16"), longest=64, on_gpu=False)[-1].settings["precision"] == "bf16"
+    split = rows_of(asked("per_device_batch_size=2", batch_size=4), longest=64, on_gpu=False)
+    assert split[-2].settings == {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    assert split[-1].settings == {"precision": "fp32", "per_device_batch_size": 2, "gradient_accumulation_steps": 2}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +97,7 @@ def test_rows_that_the_user_names() -> None:
         ({"rows": "precision=bf16+precision=fp32"}, "--precision twice", "name each lever once"),
         ({"rows": "learning_rate=1"}, "which is no lever", "the levers are"),
         ({"rows": "token_budget=many"}, "it must be a whole number", "token_budget=8"),
+        ({"rows": "per_device_batch_size=5"}, "5, which does not divide --batch-size 32", "per_device_batch_size=8"),
         ({"rows": "precision=fp13"}, "--precision is 'fp13'", ""),
         ({"rows": "optimizer_in_backward=yes"}, "it must be true or false", "=true"),
         ({"rows": "optimizer_in_backward=true"}, "updates weights before the norm", "--late-clipping"),

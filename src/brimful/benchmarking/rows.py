@@ -194,10 +194,22 @@ def _asked(options: BenchOptions, text: str, precision: str) -> list[Row]:
             raise OptionError(f"--rows has {flag(name)} twice in '{printable(text)}'", hint="name each lever once")
         settings[name] = _value(name, value.strip())
         named.add(name)
+    settings |= _pieces(settings, options.batch_size)
     options.train_options(**settings)
     theirs = trainers_settings(settings, options.batch_size)
     trainer = [] if theirs is None else [Row(side="trainer", name=text, settings=theirs, base=PLAIN.key)]
     return [*trainer, _ours(text, settings, _OUR_PLAIN)]
+
+
+def _pieces(settings: Mapping[str, Any], batch_size: int) -> dict[str, int]:
+    """Micro-batches of the rows that are asked for, where their number is not: the batch is the bench's."""
+    rows = settings.get("per_device_batch_size")
+    if rows is None or "gradient_accumulation_steps" in settings:
+        return {}
+    if rows < 1 or batch_size % rows:
+        said = f"--rows has --per-device-batch-size {rows}, which does not divide --batch-size {batch_size}"
+        raise OptionError(said, hint=f"as in --rows per_device_batch_size={_quarters(batch_size)[0]}")
+    return {"gradient_accumulation_steps": batch_size // rows}
 
 
 def _value(name: str, text: str) -> Any:
