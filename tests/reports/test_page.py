@@ -48,6 +48,14 @@ def test_every_part_shows_hostile_text_as_text() -> None:
     assert not any(c in found.document for c in "\x00\x1b\u202e\u2028")
 
 
+def test_names_in_a_sentence_keep_their_direction() -> None:
+    """Two of them beside one another would swap places, and their quotes."""
+    found = whole(PARTS.warning("never given: 'left', 'שלום', 'عربي 12' <b>, it's --new-head"))
+    assert (
+        "&#39;left&#39;, &#39;<bdi>שלום</bdi>&#39;, &#39;<bdi>عربي 12</bdi>&#39; &lt;b&gt;, it&#39;s" in found.document
+    )
+
+
 def test_the_record_can_be_read_back_and_cannot_end_its_element() -> None:
     hostile = dataclasses.replace(RECORD, model=HOSTILE + "<!--<script>")
     document = classification_page(hostile)

@@ -22,6 +22,8 @@ from brimful.core.units import bytes_text, count_text, seconds_text, share_text
 #: Characters of a value, of a sentence and of a command that a page shows.
 _VALUE, _SENTENCE, _COMMAND = 1000, 2000, 100_000
 _CODE = re.compile(r"`([^`]+)`|(?<![\w-])(--[a-z][a-z-]*[a-z])")
+#: A name in quotes, escaped, with letters that are written from right to left.
+_NAME = re.compile(r"&#39;((?:(?!&#39;)[^<])*[\u0590-\u08ff](?:(?!&#39;)[^<])*)&#39;")
 
 
 def render(template: str, record: Any, **values: Any) -> str:
@@ -63,9 +65,10 @@ def _readable(value: Any, limit: int) -> str:
 
 
 def _prose(text: str) -> Markup:
-    """A sentence with its --options, and parts `between backticks`, set as code."""
+    """A sentence with its --options, and parts `between backticks`, set as code; names keep their direction."""
     escaped = str(escape(_readable(text, _SENTENCE)))
-    return Markup(_CODE.sub(lambda found: f"<code>{found[1] or found[2]}</code>", escaped))
+    coded = _CODE.sub(lambda found: f"<code>{found[1] or found[2]}</code>", escaped)
+    return Markup(_NAME.sub(r"&#39;<bdi>\1</bdi>&#39;", coded))
 
 
 def _embedded(record: Any) -> Markup:
