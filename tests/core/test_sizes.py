@@ -6,7 +6,7 @@ import pytest
 
 from brimful.core.errors import OptionError
 from brimful.core.options import ClassifyOptions, TrainOptions
-from brimful.core.units import number_text, parse_bytes, part_text, share_text
+from brimful.core.units import amount_text, number_text, parse_bytes, part_text, share_text
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,8 @@ def test_a_share_is_never_rounded_to_none_or_all() -> None:
 def test_a_metric_of_zero_has_no_sign() -> None:
     assert number_text(-1e-17) == "0.0000"
     assert number_text(-0.25) == "-0.2500"
+
+
+def test_an_amount_has_digits_that_say_something() -> None:
+    shown = [amount_text(number) for number in (0.0, 7.0498, 0.0123456, 1.2341e-5, 999.94, 62_500_000.2, None)]
+    assert shown == ["0.0000", "7.0498", "0.01235", "1.234e-05", "999.9400", "62,500,000", "unknown"]

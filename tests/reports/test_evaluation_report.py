@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -12,7 +13,7 @@ from brimful.core.evaluation import Evaluation
 from brimful.core.records import LabelSpace, from_json, to_json
 from brimful.engine.scoring import evaluation_of
 from brimful.reports.evaluation_page import evaluation_page
-from brimful.reports.evaluation_text import evaluation_text, label_rows
+from brimful.reports.evaluation_text import evaluation_text, label_rows, metric_rows
 from brimful.tasks.scoring.baselines import constant_baseline
 from brimful.tasks.scoring.choose import make_scorer
 
@@ -94,3 +95,16 @@ def test_labels_that_begin_alike_are_told_apart() -> None:
 def test_a_page_says_how_many_labels_its_table_leaves_out() -> None:
     names = tuple(f"label {number}" for number in range(1003))
     assert "The 1,000 most frequent of 1,003 labels" in evaluation_page(record("single_label", names))
+
+
+@pytest.mark.parametrize(("scale", "shown"), [(1e-6, "e-0"), (1e5, ",")])
+def test_errors_of_small_and_large_targets_are_figures(scale: float, shown: str) -> None:
+    made = record("regression", ("price",))
+    metrics = {
+        name: replace(each, **{k: v * scale for k in ("value", "low", "high") if (v := getattr(each, k)) is not None})
+        for name, each in made.metrics.items()
+    }
+    made = replace(made, metrics=metrics, baselines=())
+    for cells in metric_rows(made)[:3]:
+        assert all(shown in number for number in (cells[1], *cells[2].split(" to "))), cells
+    assert metric_rows(made)[1][1] in evaluation_page(made)

@@ -64,6 +64,13 @@ def number_text(number: float | None) -> str:
     return "unknown" if number is None else f"{number:z.4f}"
 
 
+def amount_text(number: float | None) -> str:
+    """A number in units of the data: `7.0498`, `62,500,000`, `1.234e-05`; `unknown` for None."""
+    if number is None or not number or 0.1 <= abs(number) < 1000:
+        return number_text(number)
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
+
+
 def part_text(count: int, whole: int) -> str:
     """Count and share, never rounded to none or all: `12 (< 0.1 %)`; `0` of nothing."""
     return f"{count:,} ({share_text(count / whole)})" if whole else f"{count:,}"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from brimful.core.comparison import Compared, Comparison, Difference, Paired, PairedMetric, RowFigures
 from brimful.core.errors import printable
 from brimful.core.evaluation import LOWER_IS_BETTER, Metric
-from brimful.core.units import bytes_text, count_text, number_text, seconds_text
+from brimful.core.units import bytes_text, count_text, seconds_text
 from brimful.reports.bench_text import rate_text
-from brimful.reports.evaluation_text import METRICS
+from brimful.reports.evaluation_text import METRICS, interval_text, metric_text
 from brimful.reports.text_columns import aligned, fitted
 
 _NAME, _VALUE = 36, 34
@@ -56,7 +56,7 @@ def metric_rows(record: Comparison) -> list[tuple[str, ...]]:
     names = dict.fromkeys(name for each in record.compared for name in each.metrics)
     ordered = sorted(names, key=lambda name: list(METRICS).index(name) if name in METRICS else len(METRICS))
     found = [
-        (METRICS.get(name, printable(name, 40)), *(_metric(each.metrics.get(name)) for each in record.compared))
+        (METRICS.get(name, printable(name, 40)), *(_metric(name, each.metrics.get(name)) for each in record.compared))
         for name in ordered
     ]
     return [row for row in found if set(row[1:]) != {UNKNOWN}]
@@ -114,12 +114,18 @@ def paired_rows(pair: Paired) -> list[tuple[str, str, str, str]]:
     return [
         (
             METRICS.get(each.name, each.name),
-            f"{each.difference:+.4f}",
-            UNKNOWN if each.low is None or each.high is None else f"{each.low:+.4f} to {each.high:+.4f}",
+            _signed(each.name, each.difference),
+            UNKNOWN
+            if each.low is None or each.high is None
+            else f"{_signed(each.name, each.low)} to {_signed(each.name, each.high)}",
             verdict(each),
         )
         for each in pair.metrics
     ]
+
+
+def _signed(name: str, difference: float) -> str:
+    return f"{'-' if difference < 0 else '+'}{metric_text(name, abs(difference))}"
 
 
 def verdict(metric: PairedMetric) -> str:
@@ -193,12 +199,11 @@ def _with_ratio(value: float | None, first: float | None, said: str, place: int)
     return f"{said}, x {value / first:.2f}" if first and place and value is not None else said
 
 
-def _metric(metric: Metric | None) -> str:
+def _metric(name: str, metric: Metric | None) -> str:
     if metric is None or metric.value is None:
         return UNKNOWN
-    if metric.low is None or metric.high is None:
-        return number_text(metric.value)
-    return f"{number_text(metric.value)} ({metric.low:.4f} to {metric.high:.4f})"
+    within = interval_text(metric, name=name)
+    return metric_text(name, metric.value) + (f" ({within})" if within else "")
 
 
 def _value(value: str | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from brimful.core.errors import printable
 from brimful.core.evaluation import MAIN_METRIC, Evaluation, Metric, Mistake
 from brimful.core.option_checks import flag
-from brimful.core.units import number_text, part_text, share_text
+from brimful.core.units import amount_text, number_text, part_text, share_text
 from brimful.reports.bars import Bar, bar_chart
 from brimful.reports.charts import agreement
 from brimful.reports.classification_page import Chart
@@ -22,6 +22,7 @@ from brimful.reports.evaluation_text import (
     interval_text,
     label_rows,
     metric_rows,
+    metric_text,
     most_confused,
 )
 from brimful.reports.page import render
@@ -119,7 +120,8 @@ def evaluation_tiles(record: Evaluation) -> list[tuple[str, str | None, str | No
     for name in names:
         metric, title = record.metrics[name], METRICS[name]
         if metric.value is not None:
-            tiles.append((title[:1].upper() + title[1:], number_text(metric.value), interval_text(metric) or None))
+            interval = interval_text(metric, name=name) or None
+            tiles.append((title[:1].upper() + title[1:], metric_text(name, metric.value), interval))
     main = MAIN_METRIC[record.labels.task]
     for baseline in record.baselines:
         if (value := baseline.metrics.get(main)) is not None:
@@ -176,11 +178,11 @@ def _reliability(record: Evaluation) -> Chart | None:
         caption = f"Answers by their confidence, and the share of them that is {what}; larger dots are more answers."
         if (error := record.metrics.get("ece")) is not None and error.value is not None:
             caption += f" On average they are {share_text(error.value)} apart (the calibration error)."
-    total = sum(b.count for b in bins)
+    total, said = sum(b.count for b in bins), amount_text if regression else number_text
     return Chart(
         drawing=agreement("reliability", points, ends=ends, axes_names=names, alt=f"Dots beside a diagonal. {caption}"),
         caption=f"{caption} On the dashed line both are equal.",
         title="Calibration",
         columns=(f"{names[0][:1].upper()}{names[0][1:]}", f"{names[1][:1].upper()}{names[1][1:]}", "Count"),
-        rows=[(number_text(each.predicted), number_text(each.observed), part_text(each.count, total)) for each in bins],
+        rows=[(said(each.predicted), said(each.observed), part_text(each.count, total)) for each in bins],
     )

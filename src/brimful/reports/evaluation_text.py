@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from brimful.core.errors import printable
 from brimful.core.evaluation import CONSTANT, LINEAR, Baseline, Confused, Evaluation, Metric
-from brimful.core.units import count_text, number_text, seconds_text, share_text
+from brimful.core.units import amount_text, count_text, number_text, seconds_text, share_text
 from brimful.reports.text_columns import aligned, fitted, told_apart
 
 #: Labels that are listed, the most frequent first, and pairs that are confused.
@@ -42,6 +42,9 @@ METRICS = {
     "f1": "F1",
     "auc": "AUC",
 }
+
+#: Metrics in units of the targets, which may be of any size.
+IN_UNITS = frozenset({"mse", "rmse", "mae"})
 
 
 def evaluation_text(record: Evaluation) -> str:
@@ -79,10 +82,17 @@ def baseline_title(baseline: Baseline) -> str:
     return "TF-IDF, linear" if baseline.name == LINEAR else printable(baseline.name, 30)
 
 
-def interval_text(metric: Metric, digits: int = 4) -> str:
-    """`0.9634 to 0.9901`; nothing where it is not known."""
+def metric_text(name: str, value: float | None) -> str:
+    """Value of a metric: a share, or an error in units of the targets."""
+    return amount_text(value) if name in IN_UNITS else number_text(value)
+
+
+def interval_text(metric: Metric, digits: int = 4, *, name: str = "") -> str:
+    """`0.9634 to 0.9901`; nothing where it is not known. name: of a metric that may be in units of targets."""
     if metric.low is None or metric.high is None:
         return ""
+    if name in IN_UNITS:
+        return f"{amount_text(metric.low)} to {amount_text(metric.high)}"
     return f"{metric.low:.{digits}f} to {metric.high:.{digits}f}"
 
 
@@ -91,9 +101,9 @@ def metric_rows(record: Evaluation) -> list[tuple[str, ...]]:
     return [
         (
             METRICS.get(name, name),
-            number_text(metric.value),
-            interval_text(metric),
-            *("" if (v := each.metrics.get(name)) is None else number_text(v) for each in record.baselines),
+            metric_text(name, metric.value),
+            interval_text(metric, name=name),
+            *("" if (v := each.metrics.get(name)) is None else metric_text(name, v) for each in record.baselines),
         )
         for name, metric in record.metrics.items()
         if metric.value is not None
@@ -123,11 +133,17 @@ def label_rows(record: Evaluation) -> tuple[tuple[str, ...], list[tuple[str, ...
             name,
             f"{each.support:,}",
             f"{each.given:,}",
-            *("" if (metric := each.metrics[kind]).value is None else f"{metric.value:.3f}" for kind in kinds),
+            *(_of_label(kind, each.metrics[kind].value) for kind in kinds),
             *(interval_text(each.metrics[kind], 3) for kind in spread),
         )
         for name, each in zip(shown, ordered, strict=True)
     ]
+
+
+def _of_label(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return amount_text(value) if name in IN_UNITS else f"{value:.3f}"
 
 
 def by_label_lines(record: Evaluation) -> list[str]:
