@@ -11,8 +11,8 @@ import pytest
 
 from brimful.core.errors import InputError
 from brimful.reports.bars import Bar, bar_chart
-from brimful.reports.charts import Point, curves, histogram, overlaid_curves, scatter
-from brimful.reports.svg import check_charts
+from brimful.reports.charts import Point, agreement, curves, histogram, overlaid_curves, scatter
+from brimful.reports.svg import check_charts, width_of
 
 BARS = [Bar("yes", 3, "3 (75.0 %)", strong=True), Bar("no", 1, "1 (25.0 %)"), Bar("never", 0, "0 (0.0 %)")]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -106,6 +106,23 @@ def test_labels_of_points_do_not_cover_one_another() -> None:
     placed = {e.text: (e.get("transform"), e.get("x"), e.get("y")) for e in labels}
     assert placed.keys() == {"0", "1", "2", "3"}
     assert len({re.sub(r"[\d.]+", lambda n: str(round(float(n[0]))), str(where)) for where in placed.values()}) == 4
+
+
+def test_long_numbers_and_a_name_at_the_left_stay_within_the_chart() -> None:
+    points, names = [(300_000.0, 200_000.0, 5), (600_000.0, 650_000.0, 5)], ("prediction", "target")
+    said = ("{:g}".format, "{:,g}".format)
+    charts = [
+        agreement("a", points, ends=(100_000.0, 700_000.0), axes_names=names, alt="a"),
+        scatter("b", [Point("1", 2.0, 125_000.0)], front=[0], axes_names=names, said=said, alt="b"),
+    ]
+    for chart in charts:
+        root = ElementTree.fromstring(chart)
+        found = [each for each in root.iter(f"{SVG}text") if "," in (each.text or "") or each.text == "target"]
+        assert len(found) >= 3
+        for each in found:
+            x, width = float(each.get("x") or 0), width_of(each.text or "") if each.text != "target" else 20
+            left = x - (width if "end" in each.get("style", "") else width / 2)
+            assert 0 < left < left + width < 400, each.text
 
 
 def test_a_single_step_has_its_number_once() -> None:

@@ -48,10 +48,11 @@ def scatter(
             axes.scatter(*where, s=42, marker=marker, color=colour, linewidths=0, clip_on=False, zorder=3)
         axes.set_xlim(0, 1.08 * max((point.x for point in points), default=1.0) or 1.0)
         axes.set_ylim(0, 1.08 * max((point.y for point in points), default=1.0) or 1.0)
-        _label(axes, points, front)
         for axis, text in zip((axes.xaxis, axes.yaxis), said, strict=True):
             axis.get_major_locator().set_params(nbins=4)
             axis.set_major_formatter(lambda value, _, text=text: text(value))
+        _widen(axes, said[1], below=said[0])
+        _label(axes, points, front)
         axes.set_xlabel(axes_names[0], color=COLOURS["muted"], labelpad=6)
         axes.set_ylabel(axes_names[1], color=COLOURS["muted"], labelpad=6)
         axes.tick_params(labelcolor=COLOURS["muted"])
@@ -150,6 +151,8 @@ def agreement(
         axes.scatter(xs, ys, s=sizes, color=COLOURS["strong"], linewidths=0, clip_on=False, zorder=3)
         for axis in (axes.xaxis, axes.yaxis):
             axis.get_major_locator().set_params(nbins=5)
+            axis.set_major_formatter(lambda value, _: f"{value:,g}")
+        _widen(axes, "{:,g}".format, below="{:,g}".format)
         axes.set_xlabel(axes_names[0], color=COLOURS["muted"], labelpad=6)
         axes.set_ylabel(axes_names[1], color=COLOURS["muted"], labelpad=6)
         axes.tick_params(labelcolor=COLOURS["muted"])
@@ -243,8 +246,10 @@ def _number_axes(axes: Any, axis: str, said: Callable[[float], str]) -> None:
     axes.tick_params(labelcolor=COLOURS["muted"])
 
 
-def _widen(axes: Any, said: Callable[[float], str]) -> None:
-    """Leave room for the numbers at the left."""
-    left = 14 + max((width_of(said(value)) for value in axes.get_yticks()), default=0)
+def _widen(axes: Any, said: Callable[[float], str], *, below: Callable[[float], str] | None = None) -> None:
+    """Leave room for the numbers at the left. below: those below, where the axis at the left has a name beside it."""
+    left, right = 14.0 + max((width_of(said(value)) for value in axes.get_yticks()), default=0), 12.0
+    if below is not None:
+        left, right = left + 18, max(right, 4 + max(width_of(below(value)) for value in axes.get_xticks()) / 2)
     place = axes.get_position()
-    axes.set_position((left / WIDTH, place.y0, (WIDTH - left - 12) / WIDTH, place.height))
+    axes.set_position((left / WIDTH, place.y0, (WIDTH - left - right) / WIDTH, place.height))
