@@ -231,6 +231,14 @@ def test_a_perfect_score_has_the_bound_of_its_rows() -> None:
     assert found.metrics["auc_macro"].low == pytest.approx(0.025 ** (1 / 30))
 
 
+def test_answers_that_are_all_one_number_have_no_correlation() -> None:
+    """Of large ones rounding leaves a spread, and a correlation of 0."""
+    targets = (4.6e5 + 2.7e5 * np.random.default_rng(0).normal(size=(47, 1))).astype(np.float32)
+    found = scored("regression", np.full((47, 1), targets.mean(), np.float32), targets, resamples=20)
+    assert found.metrics["pearson"].value is None
+    assert found.metrics["r2"].value == pytest.approx(0, abs=1e-6)
+
+
 def test_a_row_without_an_answer_counts_nowhere() -> None:
     logits, targets = drawn("single_label", 100)
     whole = scored("single_label", logits[:90], targets[:90], resamples=0)

@@ -20,6 +20,8 @@ _SUMS = ("rows", "squared_error", "error", "target", "target2", "output", "outpu
 #: Bins with equally many rows.
 _BINS = 10
 _OF_ONE = ("r2", "pearson")
+#: Share of squares below which a spread is rounding.
+_ROUNDING = 1e-12
 
 
 class RegressionScorer(Scorer):
@@ -64,9 +66,7 @@ class RegressionScorer(Scorer):
         of = dict(zip(_SUMS, np.split(sums_RK, len(_SUMS), axis=-1), strict=True))
         rows = of["rows"]
         mse_RC = divided(of["squared_error"], rows)
-        target_spread, output_spread = (
-            np.maximum(of[f"{name}2"] - np.nan_to_num(divided(of[name] ** 2, rows)), 0) for name in ("target", "output")
-        )
+        target_spread, output_spread = (_spread(of[name], of[f"{name}2"], rows) for name in ("target", "output"))
         together = of["product"] - np.nan_to_num(divided(of["target"] * of["output"], rows))
         r2_RC = 1 - divided(of["squared_error"], target_spread)
         pearson_RC = np.clip(divided(together, np.sqrt(target_spread * output_spread)), -1, 1)
@@ -75,6 +75,12 @@ class RegressionScorer(Scorer):
         if self.space.num_outputs == 1:
             overall |= {"r2": r2_RC[..., 0], "pearson": pearson_RC[..., 0]}
         return overall | {"rmse_of": np.sqrt(mse_RC), "mae_of": mae_RC, "r2_of": r2_RC, "pearson_of": pearson_RC}
+
+
+def _spread(sum_RC: Floats, squares_RC: Floats, rows_RC: Floats) -> Floats:
+    """Squared deviations from the mean; 0 where they are what rounding leaves of equal numbers."""
+    found_RC = squares_RC - np.nan_to_num(divided(sum_RC**2, rows_RC))
+    return np.where(found_RC > _ROUNDING * squares_RC, found_RC, 0.0)
 
 
 def _part(ends: Ends, output: int) -> Ends:
