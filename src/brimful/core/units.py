@@ -71,6 +71,11 @@ def amount_text(number: float | None) -> str:
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
 
 
+def target_text(number: float) -> str:
+    """A target or an answer of a regression, short: `4.612`, `0.0004612`, `461,184`."""
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
+
+
 def part_text(count: int, whole: int) -> str:
     """Count and share, never rounded to none or all: `12 (< 0.1 %)`; `0` of nothing."""
     return f"{count:,} ({share_text(count / whole)})" if whole else f"{count:,}"

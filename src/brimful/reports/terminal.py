@@ -27,7 +27,7 @@ from brimful.core.records import Recipe, Run
 from brimful.core.units import count_text, number_text, seconds_text, share_text
 from brimful.reports.arithmetic import arithmetic_legend
 from brimful.reports.eta import Pace
-from brimful.reports.evaluation_text import short_text
+from brimful.reports.evaluation_text import metric_text, short_text
 from brimful.reports.memory_text import memory_text
 from brimful.reports.processes_text import processes_text
 from brimful.reports.text_columns import aligned
@@ -157,7 +157,7 @@ class Terminal(Callbacks):
         self._draw(printable(text, 300), share, 1.0)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        shown = ", ".join(f"{name} {metric_text(name, value)}" for name, value in metrics.items())
         self._say(f"evaluation after step {step:,}: {shown}")
 
     def evaluation(self, evaluation: Evaluation) -> None:

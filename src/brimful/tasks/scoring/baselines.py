@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from brimful.core.evaluation import CONSTANT, LINEAR, Baseline
 from brimful.core.records import LabelSpace
+from brimful.core.units import target_text
 from brimful.tasks.scoring.choose import make_scorer
 from brimful.tasks.scoring.labels import MultiLabelScorer, SingleLabelScorer
 
@@ -64,7 +65,7 @@ def constant_baseline(space: LabelSpace, training: npt.NDArray[Any], targets_N: 
     else:
         means_C = training.reshape(len(training), -1).mean(0, dtype=np.float64)
         scorer.add(rows, np.broadcast_to(means_C.astype(np.float32), (len(rows), len(means_C))))
-        answer = ", ".join(f"{mean:.4g}" for mean in means_C)
+        answer = ", ".join(target_text(mean) for mean in means_C)
     return Baseline(
         name=CONSTANT,
         answer=answer,

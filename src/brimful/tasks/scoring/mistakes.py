@@ -16,6 +16,7 @@ import numpy.typing as npt
 from scipy.special import expit, softmax
 
 from brimful.core.records import LabelSpace
+from brimful.core.units import target_text
 
 #: Rows that are kept.
 MOST = 40
@@ -122,6 +123,5 @@ class MistakeFinder:
 
     def _number(self, index: int, output: int, target: float, given: float) -> WrongRow:
         named = f"{self._space.names[output]} " if self._space.num_outputs > 1 else ""
-        return WrongRow(
-            index=index, truth=f"{named}{target:.4g}", label=f"{named}{given:.4g}", score=None, truth_score=None
-        )
+        truth, label = (f"{named}{target_text(number)}" for number in (target, given))
+        return WrongRow(index=index, truth=truth, label=label, score=None, truth_score=None)
