@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in its __all__
 
 from brimful.core.errors import DeviceError, OptionError
 from brimful.core.options import TrainOptions
 from brimful.core.place import Place
 from brimful.hardware import meeting
 from brimful.hardware.asked import asked_of, check_same
-from brimful.hardware.meeting import meet, next_meeting, open_store
+from brimful.hardware.meeting import coming, meet, next_meeting, open_store
 from brimful.hardware.pulse import Pulse
 from brimful.hardware.ranks import joined
 from brimful.hardware.watch import Watch
@@ -102,11 +103,26 @@ def test_one_script_meets_several_times(tmp_path: Path) -> None:
 
 def test_meetings_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun keeps its store where it starts all processes again."""
-    (first, second) = (next_meeting(), next_meeting())
-    assert first != second
+    store = HashStore()
+    monkeypatch.setattr(meeting, "_MEETINGS", itertools.count())
+    first, _ = next_meeting(store)
+    first.set("key", "of the first")
+    assert not next_meeting(store)[0].check(["key"])
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setattr(meeting, "_MEETINGS", itertools.count(int(first.rpartition("/")[2])))
-    assert next_meeting() not in (first, second)
+    monkeypatch.setattr(meeting, "_MEETINGS", itertools.count())
+    assert not next_meeting(store)[0].check(["key"])
+
+
+def test_one_that_fails_on_its_way_leaves_word(tmp_path: Path) -> None:
+    """The first process does not wait ten minutes for it."""
+
+    def work(place: Place) -> str:
+        with pytest.raises(DeviceError) as caught, joined(place, torch.device("cpu")) if place.leads else coming(place):
+            raise DeviceError("no GPU here", hint="buy one")
+        return str(caught.value)
+
+    said = f"process 1 of 2 ({socket.gethostname()}) has failed: no GPU here"
+    assert Forked(tmp_path, 2, work).results() == [said, "no GPU here"]
 
 
 def test_processes_that_were_asked_other_things(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from brimful.cli.launch import launch, number_of, watch_launcher
+from brimful.cli.launch import LIFELINE, launch, number_of, watch_launcher
 from brimful.core.errors import BrimfulError, RanksError, did_you_mean, printable
 from brimful.core.place import LAUNCHED, Place, find_place
 
@@ -176,8 +176,18 @@ def _on_ray(name: str, options: Any, words: list[str]) -> int:
 
 def _follow(name: str, options: Any) -> int:
     """Take part in work that another process leads: what there is to say, it says."""
-    from brimful.api import run_classification, run_training
     from brimful.core.callbacks import Callbacks
+    from brimful.engine.early import check_early
+
+    try:
+        check_early(options, Callbacks())  # as the leader does, which does not wait for others then
+    except BrimfulError as error:
+        if LIFELINE not in os.environ:  # otherwise who started all ends them
+            from brimful.hardware.meeting import tell_failure
+
+            tell_failure(find_place(), error)
+        return error.exit_code
+    from brimful.api import run_classification, run_training
     from brimful.engine.evaluation.run import run_evaluation
     from brimful.engine.profiling.profile import profile
 

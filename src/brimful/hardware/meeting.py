@@ -7,11 +7,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
 from brimful.core.errors import DeviceError, first_line, listed
 from brimful.core.place import Place
@@ -22,6 +23,9 @@ from brimful.hardware.watch import Watch
 MEETING = timedelta(minutes=10)
 #: Seconds until the first process says who has not come, and between two looks.
 _PATIENCE_S, _LOOK_S = 30.0, 0.05
+#: Most seconds to leave word that this process does not come: the first one may be slow to start, or end as this does.
+_WORD_S = 30.0
+_FAILED = "failed"
 #: Stores by process, address and place. One that this process opened stays for its next meeting: others may be there
 #: first, and would be at a store that ends.
 _STORES: dict[tuple[int, str, Place], Any] = {}
@@ -58,9 +62,43 @@ def open_store(place: Place) -> Any:
     return store
 
 
-def next_meeting() -> str:
-    """Return a name for what one meeting has in the store: a script may call for several, and torchrun restart all."""
-    return f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_MEETINGS)}"
+def next_meeting(store: Any) -> tuple[Any, Any]:
+    """Return the part of a store that is for the next meeting, and the part of it for signs of life.
+
+    A script may call for several meetings, and torchrun start all processes again.
+    """
+    own = PrefixStore(f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_MEETINGS)}", store)
+    return own, PrefixStore("pulses", own)
+
+
+@contextmanager
+def coming(place: Place) -> Iterator[None]:
+    """Within, this process is on its way to the others. If it fails, those who wait for it are told."""
+    try:
+        yield
+    except Exception as error:
+        tell_failure(place, error)
+        raise
+
+
+def tell_failure(place: Place, error: Exception) -> None:
+    """Leave word that this process does not come. The first one has nowhere to, unless the store is the launcher's."""
+    if place.count > 1 and (not place.leads or store_is_launchers()) and _store_is_there():
+        with suppress(Exception):
+            _, pulses = next_meeting(open_store(place))
+            own = f"process {place.rank} of {place.count} ({socket.gethostname()})"
+            pulses.set(_FAILED, f"{own} has failed: {first_line(error)}")
+
+
+def _store_is_there() -> bool:
+    """Wait for the store, but not for long. torch would print stacks of its own where nobody comes."""
+    until = time.monotonic() + _WORD_S
+    while time.monotonic() < until:
+        with suppress(OSError, ValueError, KeyError):
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 1.0).close()
+            return True
+        time.sleep(_LOOK_S)
+    return False
 
 
 def meet(
@@ -79,16 +117,18 @@ def meet(
             raise DeviceError(f"another process is number {place.rank} of {place.count}: {first}", hint=hint)
         store.set(f"asked/{place.rank}", json.dumps(dict(asked or {})))
         watch.announce()
-        _wait_for_all(watch, place, note)
+        _wait_for_all(store, watch, place, note)
         texts = store.multi_get([f"asked/{rank}" for rank in range(place.count)])
     except RuntimeError as error:
         raise DeviceError(f"process 0 is gone before all had met: {first_line(error)}", hint=_HINT) from error
     check_same([json.loads(text) for text in texts])
 
 
-def _wait_for_all(watch: Watch, place: Place, note: Callable[[str], None]) -> None:
+def _wait_for_all(store: Any, watch: Watch, place: Place, note: Callable[[str], None]) -> None:
     missing, began, told = list(range(place.count)), time.monotonic(), False
     while missing := [rank for rank in missing if not watch.has_come(rank)]:
+        if store.check([_FAILED]):
+            raise DeviceError(store.get(_FAILED).decode(), hint="mend it there, and start all again")
         waited_s = time.monotonic() - began
         if waited_s > MEETING.total_seconds():
             raise DeviceError(f"{_numbers(missing, place.count)} did not come in {waited_s / 60:.0f} min", hint=_HINT)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore
 
 from brimful.core.errors import DeviceError, RanksError, first_line
 from brimful.core.place import Place
@@ -281,8 +280,7 @@ def joined(
     if dist.is_initialized():
         hint = "call it before init_process_group; to train in your own loop there is brimful.Step"
         raise DeviceError("torch.distributed is in use in this process already", hint=hint)
-    store = PrefixStore(next_meeting(), open_store(place))
-    own = PrefixStore("pulses", store)
+    store, own = next_meeting(open_store(place))
     pulse = Pulse(place.rank, f"GPU {device.index or 0}" if device.type == "cuda" else "CPU")
     watch = Watch(pulse, own, place.count, own_store=not store_is_launchers())
     meet(own, watch, place, note, asked)

@@ -20,6 +20,7 @@ from brimful.cli.launch import launch
 from brimful.core.errors import RanksError
 from brimful.core.place import Place
 from brimful.engine.training.orders import Order
+from brimful.hardware import meeting
 from brimful.hardware.ranks import Ranks, digest
 from forked_ranks import Forked
 from runs import POISON, checkpoints, events, save_tiny_model, single_label_rows, write_rows
@@ -170,9 +171,21 @@ def test_a_process_that_fails_says_why(files: Path, tmp_path: Path) -> None:
         return run(asked)
 
     both = Forked(tmp_path / "logs", 2, work)
-    assert both.results()[0] == 7
+    assert both.results() == [2, 2]
     assert "error: process 1 of 2 (" in both.said(0)
-    assert "in phase data: failed: " in both.said(0)
+    assert ") has failed: " in both.said(0)
+
+
+@pytest.mark.parametrize("command", ["train", "classify", "evaluate", "profile"])
+def test_a_mistake_ends_all(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process ends before it meets the others, which find the same, and do not wait for it."""
+    monkeypatch.setattr(meeting, "_WORD_S", 0.1)
+    rows, output = str(tmp_path / "rows.csv"), ["--output", str(tmp_path / "out.csv")]
+    words = [rows, "--model", "nowhere"] if command in ("train", "profile") else ["nowhere", rows]
+    both = start(tmp_path / "logs", command, *words, *(output if command != "profile" else ()), "--device", "cpu")
+    assert both.results() == [2, 2]
+    assert "error: there is no such file or folder" in both.said(0)
+    assert both.said(1) == ""
 
 
 def test_launch_ends_as_the_first_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ from brimful.engine.classification.window_pass import WindowPass, window_size
 from brimful.engine.signals import passing_on
 from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
+from brimful.hardware.meeting import coming
 from brimful.hardware.probe import choose_device
 from brimful.hardware.ranks import Ranks, joined
 from brimful.reports.memory_text import limit_text
@@ -50,9 +51,10 @@ def classify_file(
     a damaged file, or for more rows than --max-errors that have an error. What was written before is kept.
     """
     began, place = time.perf_counter(), find_place()
-    _check_shared(options, place, output)
-    with ExitStack() as stack:
+    with coming(place):
+        _check_shared(options, place, output)
         device = choose_device(options.device, place.local_rank)
+    with ExitStack() as stack:
         stack.enter_context(device_memory(device, options.memory_limit, options.allocator))
         ranks = stack.enter_context(joined(place, device, note=callbacks.note, asked=asked_of(options, device)))
         if not ranks.leads:

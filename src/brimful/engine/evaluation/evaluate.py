@@ -51,6 +51,7 @@ from brimful.engine.read_examples import report_columns
 from brimful.engine.scoring import PredictionFile, evaluation_of, mistakes_of, prediction_form, truth_column
 from brimful.engine.signals import StopSignals, passing_on
 from brimful.hardware.asked import asked_of
+from brimful.hardware.meeting import coming
 from brimful.hardware.probe import choose_device, probe
 from brimful.hardware.ranks import Ranks, joined
 from brimful.levers.precision import choose_forward_precision
@@ -89,9 +90,10 @@ def evaluate_model(
         model=options.model, data=options.data, **{name: getattr(options, name) for name in _SHARED}
     )
     place = find_place()
-    device = choose_device(options.device, place.local_rank)
-    check_gpus_there(options, device)
-    precision = choose_forward_precision(options.precision, device)
+    with coming(place):
+        device = choose_device(options.device, place.local_rank)
+        check_gpus_there(options, device)
+        precision = choose_forward_precision(options.precision, device)
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(place, device, note=callbacks.note, asked=asked_of(options, device)))
         if not ranks.leads:

@@ -31,6 +31,7 @@ from brimful.engine.training.same_path import check_made_of, options_of, path_of
 from brimful.engine.training.shared_work import SharedWork
 from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
+from brimful.hardware.meeting import coming
 from brimful.hardware.probe import choose_device, device_name, probe
 from brimful.hardware.process_settings import deterministic
 from brimful.hardware.ranks import Ranks, joined
@@ -60,12 +61,13 @@ def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None
     Raises: InputError for what cannot be done as asked; DeviceError where the profiler sees nothing of the GPU.
     """
     place = find_place()
-    if options.gpus not in (None, "1") and place.count == 1:
-        hint = "start the script with torchrun --nproc-per-node N, and leave gpus out"
-        raise OptionError(f"--gpus {options.gpus} is of the command line: a script is one process", hint=hint)
-    trace = None if options.trace is None or not place.leads else _checked(Path(options.trace), options.data)
-    check_tensor_parallel(place, options.tensor_parallel)
-    device = choose_device("cuda" if options.gpus is not None else options.device, place.local_rank)
+    with coming(place):
+        if options.gpus not in (None, "1") and place.count == 1:
+            hint = "start the script with torchrun --nproc-per-node N, and leave gpus out"
+            raise OptionError(f"--gpus {options.gpus} is of the command line: a script is one process", hint=hint)
+        trace = None if options.trace is None or not place.leads else _checked(Path(options.trace), options.data)
+        check_tensor_parallel(place, options.tensor_parallel)
+        device = choose_device("cuda" if options.gpus is not None else options.device, place.local_rank)
     precision = choose_precision(options.precision, device)
     with (
         deterministic(options.deterministic),

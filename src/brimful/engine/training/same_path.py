@@ -20,7 +20,7 @@ from brimful.engine.prepare import Prepared
 from brimful.hardware.ranks import digest
 
 #: Seconds in which a file system of several machines may not show a new folder yet, and between two looks.
-_SEEN_S, _LOOK_S = 60.0, 0.1
+_SEEN_S, _LOOK_S = 90.0, 0.1
 
 
 def path_of(prepared: Prepared, built: Built) -> str:

@@ -45,6 +45,7 @@ from brimful.engine.training.same_path import path_of
 from brimful.engine.training.tracked_log import tracked
 from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
+from brimful.hardware.meeting import coming
 from brimful.hardware.probe import choose_device, probe
 from brimful.hardware.process_settings import deterministic, freed_memory_kept
 from brimful.hardware.ranks import Ranks, joined
@@ -75,15 +76,15 @@ def train(
     """
     path, phases, place = Path(options.output), phases or Phases(), find_place()
     phases.enter("data")
-    if place.leads:
+    with coming(place):
         check_free(path, resume=options.resume)
-    check_installed(options.optim)
-    check_adapter(options)
-    if options.gpus not in (None, "1") and place.count == 1:
-        hint = "start the script with torchrun --nproc-per-node N, and leave gpus out"
-        raise OptionError(f"--gpus {options.gpus} is of the command line: a script is one process", hint=hint)
-    check_tensor_parallel(place, options.tensor_parallel)
-    device = choose_device("cuda" if options.gpus is not None else options.device, place.local_rank)
+        check_installed(options.optim)
+        check_adapter(options)
+        if options.gpus not in (None, "1") and place.count == 1:
+            hint = "start the script with torchrun --nproc-per-node N, and leave gpus out"
+            raise OptionError(f"--gpus {options.gpus} is of the command line: a script is one process", hint=hint)
+        check_tensor_parallel(place, options.tensor_parallel)
+        device = choose_device("cuda" if options.gpus is not None else options.device, place.local_rank)
     with (
         device_memory(device, options.memory_limit, options.allocator),
         joined(
