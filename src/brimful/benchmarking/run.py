@@ -82,8 +82,10 @@ class BenchRun:
         disturbed = [number for number in rows if self._disturbed(self._found[number])]
         for place, number in enumerate(disturbed, 1):
             later = len(disturbed) - place + after
-            self._found[number] = self._row(self._found[number].row, "again, undisturbed", later, again=True)
-            self._tell(self._found[number])
+            found = self._row(self._found[number].row, "again, undisturbed", later, again=True)
+            if found != self._found[number]:  # there was time
+                self._found[number] = found
+                self._tell(found)
 
     def _disturbed(self, row: BenchRow) -> bool:
         return row.measured is not None and self._work.disturbed(row.measured)
