@@ -10,7 +10,7 @@ from benches import figures, guide_bench
 from brimful.core.bench import Bench, BenchRow
 from brimful.reports.bars import Stack, stacked_bars
 from brimful.reports.bench_page import bench_page
-from brimful.reports.bench_text import bench_csv, bench_markdown, bench_text
+from brimful.reports.bench_text import bench_csv, bench_markdown, bench_text, cells
 from brimful.reports.charts import Point, scatter
 from brimful.reports.guide_claims import claim_of
 from pages import Page
@@ -93,6 +93,15 @@ def test_our_row_of_a_lever_stands_beside_what_the_guide_says_of_it() -> None:
     assert claim_of("checkpointing, 8-bit Adam", "bf16") is None
     assert claim_of("bf16", "plain") is None
     assert claim_of("plain", "plain") is None  # ours beside Trainer's: the guide has one
+
+
+def test_one_block_has_no_spread() -> None:
+    bench = guide_bench()
+    (first, *rest) = bench.rows
+    assert first.measured is not None
+    alone = replace(first, measured=replace(first.measured, block_rates=(10.0,)))
+    assert cells(replace(bench, rows=(alone, *rest)), 0)[3] == ""
+    assert cells(bench, 0)[3] == "20.0 %"
 
 
 def test_a_bench_with_nothing_measured_has_a_page() -> None:

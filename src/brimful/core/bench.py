@@ -124,8 +124,10 @@ class Measured:
     recipe: Recipe | None = None
 
     @property
-    def spread(self) -> float:
-        """Slowest to fastest block, over the median."""
+    def spread(self) -> float | None:
+        """Slowest to fastest block, over the median; None of one alone."""
+        if len(self.block_rates) < 2:
+            return None
         return (max(self.block_rates) - min(self.block_rates)) / self.samples_per_s
 
     @property

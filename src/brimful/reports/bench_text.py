@@ -45,7 +45,7 @@ def cells(bench: Bench, number: int) -> tuple[str, ...]:
         str(number + 1),
         name,
         rate_text(figures.samples_per_s) + busy_mark(bench, figures),
-        share_text(figures.spread),
+        "" if figures.spread is None else share_text(figures.spread),
         "" if ratio is None else f"{ratio:.2f}",
         count_text(figures.tokens_per_s),
         "" if figures.mfu is None else share_text(figures.mfu),
