@@ -121,6 +121,29 @@ def test_a_disturbed_row_of_a_cpu_is_measured_again(tmp_path: Path, plans: Plans
     assert "others were busy" not in (tmp_path / "b" / "bench.html").read_text()
 
 
+def test_a_disturbed_row_is_told_once_where_there_is_no_time_for_another(tmp_path: Path, plans: Plans) -> None:
+    plans.work, plans.more = {**WORK, "device": "CPU", "num_threads": 2}, {"cores": 1.1}
+    plans.wall_s, told = 100.0, list[str]()
+    heard = Callbacks()
+    heard.note = told.append  # type: ignore[method-assign]
+    options = BenchOptions(model="m", output=str(tmp_path / "b"), batch_size=4, budget_s=60.0, steps=1)
+    bench_run.run_bench(options, heard, command="brimful bench m")
+    assert len([line for line in told if line.startswith("trainer: plain:")]) == 1
+
+
+def test_a_folder_from_before_an_option_goes_on(tmp_path: Path, plans: Plans) -> None:
+    bench(tmp_path, rows="precision=fp32")
+    setup = tmp_path / "b" / "bench.json"
+    found = json.loads(setup.read_text("utf-8"))
+    del found["options"]["missing_labels"]
+    setup.write_text(json.dumps(found), "utf-8")
+    plans.done.clear()
+    bench(tmp_path, rows="precision=fp32")
+    assert plans.done == []
+    with pytest.raises(brimful.OptionError, match="--missing-labels was error, is drop"):
+        bench(tmp_path, rows="precision=fp32", missing_labels="drop")
+
+
 def test_the_recommended_row_is_the_fastest_of_those_measured_again(tmp_path: Path, plans: Plans) -> None:
     plans.work = {**WORK, "device": "CPU", "num_threads": 2}
     plans.turns = {"brimful: fp32": [(90.0, 0.5), (40.0, 1.9)]}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from brimful.core.errors import OptionError, printable
 from brimful.core.option_checks import check_header, check_numbers, check_positive, check_text_format, check_types
-from brimful.core.options import DeviceChoice, TaskChoice, TrainOptions
+from brimful.core.options import DeviceChoice, MissingLabels, TaskChoice, TrainOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,9 @@ class BenchOptions:
     """Sheet of Excel files. Default: the first that has rows."""
     task: TaskChoice = "auto"
     """Kind of task. auto: inferred from the label column."""
+    missing_labels: MissingLabels = "error"
+    """Rows without a label. error: name the first, and stop; drop: leave them out; none: in multi_label, rows that no
+    label is true of."""
     label_map: str | None = None
     """Data label to model label, for a head with other names: `pos=POSITIVE,neg=NEGATIVE`, or a JSON file."""
     new_head: bool = False
@@ -116,7 +119,18 @@ class BenchOptions:
 #: Options of train that all rows have alike.
 OF_TRAIN = (
     *("text_column", "pair_column", "label_column", "header", "column_names", "delimiter", "encoding", "sheet", "task"),
-    *("limit", "max_length", "batch_size", "label_map", "new_head", "learning_rate", "seed", "device", "memory_limit"),
+    *(
+        "limit",
+        "max_length",
+        "batch_size",
+        "missing_labels",
+        "label_map",
+        "new_head",
+        "learning_rate",
+        "seed",
+        "device",
+        "memory_limit",
+    ),
     *("trust_remote_code", "allow_pickle"),
 )
 #: Steps of the run that each row is the beginning of: levers and schedules are chosen as for it.
