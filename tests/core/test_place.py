@@ -30,6 +30,7 @@ def test_one_process_by_itself(environment: dict[str, str]) -> None:
         ({"RANK": "4"}, "makes no sense: RANK=4"),
         ({"WORLD_SIZE": "many"}, "makes no sense"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR does not say where"),
+        ({"RANK": None}, "WORLD_SIZE is 4, and RANK is not set"),
     ],
 )
 def test_what_makes_no_sense_is_said(changed: dict[str, str | None], said: str) -> None:

@@ -47,6 +47,9 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
                     hint="export MASTER_ADDR (the first host) and MASTER_PORT, or start them with torchrun",
                 )
             return place
+    if environment.get("WORLD_SIZE", "1") != "1":
+        said = f"WORLD_SIZE is {printable(environment['WORLD_SIZE'], 20)}, and RANK is not set"
+        raise OptionError(said, hint="export the RANK of each process, or unset WORLD_SIZE for one alone")
     return Place()
 
 
