@@ -78,6 +78,15 @@ def test_where_nobody_is(address: str) -> None:
         open_store(Place(rank=1, count=2))
 
 
+def test_a_port_that_is_taken(address: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+        other.listen()
+        with pytest.raises(DeviceError, match=r"^the store of the processes at ") as caught:
+            open_store(FIRST)
+    assert caught.value.hint == "see that MASTER_ADDR is this host, and give a MASTER_PORT that nothing uses"
+
+
 def test_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(DeviceError, match="MASTER_PORT= do not say where the processes meet"):

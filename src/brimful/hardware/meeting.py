@@ -57,7 +57,8 @@ def open_store(place: Place) -> Any:
         )
     except (RuntimeError, ValueError) as error:
         where = "the store of the processes" if is_first else "process 0, or its launcher, is not reached"
-        raise DeviceError(f"{where} at {host}:{port}: {first_line(error)}", hint=_HINT) from error
+        hint = "see that MASTER_ADDR is this host, and give a MASTER_PORT that nothing uses" if is_first else _HINT
+        raise DeviceError(f"{where} at {host}:{port}: {first_line(error)}", hint=hint) from error
     _STORES[key] = store
     return store
 
