@@ -128,13 +128,14 @@ class Communication:
     """Sums between several processes in a step, as the one that is profiled sees them.
 
     imbalance: tokens of the process that has the most in a step, over the mean of all. seconds: in which sums were on
-    their way, processes that come late waited for. hidden_s: of these, beside other work.
+    their way, processes that come late waited for. hidden_s: of these, beside other work. Both are None where the host
+    does not see it: on a CPU, with weights in parts.
     """
 
     processes: int
     imbalance: float
-    seconds: float
-    hidden_s: float
+    seconds: float | None
+    hidden_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)

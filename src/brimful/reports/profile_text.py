@@ -94,9 +94,12 @@ def _achieved(profile: Profile, on_gpu: bool) -> str:
         del rows[1]
     rows.append(("host", _ms(time.host_s), launches))
     if (sums := profile.communication) is not None:
-        hidden = share_text(sums.hidden_s / sums.seconds) if sums.seconds else "none"
         among = f"{sums.processes} processes, the one with the most tokens has {sums.imbalance:.3f} of the mean"
-        rows.append(("sums on their way", _ms(sums.seconds), f"{hidden} of it beside other work; {among}"))
+        if sums.seconds is None or sums.hidden_s is None:
+            rows.append(("sums on their way", "", f"the host does not see them; {among}"))
+        else:
+            hidden = share_text(sums.hidden_s / sums.seconds)
+            rows.append(("sums on their way", _ms(sums.seconds), f"{hidden} of it beside other work; {among}"))
     rows.append(("input", _ms(time.input_wait_s), "waited for a batch"))
     width = max(len(value) for _, value, _ in rows)
     lines = [f"  {name:<18}{value:<{width}}  {of}".rstrip() for name, value, of in rows]

@@ -224,6 +224,14 @@ def test_a_profile_of_two_says_what_sums_take(files: Path, tmp_path: Path) -> No
     assert both.said(1).strip() == ""
 
 
+def test_a_profile_says_where_sums_are_not_seen(files: Path, tmp_path: Path) -> None:
+    """torch begins those of weights in parts."""
+    words = ["profile", str(files / "rows.jsonl"), "--model", str(files / "model"), "--device", "cpu", "--steps", "1"]
+    both = start(tmp_path / "logs", *words, "--batch-size", "8", "--sharding", "parameters")
+    assert both.results() == [0, 0]
+    assert "the host does not see them; 2 processes" in both.said(0)
+
+
 def test_nothing_is_told_once_a_process_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may wait for a message of another size, which ends a process in the midst of gloo's code."""
     sent: list[Any] = []

@@ -187,7 +187,13 @@ def _communication(batches: Iterable[Batch], ranks: Ranks, seconds: float, hidde
     work = SharedWork(ranks)
     for batch in batches:
         work.add(batch)
-    return Communication(processes=ranks.count, imbalance=work.imbalance, seconds=seconds, hidden_s=hidden_s)
+    seen = seconds > 0  # sums of weights in parts are begun by torch, and their end is not told
+    return Communication(
+        processes=ranks.count,
+        imbalance=work.imbalance,
+        seconds=seconds if seen else None,
+        hidden_s=hidden_s if seen else None,
+    )
 
 
 def _limits(built: Built, *, num_tokens: int) -> Limits:
