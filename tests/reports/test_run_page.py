@@ -146,6 +146,12 @@ def test_a_run_under_way_has_what_there_is(tmp_path: Path) -> None:
     page.check()
     assert "Seconds by part of the run so far." in page.text
     assert "7.0 s · 87.5 %" in page.document
+    for stopped, why in (({"signal": 15}, "by SIGTERM"), ({"why": "5 steps in a row were not finite"}, "5 steps in a")):
+        with (tmp_path / "run" / "events.jsonl").open("a") as log:
+            log.write(json.dumps({"kind": "stopped", "step": 40, **stopped}) + "\n")
+        page = Page(run_page(read_record(tmp_path / "run")))  # type: ignore[arg-type]
+        assert f"This run was stopped after step 40: {why}" in page.text
+        assert "has not finished" not in page.text
     (tmp_path / "run" / "events.jsonl").unlink()  # before its first line
     page = Page(run_page(read_record(tmp_path / "run")))  # type: ignore[arg-type]
     page.check()

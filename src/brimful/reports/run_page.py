@@ -106,7 +106,9 @@ def _headline(report: RunReport) -> str:
 def _notices(report: RunReport) -> list[str]:
     """The state of a run that has not finished, and events that it should not have."""
     said = []
-    if report.run.status != "finished":
+    if report.run.status != "finished" and report.stopped is not None:
+        said.append(f"This run was stopped after step {report.last_step:,}: {report.stopped}.")
+    elif report.run.status != "finished":
         left = "" if report.left_s is None else f", about {seconds_text(report.left_s)} left by then"
         said.append(f"This run has not finished: its last line is of step {report.last_step:,}{left}.")
     found = [

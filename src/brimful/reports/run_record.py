@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -52,8 +53,9 @@ class RunReport:
     last_epoch: reached by the last step.
 
     left_s: estimated by the last logged step. phases_s: seconds by phase of the process that finished the run, or that
-    runs, then as of its last line of them. incidents: events that a run should not have, by kind. evaluation: of the
-    saved model; None while it runs, and without rows to evaluate on. processes: None for one alone.
+    runs, then as of its last line of them. stopped: why it was, if that is its last line. incidents:
+    events that a run should not have, by kind. evaluation: of the saved model; None while it runs, and without rows to
+    evaluate on. processes: None for one alone.
     """
 
     run: Run
@@ -64,6 +66,7 @@ class RunReport:
     num_epochs: float | None = None
     last_epoch: float | None = None
     left_s: float | None = None
+    stopped: str | None = None
     phases_s: Mapping[str, float] = field(default_factory=dict)
     incidents: Mapping[str, int] = field(default_factory=dict)
     evaluation: Evaluation | None = None
@@ -123,10 +126,19 @@ def _run_report(folder: Path) -> RunReport:
         last_epoch=_epoch(steps[-1], last_step) if steps else None,
         left_s=_number(steps[-1].get("left_s")) if steps else None,
         phases_s=run.phases_s or (_finite(times[-1]["phases_s"]) if times else {}),
+        stopped=_why_stopped(events[-1]) if events else None,
         incidents={kind: kinds[kind] for kind in rare if kinds[kind]},
         evaluation=_read(Evaluation, evaluation) if evaluation.is_file() else None,
         processes=_processes(shared[-1]) if run.processes is None and shared else run.processes,
     )
+
+
+def _why_stopped(event: Mapping[str, Any]) -> str | None:
+    if event.get("kind") != "stopped":
+        return None
+    with suppress(ValueError, TypeError):
+        return f"by {signal.Signals(event['signal']).name}" if "signal" in event else printable(event["why"], 500)
+    return "for a reason that its log does not tell"
 
 
 def _epoch(line: Mapping[str, Any], last_step: int) -> float | None:

@@ -140,6 +140,8 @@ def test_five_in_a_row_end_the_run(precision: str, model: Path, runner: Runner, 
     assert "error: 5 steps in a row were not finite, after 3 applied ones; batch 8 skipped" in ended.said
     assert "hint: lower --learning-rate" in ended.said
     assert [event["batch"] for event in events(tmp_path / "run", "skipped")] == [3, 4, 5, 6, 7]
+    (stopped,) = events(tmp_path / "run", "stopped")
+    assert (stopped["step"], stopped["why"]) == (3, "5 steps in a row were not finite")
     assert checkpoints(tmp_path / "run") == [2]
     assert not (tmp_path / "run" / "model").exists()
     assert runner([*words, "--resume"]).code == 3

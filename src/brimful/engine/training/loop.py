@@ -246,6 +246,9 @@ class TrainingLoop:
         said = f"batch {outcome.number + 1} skipped: its {what} is not finite; samples: {named}"
         self._callbacks.warning(said)
         if self._state.skipped_in_a_row >= _MOST_NON_FINITE:
+            self._tell_time()
+            why = f"{_MOST_NON_FINITE} steps in a row were not finite"
+            self._events.write("stopped", step=self._state.applied, why=why)
             raise NonFiniteError(
                 f"{_MOST_NON_FINITE} steps in a row were not finite, after {self._state.applied} applied ones; {said}",
                 hint="lower --learning-rate, use --precision fp32 or bf16, or look at the rows named",
