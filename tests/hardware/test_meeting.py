@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in its __all__
 
 from brimful.core.errors import DeviceError, OptionError
 from brimful.core.options import TrainOptions
@@ -112,14 +111,26 @@ def test_one_script_meets_several_times(tmp_path: Path) -> None:
 
 def test_meetings_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun keeps its store where it starts all processes again."""
-    store = HashStore()
     monkeypatch.setattr(meeting, "_MEETINGS", itertools.count())
-    first, _ = next_meeting(store)
-    first.set("key", "of the first")
-    assert not next_meeting(store)[0].check(["key"])
+    names = [next_meeting(), next_meeting()]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr(meeting, "_MEETINGS", itertools.count())
-    assert not next_meeting(store)[0].check(["key"])
+    assert len({*names, next_meeting()}) == 3
+
+
+def test_a_script_goes_on_after_a_mistake_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them counts the meeting that it has not come to, so that they come to the same one next."""
+    monkeypatch.setattr(meeting, "_WORD_S", 0.1)
+
+    def work(place: Place) -> int:
+        with pytest.raises(DeviceError), coming(place):
+            raise DeviceError("no GPU here")
+        with joined(place, torch.device("cpu")) as ranks:
+            value = torch.tensor(1)
+            ranks.sum([value])
+        return int(value)
+
+    assert Forked(tmp_path, 2, work).results() == [2, 2]
 
 
 def test_one_that_fails_on_its_way_leaves_word(tmp_path: Path) -> None:

@@ -63,12 +63,14 @@ def open_store(place: Place) -> Any:
     return store
 
 
-def next_meeting(store: Any) -> tuple[Any, Any]:
-    """Return the part of a store that is for the next meeting, and the part of it for signs of life.
+def next_meeting() -> str:
+    """Return a name for what one meeting has in the store: a script may call for several, and torchrun restart all."""
+    return f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_MEETINGS)}"
 
-    A script may call for several meetings, and torchrun start all processes again.
-    """
-    own = PrefixStore(f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_MEETINGS)}", store)
+
+def parts_of(store: Any, meeting: str) -> tuple[Any, Any]:
+    """Return the part of a store that is for one meeting, and the part of it for signs of life."""
+    own = PrefixStore(meeting, store)
     return own, PrefixStore("pulses", own)
 
 
@@ -83,10 +85,14 @@ def coming(place: Place) -> Iterator[None]:
 
 
 def tell_failure(place: Place, error: Exception) -> None:
-    """Leave word that this process does not come. The first one has nowhere to, unless the store is the launcher's."""
+    """Leave word that this process does not come. The first one has nowhere to, unless the store is the launcher's.
+
+    A script may go on to its next meeting: each process counts the one that it has not come to.
+    """
+    meeting = next_meeting()
     if place.count > 1 and (not place.leads or store_is_launchers()) and _store_is_there():
         with suppress(Exception):
-            _, pulses = next_meeting(open_store(place))
+            _, pulses = parts_of(open_store(place), meeting)
             own = f"process {place.rank} of {place.count} ({socket.gethostname()})"
             pulses.set(_FAILED, f"{own} has failed: {first_line(error)}")
 

@@ -51,8 +51,8 @@ def classify_file(
     a damaged file, or for more rows than --max-errors that have an error. What was written before is kept.
     """
     began, place = time.perf_counter(), find_place()
+    _check_shared(options, place, output)
     with coming(place):
-        _check_shared(options, place, output)
         device = choose_device(options.device, place.local_rank)
     with ExitStack() as stack:
         stack.enter_context(device_memory(device, options.memory_limit, options.allocator))
