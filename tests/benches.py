@@ -6,7 +6,7 @@ from typing import Any
 
 from brimful.benchmarking.rows import recommended_of, rows_of
 from brimful.core.bench import Bench, BenchRow, Measured, Row, Steps, Workload
-from brimful.core.bench_options import BenchOptions
+from brimful.core.options.bench import BenchOptions
 from brimful.core.records import Gpu, Lever, Machine, PeakMemory, Recipe
 
 GIB = 1 << 30

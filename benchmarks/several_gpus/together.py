@@ -13,7 +13,7 @@ from brimful_side import _RUN_STEPS, _Warnings
 from shapes import max_length
 from works import Work, data_file, model_folder
 
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.place import find_place
 from brimful.data.batches.prefetch import Feed
 from brimful.engine.assemble import Built, build

@@ -17,7 +17,7 @@ from shapes import max_length
 from works import Work, data_file, model_folder
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.data.batches.prefetch import Feed
 from brimful.engine.assemble import Built, build
 from brimful.engine.prepare import prepare

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from brimful.api import Classifier, bench, classify, evaluate, export, profile, train
     from brimful.comparison.compare import compare
     from brimful.core.bench import Bench
-    from brimful.core.bench_options import BenchOptions
     from brimful.core.classification import Classification
     from brimful.core.comparison import Comparison
     from brimful.core.errors import (
@@ -34,9 +33,11 @@ if TYPE_CHECKING:
         OptionError,
         OutputError,
     )
-    from brimful.core.evaluate_options import EvaluateOptions
     from brimful.core.evaluation import Evaluation
-    from brimful.core.options import ClassifyOptions, TrainOptions
+    from brimful.core.options.bench import BenchOptions
+    from brimful.core.options.classify import ClassifyOptions
+    from brimful.core.options.evaluate import EvaluateOptions
+    from brimful.core.options.train import TrainOptions
     from brimful.core.profile import Profile
     from brimful.core.records import Run
     from brimful.data.batches.batch import Batch
@@ -53,17 +54,17 @@ _ERRORS = "brimful.core.errors"
 _PUBLIC = {
     "Batch": "brimful.data.batches.batch",
     "Bench": "brimful.core.bench",
-    "BenchOptions": "brimful.core.bench_options",
+    "BenchOptions": "brimful.core.options.bench",
     "BrimfulError": _ERRORS,
     "CheckpointError": _ERRORS,
     "Classification": "brimful.core.classification",
     "Classifier": "brimful.api",
     "Comparison": "brimful.core.comparison",
-    "ClassifyOptions": "brimful.core.options",
+    "ClassifyOptions": "brimful.core.options.classify",
     "DataError": _ERRORS,
     "DeviceError": _ERRORS,
     "DiskFullError": _ERRORS,
-    "EvaluateOptions": "brimful.core.evaluate_options",
+    "EvaluateOptions": "brimful.core.options.evaluate",
     "Evaluation": "brimful.core.evaluation",
     "Feed": "brimful.integrations.custom_loop",
     "InputError": _ERRORS,
@@ -76,7 +77,7 @@ _PUBLIC = {
     "Run": "brimful.core.records",
     "Step": "brimful.integrations.custom_loop",
     "TextClassifier": "brimful.drop_in.estimator",
-    "TrainOptions": "brimful.core.options",
+    "TrainOptions": "brimful.core.options.train",
     "Trainer": "brimful.integrations.trainer",
     "bench": "brimful.api",
     "classify": "brimful.api",

@@ -13,15 +13,17 @@ from brimful.benchmarking.folder import save_rows
 from brimful.benchmarking.run import run_bench
 from brimful.core import atomic_files
 from brimful.core.bench import Bench
-from brimful.core.bench_options import BenchOptions
 from brimful.core.callbacks import Callbacks, PythonWarnings, warn_caller
 from brimful.core.classification import Classification
 from brimful.core.command_line import command_of
 from brimful.core.errors import DiskFullError, OptionError, OutputError, did_you_mean, printable
-from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.evaluation import Evaluation
-from brimful.core.export_options import ExportOptions
-from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions, flags_of
+from brimful.core.options.bench import BenchOptions
+from brimful.core.options.classify import ClassifyOptions
+from brimful.core.options.evaluate import EvaluateOptions
+from brimful.core.options.export import ExportOptions
+from brimful.core.options.profile import ProfileOptions, flags_of
+from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.place import check_launched, find_place
 from brimful.core.profile import Profile

@@ -20,8 +20,8 @@ from brimful.benchmarking import run as bench_run
 from brimful.benchmarking.folder import BenchFolder
 from brimful.benchmarking.process import Ended, Watch
 from brimful.core.bench import RECOMMENDED, Bench, read_bench
-from brimful.core.bench_options import BenchOptions
 from brimful.core.callbacks import Callbacks
+from brimful.core.options.bench import BenchOptions
 from brimful.core.records import json_text
 from tiny_files import save_base, write_reviews
 

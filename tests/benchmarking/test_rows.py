@@ -11,7 +11,7 @@ from benches import figures, recipe
 from brimful.benchmarking.rows import PLAIN, check_rows, recommended_of, rows_of, trainers_settings
 from brimful.benchmarking.run import recommended
 from brimful.core.bench import BenchRow, Measured, Row, frontier
-from brimful.core.bench_options import BenchOptions
+from brimful.core.options.bench import BenchOptions
 from brimful.reports.guide_claims import CLAIMS, claim_of
 
 

@@ -17,9 +17,9 @@ from brimful.benchmarking.trainer_side import measure_trainers
 from brimful.benchmarking.worker import failure, measure
 from brimful.benchmarking.workload import describe, make_work, useful_flops
 from brimful.core.bench import Measured, Steps
-from brimful.core.bench_options import BenchOptions
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import InputError
+from brimful.core.options.bench import BenchOptions
 from tiny_files import save_classifier, write_csv, write_reviews
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from brimful.cli.flags import parse_options
 from brimful.core.errors import OptionError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.data.batches.packing import choose_budgets, pack
 from commands import Brimful, Files
 from tiny_files import save_classifier

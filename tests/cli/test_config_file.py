@@ -11,7 +11,7 @@ import yaml
 
 from brimful.cli.flags import parse_options
 from brimful.core.errors import OptionError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 
 WORDS = ["d.csv", "--model", "m", "--output", "o"]
 

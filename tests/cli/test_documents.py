@@ -13,14 +13,17 @@ import pytest
 
 import brimful as package
 from brimful.cli.flags import help_texts, parse_options
-from brimful.core.bench_options import BenchOptions
-from brimful.core.compare_options import CompareOptions
 from brimful.core.errors import OptionError
-from brimful.core.evaluate_options import EvaluateOptions
-from brimful.core.export_options import ExportOptions
-from brimful.core.option_checks import flag
-from brimful.core.options import ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flags_of
-from brimful.core.report_options import ReportOptions
+from brimful.core.options.bench import BenchOptions
+from brimful.core.options.checks import flag
+from brimful.core.options.classify import ClassifyOptions
+from brimful.core.options.compare import CompareOptions
+from brimful.core.options.demo import DemoOptions
+from brimful.core.options.evaluate import EvaluateOptions
+from brimful.core.options.export import ExportOptions
+from brimful.core.options.profile import ProfileOptions, flags_of
+from brimful.core.options.report import ReportOptions
+from brimful.core.options.train import TrainOptions
 from commands import Brimful
 
 ROOT = Path(__file__).parents[2]

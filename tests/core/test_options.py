@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from brimful.core.errors import OptionError
-from brimful.core.option_checks import flag
-from brimful.core.options import NOT_OF_A_STEP, NOT_PART_OF_THE_RUN, ProfileOptions, TrainOptions, differences, flags_of
+from brimful.core.options.checks import flag
+from brimful.core.options.profile import NOT_OF_A_STEP, ProfileOptions, flags_of
+from brimful.core.options.train import NOT_PART_OF_THE_RUN, TrainOptions, differences
 
 
 def options(**changes: Any) -> TrainOptions:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from brimful.core.errors import OptionError
-from brimful.core.options import ClassifyOptions, TrainOptions
+from brimful.core.options.classify import ClassifyOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.units import amount_text, number_text, parse_bytes, part_text, share_text
 
 

@@ -7,8 +7,8 @@ import importlib.util
 import pytest
 
 from brimful.core.errors import OptionError
-from brimful.core.options import TrainOptions
-from brimful.core.report_options import ReportOptions
+from brimful.core.options.report import ReportOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.trackers import TRACKERS, check_trackers, tracker_names
 
 

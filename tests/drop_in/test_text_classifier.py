@@ -26,7 +26,7 @@ from sklearn.preprocessing import FunctionTransformer
 
 import brimful
 from brimful.core.errors import ArgumentError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.drop_in.given_rows import given_labels, given_texts, given_weights
 from tiny_files import review, save_base
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.data.batches.batch import PackedLayout
 from brimful.engine import assemble as building
 from brimful.engine.prepare import prepare

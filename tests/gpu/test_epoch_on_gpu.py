@@ -12,7 +12,7 @@ import torch
 
 import brimful
 from brimful.core.callbacks import Callbacks
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.data.readers.packaged import bbc_news, minilm, tweets
 from brimful.engine.assemble import build
 from brimful.engine.compilations import CompilationWatch

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import brimful
 from brimful.core.callbacks import Callbacks
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.engine.first_batch import checked, compare
 from brimful.engine.plain_pass import Rows
 from brimful.step.graphs.captured_step import CapturedStep

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from brimful.core.errors import DeviceError, OptionError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.place import Place
 from brimful.hardware import meeting
 from brimful.hardware.asked import asked_of, check_same

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from brimful.core.options import ClassifyOptions, TrainOptions
+from brimful.core.options.classify import ClassifyOptions
+from brimful.core.options.train import TrainOptions
 from brimful.levers.facts import AttentionKernels, equivalence_of, kernels_of
 from brimful.levers.lever import Assembly
 from brimful.levers.packing import Packing

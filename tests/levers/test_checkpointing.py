@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import brimful
 from brimful.core.errors import OptionError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.kernels.layout import padded_inputs
 from brimful.levers.activations import offloaded_layers, recomputed_layers
 from brimful.levers.checkpointing import Checkpointing

@@ -17,7 +17,7 @@ from transformers import Trainer
 
 import brimful
 from brimful.core.errors import Interrupted, OptionError
-from brimful.core.options import OptimizerChoice
+from brimful.core.options.choices import OptimizerChoice
 from brimful.engine.inference import evaluate_rows
 from brimful.engine.training import evaluations
 from brimful.engine.training.checkpoint import load_checkpoint

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import brimful
 from brimful.core.errors import InputError, ModelError, OptionError, OutputError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.trained_part import FrozenParts
 from brimful.kernels.layout import PackedShape, packed_inputs
 from brimful.levers.lever import StepWork

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from brimful.core.options import ScheduleChoice
+from brimful.core.options.choices import ScheduleChoice
 from brimful.core.records import LabelSpace
 from brimful.data.batches.batch import Batch, PackedLayout, PaddedLayout, make_batch
 from brimful.data.batches.packing import Budgets

@@ -13,9 +13,9 @@ from typing import Any
 
 from brimful.core import atomic_files
 from brimful.core.bench import RESULTS, BenchRow, Row, Steps, Workload
-from brimful.core.bench_options import BenchOptions
 from brimful.core.errors import OptionError, OutputError, printable
-from brimful.core.option_checks import flag
+from brimful.core.options.bench import BenchOptions
+from brimful.core.options.checks import flag
 from brimful.core.records import from_json, json_text, to_json
 
 _SETUP, _ROWS, _DATA = "bench.json", "rows", "data.parquet"

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 from brimful.core.bench import RECOMMENDED, Row
-from brimful.core.bench_options import BenchOptions
 from brimful.core.errors import OptionError, did_you_mean, printable
-from brimful.core.option_checks import flag
-from brimful.core.options import TrainOptions
+from brimful.core.options.bench import BenchOptions
+from brimful.core.options.checks import flag
+from brimful.core.options.train import TrainOptions
 
 #: Settings that a row may have: how a step is run, and what is learned by it. Data, seed and lengths are the bench's.
 SETTINGS = (

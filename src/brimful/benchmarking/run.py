@@ -16,9 +16,9 @@ from brimful.benchmarking.folder import BenchFolder
 from brimful.benchmarking.process import Ended, Watch, run_plan
 from brimful.benchmarking.rows import LEARNED, check_rows, recommended_of, rows_of
 from brimful.core.bench import RECOMMENDED, RESULTS, Bench, BenchRow, Measured, Row, Steps, Workload
-from brimful.core.bench_options import BenchOptions
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import InputError, Interrupted
+from brimful.core.options.bench import BenchOptions
 from brimful.core.records import from_json, json_text, to_json
 from brimful.core.units import bytes_text, count_text, parse_bytes, seconds_text
 from brimful.reports.bench_page import bench_page

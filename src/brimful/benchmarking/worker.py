@@ -17,9 +17,9 @@ from typing import Any
 
 from brimful.core import atomic_files
 from brimful.core.bench import Row, Steps
-from brimful.core.bench_options import BenchOptions
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import BrimfulError, InputError, MemoryFullError, printable
+from brimful.core.options.bench import BenchOptions
 from brimful.core.records import json_text
 
 

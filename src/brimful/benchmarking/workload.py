@@ -13,10 +13,10 @@ import pyarrow as pa
 import torch
 
 from brimful.core.bench import Workload
-from brimful.core.bench_options import BenchOptions
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DataError
-from brimful.core.options import TrainOptions
+from brimful.core.options.bench import BenchOptions
+from brimful.core.options.train import TrainOptions
 from brimful.data.batches.batch import Sampler
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.prepare import Prepared, prepare

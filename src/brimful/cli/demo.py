@@ -15,7 +15,8 @@ from brimful.core.atomic_files import make_folder, write_bytes
 from brimful.core.callbacks import Callbacks
 from brimful.core.command_line import command_of
 from brimful.core.errors import Interrupted, OptionError
-from brimful.core.options import DemoOptions, TrainOptions
+from brimful.core.options.demo import DemoOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import Run
 from brimful.data.readers.packaged import bbc_news, minilm
 

@@ -16,14 +16,17 @@ from itertools import pairwise
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from brimful.cli.config_file import read_configuration
-from brimful.core.bench_options import BenchOptions
-from brimful.core.compare_options import CompareOptions
 from brimful.core.errors import OptionError, did_you_mean, printable
-from brimful.core.evaluate_options import EvaluateOptions
-from brimful.core.export_options import ExportOptions
-from brimful.core.option_checks import batch_conflict, flag
-from brimful.core.options import CAN_BE_AUTO, ClassifyOptions, DemoOptions, ProfileOptions, TrainOptions, flags_of
-from brimful.core.report_options import ReportOptions
+from brimful.core.options.bench import BenchOptions
+from brimful.core.options.checks import batch_conflict, flag
+from brimful.core.options.classify import ClassifyOptions
+from brimful.core.options.compare import CompareOptions
+from brimful.core.options.demo import DemoOptions
+from brimful.core.options.evaluate import EvaluateOptions
+from brimful.core.options.export import ExportOptions
+from brimful.core.options.profile import ProfileOptions, flags_of
+from brimful.core.options.report import ReportOptions
+from brimful.core.options.train import CAN_BE_AUTO, TrainOptions
 
 _CONFIG_HELP = "TOML or YAML file with any of these options, by the same names; flags override it."
 

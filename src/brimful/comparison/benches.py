@@ -11,7 +11,7 @@ from typing import Any
 from brimful.core.bench import is_disturbed
 from brimful.core.comparison import RowFigures
 from brimful.core.errors import DataError, first_line, printable
-from brimful.core.option_checks import flag
+from brimful.core.options.checks import flag
 
 RESULTS = "results.json"
 #: Options of `brimful bench` that change none of its rows.

@@ -12,12 +12,12 @@ from brimful.comparison.answers import Answers, in_common, read_answers
 from brimful.comparison.benches import RESULTS, read_results
 from brimful.comparison.paired import RESAMPLES, compare_answers
 from brimful.core import atomic_files
-from brimful.core.compare_options import CompareOptions
 from brimful.core.comparison import Compared, ComparedRow, Comparison, Difference, Paired, RowFigures
 from brimful.core.errors import DataError, listed
 from brimful.core.evaluation import MAIN_METRIC, Evaluation, Metric
-from brimful.core.option_checks import flag
-from brimful.core.options import NOT_PART_OF_THE_RUN
+from brimful.core.options.checks import flag
+from brimful.core.options.compare import CompareOptions
+from brimful.core.options.train import NOT_PART_OF_THE_RUN
 from brimful.core.records import Machine, Recipe, TaskName
 from brimful.reports.comparison_page import comparison_page
 from brimful.reports.run_record import RunReport, read_record

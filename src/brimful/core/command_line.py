@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 from typing import Any
 
-from brimful.core.option_checks import flag
+from brimful.core.options.checks import flag
 
 #: Fields that a command takes as positional arguments, and those that its line shows even at their default.
 _POSITIONALS = {

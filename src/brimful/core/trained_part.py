@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from brimful.core.errors import OptionError, printable
-from brimful.core.option_checks import check_numbers, check_positive, flag, split_names
+from brimful.core.options.checks import check_numbers, check_positive, flag, split_names
 
 #: Settings of an adapter, by their names in peft's own configuration.
 ADAPTER_SETTINGS = {

@@ -23,7 +23,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from brimful.api import train
 from brimful.core.errors import ArgumentError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import Run
 from brimful.drop_in.fitted_model import FitFolder, FittedModel
 from brimful.drop_in.given_rows import (

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.records import Learning, Recipe
 from brimful.data.batches.batch import Layout

@@ -9,9 +9,11 @@ from typing import Any
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import InputError, ModelError, printable
-from brimful.core.evaluate_options import EvaluateOptions
-from brimful.core.export_options import ExportOptions
-from brimful.core.options import ClassifyOptions, ProfileOptions, TrainOptions
+from brimful.core.options.classify import ClassifyOptions
+from brimful.core.options.evaluate import EvaluateOptions
+from brimful.core.options.export import ExportOptions
+from brimful.core.options.profile import ProfileOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.trackers import check_trackers
 from brimful.core.trained_part import FrozenParts
 from brimful.data.file_names import split_suffix

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import printable
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.records import FirstBatch
 from brimful.core.tolerances import TOLERANCES

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from brimful.core.errors import OptionError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import Learning, Run
 from brimful.core.trained_part import FrozenParts
 from brimful.core.units import count_text

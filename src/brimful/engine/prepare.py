@@ -19,7 +19,7 @@ import numpy as np
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import ModelError, OptionError, printable
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.records import ADAPTER_FILE, TOKENIZER, LabelSpace, Learning, Run, TargetScale, TrainedInputs
 from brimful.data.batches.batch import Sampler

@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.options import TaskChoice, TrainOptions
+from brimful.core.options.choices import TaskChoice
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import LabelSpace
 from brimful.data.labels.columns import Columns, describe_columns, find_columns
 from brimful.data.labels.doubts import data_doubts, label_doubts

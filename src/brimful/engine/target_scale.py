@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from brimful.core.errors import ModelError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import Run, TargetScale
 from brimful.models.hub.inspection import ModelFacts
 from brimful.models.hub.label_alignment import Alignment

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from brimful.core.errors import OptionError, listed, printable
-from brimful.core.option_checks import flag
+from brimful.core.options.checks import flag
 from brimful.hardware.probe import versions
 
 #: Options that are no part of the work, those that each machine may have its own of, and names of what is compared by

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from brimful.core.errors import DeviceError, OptionError
-from brimful.core.options import AllocatorChoice
+from brimful.core.options.choices import AllocatorChoice
 from brimful.core.units import bytes_text, parse_bytes
 from brimful.hardware.memory import process_bytes
 

@@ -11,7 +11,7 @@ import torch
 
 from brimful.core.cores import num_cores
 from brimful.core.errors import DeviceError
-from brimful.core.options import DeviceChoice
+from brimful.core.options.choices import DeviceChoice
 from brimful.core.records import Gpu, Machine
 from brimful.hardware.gpu_missing import no_gpu
 

@@ -21,8 +21,8 @@ import torch
 
 from brimful.core.callbacks import Callbacks, PythonWarnings
 from brimful.core.errors import OptionError
-from brimful.core.option_checks import ADAMW_ONLY
-from brimful.core.options import TrainOptions
+from brimful.core.options.checks import ADAMW_ONLY
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import FirstBatch, LabelSpace, Learning, Recipe, TaskName
 from brimful.data.batches import prefetch
 from brimful.data.batches.batch import Batch, Whole, make_batch

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from brimful.core.errors import OptionError
-from brimful.core.options import PrecisionChoice
+from brimful.core.options.choices import PrecisionChoice
 from brimful.integrations.packed import WRAPPERS, packing_of
 from brimful.integrations.replaced_parts import replaced_part
 from brimful.models.hub.adapters import unwrapped

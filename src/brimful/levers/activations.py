@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.units import parse_bytes
 from brimful.hardware.process_settings import RandomStream
 from brimful.kernels.layout import map_tensors

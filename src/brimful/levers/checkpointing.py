@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from brimful.core import records
 from brimful.core.errors import OptionError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.units import bytes_text
 from brimful.hardware.memory import free_host_bytes
 from brimful.levers.activations import (

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from brimful.core.errors import OptionError
-from brimful.core.option_checks import ADAMW_ONLY, flag
-from brimful.core.options import TrainOptions
+from brimful.core.options.checks import ADAMW_ONLY, flag
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import Arithmetic
 from brimful.levers.facts import recomputes
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict

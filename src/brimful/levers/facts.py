@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.kernels.attention.dispatch import candidates, choose_attention, grouped_attention, length_class
 from brimful.kernels.attention.pattern import Heads, Pattern, RelativeBias
 from brimful.levers.lever import Assembly, Verdict

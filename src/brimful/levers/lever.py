@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer as TorchOptimizer
 
 from brimful.core import records
-from brimful.core.options import ClassifyOptions, TrainOptions
+from brimful.core.options.classify import ClassifyOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import Arithmetic
 from brimful.data.batches.batch import Layout
 from brimful.models.model_stats import Attention, attention_of, linear_parameters, matrices, token_matrices

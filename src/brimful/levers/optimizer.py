@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from brimful.core import records
-from brimful.core.options import OptimizerChoice, ShardingChoice, TrainOptions
+from brimful.core.options.choices import OptimizerChoice, ShardingChoice
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import Arithmetic
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from brimful.core.errors import OptionError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import Arithmetic
 from brimful.core.trained_part import FrozenParts
 from brimful.core.units import count_text

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from brimful.core.errors import DeviceError, OptionError
-from brimful.core.options import PrecisionChoice
+from brimful.core.options.choices import PrecisionChoice
 from brimful.core.records import Arithmetic
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import Packing

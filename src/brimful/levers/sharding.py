@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from brimful.core.errors import OptionError
-from brimful.core.option_checks import flag
-from brimful.core.options import TrainOptions
+from brimful.core.options.checks import flag
+from brimful.core.options.train import TrainOptions
 from brimful.core.units import bytes_text
 from brimful.hardware.memory import device_free_bytes, free_host_bytes
 from brimful.levers.facts import recomputes

@@ -15,7 +15,7 @@ from typing import Any
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from brimful.core.errors import OptionError, printable
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.units import bytes_text
 from brimful.hardware.memory import free_host_bytes
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from brimful.core.errors import OptionError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.models.model_stats import linear_parameters
 from brimful.models.tensor_plan import TensorPlan

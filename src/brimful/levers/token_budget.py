@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from brimful.core.errors import OptionError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.data.batches.batch import PackedLayout, PaddedLayout
 from brimful.data.batches.packing import MAX_BUDGETS, TILE, Budgets, choose_budgets
 from brimful.data.batches.padding import PaddedShapes

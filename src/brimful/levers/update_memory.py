@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from brimful.core.errors import OptionError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.units import bytes_text
 from brimful.hardware.memory import free_host_bytes
 from brimful.levers.facts import equivalence_of, recomputes

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from brimful.core.bench import RECOMMENDED, Bench, BenchRow, Measured
-from brimful.core.bench_options import OF_TRAIN
 from brimful.core.command_line import command_of
 from brimful.core.errors import InputError, printable
-from brimful.core.options import TrainOptions
+from brimful.core.options.bench import OF_TRAIN
+from brimful.core.options.train import TrainOptions
 from brimful.core.units import bytes_text, count_text, share_text
 from brimful.reports.memory_text import memory_names
 from brimful.reports.text_columns import aligned, fitted

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from brimful.core.classification import CONFIDENCE_BINS, LENGTH_ENDS, Classification
 from brimful.core.errors import printable
-from brimful.core.option_checks import flag
+from brimful.core.options.checks import flag
 from brimful.core.units import bytes_text, part_text, seconds_text, share_text
 from brimful.reports.arithmetic import arithmetic_legend
 from brimful.reports.bars import Bar, bar_chart

@@ -10,7 +10,7 @@ from typing import Any
 
 from brimful.core.errors import printable
 from brimful.core.evaluation import MAIN_METRIC, Evaluation, Metric, Mistake
-from brimful.core.option_checks import flag
+from brimful.core.options.checks import flag
 from brimful.core.units import amount_text, number_text, part_text, share_text
 from brimful.reports.bars import Bar, bar_chart
 from brimful.reports.charts import agreement

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from brimful.core.errors import printable
 from brimful.core.evaluation import MAIN_METRIC
-from brimful.core.option_checks import flag
+from brimful.core.options.checks import flag
 from brimful.core.records import Processes
 from brimful.core.units import bytes_text, count_text, number_text, parse_bytes, part_text, seconds_text, share_text
 from brimful.reports.arithmetic import arithmetic_legend

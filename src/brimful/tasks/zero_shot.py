@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from brimful.core.errors import ModelError, OptionError, printable
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.classify import ClassifyOptions
 from brimful.tasks.answers import Form, softmax
 from brimful.tasks.candidates import Candidates
 from brimful.tasks.ranking import Flags, Ranking, Singles, as_lists, finite_rows, offsets_within, shortest

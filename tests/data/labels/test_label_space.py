@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from brimful.core.errors import DataError
-from brimful.core.evaluate_options import EvaluateOptions
-from brimful.core.options import TaskChoice
+from brimful.core.options.choices import TaskChoice
+from brimful.core.options.evaluate import EvaluateOptions
 from brimful.core.records import LabelSpace
 from brimful.data.labels.columns import Columns
 from brimful.data.labels.doubts import label_doubts

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from brimful.core.errors import DataError, InputError, OptionError
-from brimful.core.option_checks import split_names
-from brimful.core.options import ClassifyOptions, TrainOptions
+from brimful.core.options.checks import split_names
+from brimful.core.options.classify import ClassifyOptions
+from brimful.core.options.train import TrainOptions
 from brimful.data.labels.columns import find_columns
 from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.sources import open_stream, read_rows

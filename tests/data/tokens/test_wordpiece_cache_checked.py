@@ -17,7 +17,7 @@ import trained_tokenizers
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import Classification
 from brimful.core.errors import Interrupted
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.data.tokens import wordpiece_cache
 from brimful.engine.classification import inputs, windows
 from brimful.engine.prepare import prepare

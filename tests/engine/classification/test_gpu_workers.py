@@ -11,7 +11,7 @@ import torch
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DeviceError
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.classify import ClassifyOptions
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.classification.gpu_workers import GpuWorkers, job_of, other_gpus
 from brimful.engine.classification.runner import Runner, check_model, make_runner

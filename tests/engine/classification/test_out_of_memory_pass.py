@@ -17,7 +17,7 @@ import torch
 import brimful
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import MemoryFullError
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.classify import ClassifyOptions
 from brimful.core.records import OutOfMemory
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.classification import gpu_worker, windows

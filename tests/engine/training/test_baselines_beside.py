@@ -12,7 +12,7 @@ import pytest
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.evaluation import Baseline
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.training.baselines import Baselines
 from runs import single_label_rows, write_rows

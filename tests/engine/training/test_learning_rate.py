@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import Learning
 from brimful.engine.learning import choose_learning, epochs_between
 from commands import call, train_words

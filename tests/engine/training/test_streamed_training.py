@@ -11,7 +11,7 @@ import torch
 
 import brimful
 from brimful.core.errors import OptionError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import Run
 from brimful.levers.streaming import Streaming
 from brimful.models.packed.streamed_layers import StreamedLayers

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from brimful.cli.commands import run
 from brimful.core.errors import OptionError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
 from engine.training.test_several_processes import start, told, words
 from engine.training.test_sharded_training import same

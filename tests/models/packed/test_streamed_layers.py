@@ -13,7 +13,7 @@ import torch
 
 import brimful
 from brimful.core.errors import OptionError
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.classify import ClassifyOptions
 from brimful.levers.streaming import Streaming
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.check_inputs import padded_rows

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from brimful.core.errors import DataError, listed, printable
-from brimful.core.option_checks import split_names
+from brimful.core.options.checks import split_names
 from brimful.data.column_names import IDS, LABELS, PAIRS, TEXTS, key_of
 from brimful.data.readers.fields import field_names
 from brimful.data.readers.rows import Rows

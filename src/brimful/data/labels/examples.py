@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from brimful.core.errors import DataError
-from brimful.core.options import MissingLabels
+from brimful.core.options.choices import MissingLabels
 from brimful.core.records import LabelSpace
 from brimful.data.labels.columns import Columns, joined_texts
 from brimful.data.labels.label_columns import LabelColumn

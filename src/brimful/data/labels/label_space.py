@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from brimful.core.errors import DataError, listed, printable
-from brimful.core.options import TaskChoice
+from brimful.core.options.choices import TaskChoice
 from brimful.core.records import LabelSpace, TaskName
 from brimful.data.labels.columns import Columns
 from brimful.data.labels.label_columns import IS_IT_RIGHT, LabelColumn, parse_numbers

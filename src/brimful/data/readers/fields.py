@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from brimful.core.option_checks import split_names
+from brimful.core.options.checks import split_names
 from brimful.data.readers.column_types import plain_type
 from brimful.data.readers.rows import Rows
 

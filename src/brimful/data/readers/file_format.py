@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from brimful.core.option_checks import DELIMITERS, split_names
+from brimful.core.options.checks import DELIMITERS, split_names
 
 
 class _Options(Protocol):

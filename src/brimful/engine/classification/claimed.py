@@ -19,7 +19,7 @@ from pathlib import Path
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import AnswerEquivalence, ClaimedFiles, ClaimWorker, Classification, Counts
 from brimful.core.errors import DataError, DiskFullError, OutputError, listed, printable
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.classify import ClassifyOptions
 from brimful.core.place import find_local_rank
 from brimful.data.readers.in_memory import Tables
 from brimful.data.writers.claimed_output import ClaimedOutput

@@ -18,7 +18,7 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.classification import AnswerEquivalence
 from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, OptionError, encodes, printable
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.classify import ClassifyOptions
 from brimful.core.records import LabelSpace, Recipe
 from brimful.data.tokens.encoder import OTHER_TOKENIZER, Encoder
 from brimful.data.tokens.token_stream import TokenStream, choose_workers

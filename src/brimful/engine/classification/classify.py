@@ -15,7 +15,7 @@ from pathlib import Path
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import Classification
 from brimful.core.errors import OptionError, RanksError
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.classify import ClassifyOptions
 from brimful.core.place import Place, find_place
 from brimful.data.readers.in_memory import Tables
 from brimful.data.writers.shards import LineOutput, ShardedOutput

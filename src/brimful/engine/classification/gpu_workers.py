@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from brimful.core.errors import DeviceError, OptionError
-from brimful.core.evaluate_options import EvaluateOptions
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.classify import ClassifyOptions
+from brimful.core.options.evaluate import EvaluateOptions
 from brimful.core.place import find_place
 from brimful.core.records import OutOfMemory
 from brimful.data.tokens.encoder import Tokens

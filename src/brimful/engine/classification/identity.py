@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from brimful.core.option_checks import flag
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.checks import flag
+from brimful.core.options.classify import ClassifyOptions
 from brimful.engine.classification.inputs import Given
 from brimful.engine.classification.runner import Checked
 from brimful.hardware.probe import probe

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.cores import num_cores
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.classify import ClassifyOptions
 from brimful.data.file_names import COMPRESSION
 from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.in_memory import Tables

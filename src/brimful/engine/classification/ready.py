@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import AnswerEquivalence
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.classify import ClassifyOptions
 from brimful.engine.classification.gpu_workers import GpuWorkers, Job, job_of, other_gpus
 from brimful.engine.classification.inputs import Given, expected_rows
 from brimful.engine.classification.request import Asked, Request

@@ -15,7 +15,8 @@ import numpy as np
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import ModelError, printable
-from brimful.core.options import ClassifyOptions, ExecutionChoice
+from brimful.core.options.choices import ExecutionChoice
+from brimful.core.options.classify import ClassifyOptions
 from brimful.core.records import LabelSpace, OutOfMemory, Recipe
 from brimful.data.batches.batch import PaddedLayout
 from brimful.data.tokens.encoder import Encoder, Tokens

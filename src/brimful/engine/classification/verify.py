@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import AnswerEquivalence
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.classify import ClassifyOptions
 from brimful.core.records import OutOfMemory
 from brimful.core.units import share_text
 from brimful.engine.classification.request import Asked, Request, Texts

@@ -14,7 +14,7 @@ import pyarrow as pa
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import FEW_ERRORS, Classification, Counts, RowError
 from brimful.core.errors import DataError, Interrupted, MemoryFullError, printable
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.classify import ClassifyOptions
 from brimful.data.writers.shards import LineOutput, ShardedOutput
 from brimful.data.writers.table_output import TableOutput
 from brimful.engine.classification.inputs import Given

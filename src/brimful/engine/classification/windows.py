@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from brimful.core.classification import LENGTH_ENDS, Counts
 from brimful.core.errors import OptionError, printable
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.classify import ClassifyOptions
 from brimful.core.records import TrainedInputs
 from brimful.data.labels.columns import Columns, check_exists, find_columns, joined_texts, text_parts
 from brimful.data.labels.examples import has_text

@@ -18,10 +18,10 @@ import pyarrow.compute as pc
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import Classification
 from brimful.core.errors import DataError, OptionError, printable
-from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.evaluation import Evaluation
 from brimful.core.manifest import MANIFEST, MANIFEST_SUFFIX, read_manifest
-from brimful.core.option_checks import split_names
+from brimful.core.options.checks import split_names
+from brimful.core.options.evaluate import EvaluateOptions
 from brimful.core.records import LabelSpace, TaskName
 from brimful.data.labels.columns import check_exists, find_columns
 from brimful.data.labels.label_columns import LabelColumn

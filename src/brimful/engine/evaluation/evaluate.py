@@ -17,9 +17,9 @@ import numpy.typing as npt
 from brimful.core.callbacks import Callbacks
 from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, Interrupted, ModelError, RanksError, printable
-from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.evaluation import Baseline, Evaluation, Mistake
-from brimful.core.options import ClassifyOptions
+from brimful.core.options.classify import ClassifyOptions
+from brimful.core.options.evaluate import EvaluateOptions
 from brimful.core.place import find_place
 from brimful.data.labels.columns import Columns, check_exists, find_columns
 from brimful.data.readers.fields import rows_with_fields

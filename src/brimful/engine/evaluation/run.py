@@ -8,8 +8,8 @@ from brimful.core import atomic_files
 from brimful.core.callbacks import Callbacks
 from brimful.core.command_line import command_of
 from brimful.core.errors import OptionError, printable
-from brimful.core.evaluate_options import EvaluateOptions
 from brimful.core.evaluation import Evaluation
+from brimful.core.options.evaluate import EvaluateOptions
 from brimful.core.place import find_place
 from brimful.data.readers.in_memory import Tables
 from brimful.data.writers.output_path import check_new

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from brimful.core.errors import DataError, OptionError, listed, printable
-from brimful.core.evaluate_options import EvaluateOptions
+from brimful.core.options.evaluate import EvaluateOptions
 from brimful.core.records import LabelSpace
 from brimful.core.units import count_text
 from brimful.data.labels.label_columns import LabelColumn, no_label_text

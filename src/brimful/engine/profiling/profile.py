@@ -18,7 +18,7 @@ import numpy as np
 from brimful.core import atomic_files
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DeviceError, OptionError, OutputError
-from brimful.core.options import NOT_OF_A_STEP, ProfileOptions
+from brimful.core.options.profile import NOT_OF_A_STEP, ProfileOptions
 from brimful.core.place import check_tensor_parallel, find_place
 from brimful.core.profile import Communication, Limits, Profile, Rates, StepTime, Work
 from brimful.core.records import from_json, to_json

@@ -24,7 +24,7 @@ import pyarrow as pa
 from brimful.core.callbacks import Callbacks
 from brimful.core.cores import num_cores
 from brimful.core.evaluation import Baseline
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.engine.prepare import Part, Prepared
 from brimful.tasks.scoring import baseline_worker
 from brimful.tasks.scoring.baselines import Labelled, LinearTask, constant_baseline, linear_task

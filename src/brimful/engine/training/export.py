@@ -11,8 +11,8 @@ import torch
 from brimful.core.atomic_files import path_text
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import CheckpointError, ModelError, OptionError, OutputError, listed, printable
-from brimful.core.export_options import ExportOptions
-from brimful.core.options import TrainOptions
+from brimful.core.options.export import ExportOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import Run, TrainedInputs
 from brimful.core.trained_part import ADAPTER_SETTINGS
 from brimful.engine.target_scale import fold

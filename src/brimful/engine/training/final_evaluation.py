@@ -19,7 +19,7 @@ from brimful.core.atomic_files import path_text
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DiskFullError, OutputError
 from brimful.core.evaluation import Evaluation
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import Run, to_json
 from brimful.diagnosis.learning import Losses, findings_of_learning, has_learned
 from brimful.engine.prepare import Part, Prepared

@@ -15,7 +15,7 @@ import torch
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import RanksError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.records import OutOfMemory, Run
 from brimful.data.batches.batch import Batch

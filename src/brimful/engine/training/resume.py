@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from brimful.core.errors import CheckpointError, OutputError, printable
-from brimful.core.option_checks import flag
-from brimful.core.options import TrainOptions, differences
+from brimful.core.options.checks import flag
+from brimful.core.options.train import TrainOptions, differences
 from brimful.core.records import ADAPTER_FILE, TOKENIZER, LabelSpace, Recipe, Run
 from brimful.engine.learning import learning_of
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from brimful.core import atomic_files
 from brimful.core.errors import OutputError, printable
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.records import Run, from_json, to_json
 from brimful.core.units import bytes_text
 

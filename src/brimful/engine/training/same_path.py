@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from brimful.core.errors import DataError, ModelError, OutputError, listed, printable
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.data.batches.batch import Layout, PackedLayout, PaddedLayout
 from brimful.engine.assemble import Built
 from brimful.engine.prepare import Prepared

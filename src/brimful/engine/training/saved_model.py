@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.engine.assemble import Built
 from brimful.engine.prepare import Prepared
 from brimful.engine.target_scale import fold

@@ -13,7 +13,7 @@ import torch
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import OptionError, RanksError
-from brimful.core.options import TrainOptions
+from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.place import check_tensor_parallel, find_place
 from brimful.core.records import Run

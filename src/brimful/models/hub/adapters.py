@@ -22,8 +22,8 @@ from safetensors import safe_open
 
 from brimful.core.atomic_files import path_text
 from brimful.core.errors import ModelError, OptionError, listed, printable
-from brimful.core.option_checks import flag, split_names
-from brimful.core.options import TrainOptions
+from brimful.core.options.checks import flag, split_names
+from brimful.core.options.train import TrainOptions
 from brimful.core.trained_part import ADAPTER_SETTINGS, REGEX
 from brimful.models.hub.quiet import first_line, quiet_transformers
 from brimful.models.hub.weight_files import read_shapes

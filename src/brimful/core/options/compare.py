@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from brimful.core.errors import OptionError
-from brimful.core.option_checks import check_types
+from brimful.core.options.checks import check_types
 
 
 @dataclass(frozen=True, kw_only=True)

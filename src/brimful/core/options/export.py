@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from brimful.core.option_checks import check_positive, check_types
+from brimful.core.options.checks import check_positive, check_types
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 
 from brimful.core.errors import OptionError, printable
-from brimful.core.option_checks import check_header, check_numbers, check_positive, check_text_format, check_types
-from brimful.core.options import DeviceChoice, MissingLabels, TaskChoice, TrainOptions
+from brimful.core.options.checks import check_header, check_numbers, check_positive, check_text_format, check_types
+from brimful.core.options.choices import DeviceChoice, MissingLabels, TaskChoice
+from brimful.core.options.train import TrainOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from brimful.core.errors import OptionError
-from brimful.core.option_checks import (
+from brimful.core.options.checks import (
     check_gpus,
     check_header,
     check_numbers,
@@ -14,7 +14,7 @@ from brimful.core.option_checks import (
     check_text_format,
     check_types,
 )
-from brimful.core.options import DeviceChoice, ExecutionChoice, PrecisionChoice
+from brimful.core.options.choices import DeviceChoice, ExecutionChoice, PrecisionChoice
 
 
 @dataclass(frozen=True, kw_only=True)

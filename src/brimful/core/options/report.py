@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from brimful.core.option_checks import check_types
+from brimful.core.options.checks import check_types
 from brimful.core.trackers import tracker_names
 
 
