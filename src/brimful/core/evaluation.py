@@ -14,6 +14,33 @@ LOWER_IS_BETTER = frozenset({"loss", "log_loss", "brier", "ece", "mse", "rmse", 
 CONSTANT, LINEAR = "constant", "tfidf_linear"
 #: The metric of each task by which models are compared in words.
 MAIN_METRIC = {"single_label": "accuracy", "multi_label": "f1_micro", "regression": "r2"}
+#: Metrics by their names for people.
+METRIC_NAMES = {
+    "accuracy": "accuracy",
+    "balanced_accuracy": "balanced accuracy",
+    "accuracy_top5": "in the five likeliest",
+    "f1_macro": "F1, mean of labels",
+    "f1_weighted": "F1, weighted by rows",
+    "f1_micro": "F1, of all labels",
+    "precision_micro": "precision, of all labels",
+    "recall_micro": "recall, of all labels",
+    "label_accuracy": "label accuracy",
+    "matthews_correlation": "Matthews' correlation",
+    "auc_macro": "AUC, mean of labels",
+    "log_loss": "log loss",
+    "brier": "Brier score",
+    "ece": "calibration error",
+    "mse": "mean squared error",
+    "rmse": "root mean squared error",
+    "mae": "mean absolute error",
+    "r2": "R squared",
+    "pearson": "Pearson's correlation",
+    "spearman": "Spearman's correlation",
+    "precision": "precision",
+    "recall": "recall",
+    "f1": "F1",
+    "auc": "AUC",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from brimful.core.errors import listed, printable
-from brimful.core.evaluation import CONSTANT, LINEAR, MAIN_METRIC, Baseline, Evaluation, LabelScore
+from brimful.core.evaluation import CONSTANT, LINEAR, MAIN_METRIC, METRIC_NAMES, Baseline, Evaluation, LabelScore
 from brimful.core.units import number_text, share_text
 
 #: Names of labels in one sentence.
@@ -113,9 +113,9 @@ def _of_threshold(evaluation: Evaluation) -> Iterator[str]:
     (best, threshold), everything = max(found), found[0][0]
     if threshold > 0 and best >= max(now, everything) + _BETTER_F1:
         yield (
-            f"another threshold is better: f1_micro {number_text(best)} with --threshold {threshold:.2f}, and"
-            f" {number_text(now)} with {evaluation.options.get('threshold') or 0.5:g} (of classify and evaluate; it is"
-            " chosen on these very rows, so look at it on others)"
+            f"another threshold is better: {_name_of('f1_micro')} {number_text(best)} with --threshold {threshold:.2f},"
+            f" and {number_text(now)} with {evaluation.options.get('threshold') or 0.5:g} (of classify and evaluate;"
+            " it is chosen on these very rows, so look at it on others)"
         )
 
 
@@ -145,7 +145,7 @@ def _of_numbers(evaluation: Evaluation) -> Iterator[str]:
             " new head start near 0: rescale the targets to a mean of 0 and a spread of 1, and the outputs back"
         )
     else:
-        yield f"no better than always answering the mean{mean}: r2 {number_text(r2.value)}"
+        yield f"no better than always answering the mean{mean}: {_name_of('r2')} {number_text(r2.value)}"
 
 
 def _worse_than_linear(evaluation: Evaluation, *, learned: bool) -> str | None:
@@ -158,8 +158,8 @@ def _worse_than_linear(evaluation: Evaluation, *, learned: bool) -> str | None:
         return None
     mine, its = number_text(metric.value), number_text(other)
     if metric.high is not None and other > metric.high:
-        return f"TF-IDF with a linear model is better: {name} {its} against {mine}; {more}"
-    said = f"no better than TF-IDF with a linear model: {name} {mine} against {its}, within the interval"
+        return f"TF-IDF with a linear model is better: {_name_of(name)} {its} against {mine}; {more}"
+    said = f"no better than TF-IDF with a linear model: {_name_of(name)} {mine} against {its}, within the interval"
     return f"{said}; {more}" if learned else f"{said}; {more}, or use more rows"
 
 
@@ -179,6 +179,11 @@ def _of_confidence(evaluation: Evaluation) -> Iterator[str]:
 def _of_rows(evaluation: Evaluation) -> Iterator[str]:
     if 0 < evaluation.num_rows < _FEW_ROWS:
         yield f"only {evaluation.num_rows:,} rows were evaluated: the intervals show how little that says"
+
+
+def _name_of(metric: str) -> str:
+    """The name of a metric within a sentence."""
+    return METRIC_NAMES[metric].replace(",", "")
 
 
 def _quoted(name: str | None) -> str:

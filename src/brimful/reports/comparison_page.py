@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from brimful.core.comparison import Compared, Comparison
+from brimful.core.evaluation import METRIC_NAMES
 from brimful.core.units import bytes_text, number_text
 from brimful.reports.bars import Bar, bar_chart
 from brimful.reports.bench_text import rate_text
@@ -25,7 +26,6 @@ from brimful.reports.comparison_text import (
     paired_rows,
     paired_title,
 )
-from brimful.reports.evaluation_text import METRICS
 from brimful.reports.page import environment, render
 
 #: Rows of benches with a bar of their own.
@@ -69,7 +69,7 @@ def _capital(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def _curves(record: Comparison) -> list[Chart | None]:
     charts = [_curve(record, "loss", "Loss of training", lambda each: each.losses)]
     if (main := record.main_metric) is not None:
-        name = METRICS[main][:1].upper() + METRICS[main][1:]
+        name = METRIC_NAMES[main][:1].upper() + METRIC_NAMES[main][1:]
         charts.append(_curve(record, "metric", f"{name} of the evaluation rows", lambda each: each.evaluated))
     return charts
 

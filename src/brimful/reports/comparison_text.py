@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 from brimful.core.comparison import Compared, Comparison, Difference, Paired, PairedMetric, RowFigures
 from brimful.core.errors import printable
-from brimful.core.evaluation import LOWER_IS_BETTER, Metric
+from brimful.core.evaluation import LOWER_IS_BETTER, METRIC_NAMES, Metric
 from brimful.core.units import bytes_text, count_text, seconds_text
 from brimful.reports.bench_text import rate_text
-from brimful.reports.evaluation_text import METRICS, interval_text, metric_text
+from brimful.reports.evaluation_text import interval_text, metric_text
 from brimful.reports.text_columns import aligned, fitted
 
 _NAME, _VALUE = 36, 34
@@ -54,9 +54,12 @@ def overview_rows(record: Comparison) -> list[tuple[str, ...]]:
 def metric_rows(record: Comparison) -> list[tuple[str, ...]]:
     """Metrics with their intervals."""
     names = dict.fromkeys(name for each in record.compared for name in each.metrics)
-    ordered = sorted(names, key=lambda name: list(METRICS).index(name) if name in METRICS else len(METRICS))
+    ordered = [*(name for name in METRIC_NAMES if name in names), *(name for name in names if name not in METRIC_NAMES)]
     found = [
-        (METRICS.get(name, printable(name, 40)), *(_metric(name, each.metrics.get(name)) for each in record.compared))
+        (
+            METRIC_NAMES.get(name, printable(name, 40)),
+            *(_metric(name, each.metrics.get(name)) for each in record.compared),
+        )
         for name in ordered
     ]
     return [row for row in found if set(row[1:]) != {UNKNOWN}]
@@ -113,7 +116,7 @@ def paired_rows(pair: Paired) -> list[tuple[str, str, str, str]]:
     """Differences, their intervals, and what they say."""
     return [
         (
-            METRICS.get(each.name, each.name),
+            METRIC_NAMES.get(each.name, each.name),
             _signed(each.name, each.difference),
             UNKNOWN
             if each.low is None or each.high is None

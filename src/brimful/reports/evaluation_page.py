@@ -9,14 +9,13 @@ from pathlib import PurePath
 from typing import Any
 
 from brimful.core.errors import printable
-from brimful.core.evaluation import MAIN_METRIC, Evaluation, Metric, Mistake
+from brimful.core.evaluation import MAIN_METRIC, METRIC_NAMES, Evaluation, Metric, Mistake
 from brimful.core.options.checks import flag
 from brimful.core.units import amount_text, number_text, part_text, share_text
 from brimful.reports.bars import Bar, bar_chart
 from brimful.reports.charts import agreement
 from brimful.reports.classification_page import Chart
 from brimful.reports.evaluation_text import (
-    METRICS,
     baseline_title,
     headline,
     interval_text,
@@ -118,7 +117,7 @@ def evaluation_tiles(record: Evaluation) -> list[tuple[str, str | None, str | No
     names = [name for name in _TILES[record.labels.task] if name in record.metrics]
     tiles: list[tuple[str, str | None, str | None]] = [("Rows", f"{record.num_rows:,}", None)]
     for name in names:
-        metric, title = record.metrics[name], METRICS[name]
+        metric, title = record.metrics[name], METRIC_NAMES[name]
         if metric.value is not None:
             interval = interval_text(metric, name=name) or None
             tiles.append((title[:1].upper() + title[1:], metric_text(name, metric.value), interval))
@@ -126,7 +125,7 @@ def evaluation_tiles(record: Evaluation) -> list[tuple[str, str | None, str | No
     for baseline in record.baselines:
         if (value := baseline.metrics.get(main)) is not None:
             title = baseline_title(baseline)
-            tiles.append((title[:1].upper() + title[1:], number_text(value), f"{METRICS[main]} of this baseline"))
+            tiles.append((title[:1].upper() + title[1:], number_text(value), f"{METRIC_NAMES[main]} of this baseline"))
     return tiles
 
 

@@ -8,41 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from brimful.core.errors import printable
-from brimful.core.evaluation import CONSTANT, LINEAR, Baseline, Confused, Evaluation, Metric
+from brimful.core.evaluation import CONSTANT, LINEAR, METRIC_NAMES, Baseline, Confused, Evaluation, Metric
 from brimful.core.units import amount_text, count_text, number_text, seconds_text, share_text
 from brimful.reports.text_columns import aligned, fitted, told_apart
 
 #: Labels that are listed, the most frequent first, and pairs that are confused.
 _MOST_LABELS, _MOST_PAIRS = 20, 5
 _NAME = 40
-#: Metrics by their names for people.
-METRICS = {
-    "accuracy": "accuracy",
-    "balanced_accuracy": "balanced accuracy",
-    "accuracy_top5": "in the five likeliest",
-    "f1_macro": "F1, mean of labels",
-    "f1_weighted": "F1, weighted by rows",
-    "f1_micro": "F1, of all labels",
-    "precision_micro": "precision, of all labels",
-    "recall_micro": "recall, of all labels",
-    "label_accuracy": "label accuracy",
-    "matthews_correlation": "Matthews' correlation",
-    "auc_macro": "AUC, mean of labels",
-    "log_loss": "log loss",
-    "brier": "Brier score",
-    "ece": "calibration error",
-    "mse": "mean squared error",
-    "rmse": "root mean squared error",
-    "mae": "mean absolute error",
-    "r2": "R squared",
-    "pearson": "Pearson's correlation",
-    "spearman": "Spearman's correlation",
-    "precision": "precision",
-    "recall": "recall",
-    "f1": "F1",
-    "auc": "AUC",
-}
-
 #: Metrics in units of the targets, which may be of any size.
 IN_UNITS = frozenset({"mse", "rmse", "mae"})
 
@@ -100,7 +72,7 @@ def metric_rows(record: Evaluation) -> list[tuple[str, ...]]:
     """Name, value, interval, and the values of the baselines."""
     return [
         (
-            METRICS.get(name, name),
+            METRIC_NAMES.get(name, name),
             metric_text(name, metric.value),
             interval_text(metric, name=name),
             *("" if (v := each.metrics.get(name)) is None else metric_text(name, v) for each in record.baselines),
@@ -125,7 +97,7 @@ def label_rows(record: Evaluation) -> tuple[tuple[str, ...], list[tuple[str, ...
     ordered = list(record.by_label) if regression else sorted(record.by_label, key=lambda each: -each.support)
     kinds = list(ordered[0].metrics)
     spread = ["f1"] if "f1" in kinds else []
-    columns = [METRICS.get(kind, kind) for kind in kinds]
+    columns = [METRIC_NAMES.get(kind, kind) for kind in kinds]
     heading = ("output" if regression else "label", "rows", "given", *columns, *("F1 interval" for _ in spread))
     shown = told_apart([each.name for each in ordered], _NAME)
     return heading, [

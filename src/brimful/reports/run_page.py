@@ -13,7 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from brimful.core.errors import printable
-from brimful.core.evaluation import MAIN_METRIC
+from brimful.core.evaluation import MAIN_METRIC, METRIC_NAMES
 from brimful.core.options.checks import flag
 from brimful.core.records import Processes
 from brimful.core.units import bytes_text, count_text, number_text, parse_bytes, part_text, seconds_text, share_text
@@ -23,7 +23,6 @@ from brimful.reports.bench_text import rate_text
 from brimful.reports.charts import curves
 from brimful.reports.classification_page import Chart
 from brimful.reports.evaluation_page import evaluation_tiles, evaluation_values
-from brimful.reports.evaluation_text import METRICS
 from brimful.reports.memory_text import memory_names
 from brimful.reports.page import environment, render
 from brimful.reports.processes_text import COLUMNS, processes_rows
@@ -123,7 +122,7 @@ def _tiles(report: RunReport) -> list[tuple[str, str | None, str | None]]:
     tiles[:1] = [("Rows evaluated", value, note) for _, value, note in tiles[:1]]
     main = MAIN_METRIC[run.labels.task]
     if not tiles and report.evaluations and (value := report.evaluations[-1].metrics.get(main)) is not None:
-        name = METRICS[main]
+        name = METRIC_NAMES[main]
         tiles.append((name[:1].upper() + name[1:], number_text(value), f"after step {report.evaluations[-1].step:,}"))
     last = report.steps[-1] if report.steps else None
     rate = run.samples_per_s if run.samples_per_s is not None or last is None else last.samples_per_s
@@ -196,7 +195,7 @@ def _metric(report: RunReport) -> Chart | None:
     points = [(each.step, each.metrics[main]) for each in report.evaluations if main in each.metrics]
     if len(points) < 2:
         return None
-    title = METRICS[main][:1].upper() + METRICS[main][1:]
+    title = METRIC_NAMES[main][:1].upper() + METRIC_NAMES[main][1:]
     drawing = curves(
         "metric", [[], points], axis="step", alt=f"Curve: {title} of the evaluation rows.", said="{:.3g}".format
     )

@@ -115,8 +115,9 @@ def differences_of_machine(before: Run, now: Run) -> list[str]:
         levers = {lever.name: lever.value for lever in run.recipe.levers if lever.arithmetic != "training"}
         return {**machine.versions, "CPU": machine.cpu, "CPU cores": machine.num_cores, "GPU": gpus, **levers}
 
-    then = facts(before)
-    return [f"{name} was {then.get(name)}, is {fact}" for name, fact in facts(now).items() if fact != then.get(name)]
+    was, is_now = facts(before), facts(now)
+    names = [name for name in {**is_now, **was} if was.get(name) != is_now.get(name)]
+    return [f"{name} was {was.get(name) or 'none'}, is {is_now.get(name) or 'none'}" for name in names]
 
 
 def check_space(path: Path, options: TrainOptions, num_parameters: int, state_bytes: int) -> None:
