@@ -45,11 +45,11 @@ def measure(plan: dict[str, Any]) -> dict[str, Any]:
         return {"workload": dataclasses.asdict(workload), "notes": notes.lines}
     row, steps = Row(**plan["row"]), Steps(**plan["steps"])
     if row.side == "brimful":
-        found = measure_ours(make_work(options, notes, **row.settings), steps, notes, _told)
+        found = measure_ours(make_work(options, notes, steps, **row.settings), steps, notes, _told)
     else:
         from brimful.benchmarking.trainer_side import measure_trainers
 
-        found = measure_trainers(make_work(options, Callbacks()), row.settings, steps, notes, _told)
+        found = measure_trainers(make_work(options, Callbacks(), steps), row.settings, steps, notes, _told)
     return {"measured": dataclasses.asdict(found), "notes": notes.lines}
 
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from brimful.core.bench import Workload
+from brimful.benchmarking.even_blocks import even_blocks
+from brimful.core.bench import Steps, Workload
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DataError
 from brimful.core.options.bench import BenchOptions
@@ -66,8 +67,10 @@ class Work:
         return np.asarray(self.prepared.training.tokens.lengths[samples])
 
 
-def make_work(asked: BenchOptions, callbacks: Callbacks, **settings: object) -> Work:
-    """Read and tokenise the rows of a bench, or draw random ones. settings: of a row, by names of TrainOptions.
+def make_work(asked: BenchOptions, callbacks: Callbacks, steps: Steps | None = None, **settings: object) -> Work:
+    """Read and tokenise the rows of a bench, or draw random ones.
+
+    steps: for whose blocks batches are dealt evenly. settings: of a row, by names of TrainOptions.
 
     Raises: InputError for what cannot be done as asked; DataError for fewer rows than a batch has.
     """
@@ -86,6 +89,8 @@ def make_work(asked: BenchOptions, callbacks: Callbacks, **settings: object) -> 
         said = f"there are {number:,} rows, and a batch has {batch_size:,}"
         raise DataError(said, hint="lower --batch-size, or give more rows")
     order = Sampler(num_samples=number - number % batch_size, batch_size=batch_size, seed=options.seed)
+    if steps is not None:
+        order = even_blocks(order, prepared.training.tokens.lengths, steps)
     prepared = dataclasses.replace(prepared, order=order)
     return Work(options=options, prepared=prepared, device=device, random=asked.data is None)
 
