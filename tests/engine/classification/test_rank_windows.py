@@ -18,6 +18,7 @@ import brimful
 from brimful.cli.commands import run
 from brimful.core.errors import OptionError
 from brimful.core.place import Place
+from brimful.engine.classification.request import Texts
 from forked_ranks import Forked
 from tiny_files import review, save_classifier
 
@@ -190,3 +191,13 @@ def test_a_process_with_other_rows(other: slice, codes: list[int], said: str, ho
     assert forked.exit_codes() == codes
     assert said in forked.said(0)
     assert not (tmp_path / "out.parquet").exists()
+
+
+def test_every_text_counts_in_the_mark_of_a_window() -> None:
+    texts = pa.array(["first", "a", None, "last"], pa.large_string())
+    other, pairs = pa.array(["first", "b", None, "last"], pa.large_string()), texts.slice(0)
+    mark = Texts(texts=texts).mark()
+    assert mark == Texts(texts=pa.concat_arrays([texts, other]).slice(0, 4)).mark()
+    moved = pa.array(["firsta", "", None, "last"], pa.large_string())
+    found = [Texts(texts=other), Texts(texts=moved), Texts(texts=texts, pairs=pairs), Texts(texts=texts, pairs=other)]
+    assert len({mark, *(each.mark() for each in found)}) == 5

@@ -47,12 +47,12 @@ class Rows:
         for name, column in zip(self.table.column_names, self.table.columns, strict=True):
             digest.update(f"{name}\0{column.type}\0{len(column)}\0".encode())
             for start in range(0, len(column), _PIECE_ROWS):
-                _digest(digest, pa.concat_arrays(column.slice(start, _PIECE_ROWS).chunks))
+                digest_values(digest, pa.concat_arrays(column.slice(start, _PIECE_ROWS).chunks))
         return digest.hexdigest()
 
 
-def _digest(digest: hashlib._Hash, values: pa.Array) -> None:
-    """Adds values to the digest, whatever lies in the slots of nulls and before an array's offset."""
+def digest_values(digest: hashlib._Hash, values: pa.Array) -> None:
+    """Add values to the digest, whatever lies in the slots of nulls and before an array's offset."""
     digest.update(values.is_null().to_numpy(zero_copy_only=False).tobytes())
     kind = values.type
     if pa.types.is_large_string(kind):
@@ -63,7 +63,7 @@ def _digest(digest: hashlib._Hash, values: pa.Array) -> None:
             digest.update(values.buffers()[2].slice(int(ends[0]), int(ends[-1] - ends[0])))
     elif pa.types.is_large_list(kind):
         digest.update(pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False).tobytes())
-        _digest(digest, values.flatten())
+        digest_values(digest, values.flatten())
     elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
         digest.update(values.fill_null(pa.scalar(0).cast(kind)).to_numpy(zero_copy_only=False).tobytes())
     else:

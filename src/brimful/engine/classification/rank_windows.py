@@ -123,7 +123,7 @@ class SharedStages:
     def write(self, window: Any, turn: _Turn, logits_PC: np.ndarray) -> None:
         """Write it, whosever it was. Raises: DataError where another process has read other rows for it."""
         assert turn.asked is not None
-        if turn.mark not in (None, self._mark(window)):
+        if turn.mark is not None and turn.mark != self._mark(window):
             raise DataError(f"process {turn.rank} reads other rows than process 0", hint=_SAME_FILES)
         self._ranks.pulse.move()
         self._write(window, turn.asked, logits_PC)

@@ -5,7 +5,7 @@ A request turns a window of rows into sequences of tokens, and the logits of the
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,6 +20,7 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.classification import Counts
 from brimful.core.errors import ModelError, listed, printable
 from brimful.core.records import LabelSpace
+from brimful.data.readers.rows import digest_values
 from brimful.data.tokens.encoder import Encoder, Tokens
 from brimful.data.tokens.pairs import PairTemplate, assemble, assembly_is_exact, encode_pairs, find_template
 from brimful.data.tokens.token_stream import TokenStream
@@ -60,9 +61,12 @@ class Texts:
         return there_N if self.labels is None else there_N & (np.diff(self.labels.offsets_N1) > 0)
 
     def mark(self) -> int:
-        """Return a number that tells these rows from others: of how many there are, the first text and the last."""
-        ends = [self.texts[row].as_py() for row in {0, len(self) - 1} if len(self)]
-        return zlib.crc32(repr((len(self), ends)).encode())
+        """Return a number that tells these texts from others."""
+        digest = hashlib.sha256()
+        for column in (self.texts, self.pairs):
+            if column is not None:
+                digest_values(digest, column)
+        return int.from_bytes(digest.digest()[:8])
 
     def slice(self, start: int, num_rows: int) -> Texts:
         """At most `num_rows` rows from `start` on."""
