@@ -82,6 +82,7 @@ def test_mistakes_in_options_and_rows_are_answered_before_torch_is_imported(file
     if not torch.version.cuda or not torch.cuda.is_available():
         for words in (train, ["classify", files.classifier, files.reviews]):
             mistakes["--device cuda was asked for, and torch sees no GPU", str(words[0])] = [*words, "--device", "cuda"]
+        mistakes["--gpus is 2, and there is no GPU to run on",] = [*train, "--gpus", "2"]
     for parts, words in mistakes.items():
         said = without_torch(words, tmp_path)
         assert all(part in said for part in parts if part not in ("train", "classify")), said

@@ -52,7 +52,7 @@ def check_early(
     if isinstance(options, ExportOptions):
         run_in(Path(options.run))
         return
-    check_gpu(options.device)
+    check_gpu(options.device, options.gpus)
     if isinstance(options, EvaluateOptions):
         names = {"--text-column": options.text_column, "--pair-column": options.pair_column}
         if options.data is not None:

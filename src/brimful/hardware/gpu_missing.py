@@ -14,24 +14,27 @@ from brimful.core.errors import DeviceError
 _DRIVER = "libcuda.so.1"
 
 
-def no_gpu(version: str, cuda: str | None) -> DeviceError:
-    """The error that torch sees no GPU. version, cuda: of torch, and the CUDA that it is built for."""
+def no_gpu(version: str, cuda: str | None, gpus: str | None = None) -> DeviceError:
+    """The error that torch sees no GPU. version, cuda: of torch, and the CUDA that it is built for. gpus: that were
+    asked for by their number."""
     built = f"for CUDA {cuda}" if cuda else "without CUDA"
+    said, instead = "--device cuda was asked for, and torch sees no GPU", "use --device cpu"
+    if gpus is not None:
+        said, instead = f"--gpus is {gpus}, and there is no GPU to run on", "leave it out"
     return DeviceError(
-        f"--device cuda was asked for, and torch sees no GPU: torch {version} is built {built}",
-        hint="check nvidia-smi and the torch build, or use --device cpu",
+        f"{said}: torch {version} is built {built}", hint=f"check nvidia-smi and the torch build, or {instead}"
     )
 
 
-def check_gpu(device: str) -> None:
-    """Raises: DeviceError where `device` is cuda and torch's build, or the machine, plainly has none."""
-    if device != "cuda":
+def check_gpu(device: str, gpus: str | None) -> None:
+    """Raises: DeviceError where `device` or `gpus` asks for one and torch's build, or the machine, plainly has none."""
+    if device != "cuda" and gpus is None:
         return
     build = _torch_build()
     if build is None or "hip" in build:
         return  # torch itself will say
     if "cuda" not in build or (sys.platform == "linux" and not _has_driver()):
-        raise no_gpu(build["__version__"], build.get("cuda"))
+        raise no_gpu(build["__version__"], build.get("cuda"), gpus)
 
 
 def _torch_build() -> dict[str, str] | None:
