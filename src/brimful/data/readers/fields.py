@@ -18,9 +18,11 @@ def with_fields(table: pa.Table, *names: str | None) -> pa.Table:
 
     names: as options have them, several separated by commas. What is no field is left out.
     """
-    for name in _single(table, names):
-        column = None if name in table.column_names else _field(table, name)
-        table = table if column is None else table.append_column(name, column)
+    for name in _single(table.schema, names):
+        place = None if name in table.column_names else _place(table.schema, name)
+        if place is not None:
+            values = pc.struct_field(table[place[0]], place[1])
+            table = table.append_column(name, values.cast(plain_type(values.type)))
     return table
 
 
@@ -31,8 +33,8 @@ def rows_with_fields(rows: Rows, *names: str | None) -> Rows:
 
 
 def field_names(schema: pa.Schema) -> list[str]:
-    """Names of the columns, and of the fields of objects in their place."""
-    return [name for field in schema for name in _within(field.name, field.type)]
+    """Names of the columns, and of the fields of objects in their place, each once."""
+    return list(dict.fromkeys(name for field in schema for name in _within(field.name, field.type)))
 
 
 def _within(path: str, kind: pa.DataType) -> Iterator[str]:
@@ -43,21 +45,20 @@ def _within(path: str, kind: pa.DataType) -> Iterator[str]:
         yield from _within(f"{path}.{field.name}", field.type)
 
 
-def _single(table: pa.Table, names: tuple[str | None, ...]) -> Iterator[str]:
+def _single(schema: pa.Schema, names: tuple[str | None, ...]) -> Iterator[str]:
     for name in names:
         if name is not None and "." in name:
-            is_one = name in table.column_names or _field(table, name) is not None
+            is_one = name in schema.names or _place(schema, name) is not None
             yield from ([name] if is_one else split_names(name))
 
 
-def _field(table: pa.Table, path: str) -> pa.ChunkedArray | None:
-    """The values at a path, null where there is no object; names may have dots of their own."""
-    for name in table.column_names:
-        if path.startswith(f"{name}."):
-            steps = _steps(table.schema.field(name).type, path.removeprefix(f"{name}."))
+def _place(schema: pa.Schema, path: str) -> tuple[str, list[str]] | None:
+    """The column that a path begins with, and the names of fields from there on. Names may have dots of their own."""
+    for field in schema:
+        if path.startswith(f"{field.name}."):
+            steps = _steps(field.type, path.removeprefix(f"{field.name}."))
             if steps is not None:
-                column = pc.struct_field(table[name], steps)
-                return column.cast(plain_type(column.type))
+                return field.name, steps
     return None
 
 
