@@ -65,9 +65,7 @@ class BenchFolder:
         except (ValueError, KeyError, TypeError, OSError) as error:
             said = f"{atomic_files.path_text(path)} is no beginning of a bench"
             raise OutputError(said, hint="give another --output") from error
-        was = {
-            name: getattr(BenchOptions, name, None) for name in asked
-        } | was  # options that are newer than the folder
+        was = {name: getattr(BenchOptions, name, None) for name in asked} | was  # some may be newer than the folder
         differing = [f"{flag(n)} was {was.get(n)}, is {value}" for n, value in asked.items() if was.get(n) != value]
         differing += [f"the {n} differs" for n in _SAME if getattr(before, n) != getattr(workload, n)]
         given = (options.steps, options.repeats, options.warmup_steps)

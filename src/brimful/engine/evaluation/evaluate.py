@@ -29,7 +29,7 @@ from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import read_rows
 from brimful.data.tokens.token_stream import TokenStream, choose_workers
 from brimful.data.writers.output_path import check_output
-from brimful.engine.classification.gpu_workers import GpuWorkers, check_gpus_there, job_of
+from brimful.engine.classification.gpu_workers import GpuWorkers, Job, check_gpus_there, job_of
 from brimful.engine.classification.rank_windows import (
     Begin,
     End,
@@ -44,7 +44,7 @@ from brimful.engine.classification.ready import gpu_workers
 from brimful.engine.classification.request import Asked, TextRequest, Texts
 from brimful.engine.classification.runner import Checked, check_model
 from brimful.engine.classification.stages import Busy, Stages, run_stages
-from brimful.engine.classification.verify import rows_to_compare, verified_runner
+from brimful.engine.classification.verify import Verified, rows_to_compare, verified_runner
 from brimful.engine.classification.windows import Reading, WindowSize
 from brimful.engine.evaluation.truth import Truth, read_truth
 from brimful.engine.read_examples import report_columns
@@ -102,22 +102,10 @@ def evaluate_model(
         checked = check_model(asked)
         given = _read(options, asked, checked, callbacks, tables)
         request = _request(options, checked, given, precision, stack, callbacks)
-        sample = given.texts.slice(0, max(_SAMPLE, options.verify or 0))
-        first = request.submit(sample, Busy())()
-        num_tokens = (mean_tokens := float(first.num_tokens_N.mean())) * len(given.texts)
-        num_compared = rows_to_compare(options.verify, precision.device.type, num_tokens, mean_tokens)
-        callbacks.stage("loading the model")
-        verified = verified_runner(
-            *(checked, asked, precision, request, sample),
-            asked=first,
-            num_compared=num_compared,
-            num_tokens=int(num_tokens),
-            callbacks=callbacks,
-            hear=(log := OutOfMemoryLog(warn=callbacks.warning)),
-        )
+        log = OutOfMemoryLog(warn=callbacks.warning)
+        verified, job = _loaded(checked, asked, precision, request, given.texts, callbacks, log)
         runner, fallback = verified.runner, verified.fallback
         callbacks.recipe(runner.recipe)
-        job = job_of(runner, asked, first.sequences, int(num_tokens))
         workers = stack.enter_context(gpu_workers(options.gpus, runner, job, callbacks, log, by_default=False))
         begin(ranks, Begin(job=job))
         if ranks.count > 1:
@@ -149,6 +137,27 @@ def evaluate_model(
         )
         records.append(record)
         return record
+
+
+def _loaded(
+    checked: Checked, asked: ClassifyOptions, precision: Precision, request: TextRequest, texts: Texts,
+    callbacks: Callbacks, log: OutOfMemoryLog,
+) -> tuple[Verified, Job]:  # fmt: skip
+    """The model, compared with the plain one on the first texts, and what other processes need to load it as well."""
+    sample = texts.slice(0, max(_SAMPLE, asked.verify or 0))
+    first = request.submit(sample, Busy())()
+    num_tokens = (mean_tokens := float(first.num_tokens_N.mean())) * len(texts)
+    num_compared = rows_to_compare(asked.verify, precision.device.type, num_tokens, mean_tokens)
+    callbacks.stage("loading the model")
+    verified = verified_runner(
+        *(checked, asked, precision, request, sample),
+        asked=first,
+        num_compared=num_compared,
+        num_tokens=int(num_tokens),
+        callbacks=callbacks,
+        hear=log,
+    )
+    return verified, job_of(verified.runner, asked, first.sequences, int(num_tokens))
 
 
 def _check_answers(options: EvaluateOptions, scored: Scored, callbacks: Callbacks) -> None:

@@ -55,9 +55,8 @@ class Truth:
             return self
         chosen_n = np.sort(np.random.default_rng(seed).permutation(len(self.rows))[:count])
         note = f"{count:,} of {len(self.rows):,} rows are used, drawn at random (--limit)"
-        return replace(
-            self, rows=self.rows[chosen_n], targets_N=self.targets_N[chosen_n], notes=(*self.notes, note)
-        )  # fmt: skip
+        rows, targets_n = self.rows[chosen_n], self.targets_N[chosen_n]
+        return replace(self, rows=rows, targets_N=targets_n, notes=(*self.notes, note))
 
 
 def read_truth(
