@@ -8,6 +8,7 @@ is left. README.md says how to read it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -23,6 +24,7 @@ from resumable import Session, default_inputs, parser_of, print_rows, say, versi
 from works import Work, make_inputs
 
 WORKS = ("tweets/base", "bbc/base", "bbc/large")
+SIDES = ("hf", "brimful")
 #: GPUs, and rows of an effective batch: 32 a GPU, and 32 in all.
 SIZES = ((1, 32), (2, 64), (2, 32))
 #: Trainer's fastest settings on one H200 (benchmarks/training), and what may be faster on two; the fastest counts.
@@ -36,14 +38,15 @@ FORMS: tuple[dict[str, Any], ...] = (
 _EXPECTED_S = {"hf": 75.0, "brimful": 45.0}
 
 
-def rows_of(names: list[str], forms: int) -> list[dict[str, Any]]:
+def rows_of(names: list[str], sides: list[str], sizes: list[str], forms: int) -> list[dict[str, Any]]:
     """Return all measurements in their order: both sides of a row one after the other."""
     found = []
-    for work in names:
-        for gpus, batch in SIZES:
-            for form in FORMS[: forms if gpus > 1 else 1]:
-                found.append({"work": work, "side": "hf", "gpus": gpus, "batch_size": batch, "form": form})
-            found.append({"work": work, "side": "brimful", "gpus": gpus, "batch_size": batch, "form": {}})
+    for work, (gpus, batch) in itertools.product(names, SIZES):
+        if f"{gpus}x{batch}" not in sizes:
+            continue
+        for side in sides:
+            for form in FORMS[: forms if gpus > 1 else 1] if side == "hf" else ({},):
+                found.append({"work": work, "side": side, "gpus": gpus, "batch_size": batch, "form": form})
     return found
 
 
@@ -128,12 +131,16 @@ def table(found: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = parser_of((__doc__ or "").splitlines()[0], WORKS, timeout_s=240)
     parser.add_argument("--forms", type=int, default=2, help=f"Trainer's settings tried on two GPUs, of {len(FORMS)}")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="these instead of both")
+    sizes = [f"{gpus}x{batch}" for gpus, batch in SIZES]
+    parser.add_argument("--sizes", nargs="+", choices=sizes, default=sizes, help="GPUs x rows of a batch")
     arguments = parser.parse_args()
     arguments.inputs = arguments.inputs or default_inputs("training", smoke=arguments.smoke)
     if arguments.one:
         return one(json.loads(arguments.one), arguments.inputs)
     make_inputs(arguments.inputs, [Work.parse(name) for name in WORKS], arguments.tokenizer, smoke=arguments.smoke)
-    session, rows = Session(arguments, __file__, gpu=not arguments.smoke), rows_of(arguments.rows, arguments.forms)
+    session = Session(arguments, __file__, gpu=not arguments.smoke)
+    rows = rows_of(arguments.rows, arguments.sides, arguments.sizes, arguments.forms)
     counts = {"warm_up": 2, "steps": 2, "rounds": 2} if arguments.smoke else {"warm_up": 60, "steps": 40, "rounds": 3}
     left = 0
     for row in rows:
@@ -149,7 +156,7 @@ def main() -> int:
         record = session.add(kind="row", **row, **(measured[0] if measured else {}), **result)
         said = [f"{r['samples'] / r['seconds']:.0f}" for r in record.get("rounds", ())]
         say(f"{row}: {' '.join(said) or str(record['error'])[-400:]} samples/s, {record['wall_s']} s")
-    found = results(session, rows)
+    found = results(session, rows_of(list(WORKS), list(SIDES), sizes, len(FORMS)))
     write_texts(arguments.output, {"results.json": json.dumps(found, indent=1), "table.md": table(found)})
     print(table(found), end="")
     say(f"{left} rows are left" if left else "nothing is left")
