@@ -38,6 +38,8 @@ from brimful.step.step import Probed
 
 A = TypeVar("A", bound=Assembled)
 
+#: Numbers of a gradient that are on the device at once, where gradients are compared.
+_SLICE = 1 << 22
 #: Times what the plain model loses in a precision that all parameters together may differ by, and one alone.
 _MARGIN, _MARGIN_OF_ONE = 3.0, 6.0
 
@@ -159,12 +161,13 @@ def _compared(made: Assembled, rows: Rows) -> FirstBatch | None:
     """The comparison on all of some rows; None if memory ran out in it."""
     found, device = _nothing_yet(made, rows), made.step.device
     try:
-        expected = plain(made, rows, choose_precision("fp32", device))
-        if not (expected.losses_N.isfinite().all() and _norms(device, expected.gradients).isfinite().all()):
-            return replace(found, reason="the plain model's own loss or gradient is not finite")
         lost = None
-        if made.precision.value not in ("fp32", "fp64"):
-            lost = plain(made, rows, replace(made.precision, plan=None))
+        with made.step.update.without_states():
+            expected = plain(made, rows, choose_precision("fp32", device))
+            if not (expected.losses_N.isfinite().all() and _norms(device, expected.gradients).isfinite().all()):
+                return replace(found, reason="the plain model's own loss or gradient is not finite")
+            if made.precision.value not in ("fp32", "fp64"):
+                lost = plain(made, rows, replace(made.precision, plan=None))
         given = (rows.ids, rows.types, rows.targets_N, made.step.task, made.layout)
         batch = make_batch(0, np.arange(len(rows.ids)), *given, weights_N=rows.weights_N)
         batch = batch.sent(device) if device.type == "cuda" else batch
@@ -249,8 +252,14 @@ def _errors(ours: Probed, expected: Probed, device: torch.device) -> tuple[float
 
 
 def _norms(device: torch.device, tensors: Sequence[Tensor], others: Sequence[Tensor] | None = None) -> Tensor:
-    """(P,) fp64 on the host: of each tensor, or of its difference from the other one, one at a time on the device."""
-    sent = (tensor.to(device) for tensor in tensors)
-    if others is not None:
-        sent = (one - other.to(device) for one, other in zip(sent, others, strict=True))
-    return torch.stack([tensor.norm() for tensor in sent]).double().cpu()
+    """(P,) fp64 on the host: of each tensor, or of its difference from the other one, a slice at a time on the device:
+    a table's gradient may be larger than all that is free there."""
+    norms = []
+    for tensor, other in zip(tensors, others or tensors, strict=True):
+        slices = (each.reshape(-1).split(_SLICE) for each in (tensor, other))
+        parts = [
+            (one.to(device) if others is None else one.to(device) - two.to(device)).norm()
+            for one, two in zip(*slices, strict=True)
+        ]
+        norms.append(parts[0] if len(parts) == 1 else torch.stack(parts).norm())
+    return torch.stack(norms).double().cpu()

@@ -304,11 +304,11 @@ class Step:
         Weights, gradients, buffers and the batch are as they were.
         """
         parameters, model = self.update.parameters, self.execution.model
-        gradients = [parameter.grad for parameter in parameters]
+        self.update.whole = len(batch.micro_batches) == 1
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
         first_of = {micro.shape: index for index, micro in reversed(list(enumerate(batch.micro_batches)))}
         try:
-            with precompiled():
+            with precompiled(), self.update.undisturbed():  # gradients may be left in host memory
                 for index in first_of.values():
                     for parameter in parameters:
                         parameter.grad = None
@@ -317,8 +317,6 @@ class Step:
                         rows_S.sum().backward()  # type: ignore[no-untyped-call]
                 self.update.compile_kernels(gathered=len(batch.micro_batches) > 1 or self.is_shared)
         finally:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
             for buffer, value in buffers:  # a changed one need not say so: statistics of batches do not
                 buffer.copy_(value)
         self.precision.after_update()  # copies of the weights that were made within

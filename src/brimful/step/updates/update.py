@@ -72,6 +72,11 @@ class Update:
             ranks, self.parameters, arena.buckets, arena.memory, arena.fill, half=half, overlap=overlap
         )
 
+    def without_states(self) -> AbstractContextManager[None]:
+        """The context in which states that were never used need no memory, and are zeros again afterwards. Unless
+        overridden they stay."""
+        return nullcontext()
+
     def meet(self) -> None:
         """Do what all processes do together before the first step. Unless overridden, nothing."""
 
