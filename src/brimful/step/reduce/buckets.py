@@ -144,10 +144,14 @@ class GradientArena:
 
     def fill(self, bucket: Bucket) -> None:
         """Take in the gradients of a bucket's parameters, zeros of those that have none."""
+        views, gradients = list[Tensor](), list[Tensor]()
         for index in bucket.members:
             parameter, view = self._parameters[index], self.views[index]
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.data_ptr() != view.data_ptr():
-                view.copy_(parameter.grad)
+                views.append(view)
+                gradients.append(parameter.grad)
                 parameter.grad = view
+        if views:  # one launch for many parameters
+            torch._foreach_copy_(views, gradients)
