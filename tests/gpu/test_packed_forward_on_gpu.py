@@ -93,13 +93,12 @@ def test_a_second_backward_pass_of_a_captured_call() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("labels", ["cuda", "cpu"])
-def test_answers_within_one_autocast_after_another(labels: str) -> None:
+def test_answers_within_one_autocast_after_another() -> None:
     """Casts of weights go with an autocast; what graphs read must not."""
     model = FAMILIES["bert"].model(**SIZES).cuda().eval()
     ours, launched = brimful.packed(copy.deepcopy(model), graphs=True), brimful.packed(copy.deepcopy(model))
     batch = {name: value.cuda() for name, value in padded(sequences([7, 20, 3]), None, 0).items()}
-    batch["labels"] = torch.tensor([0, 1, 2], device=labels)
+    batch["labels"] = torch.tensor([0, 1, 2], device="cuda")
     for region in range(3):
         found = []
         for each in (ours, launched):

@@ -41,7 +41,8 @@ class Tiles:
     """Launch shape of a kernel: rows per program, rows of the other operand per iteration, warps, stages.
 
     registers: most of a thread, so that more programs fit a multiprocessor; None for as many as the compiler likes.
-    split: whether blocks that need no mask have a loop of their own.
+    split: whether blocks that need no mask have a loop of their own. ready: backward, whether row sums of outputs times
+    their gradients are there before it, by a kernel of their own.
     """
 
     block_m: int
@@ -50,6 +51,7 @@ class Tiles:
     stages: int
     registers: int | None = None
     split: bool = False
+    ready: bool = False
 
 
 #: For heads of 64 in half precision on an H200 (benchmarks/attention): short segments, long ones forward and backward.
@@ -57,21 +59,22 @@ class Tiles:
 SHORT = Tiles(block_m=64, block_n=32, warps=4, stages=1)
 LONG_FORWARD = Tiles(block_m=64, block_n=64, warps=4, stages=3, registers=128, split=True)
 MASKED_LONG_FORWARD = Tiles(block_m=64, block_n=64, warps=4, stages=3)
-LONG_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=1, registers=128)
-DROPPED_LONG_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=2, registers=128, split=True)
-#: fp32 (benchmarks/attention).
-_WIDE = Tiles(block_m=64, block_n=32, warps=4, stages=1)
+LONG_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=1, registers=128, ready=True)
+DROPPED_LONG_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=2, registers=128, split=True, ready=True)
+#: fp32, forward and backward (benchmarks/attention).
+WIDE_FORWARD = Tiles(block_m=64, block_n=32, warps=4, stages=1)
+WIDE_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=1)
 #: Wide heads: what fits.
 _SMALL = Tiles(block_m=32, block_n=32, warps=4, stages=2)
 #: Mean length beyond which segments are long: between two of `attention.LENGTH_CLASSES`.
 _LONG = 128
 
 
-def _tiles(q: Tensor, typical_length: int, long: Tiles) -> Tiles:
+def _tiles(q: Tensor, typical_length: int, long: Tiles, wide: Tiles) -> Tiles:
     if q.shape[2] > 64:
         return _SMALL
     if q.dtype == torch.float32:
-        return _WIDE
+        return wide
     return long if typical_length > _LONG else SHORT
 
 
@@ -124,7 +127,7 @@ def attend(
         seed, site = current().dropout_site(offsets, q.shape[1], dropout)
     seed = row_seeds(seed, q.shape[1], dropout)
     out, lse, mask_rows = empty_outputs(q, dropout)
-    tiles = _tiles(q, typical_length, MASKED_LONG_FORWARD if causal or window else LONG_FORWARD)
+    tiles = _tiles(q, typical_length, MASKED_LONG_FORWARD if causal or window else LONG_FORWARD, WIDE_FORWARD)
     grid, constants = launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
     varlen_attention_forward[grid](
@@ -154,14 +157,13 @@ def attend_backward(
     found = [packed[:, part].transpose(0, 1) for part in range(3)]
     gradient = gradient if gradient.stride(2) == 1 else gradient.contiguous()
     dropped = dropout > 0 and not causal and not window
-    tiles = _tiles(q, typical_length, DROPPED_LONG_BACKWARD if dropped else LONG_BACKWARD)
+    tiles = _tiles(q, typical_length, DROPPED_LONG_BACKWARD if dropped else LONG_BACKWARD, WIDE_BACKWARD)
     grid, constants = launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out, gradient, found[0]) for axis in (1, 0)]
     more = kept_factor(dropout)
     less = 1.0 / more if more else 0.0
-    ready = tiles in (LONG_BACKWARD, DROPPED_LONG_BACKWARD)
     pairs = lse
-    if ready:
+    if tiles.ready:
         both = lse.new_empty(heads, tokens, 2)
         varlen_attention_delta[(triton.cdiv(tokens, 64), heads)](
             out, gradient, lse, both, tokens, *strides[6:10], less, PAIRED=True, D=head_dim, BLOCK=64
@@ -170,7 +172,7 @@ def attend_backward(
     varlen_attention_backward[grid](
         q, k, v, out, gradient, *found, lse, pairs, mask_rows, offsets, tokens, *strides, scale,
         *_factors(scale, softcap), threshold(dropout), more, less, CAUSAL=causal, WINDOW=window, CAP=softcap > 0,
-        DROPOUT=dropout > 0, READY=ready, SPLIT=tiles.split, **constants,
+        DROPOUT=dropout > 0, READY=tiles.ready, SPLIT=tiles.split, **constants,
     )  # fmt: skip
     return packed
 
