@@ -22,7 +22,7 @@ from brimful.data.batches.prefetch import Feed, Source
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.inference import evaluating, predict_logits
 from brimful.hardware.capture import capture
-from brimful.levers.execution import compile_layers
+from brimful.levers.compiled_layers import compile_layers
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.precision import choose_precision
 from brimful.models.packed.packed_forward import PackedForm, PackedModel

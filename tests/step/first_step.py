@@ -18,7 +18,7 @@ from triton.runtime import driver
 
 from brimful.kernels import precompile
 from brimful.kernels.attention.dispatch import triton_attention
-from brimful.levers.execution import compile_layers
+from brimful.levers.compiled_layers import compile_layers
 from brimful.levers.optimizer import Optimizer
 from brimful.models.packed import packed_forward
 from brimful.models.packed.packed_forward import PackedForm, PackedModel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,12 @@ from brimful.core.options.train import TrainOptions
 from brimful.core.units import parse_bytes
 from brimful.hardware.process_settings import RandomStream
 from brimful.kernels.layout import map_tensors
+from brimful.levers.compiled_layers import compiled_for_a_while
 from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly
-from brimful.levers.packing import Packing
+from brimful.levers.packing import Packing, streamed
 from brimful.models.model_stats import layers_of
-from brimful.models.packed.activations import Activations, measure_activations
+from brimful.models.packed.activations import Activations, Way, measure_activations
 from brimful.models.packed.check_inputs import filled_row, padded_rows, random_sequences
 from brimful.models.packed.offload import AHEAD
 
@@ -39,9 +42,22 @@ def budget_bytes(options: TrainOptions) -> int | None:
     return None if options.activation_memory is None else parse_bytes(options.activation_memory)
 
 
+def compiled_for_less(assembly: Assembly) -> bool:
+    """Return whether layers will be fused for certain, as was asked for, or as activations are limited, of which fused
+    layers keep less."""
+    if not assembly.training or assembly.device.type != "cuda":
+        return False
+    options: TrainOptions = assembly.options  # type: ignore[assignment]
+    limited = options.gradient_checkpointing == "selective" or budget_bytes(options) is not None
+    if options.execution != "compiled" and (options.execution != "auto" or assembly.num_ranks > 1 or not limited):
+        return False
+    adapted = options.peft is not None  # sums stay in fp32 around an adapter
+    return assembly.lever(Packing).packed and assembly.fact(kernels_of).fused and not (streamed(assembly) or adapted)
+
+
 def activations_of(assembly: Assembly) -> Activations:
-    """Return what the model keeps of a token, measured on texts as long as the data's. Its layers are not compiled yet;
-    fused ones keep no more."""
+    """Return what the model keeps of a token, measured on texts as long as the data's, by fused layers where those will
+    run: they keep less than the model's own code does."""
     packing, model, precision = assembly.lever(Packing), assembly.model, assembly.precision
     layers, execution, kernels = layers_of(model), assembly.execution, assembly.fact(kernels_of)
     assert layers is not None
@@ -62,33 +78,55 @@ def activations_of(assembly: Assembly) -> Activations:
     kept = [*model.parameters(), *model.buffers()]
     weights = {each.untyped_storage().data_ptr() for each in kept}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
+    compiled = compiled_for_a_while(execution, note=assembly.warn) if compiled_for_less(assembly) else nullcontext()
     try:
-        with RandomStream(assembly.device).seeded(0):
+        with RandomStream(assembly.device).seeded(0), compiled:
             return measure_activations(layers, run, sizes, weights, assembly.device)
     finally:
         for buffer, value in buffers:
             buffer.copy_(value)
 
 
-def recomputed_layers(found: Activations, tokens: int, budget: int | None) -> tuple[tuple[int, ...], float]:
-    """Return layers to recompute for a micro-batch to keep at most `budget` bytes, and the bytes that are kept then.
+def kept_ways(found: Activations, tokens: int, budget: int | None) -> tuple[dict[int, Way], float]:
+    """Return how much of each layer to keep for a micro-batch to keep at most `budget` bytes, by number where not all
+    is kept, and the bytes that are kept then.
 
-    Layers that free the most for a second of their forward pass come first, and of equal ones the earlier. All of them
+    One layer after another is kept in less, the one first that frees the most for a second of what is computed again,
+    and of equal ones the earlier; what turns out not to be needed is undone, the dearest first. As little as can be
     where even that is not enough, or there is no limit.
     """
-    chosen: list[int] = []
-    left = set(range(len(found.layers)))
-    while left and (budget is None or found.bytes(tokens, chosen) > budget):
-        kept = found.bytes(tokens, chosen)
+    ways: dict[int, Way] = {}
 
-        def gain(number: int, kept: float = kept) -> tuple[float, float, int]:
-            layer = found.layers[number]
-            freed = kept - found.bytes(tokens, [*chosen, number])
-            return freed / max(layer.forward_s, 1e-12), layer.kept, -number
+    def with_way(number: int, way: Way) -> dict[int, Way]:
+        others = {each: of for each, of in ways.items() if each != number}
+        return others if way is Way.KEPT else {**others, number: way}
 
-        chosen.append(max(left, key=gain))
-        left.remove(chosen[-1])
-    return tuple(sorted(chosen)), found.bytes(tokens, chosen)
+    def gain(move: tuple[int, Way], kept: float) -> tuple[float, float, int]:
+        number, way = move
+        layer, now = found.layers[number], ways.get(number, Way.KEPT)
+        freed = kept - found.bytes(tokens, with_way(number, way))
+        longer = layer.again_s(way) - layer.again_s(now)
+        return freed / max(longer, 1e-12), layer.left(now) - layer.left(way), -number
+
+    while budget is None or found.bytes(tokens, ways) > budget:
+        kept = found.bytes(tokens, ways)
+        moves = [
+            (number, way)
+            for number, layer in enumerate(found.layers)
+            for way in Way
+            if layer.left(way) < layer.left(ways.get(number, Way.KEPT))
+        ]
+        if not moves:
+            break
+        number, way = max(moves, key=partial(gain, kept=kept))
+        ways = with_way(number, way)
+    most = max(budget or 0, found.bytes(tokens, ways))
+    for number in sorted(ways, key=lambda each: -found.layers[each].again_s(ways[each])):
+        for way in Way:
+            if way < ways[number] and found.bytes(tokens, with_way(number, way)) <= most:
+                ways = with_way(number, way)
+                break
+    return dict(sorted(ways.items())), found.bytes(tokens, ways)
 
 
 def offloaded_layers(found: Activations, tokens: int, budget: int | None) -> tuple[tuple[int, ...], float]:
@@ -111,10 +149,11 @@ def fitting_tokens(assembly: Assembly, most: int) -> int:
         return most
     found = assembly.fact(activations_of)
     depth = len(found.layers)
-    recomputed, offloaded = (range(depth), 0) if options.gradient_checkpointing == "selective" else ((), depth)
+    selective = options.gradient_checkpointing == "selective"
+    ways, offloaded = dict.fromkeys(range(depth), Way.EMPTIED) if selective else {}, 0 if selective else depth
 
     def tokens(kept: float) -> int:
         return int((budget - found.fixed) / max(1.0, kept - found.fixed))
 
-    whole, least = tokens(found.bytes(1)), tokens(found.bytes(1, recomputed, offloaded))
+    whole, least = tokens(found.bytes(1)), tokens(found.bytes(1, ways, offloaded))
     return max(1, min(most, max(whole, min(least, _FILLS))))

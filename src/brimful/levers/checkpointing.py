@@ -1,12 +1,14 @@
 """Gradient checkpointing: layers whose activations are computed again in the backward pass instead of being kept, or
 wait for it in host memory.
 
-A layer that is recomputed keeps its input alone and runs forward once more. Gradients are the same, with dropout on:
-masks are drawn again. Where layers share a table of positions, its gradient is summed in another order.
+A layer that is recomputed keeps its input and runs forward once more. Gradients are the same, with dropout on: masks
+are drawn again. Where layers share a table of positions, its gradient is summed in another order. A fused layer leaves
+out its last product the second time, a third of its arithmetic; a post-norm one keeps what that made, a fifteenth of
+all that it would keep. The last layer is not recomputed: its turn comes first, when it would have to be whole again.
 
-Under a limit of bytes (`selective`) those layers are recomputed that free the most bytes for a second of it; of equal
-ones the first, as their turn in the backward pass comes when all others are gone. Parts of layers are not told apart:
-attention and the products after it free about as much a second as each other, and a compiled layer is one function.
+Under a limit of bytes (`selective`) each layer keeps all, or all but the results of activation functions, which cost a
+pass over memory, or as above, or its input alone: whatever frees the most bytes for a second of what is computed again.
+Of equal layers the first ones, as their turn in the backward pass comes when all others are gone.
 
 `offload` copies what a layer keeps to the host while later layers run. Nothing is computed twice; the link is what it
 costs.
@@ -24,16 +26,18 @@ from brimful.hardware.memory import free_host_bytes
 from brimful.levers.activations import (
     activations_of,
     budget_bytes,
+    kept_ways,
     offloaded_layers,
     recomputed_every,
-    recomputed_layers,
 )
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import streamed
 from brimful.levers.token_budget import TokenBudget
 from brimful.models.model_stats import layer_lists, layers_of
+from brimful.models.packed.activations import Way
 from brimful.models.packed.offload import offload
 from brimful.models.packed.recompute import call_recomputed, recompute
+from brimful.models.packed.remade_layers import remake
 
 _SOURCES = {"selective": "Korthikanti et al. 2022, arXiv 2205.05198", "offload": "Rhu et al. 2016, arXiv 1602.08124"}
 #: Share of free host memory that activations may take.
@@ -45,19 +49,19 @@ class Checkpointing(Lever):
     """The layers that are recomputed, or offloaded, by number, of `depth` layers; all there are in a model without a
     list of them.
 
-    freed: bytes of a micro-batch that a limit leaves out, None where no limit was given and nothing was measured.
+    remade: others, whose results of activation functions are. emptied: recomputed ones that keep their input alone.
+    again: share of a forward pass of all layers that is computed again. freed: bytes of a micro-batch that a limit
+    leaves out, None where no limit was given and nothing was measured.
     """
 
     name = "gradient_checkpointing"
     source = "Chen et al. 2016, arXiv 1604.06174"
     layers: tuple[int, ...]
     depth: int
+    again: float = 0.0
+    remade: tuple[int, ...] = ()
+    emptied: tuple[int, ...] = ()
     freed: int | None = None
-
-    @property
-    def share(self) -> float:
-        """Share of the layers that are recomputed, or offloaded."""
-        return len(self.layers) / self.depth
 
     @classmethod
     def supports(cls, assembly: Assembly) -> Verdict:
@@ -94,17 +98,23 @@ class Checkpointing(Lever):
         numbers = tuple(range(every - 1, depth, every))
         if not numbers:
             raise OptionError(f"--gradient-checkpointing is {asked}, and the model has {depth} layers", hint="full")
-        reason = f"asked for: {len(numbers)} of {depth} layers keep their input alone, and are computed again"
+        if len(numbers) > 1 and numbers[-1] == depth - 1:
+            numbers = numbers[:-1]
+        reason = f"asked for: {len(numbers)} of {depth} layers keep their input, and are computed again"
         if layers is not None and (rest := sum(map(len, layer_lists(assembly.model))) - depth) > 0:
             reason += f"; {rest} other layers, such as a decoder's, keep all"
-        return cls(value=asked, reason=reason, layers=numbers, depth=depth)
+        return cls(value=asked, reason=reason, layers=numbers, depth=depth, again=len(numbers) / depth)
 
     @classmethod
     def _by_bytes(cls, assembly: Assembly, asked: str, depth: int) -> Checkpointing:
         """Choose layers by what they were measured to keep."""
         tokens, found = assembly.lever(TokenBudget).tokens, assembly.fact(activations_of)
         budget = budget_bytes(assembly.options)  # type: ignore[arg-type]
-        numbers, left = (recomputed_layers if asked == "selective" else offloaded_layers)(found, tokens, budget)
+        ways, numbers = dict[int, Way](), tuple[int, ...]()
+        if asked == "selective":
+            ways, left = kept_ways(found, tokens, budget)
+        else:
+            numbers, left = offloaded_layers(found, tokens, budget)
         if budget is not None and left > budget:
             raise OptionError(
                 f"--activation-memory is {bytes_text(budget)}, and a micro-batch of {tokens:,} tokens keeps"
@@ -114,21 +124,30 @@ class Checkpointing(Lever):
         freed = round(found.bytes(tokens) - left)
         limit = "" if budget is None else f", of {bytes_text(budget)}"
         said = f"asked for: {bytes_text(left)} of activations a micro-batch of {tokens:,} tokens{limit}, measured;"
-        each = found.layers[numbers[0]] if numbers else found.layers[0]
-        if not numbers:
+        if not ways and not numbers:
             said += " all of it is kept"
         elif asked == "selective":
-            said += f" layers {_numbered(numbers)} of {depth} are computed again and free {bytes_text(freed)},"
-            said += f" the first of them {bytes_text(each.kept / each.forward_s)} for a second of it"
+            said += f" {bytes_text(freed)} less kept; {_ways_said(ways, depth)}"
         else:
             _check_host(freed)
             said += f" layers {_numbered(numbers)} of {depth} have theirs in host memory"
-        return cls(value=asked, reason=said, layers=numbers, depth=depth, freed=freed)
+        whole_s = sum(layer.forward_s for layer in found.layers)
+        again_s = sum(found.layers[number].again_s(way) for number, way in ways.items())
+        return cls(
+            value=asked,
+            reason=said,
+            layers=numbers or tuple(n for n, way in ways.items() if way >= Way.RECOMPUTED),
+            depth=depth,
+            again=again_s / whole_s if whole_s else 0.0,
+            remade=tuple(n for n, way in ways.items() if way is Way.REMADE),
+            emptied=tuple(n for n, way in ways.items() if way is Way.EMPTIED),
+            freed=freed,
+        )
 
     @property
     def recomputes(self) -> bool:
         """True where layers run twice."""
-        return self.value != "offload"
+        return self.value != "offload" and bool(self.layers)
 
     def line(self) -> records.Lever:
         """Its line in the recipe, with the source of what was chosen."""
@@ -139,7 +158,7 @@ class Checkpointing(Lever):
         counted with the token budget, less what was measured to be freed."""
         freed = -(self.freed or 0)
         if self.recomputes:
-            return Cost(step_bytes=freed, step_s=self.share * work.products_s(work.num_tokens) / work.passes)
+            return Cost(step_bytes=freed, step_s=self.again * work.products_s(work.num_tokens) / work.passes)
         return Cost(step_bytes=freed)
 
     def apply(self, assembly: Assembly) -> None:
@@ -147,10 +166,12 @@ class Checkpointing(Lever):
         layers = layers_of(assembly.model)
         if layers is None:
             assembly.model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=call_recomputed)
-        elif self.recomputes:
-            recompute(list(layers), self.layers)
-        else:
+        elif self.value == "offload":
             offload(layers, len(self.layers), assembly.device)
+        else:
+            recompute(list(layers), self.layers, emptied=self.emptied)
+            for number in self.remade:
+                remake(layers[number])
 
 
 def seeds_dropout(assembly: Assembly) -> bool:
@@ -158,6 +179,20 @@ def seeds_dropout(assembly: Assembly) -> bool:
     found = assembly.find(Checkpointing)
     recomputes = streamed(assembly) or (found is not None and found.recomputes)
     return assembly.device.type == "cuda" and recomputes
+
+
+def _ways_said(ways: dict[int, Way], depth: int) -> str:
+    """What becomes of layers, in words."""
+    said = []
+    for way, what in (
+        (Way.REMADE, "activation functions' results made again"),
+        (Way.RECOMPUTED, "computed again"),
+        (Way.EMPTIED, "computed again from the input alone"),
+    ):
+        numbers = tuple(number for number, of in ways.items() if of is way)
+        if numbers:
+            said.append(f"{what}: layer{'s' if len(numbers) > 1 else ''} {_numbered(numbers)} of {depth}")
+    return "; ".join(said)
 
 
 def _numbered(numbers: tuple[int, ...]) -> str:

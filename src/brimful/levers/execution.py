@@ -10,26 +10,25 @@ tokens is a symbol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 from torch import nn
 
 from brimful.core.errors import OptionError
+from brimful.levers.activations import compiled_for_less
 from brimful.levers.checkpointing import Checkpointing
+from brimful.levers.compiled_layers import compile_layers, compile_padded_layers
 from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing, streamed
 from brimful.levers.parameter_efficient import TrainedPart
 from brimful.levers.token_budget import cuts_windows
-from brimful.models.model_stats import embeddings_of, layer_lists, layers_of, matmul_parameters
+from brimful.models.model_stats import layer_lists, layers_of, matmul_parameters
 from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.host_reads import Recording, how_recorded
-from brimful.models.packed.packed_forward import LayoutModel, PackedModel, PaddedModel
+from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 
 #: Cold seconds that compiling a layer costs where torch's compiler does it, and the share of a step's device time that
 #: it saves: BERT-base on an H200, torch 2.11 (benchmarks/profile). Fused kernels cost less and save more.
@@ -113,6 +112,9 @@ class ExecutionMode(Lever):
             return cls(value=asked, reason="asked for", fused=fused)
         if assembly.precision.value == "fp8" and has_layers:
             return cls(value="compiled", reason="products in fp8 are those of fused layers", fused=fused)
+        if compiled_for_less(assembly):
+            reason = "one launch a step, and fused layers keep less of what --activation-memory limits"
+            return cls(value="compiled", reason=reason, fused=fused)
         return cls._that_pays(assembly, has_layers=has_layers, fused=fused)
 
     @classmethod
@@ -199,49 +201,3 @@ def lists_to_compile(assembly: Assembly) -> list[nn.ModuleList]:
         return layer_lists(assembly.model) if assembly.fact(recording_of).compilable else []
     layers = layers_of(assembly.model)
     return [] if layers is None else [layers]
-
-
-def compile_padded_layers(execution: LayoutModel, *, note: Callable[[str], None]) -> None:
-    """Compile the layers of a model on padded rows in place, by torch's own compiler: one trace for all shapes."""
-    from brimful.models.fusion import inductor_backend  # Triton is missing beside torch for CPUs
-
-    for layers in layer_lists(execution.model):
-        for layer in layers:
-            layer.compile(dynamic=True, backend=partial(inductor_backend, note=note))
-
-
-def compile_layers(
-    execution: LayoutModel, *, fused: bool, note: Callable[[str], None], forward_only: bool = False
-) -> None:
-    """Compile the model's layers and embeddings in place.
-
-    fused: whether layers can be fused around the attention that they will be given. Then, where the head reads the
-    first token only, the last layer leaves out what it does not read. note: hears of layers that turn out not to
-    compile. forward_only: for a model that is only read.
-    """
-    model = execution.model
-    layers = layers_of(model)
-    if layers is None:
-        return
-    if isinstance(execution, PackedModel):
-        execution.run_whole()  # one trace for all layers
-    # Imported where it is needed: Triton comes with torch for GPUs, and is missing beside torch for CPUs.
-    from brimful.models.fusion import embedding_backend, layer_backend
-    from brimful.models.fusion.last_layer import ShorteningBackend
-
-    own = _own_parameters(layers)
-    fusible = own or forward_only
-    backend: Any = partial(layer_backend, note=note) if fusible else "inductor"
-    if own and fused and isinstance(execution, PackedModel) and execution.form.pooling == "first":
-        backend = execution.last = ShorteningBackend(layers[-1], note)
-    for layer in layers:
-        layer.compile(dynamic=True, backend=backend)
-    embeddings = embeddings_of(model)
-    if embeddings is not None:
-        embeddings.compile(dynamic=True, backend=partial(embedding_backend, before_fused=fusible and fused))
-
-
-def _own_parameters(layers: Iterable[nn.Module]) -> bool:
-    """Return whether no parameter is in two layers: gradients of one that is meet before the update."""
-    found = [id(parameter) for layer in layers for parameter in layer.parameters()]
-    return len(found) == len(set(found))

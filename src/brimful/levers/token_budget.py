@@ -207,7 +207,7 @@ def _token_bytes(assembly: Assembly) -> int | None:
 
     34 bytes a hidden unit and layer in half precision (Korthikanti et al. 2022, without the scores that variable-length
     attention does not keep), a third more for what the formula leaves out. Layers that are recomputed keep their input,
-    in fp32 at most, and one of them at a time is whole.
+    in fp32 at most, and what their last product made, and one of them at a time is whole.
     """
     config: Any = assembly.model.config
     width, depth = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
@@ -218,4 +218,4 @@ def _token_bytes(assembly: Assembly) -> int | None:
     if every is None:
         return whole * depth
     again = depth // every
-    return whole * min(depth, depth - again + 1) + 4 * width * again
+    return whole * min(depth, depth - again + 1) + (4 + assembly.precision.dtype.itemsize) * width * again

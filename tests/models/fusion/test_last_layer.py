@@ -29,7 +29,7 @@ from brimful.kernels.layers.cls_attention import (
     projected_first_attention,
 )
 from brimful.kernels.layout import pack_numbers, unpack_numbers
-from brimful.levers import execution as launching
+from brimful.levers import compiled_layers
 from brimful.models.fusion.last_layer import ShorteningBackend
 from brimful.models.model_stats import layers_of
 from brimful.models.packed import packed_forward
@@ -214,7 +214,7 @@ def test_which_models_are_compiled_so(case: str, short: bool) -> None:
         layers[0].output.dense.weight = layers[-1].output.dense.weight
     packed = PackedModel(model, PackedForm(pooling="mean" if case == "mean" else "first", first_position=0))
     whole = PackedModel(copy.deepcopy(model), packed.form)
-    launching.compile_layers(packed, fused=case != "other attention", note=pytest.fail, forward_only=True)
+    compiled_layers.compile_layers(packed, fused=case != "other attention", note=pytest.fail, forward_only=True)
     inputs = SHORT.micro_batches[0].inputs
     with torch.inference_mode():
         assert torch.allclose(packed(inputs).logits[:3], whole(inputs).logits[:3], atol=1e-5)
@@ -256,7 +256,7 @@ def test_compiled_code_without_dropout_is_the_model_without() -> None:
     model = FAMILIES["bert"].model(dropout=0.3, hidden_size=32, num_attention_heads=2).train()
     plain = copy.deepcopy(model)
     step = make_step(model)
-    launching.compile_layers(step.execution, fused=True, note=pytest.fail)
+    compiled_layers.compile_layers(step.execution, fused=True, note=pytest.fail)
     batch = SHORT
     step.probe(batch)
     traced = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -125,14 +125,10 @@ def check_size(options: object, name: str) -> None:
 
 
 def check_checkpointing(options: Any) -> None:
-    """Check that --gradient-checkpointing is known, and has --activation-memory where it needs it."""
+    """Check that --gradient-checkpointing is known, and that --activation-memory has one that it limits."""
     given, memory = options.gradient_checkpointing, options.activation_memory
     if not re.fullmatch(r"none|full|selective|offload|every-[1-9]\d{0,5}", given):
         raise refused(options, "gradient_checkpointing", given, "none, full, selective, offload, or every-N as every-2")
-    if given == "selective" and memory is None:
-        raise OptionError(
-            "--gradient-checkpointing selective needs a limit to keep to", hint="add --activation-memory, as 4GB"
-        )
     if memory is not None and given not in ("selective", "offload"):
         raise OptionError(
             f"--activation-memory is given, and --gradient-checkpointing is {given}",

@@ -206,9 +206,10 @@ class TrainOptions:
     """Most tokens of a micro-batch; halved where memory runs out. Default: chosen from the data's lengths and the
     device."""
     gradient_checkpointing: str = "none"
-    """Layers whose activations are computed again in the backward pass instead of being kept: `none`, `full`, `every-N`
-    (every N-th layer), or `selective` (as few as --activation-memory allows). `offload`: they wait in host memory. Less
-    memory, the same gradient."""
+    """Activations that are computed again in the backward pass instead of being kept: `none`, those of all layers
+    (`full`) or of every N-th (`every-N`), or `selective`: of layers and parts of layers, as cheaply as fits in
+    --activation-memory, as little as can be without it. `offload`: they wait in host memory. Less memory, the same
+    gradient."""
     activation_memory: str | None = None
     """Most memory of activations of a micro-batch, as 4GB, for --gradient-checkpointing selective or offload."""
     execution: ExecutionChoice = "auto"

@@ -24,6 +24,7 @@ from brimful.kernels import float8
 from brimful.kernels.attention.varlen import attend, attend_backward
 from brimful.kernels.forward_context import current
 from brimful.kernels.layers import dropout_add_layernorm, embedding, gelu, matmul_gelu
+from brimful.kernels.remade import known_ending, note_maker, offer_ending
 from brimful.kernels.split_reduction import add_partial_sums, sum_rows
 
 Gradients = tuple[Any, ...]
@@ -60,16 +61,20 @@ class _Made(NamedTuple):
 
 
 def _multiply(
-    ctx: Any, x_TK: Tensor, w_NK: Tensor, weight: Any, bias_N: Tensor | None = None, *, activated: bool = False
-) -> _Made:
-    """weight: the parameter, or the first of those, that `w_NK` shows or is a copy of. activated: what comes out."""
+    ctx: Any, x_TK: Tensor, w_NK: Tensor, weight: Any, bias_N: Tensor | None = None, *, activated: bool = False,
+    known_TN: Tensor | None = None,
+) -> _Made:  # fmt: skip
+    """weight: the parameter, or the first of those, that `w_NK` shows or is a copy of. activated: what comes out.
+    known_TN: the product, where it need not be computed."""
     plan = ctx.context.float8
     chosen = _fp8_products(plan, x_TK, w_NK, activated=activated)
     saved: tuple[Tensor, Tensor | None] = (w_NK, None)
     keep = w_NK.data_ptr() == weight.data_ptr()
     if plan is not None and chosen.input_gradient and ctx.needs_input_grad[0]:
         saved = plan.weight(w_NK, transposed=True, keep=keep)
-    if plan is not None and chosen.output:
+    if known_TN is not None:
+        out_TN = known_TN
+    elif plan is not None and chosen.output:
         w = plan.weight(w_NK, transposed=False, keep=keep)
         out_TN = float8.product(float8.cast(x_TK), w, x_TK.dtype, bias_N, quick=True)
     else:
@@ -132,7 +137,9 @@ class _LinearGelu(torch.autograd.Function):
         h_TF, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_FK, weight, activated=True)
         ctx.save_for_backward(x_TK, bias, h_TF, *saved)
         ctx.dtypes, ctx.shape, ctx.leaf = (weight.dtype, None), x.shape, _are_leaves(weight, bias)
-        return gelu.fused_forward(h_TF, bias).view(*x.shape[:-1], -1)
+        y_TF = gelu.fused_forward(h_TF, bias)
+        note_maker(y_TF, gelu.fused_forward, h_TF, bias)
+        return y_TF.view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
@@ -170,12 +177,18 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
         residual_TH = residual.reshape(-1, residual.shape[-1]).contiguous()
         if len(residual_TH) != len(x_TK):
             raise ValueError(f"a residual of shape {tuple(residual.shape)} does not fit rows of {tuple(x.shape)}")
-        h_TH, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_HK, weight)
+        known = known_ending()
+        h_TH, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_HK, weight, known_TN=None if known is None else known[0])
         seed, ctx.site = context.dropout_site(h_TH, len(h_TH), p)
         dtype = h_TH.dtype if context.half_residuals else gain.dtype
-        y_TH, half_TH, statistics = dropout_add_layernorm.fused_forward(
-            h_TH, bias, residual_TH, gain, shift, seed, ctx.site, eps, p, h_TH.dtype != dtype, dtype
-        )
+        if known is None:
+            y_TH, half_TH, statistics = dropout_add_layernorm.fused_forward(
+                h_TH, bias, residual_TH, gain, shift, seed, ctx.site, eps, p, h_TH.dtype != dtype, dtype
+            )
+            offer_ending(y_TH, h_TH, statistics)
+        else:  # nobody reads these rows
+            statistics, y_TH = known[1], torch.empty_like(h_TH, dtype=dtype)
+            half_TH = None if h_TH.dtype == dtype else torch.empty_like(h_TH)
         ctx.save_for_backward(x_TK, bias, residual_TH, gain, h_TH, statistics, seed, *saved)
         ctx.set_materialize_grads(False)
         ctx.p, ctx.dtypes, ctx.shapes = p, (weight.dtype, None), (x.shape, residual.shape)

@@ -27,6 +27,7 @@ from brimful.kernels.layers.postnorm_ops import (
     product_dtype,
     side_by_side,
 )
+from brimful.kernels.remade import known_ending, note_maker, offer_ending
 
 Parameters = Sequence[Tensor | None]
 
@@ -146,11 +147,16 @@ class _LinearAdd(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, p: float
     ) -> Tensor:  # fmt: skip
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
-        h_TH, w_HK = _Projections.product(x_TK, [weight], [bias])
         seed, ctx.site = current().dropout_site(x_TK, len(x_TK), p)
-        ctx.save_for_backward(x_TK, w_HK, seed)
         ctx.p, ctx.projections, ctx.dtype = p, _Projections([weight], [bias]), residual.dtype
-        return dropout_add_prenorm.fused_add(h_TH, _fitting(residual, h_TH), seed, ctx.site, p)
+        if known_ending() is not None:  # nobody reads these sums
+            ctx.save_for_backward(x_TK, side_by_side([weight], x_TK.dtype), seed)
+            return torch.empty_like(residual, dtype=torch.promote_types(residual.dtype, x_TK.dtype))
+        h_TH, w_HK = _Projections.product(x_TK, [weight], [bias])
+        ctx.save_for_backward(x_TK, w_HK, seed)
+        z = dropout_add_prenorm.fused_add(h_TH, _fitting(residual, h_TH), seed, ctx.site, p)
+        offer_ending(z)
+        return z
 
     @staticmethod
     @once_differentiable
@@ -189,7 +195,9 @@ class _LinearGated(torch.autograd.Function):
         seed, ctx.site = current().dropout_site(x_TK, len(x_TK), p)
         ctx.save_for_backward(x_TK, w_GK, h_TG, seed)
         ctx.p, ctx.activation, ctx.projections = p, activation, _Projections(weights, biases)
-        return glu.fused_forward(h_TG, activation, seed, ctx.site, p).view(*x.shape[:-1], -1)
+        y_TF = glu.fused_forward(h_TG, activation, seed, ctx.site, p)
+        note_maker(y_TF, glu.fused_forward, h_TG, activation, seed, ctx.site, p)
+        return y_TF.view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable

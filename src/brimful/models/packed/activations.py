@@ -8,8 +8,9 @@ with the tokens from what does not, such as casts of weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,20 +21,51 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from brimful.kernels.layout import Inputs
+from brimful.kernels.remade import Ending, Maker, Remade
 from brimful.models.packed.offload import AHEAD
 from brimful.models.packed.recompute import keep_all, recompute
+from brimful.models.packed.remade_layers import told
 
 #: Passes that seconds are the least of.
 _REPEATS = 3
 
 
+class Way(IntEnum):
+    """How much of a layer is kept for its backward pass, from all to its input alone.
+
+    REMADE: all but results of activation functions. RECOMPUTED: its input, and what a fused layer's last function
+    needs. EMPTIED: its input.
+    """
+
+    KEPT = 0
+    REMADE = 1
+    RECOMPUTED = 2
+    EMPTIED = 3
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerActivations:
-    """Bytes that one layer keeps of a token besides its input, those of its input, and its seconds forward."""
+    """Bytes that one layer keeps of a token besides its input, those of its input, and its seconds forward.
+
+    remade: bytes less where results of activation functions are made again, in remade_s. ending: bytes that its last
+    function needs of a first call, ending_s: seconds that a second call takes less with them.
+    """
 
     kept: float
     input: float
     forward_s: float
+    remade: float = 0.0
+    remade_s: float = 0.0
+    ending: float = 0.0
+    ending_s: float = 0.0
+
+    def left(self, way: Way) -> float:
+        """Bytes of a token that are kept besides the input."""
+        return (self.kept, self.kept - self.remade, min(self.ending, self.kept), 0.0)[way]
+
+    def again_s(self, way: Way) -> float:
+        """Seconds of a token for what is computed again."""
+        return (0.0, self.remade_s, max(0.0, self.forward_s - self.ending_s), self.forward_s)[way]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +79,19 @@ class Activations:
     outside: float
     fixed: int
 
-    def bytes(self, tokens: int, recomputed: Collection[int] = (), offloaded: int = 0) -> float:
-        """Most bytes that a micro-batch keeps at a time. recomputed: numbers of layers. offloaded: how many are.
+    def bytes(self, tokens: int, ways: Mapping[int, Way] | None = None, offloaded: int = 0) -> float:
+        """Most bytes that a micro-batch keeps at a time. ways: of layers, by number, that are not kept whole.
+        offloaded: how many are.
 
-        A layer that is recomputed is whole when its turn comes, and what later layers kept is gone by then. Those that
-        are offloaded are back two layers before their turn.
+        A layer that is computed again is whole when its turn comes, and what later layers kept is gone by then. Those
+        that are offloaded are back two layers before their turn.
         """
-        own = [0.0 if number in recomputed else layer.kept for number, layer in enumerate(self.layers)]
+        ways = ways or {}
+        own = [layer.left(ways.get(number, Way.KEPT)) for number, layer in enumerate(self.layers)]
         inputs = [layer.input for layer in self.layers]
         here = min(offloaded, len(own) - AHEAD) if offloaded else 0
         most = sum(own[here:]) + sum(inputs[here:])
-        for number in recomputed:
+        for number in ways:
             most = max(most, sum(own[:number]) + sum(inputs[: number + 1]) + self.layers[number].kept)
         for end in range(len(own), 0, -1) if here else ():
             first = max(0, min(here, end - AHEAD - 1))
@@ -81,65 +115,103 @@ def measure_activations(
         keep_all(list(layers))
     tokens = [inputs.num_tokens for inputs in sizes]
     more = tokens[1] - tokens[0]
-    kept = [(b - a) / more for a, b in zip(small.kept, large.kept, strict=True)]
-    inputs_kept = [(b - a) / more for a, b in zip(small.inputs, large.inputs, strict=True)]
+    found = []
+    for layer, fewer, most in zip(layers, small.layers, large.layers, strict=True):
+        grown = {name: max(0.0, (most.bytes[name] - fewer.bytes[name]) / more) for name in most.bytes}
+        taken = {name: s / tokens[1] for name, s in most.seconds.items()}
+        kind = (type(layer).__name__, round(grown["kept"]))
+        found.append((kind, {**grown, **taken, "ending_s": taken["forward_s"] - taken["ending_s"]}))
+    alike = _alike(found, ("forward_s", "remade_s", "ending_s"))
     outside = (large.outside - small.outside) / more
-    seconds = _alike([(type(layer).__name__, round(each)) for layer, each in zip(layers, kept, strict=True)], large.s)
-    fixed = large.outside + sum(large.kept) + sum(large.inputs) - (outside + sum(kept) + sum(inputs_kept)) * tokens[1]
+    by_token = outside + sum(each["kept"] + each["input"] for each in alike)
+    fixed = large.outside + sum(each.bytes["kept"] + each.bytes["input"] for each in large.layers)
     return Activations(
-        layers=tuple(
-            LayerActivations(kept=max(k, 0.0), input=max(i, 0.0), forward_s=s / tokens[1])
-            for k, i, s in zip(kept, inputs_kept, seconds, strict=True)
-        ),
+        layers=tuple(LayerActivations(**each) for each in alike),
         outside=max(outside, 0.0),
-        fixed=max(round(fixed), 0),
+        fixed=max(round(fixed - by_token * tokens[1]), 0),
     )
 
 
-def _alike(kinds: Sequence[object], seconds: Sequence[float]) -> list[float]:
-    """Seconds of each layer, those of one kind the same: layers of one code differ by noise alone."""
-    by_kind = {kind: median(s for other, s in zip(kinds, seconds, strict=True) if other == kind) for kind in set(kinds)}
-    return [by_kind[kind] for kind in kinds]
+def _alike(found: Sequence[tuple[object, dict[str, float]]], names: Sequence[str]) -> list[dict[str, float]]:
+    """Measurements with the seconds of each layer, those of one kind the same: layers of one code differ by noise
+    alone."""
+    return [
+        {**measured, **{n: max(0.0, median(other[n] for of, other in found if of == kind)) for n in names}}
+        for kind, measured in found
+    ]
+
+
+class _LayerMeasured:
+    """Bytes and seconds of one layer in passes over one input: the least seconds of all of them."""
+
+    def __init__(self) -> None:
+        self.bytes = dict.fromkeys(("kept", "input", "remade", "ending"), 0)
+        self.seconds = dict.fromkeys(("forward_s", "remade_s", "ending_s"), float("inf"))
 
 
 class _Pass:
-    """Forward passes over one input: bytes kept by layer, of inputs by layer and outside, and seconds by layer."""
+    """Forward passes over one input: what layers keep, and what is kept outside of them."""
 
     def __init__(self, depth: int, weights: set[int], device: torch.device) -> None:
         self._weights, self._device = weights, device
-        self.kept, self.inputs, self.outside = [0] * depth, [0] * depth, 0
-        self.s = [float("inf")] * depth
+        self.layers, self.outside = [_LayerMeasured() for _ in range(depth)], 0
 
     def run(self, layers: nn.ModuleList, run: Callable[[Inputs], Tensor], inputs: Inputs) -> None:
         """One pass more."""
-        marks: list[tuple[int, Any, Any]] = []
+        marks: list[tuple[int, str, Any, Any]] = []
         recompute(list(layers), range(len(layers)))
         for number, layer in enumerate(layers):
             measured: Any = layer
-            measured._gradient_checkpointing_func = partial(self._call, number, marks)
+            measured._gradient_checkpointing_func = partial(self._call, number, layer, marks)
         outside: dict[int, int] = {}
         with torch.enable_grad(), saved_tensors_hooks(partial(self._pack, outside, self._weights), _same):
             run(inputs)
         self.outside = sum(outside.values())
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        for number, began, ended in marks:
+        for number, name, began, ended in marks:
             seconds = ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000
-            self.s[number] = min(self.s[number], seconds)
+            known = self.layers[number].seconds
+            known[name] = min(known[name], seconds)
 
     def _call(
-        self, number: int, marks: list[tuple[int, Any, Any]], function: Callable[..., Any], *arguments: Any
-    ) -> Any:
+        self, number: int, layer: nn.Module, marks: list[tuple[int, str, Any, Any]], function: Callable[..., Any],
+        *arguments: Any,
+    ) -> Any:  # fmt: skip
         named = {**function.keywords} if isinstance(function, partial) else {}
         given = [leaf for leaf in pytree.tree_leaves((arguments, named)) if isinstance(leaf, Tensor)]
-        places = {x.untyped_storage().data_ptr() for x in given}
-        self.inputs[number] = sum(x.nbytes for x in given if x.requires_grad)
-        kept: dict[int, int] = {}
-        began = self._now()
-        with saved_tensors_hooks(partial(self._pack, kept, self._weights | places), _same):
-            found = function(*arguments)
-        marks.append((number, began, self._now()))
-        self.kept[number] = sum(kept.values())
+        known = self._weights | {x.untyped_storage().data_ptr() for x in given}
+        kept, makers = dict[int, int](), dict[int, Maker]()
+        remade, ending = Remade(), Ending(keeps=True)
+
+        def pack(x: Tensor) -> Tensor:
+            if (maker := remade.maker(x)) is not None:
+                makers[x.untyped_storage().data_ptr()] = maker
+            return self._pack(kept, known, x)
+
+        def timed(name: str, call: Callable[[], Any]) -> Any:
+            began = self._now()
+            result = call()
+            marks.append((number, name, began, self._now()))
+            return result
+
+        with remade.listening(), told(layer), ending.active(again=False), saved_tensors_hooks(pack, _same):
+            found = timed("forward_s", lambda: function(*arguments))
+        ending.settle(leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor))
+        measured = self.layers[number].bytes
+        measured["kept"], measured["ending"] = sum(kept.values()), ending.kept_bytes
+        measured["input"] = sum(x.nbytes for x in given if x.requires_grad)
+        inputs = {
+            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for m in makers.values() for x in m.inputs
+        }
+        more = sum(size for place, size in inputs.items() if place not in kept and place not in known)
+        measured["remade"] = max(0, sum(kept.get(place, 0) for place in makers) - more)
+        timed("remade_s", lambda: [maker.make() for maker in makers.values()])
+        for _ in range(_REPEATS):  # in turns: what disturbs one disturbs the other
+            with saved_tensors_hooks(torch.Tensor.detach, _same):
+                timed("forward_s", lambda: function(*arguments))
+                with ending.active(again=True):
+                    timed("ending_s", lambda: function(*arguments))
         return found
 
     def _now(self) -> Any:

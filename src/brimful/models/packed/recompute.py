@@ -4,7 +4,8 @@ A layer that is recomputed is called in the context of its forward pass (`layer_
 masks. Hugging Face's own switch on a layer is what turns it on, so that layers of padded rows are recomputed too.
 
 torch's own checkpoint is not used: its recomputation leaves out the compiled form of a layer. Here both calls of a
-layer are the same call, with gradients on, and the first one's graph is dropped at once.
+layer are the same call, with gradients on, and the first one's graph is dropped at once. The second call of a fused
+layer leaves out its last product (`kernels.remade`).
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from brimful.kernels.remade import Ending
+
 #: Stands for a tensor among results.
 _TENSOR = object()
 
 
-def recompute(layers: Sequence[nn.Module], numbers: Collection[int]) -> None:
-    """Have the layers of these numbers recomputed, and no others."""
+def recompute(layers: Sequence[nn.Module], numbers: Collection[int], *, emptied: Collection[int] = ()) -> None:
+    """Have the layers of these numbers recomputed, and no others. emptied: those of them that keep their input alone,
+    and compute their last product again where the backward pass of a norm needs it."""
     for number, layer in enumerate(layers):
         chosen: Any = layer
         chosen.gradient_checkpointing = number in numbers
-        chosen._gradient_checkpointing_func = call_recomputed
+        chosen._gradient_checkpointing_func = call_emptied if number in emptied else call_recomputed
 
 
 @contextmanager
@@ -58,13 +62,24 @@ def call_recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     torch's random streams are set back for it, but within a CUDA graph, where they cannot be: what draws numbers there
     must draw them by its place in the pass.
     """
-    return call_recomputed_within(nullcontext, function, *arguments)
+    return _call(nullcontext, function, *arguments, keeps=True)
+
+
+def call_emptied(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`call_recomputed`, of a function that keeps nothing but its arguments."""
+    return _call(nullcontext, function, *arguments, keeps=False)
 
 
 def call_recomputed_within(
     around: Callable[[], AbstractContextManager[None]], function: Callable[..., Any], *arguments: Any
 ) -> Any:
-    """`call_recomputed`, with what is computed again and its backward pass within a context of its own."""
+    """`call_emptied`, with what is computed again and its backward pass within a context of its own."""
+    return _call(around, function, *arguments, keeps=False)
+
+
+def _call(
+    around: Callable[[], AbstractContextManager[None]], function: Callable[..., Any], *arguments: Any, keeps: bool
+) -> Any:
     named: dict[str, Any] = {}
     while isinstance(function, partial):
         arguments, named = (*function.args, *arguments), {**function.keywords, **named}
@@ -74,8 +89,9 @@ def call_recomputed_within(
     given = [leaves[place] for place in places]
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
     call = _Call(
-        function, [None if place in places else leaf for place, leaf in enumerate(leaves)], tree, places, device, around
-    )
+        function, [None if place in places else leaf for place, leaf in enumerate(leaves)], tree, places, device,
+        around, Ending(keeps=keeps),
+    )  # fmt: skip
     # Parameters get their gradients through an input that asks for one, where no other does.
     found = _Recomputed.apply(call, torch.empty(0, requires_grad=True), *given)  # type: ignore[no-untyped-call]
     return call.outputs(found)
@@ -85,14 +101,14 @@ class _Call:
     """A call that can be made again.
 
     leaves: its arguments one after another, None at the places of tensors that gradients flow into. around: makes the
-    context of the second call and of its backward pass.
+    context of the second call and of its backward pass. ending: what is known of its last function by then.
     """
 
     def __init__(
         self, function: Callable[..., Any], leaves: list[Any], tree: Any, places: list[int], device: torch.device,
-        around: Callable[[], AbstractContextManager[None]],
+        around: Callable[[], AbstractContextManager[None]], ending: Ending,
     ) -> None:  # fmt: skip
-        self.around = around
+        self.around, self._ending = around, ending
         self._function, self._leaves, self._tree, self._places = function, leaves, tree, places
         self._device = device
         self._dtype = torch.get_autocast_dtype(device.type)
@@ -101,17 +117,21 @@ class _Call:
         self._rest: list[Any] = []
         self._output_tree: Any = None
 
-    def make(self, given: Sequence[Tensor]) -> list[Tensor]:
+    def make(self, given: Sequence[Tensor], *, again: bool) -> list[Tensor]:
         """Make the call; the tensors among its results, with their graph."""
         leaves = list(self._leaves)
-        with torch.enable_grad(), torch.autocast(self._device.type, self._dtype, self._autocast):
+        autocast = torch.autocast(self._device.type, self._dtype, self._autocast)
+        with torch.enable_grad(), autocast, self._ending.active(again=again):
             for place, tensor in zip(self._places, given, strict=True):
                 leaves[place] = tensor.view_as(tensor)  # autocast would keep the cast of a leaf for all who read it
             arguments, named = pytree.tree_unflatten(leaves, self._tree)
             results = self._function(*arguments, **named)
         flat, self._output_tree = pytree.tree_flatten(results)
         self._rest = [_TENSOR if isinstance(each, Tensor) else each for each in flat]
-        return [each for each in flat if isinstance(each, Tensor)]
+        found = [each for each in flat if isinstance(each, Tensor)]
+        if not again:
+            self._ending.settle(found)
+        return found
 
     def outputs(self, tensors: Sequence[Tensor]) -> Any:
         """Results as the function gave them, of these tensors."""
@@ -150,7 +170,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, _: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.save_for_backward(*given)
-        found = call.make([_leaf(x) for x in given])
+        found = call.make([_leaf(x) for x in given], again=False)
         outputs = tuple(y.detach() for y in found)
         ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
         return outputs
@@ -160,7 +180,7 @@ class _Recomputed(torch.autograd.Function):
         given = [_leaf(x) for x in ctx.saved_tensors]
         with ctx.call.around():
             with ctx.call.again():
-                found = ctx.call.make(given)
+                found = ctx.call.make(given, again=True)
             pairs = [(y, dy) for y, dy in zip(found, gradients, strict=True) if y.requires_grad and dy is not None]
             torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
         return None, None, *(x.grad for x in given)

@@ -1,0 +1,73 @@
+"""A model's layers compiled in place: onto fused kernels, ours or torch.compile's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from brimful.models.model_stats import embeddings_of, layer_lists, layers_of
+from brimful.models.packed.layer_calls import as_they_were
+from brimful.models.packed.packed_forward import LayoutModel, PackedModel
+
+
+def compile_padded_layers(execution: LayoutModel, *, note: Callable[[str], None]) -> None:
+    """Compile the layers of a model on padded rows in place, by torch's own compiler: one trace for all shapes."""
+    from brimful.models.fusion import inductor_backend  # Triton is missing beside torch for CPUs
+
+    for layers in layer_lists(execution.model):
+        for layer in layers:
+            layer.compile(dynamic=True, backend=partial(inductor_backend, note=note))
+
+
+def compile_layers(
+    execution: LayoutModel, *, fused: bool, note: Callable[[str], None], forward_only: bool = False
+) -> None:
+    """Compile the model's layers and embeddings in place.
+
+    fused: whether layers can be fused around the attention that they will be given. Then, where the head reads the
+    first token only, the last layer leaves out what it does not read. note: hears of layers that turn out not to
+    compile. forward_only: for a model that is only read.
+    """
+    model = execution.model
+    layers = layers_of(model)
+    if layers is None:
+        return
+    if isinstance(execution, PackedModel):
+        execution.run_whole()  # one trace for all layers
+    # Imported where it is needed: Triton comes with torch for GPUs, and is missing beside torch for CPUs.
+    from brimful.models.fusion import embedding_backend, layer_backend
+    from brimful.models.fusion.last_layer import ShorteningBackend
+
+    own = _own_parameters(layers)
+    fusible = own or forward_only
+    backend: Any = partial(layer_backend, note=note) if fusible else "inductor"
+    if own and fused and isinstance(execution, PackedModel) and execution.form.pooling == "first":
+        backend = execution.last = ShorteningBackend(layers[-1], note)
+    for layer in layers:
+        layer.compile(dynamic=True, backend=backend)
+    embeddings = embeddings_of(model)
+    if embeddings is not None:
+        embeddings.compile(dynamic=True, backend=partial(embedding_backend, before_fused=fusible and fused))
+
+
+@contextmanager
+def compiled_for_a_while(execution: LayoutModel, *, note: Callable[[str], None]) -> Iterator[None]:
+    """Within, the layers of a model are fused around our attention, to be measured."""
+    last = execution.last if isinstance(execution, PackedModel) else None
+    with as_they_were(execution.model):
+        compile_layers(execution, fused=True, note=note)
+        try:
+            yield
+        finally:
+            if isinstance(execution, PackedModel):
+                execution.last = last
+
+
+def _own_parameters(layers: Iterable[nn.Module]) -> bool:
+    """Return whether no parameter is in two layers: gradients of one that is meet before the update."""
+    found = [id(parameter) for layer in layers for parameter in layer.parameters()]
+    return len(found) == len(set(found))

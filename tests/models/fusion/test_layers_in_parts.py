@@ -1,0 +1,181 @@
+"""Fused layers that keep less for their backward pass: the same gradient to the bit with dropout on, and less work than
+a whole layer once more."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from brimful.kernels.attention.dispatch import triton_attention
+from brimful.kernels.forward_context import ForwardContext
+from brimful.kernels.layers import dropout_add_layernorm, dropout_add_prenorm, gelu, glu
+from brimful.kernels.remade import Remade
+from brimful.levers.compiled_layers import compiled_for_a_while
+from brimful.models.fusion import layer_backend
+from brimful.models.model_stats import layers_of
+from brimful.models.packed import packed_forward
+from brimful.models.packed.activations import Activations, Way, measure_activations
+from brimful.models.packed.check_inputs import filled_row
+from brimful.models.packed.packed_forward import PackedForm, PackedModel
+from brimful.models.packed.recompute import keep_all, recompute
+from brimful.models.packed.remade_layers import remake
+from models.fusion.test_fusion import settings_of
+from tiny import FAMILIES
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at inputs' gradients
+
+LENGTHS = (5, 17, 3)
+
+
+@pytest.fixture(autouse=True)
+def our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels on the CPU too."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(packed_forward, "choose_attention", lambda *_, **__: triton_attention)
+
+
+def fused(family: str) -> Any:
+    sizes = settings_of(family, num_layers=2) | {"dropout": 0.3 if family == "bert" else 0.0}
+    model = FAMILIES[family].model(**sizes).train()
+    for layer in layers_of(model) or ():
+        layer.compile(dynamic=True, backend=partial(layer_backend, note=pytest.fail))
+    execution = PackedModel(model, FAMILIES[family].form)
+    execution.run_whole()
+    return execution
+
+
+def set_ways(execution: Any, ways: dict[int, Way]) -> None:
+    layers: Any = layers_of(execution.model)
+    again = [number for number, way in ways.items() if way >= Way.RECOMPUTED]
+    recompute(list(layers), again, emptied=[number for number, way in ways.items() if way is Way.EMPTIED])
+    for number, way in ways.items():
+        if way is Way.REMADE:
+            remake(layers[number])
+
+
+def row_of(execution: Any, scale: int = 1) -> Any:
+    draw = np.random.default_rng(0)
+    ids = [draw.integers(5, 40, length).astype(np.int32) for length in LENGTHS * scale]
+    return filled_row(ids, execution.model.config, (9, "triton_attention"))
+
+
+def gradient_of(execution: Any, ways: dict[int, Way]) -> Tensor:
+    set_ways(execution, ways)
+    context = ForwardContext(seeded_dropout=True, seed=torch.tensor(7), places_X=torch.arange(sum(LENGTHS)))
+    execution.model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)  # of dropout outside of layers
+    row = row_of(execution)
+    if row.num_tokens != sum(LENGTHS):
+        context = dataclasses.replace(context, places_X=torch.arange(row.num_tokens))
+    execution(row, context).logits[: len(LENGTHS)].logsumexp(1).sum().backward()
+    keep_all(list(layers_of(execution.model) or ()))
+    return torch.cat([p.grad.flatten() for p in execution.model.parameters() if p.grad is not None])
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:
+    calls, function = [0], getattr(module, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, call)
+    return calls
+
+
+#: A family's last function, the function of its activation, and calls of both in a step of two layers by what is kept.
+KINDS: dict[str, tuple[tuple[Any, str], tuple[Any, str], dict[Way, tuple[int, int]]]] = {
+    "bert": (
+        (dropout_add_layernorm, "fused_forward"),
+        (gelu, "fused_forward"),
+        {Way.KEPT: (4, 2), Way.REMADE: (4, 4), Way.RECOMPUTED: (6, 4), Way.EMPTIED: (8, 4)},
+    ),
+    "qwen3": (
+        (dropout_add_prenorm, "fused_add"),
+        (glu, "fused_forward"),
+        {Way.KEPT: (2, 2), Way.REMADE: (2, 4), Way.RECOMPUTED: (2, 4), Way.EMPTIED: (2, 4)},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", list(KINDS))
+def test_the_gradient_is_the_same_and_no_more_is_computed_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    execution, (last, activation, expected) = fused(family), KINDS[family]
+    kept = gradient_of(execution, {})
+    ends, activations = counted(monkeypatch, *last), counted(monkeypatch, *activation)
+    for way, calls in expected.items():
+        ends[0] = activations[0] = 0
+        assert torch.equal(gradient_of(execution, dict.fromkeys(range(2), way)), kept)
+        assert (ends[0], activations[0]) == calls, way
+    assert torch.equal(gradient_of(execution, {0: Way.EMPTIED, 1: Way.REMADE}), kept)
+    assert kept.norm() > 0
+
+
+@pytest.mark.parametrize("family", list(KINDS))
+def test_what_is_kept_is_what_was_measured(family: str) -> None:
+    execution, weights = fused(family), set[int]()
+    model, layers = execution.model, layers_of(execution.model)
+    assert layers is not None
+    for each in (*model.parameters(), *model.buffers()):
+        weights.add(each.untyped_storage().data_ptr())
+
+    def run(inputs: Any) -> Tensor:
+        return execution(inputs, ForwardContext(seeded_dropout=True)).logits
+
+    found = measure_activations(layers, run, [row_of(execution), row_of(execution, 3)], weights, torch.device("cpu"))
+    layer, width, wide = found.layers[0], 32 * 4, 48 * 4
+    assert layer.remade == pytest.approx(wide)
+    assert layer.ending == pytest.approx(width + 8 if family == "bert" else 0)  # and a row's mean and deviation
+    assert layer.input == pytest.approx(width)
+    assert layer.kept > 2 * wide + 4 * width
+    assert layer.forward_s > 0
+    assert min(layer.remade_s, layer.ending_s) >= 0
+
+
+def test_layers_are_fused_to_be_measured_and_given_back() -> None:
+    model = FAMILIES["bert"].model(**settings_of("bert", num_layers=2)).train()
+    execution = PackedModel(model, PackedForm(pooling="first", first_position=0))
+    layers: Any = layers_of(model)
+    with compiled_for_a_while(execution, note=pytest.fail):
+        assert execution.last is not None
+
+        def run(inputs: Any) -> Tensor:
+            return execution(inputs, ForwardContext()).logits
+
+        found = measure_activations(layers, run, [row_of(execution), row_of(execution, 3)], set(), torch.device("cpu"))
+    assert all(layer.remade > 0 for layer in found.layers[:1])
+    assert found.layers[1].kept < found.layers[0].kept  # what follows attention is given first tokens only
+    assert execution.last is None
+    assert not any(layer._compiled_call_impl for layer in layers)
+
+
+def test_a_result_that_was_written_to_is_kept() -> None:
+    x = torch.arange(4.0, requires_grad=True)
+    makers: list[Callable[[], Tensor]] = []
+    with Remade().active():
+        from brimful.kernels.remade import note_maker
+
+        y = x * 2
+        note_maker(y, lambda given: makers.append(lambda: given) or given * 2, x)  # type: ignore[func-returns-value]
+        z = (y * y).sum()
+        w = x * 3
+        note_maker(w, lambda given: given * 5, x)  # a wrong one, if it were used
+        w.add_(1)
+        z = z + (w * w).sum()
+    z.backward()
+    assert len(makers) == 2  # y is saved twice
+    assert torch.equal(x.grad, 8 * x.detach() + 6 * (3 * x.detach() + 1))
+
+
+def test_ways_go_from_all_to_the_input_alone() -> None:
+    assert [way.value for way in Way] == [0, 1, 2, 3]
+    assert Activations(layers=(), outside=0, fixed=7).bytes(3) == 7
