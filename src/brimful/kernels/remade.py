@@ -1,4 +1,4 @@
-"""What a backward pass computes again within a layer instead of keeping it, as told by the functions that know how.
+"""Results within a layer that a backward pass computes again instead of keeping them, told by functions that know how.
 
 An activation's result is made again from its input, which is kept anyway: a pass over memory, and no product. A layer
 that is computed twice need not multiply for what comes out of it: nobody reads it the second time.
@@ -46,7 +46,7 @@ class Remade:
         self._makers[maker.storage.cdata] = maker
 
     def maker(self, x: Tensor) -> Maker | None:
-        """How to make the result that a tensor is, or is a view of; None where that is not known."""
+        """Return how to make the result that a tensor is, or is a view of; None where that is not known."""
         if type(x) is not Tensor:  # a tensor that is traced has no storage to speak of
             return None
         found = self._makers.get(x.untyped_storage()._cdata)
@@ -58,7 +58,7 @@ class Remade:
 
 
 class Maker:
-    """How to make a result again, bit for bit and with its storage whole, from `inputs`, which it keeps."""
+    """Makes a result again, bit for bit and with its storage whole, from `inputs`, which it keeps."""
 
     def __init__(self, result: Tensor, make: Callable[..., Tensor], inputs: tuple[Any, ...]) -> None:
         self.storage = StorageWeakRef(result.untyped_storage())  # for as long as it lives, the address is no other's
@@ -76,7 +76,7 @@ class Maker:
         return not self.storage.expired() and _version(x) == self._version
 
     def make(self) -> Tensor:
-        """The result; the same as before where that is there yet: a function may have saved it twice."""
+        """Return the result; the same as before where that is there yet: a function may have saved it twice."""
         made = None if self._made is None else self._made()
         if made is None:
             with torch.no_grad():
@@ -101,7 +101,7 @@ class _Again:
 
 
 class Ending:
-    """What the last function of a layer keeps of its first call, so that its product is not computed a second time.
+    """Keeps what the last function of a layer needs of its first call, so that its product is not computed again.
 
     Each function that may be the last asks for what is `known`, and offers what it has. keeps: False where nothing may
     be kept, and only a function that needs nothing can leave out its product.
@@ -125,7 +125,7 @@ class Ending:
             _ending.reset(token)
 
     def known(self) -> tuple[Tensor, ...] | None:
-        """What the function whose turn it is kept, in the second call of the last one; None for all others."""
+        """Return what the function whose turn it is kept, in the second call of the last one; None for all others."""
         self._turn += 1
         return self._kept if self._again and self._turn == self._last else None
 
@@ -156,13 +156,13 @@ def note_maker(result: Tensor, make: Callable[..., Tensor], *inputs: Any) -> Non
 
 
 def known_ending() -> tuple[Tensor, ...] | None:
-    """As of `Ending.known`; None outside of any."""
+    """Return what `Ending.known` does; None outside of any."""
     active = _ending.get()
     return None if active is None else active.known()
 
 
 def offer_ending(result: Tensor, *kept: Tensor) -> None:
-    """As of `Ending.offer`, where there is one."""
+    """Offer as `Ending.offer` does, where there is one."""
     active = _ending.get()
     if active is not None:
         active.offer(result, *kept)

@@ -182,7 +182,7 @@ def seeds_dropout(assembly: Assembly) -> bool:
 
 
 def _ways_said(ways: dict[int, Way], depth: int) -> str:
-    """What becomes of layers, in words."""
+    """Say what becomes of layers."""
     said = []
     for way, what in (
         (Way.REMADE, "activation functions' results made again"),

@@ -31,7 +31,7 @@ _REPEATS = 3
 
 
 class Way(IntEnum):
-    """How much of a layer is kept for its backward pass, from all to its input alone.
+    """Amount of a layer that is kept for its backward pass, from all to its input alone.
 
     REMADE: all but results of activation functions. RECOMPUTED: its input, and what a fused layer's last function
     needs. EMPTIED: its input.
