@@ -221,3 +221,17 @@ def test_numbers_of_a_step_are_in_memory_of_the_updates_own(savings: Any) -> Non
     assert len(tensors) > 5
     step.run(ROWS.batch(1)).read()
     assert not [name for name, tensor in tensors.items() if vars(step.update)[name] is not tensor]
+
+
+@pytest.mark.parametrize("states", [torch.float32, torch.uint8])
+def test_states_that_were_never_used_can_be_put_aside(states: torch.dtype) -> None:
+    """And are zeros again; those that were used stay."""
+    plain, aside = (make_step(model_of(), optimizer=saving(states=states), **SMALL) for _ in range(2))
+    update: Any = aside.update
+    with update.without_states():
+        assert not any(arena.untyped_storage().nbytes() for arena in update._arenas)
+    assert not any(arena.any() for arena in update._arenas)
+    assert [o.loss for o in course(aside)] == [o.loss for o in course(plain)]
+    with update.without_states():
+        assert all(arena.any() for arena in update._arenas)
+    assert same(snapshot(aside), snapshot(plain))
