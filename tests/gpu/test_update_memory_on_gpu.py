@@ -79,7 +79,8 @@ def test_the_kernel_of_rounded_numbers_is_the_reference(monkeypatch: pytest.Monk
 def test_less_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("brimful.step.updates.bucketed_adamw.BUCKET", 200_000)
     peaks = []
-    for savings in (None, {"in_backward": True, "on_host": True}):
+    lean = {"in_backward": True, "on_host": True}
+    for savings in (None, lean, None, lean):  # in the first two torch makes workspaces of products
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -87,4 +88,4 @@ def test_less_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
         outcomes(step, source(8192, batch_size=1, typical_length=60), 4)
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del step
-    assert peaks[1] < 0.7 * peaks[0]
+    assert peaks[3] < 0.7 * peaks[2]

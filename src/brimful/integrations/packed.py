@@ -55,12 +55,12 @@ WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDa
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-def packed(model: M, *, graphs: bool = False) -> M:
+def packed(model: M, *, graphs: bool = True) -> M:
     """Return the same model, which from now on computes packed wherever that is shown equal to its own forward.
 
     model: an `AutoModelForSequenceClassification`, or peft's wrapper around one. Calls, outputs, weights, saved files
     and random streams are the model's own; `model.unpacked()` undoes it. graphs: whether calls on a GPU, and their
-    backward passes, are captured as CUDA graphs where their shapes come again; each call then has one backward pass.
+    backward passes, are captured as CUDA graphs where their shapes come again: each call then has one backward pass.
     Where it cannot run packed, the model's own forward runs and a Python warning says why, once for each reason.
     Raises: OptionError for a model that is wrapped already, ModelError for what is no sequence classifier.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from brimful.models.packed.offload import AHEAD
 #: Tokens of a micro-batch that fill a GPU, and a CPU.
 _FILLS = 8192
 #: Tokens of the two passes that activations are measured by.
-_SMALL, _LARGE = 128, 384
+_MEASURED = {"cuda": (512, 2048), "cpu": (128, 384)}
 
 
 def recomputed_every(options: TrainOptions) -> int | None:
@@ -69,7 +70,8 @@ def activations_of(assembly: Assembly) -> Activations:
 
     length = max(1, min(assembly.typical_length, assembly.max_length))
     sizes = []
-    for num_rows in (1 + _SMALL // length, 2 + _LARGE // length):
+    small, large = _MEASURED.get(assembly.device.type, _MEASURED["cpu"])
+    for num_rows in (1 + small // length, 2 + large // length):
         sequences = random_sequences(model.config, np.full(num_rows, length))
         inputs = padded_rows(sequences, model.config)
         if packing.packed:
@@ -78,10 +80,13 @@ def activations_of(assembly: Assembly) -> Activations:
     kept = [*model.parameters(), *model.buffers()]
     weights = {each.untyped_storage().data_ptr() for each in kept}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
-    compiled = compiled_for_a_while(execution, note=assembly.warn) if compiled_for_less(assembly) else nullcontext()
+    fused = compiled_for_less(assembly)
+    compiled = compiled_for_a_while(execution, note=assembly.warn) if fused else nullcontext()
     try:
         with RandomStream(assembly.device).seeded(0), compiled:
-            return measure_activations(layers, run, sizes, weights, assembly.device)
+            found = measure_activations(layers, run, sizes, weights, assembly.device)
+        # Copies of weights in the precision of products are the optimizer's in fused layers, and no activations.
+        return replace(found, fixed=0) if fused else found
     finally:
         for buffer, value in buffers:
             buffer.copy_(value)

@@ -61,20 +61,19 @@ LONG_FORWARD = Tiles(block_m=64, block_n=64, warps=4, stages=3, registers=128, s
 MASKED_LONG_FORWARD = Tiles(block_m=64, block_n=64, warps=4, stages=3)
 LONG_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=1, registers=128, ready=True)
 DROPPED_LONG_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=2, registers=128, split=True, ready=True)
-#: fp32, forward and backward (benchmarks/attention).
-WIDE_FORWARD = Tiles(block_m=64, block_n=32, warps=4, stages=1)
-WIDE_BACKWARD = Tiles(block_m=64, block_n=32, warps=4, stages=1)
+#: fp32 (benchmarks/attention).
+_WIDE = Tiles(block_m=64, block_n=32, warps=4, stages=1)
 #: Wide heads: what fits.
 _SMALL = Tiles(block_m=32, block_n=32, warps=4, stages=2)
 #: Mean length beyond which segments are long: between two of `attention.LENGTH_CLASSES`.
 _LONG = 128
 
 
-def _tiles(q: Tensor, typical_length: int, long: Tiles, wide: Tiles) -> Tiles:
+def _tiles(q: Tensor, typical_length: int, long: Tiles) -> Tiles:
     if q.shape[2] > 64:
         return _SMALL
     if q.dtype == torch.float32:
-        return wide
+        return _WIDE
     return long if typical_length > _LONG else SHORT
 
 
@@ -127,7 +126,7 @@ def attend(
         seed, site = current().dropout_site(offsets, q.shape[1], dropout)
     seed = row_seeds(seed, q.shape[1], dropout)
     out, lse, mask_rows = empty_outputs(q, dropout)
-    tiles = _tiles(q, typical_length, MASKED_LONG_FORWARD if causal or window else LONG_FORWARD, WIDE_FORWARD)
+    tiles = _tiles(q, typical_length, MASKED_LONG_FORWARD if causal or window else LONG_FORWARD)
     grid, constants = launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out) for axis in (1, 0)]
     varlen_attention_forward[grid](
@@ -157,7 +156,7 @@ def attend_backward(
     found = [packed[:, part].transpose(0, 1) for part in range(3)]
     gradient = gradient if gradient.stride(2) == 1 else gradient.contiguous()
     dropped = dropout > 0 and not causal and not window
-    tiles = _tiles(q, typical_length, DROPPED_LONG_BACKWARD if dropped else LONG_BACKWARD, WIDE_BACKWARD)
+    tiles = _tiles(q, typical_length, DROPPED_LONG_BACKWARD if dropped else LONG_BACKWARD)
     grid, constants = launch(q, offsets, max_length, tiles)
     strides = [x.stride(axis) for x in (q, k, v, out, gradient, found[0]) for axis in (1, 0)]
     more = kept_factor(dropout)

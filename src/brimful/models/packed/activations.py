@@ -1,8 +1,8 @@
 """Bytes that each layer keeps of a token for its backward pass, and seconds that it takes forward, as measured.
 
 Layers are called where gradient checkpointing would call them, with what a backward pass is promised looked at: each
-storage once, without weights and without what is handed to all layers. Two passes of different size tell what grows
-with the tokens from what does not, such as casts of weights.
+storage once, without weights and without what is handed to all layers. What one layer keeps is gone before the next
+one's turn. Two passes of different size tell what grows with the tokens from what does not, such as casts of weights.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from brimful.models.packed.remade_layers import told
 
 #: Passes that seconds are the least of.
 _REPEATS = 3
+#: Cycles that a GPU waits before each measurement, about 2 ms: the host has launched all of it by then, and what is
+#: measured is the GPU's time alone.
+_LAUNCHING = 4_000_000
 
 
 class Way(IntEnum):
@@ -107,9 +110,8 @@ def measure_activations(
     of the storages of parameters and buffers."""
     small, large = (_Pass(len(layers), weights, device) for _ in range(2))
     try:
-        for inputs, measured in zip(sizes, (small, large), strict=True):
-            measured.run(layers, run, inputs)
-        for _ in range(_REPEATS - 1):
+        small.run(layers, run, sizes[0])
+        for _ in range(_REPEATS):
             large.run(layers, run, sizes[1])
     finally:
         keep_all(list(layers))
@@ -189,15 +191,17 @@ class _Pass:
                 makers[x.untyped_storage().data_ptr()] = maker
             return self._pack(kept, known, x)
 
-        def timed(name: str, call: Callable[[], Any]) -> Any:
+        def timed(name: str, call: Callable[[], Any]) -> None:
+            if self._device.type == "cuda":
+                torch.cuda._sleep(_LAUNCHING)  # type: ignore[no-untyped-call]
             began = self._now()
-            result = call()
+            call()
             marks.append((number, name, began, self._now()))
-            return result
 
         with remade.listening(), told(layer), ending.active(again=False), saved_tensors_hooks(pack, _same):
-            found = timed("forward_s", lambda: function(*arguments))
+            found = function(*arguments)
         ending.settle(leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor))
+        found = pytree.tree_map(_leaf, found)
         measured = self.layers[number].bytes
         measured["kept"], measured["ending"] = sum(kept.values()), ending.kept_bytes
         measured["input"] = sum(x.nbytes for x in given if x.requires_grad)
@@ -207,11 +211,10 @@ class _Pass:
         more = sum(size for place, size in inputs.items() if place not in kept and place not in known)
         measured["remade"] = max(0, sum(kept.get(place, 0) for place in makers) - more)
         timed("remade_s", lambda: [maker.make() for maker in makers.values()])
-        for _ in range(_REPEATS):  # in turns: what disturbs one disturbs the other
-            with saved_tensors_hooks(torch.Tensor.detach, _same):
-                timed("forward_s", lambda: function(*arguments))
-                with ending.active(again=True):
-                    timed("ending_s", lambda: function(*arguments))
+        with saved_tensors_hooks(torch.Tensor.detach, _same):
+            timed("forward_s", lambda: function(*arguments))
+            with ending.active(again=True):
+                timed("ending_s", lambda: function(*arguments))
         return found
 
     def _now(self) -> Any:
@@ -231,3 +234,8 @@ class _Pass:
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def _leaf(result: Any) -> Any:
+    """A result without its graph, and what that keeps."""
+    return result.detach().requires_grad_(result.requires_grad) if isinstance(result, Tensor) else result

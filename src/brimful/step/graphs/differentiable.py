@@ -151,7 +151,7 @@ class Flight:
         since: the memory that it reads has other numbers then."""
         if self.done or self.recorded.weights.num_passes != self.number:
             why = "has had its backward pass" if self.done else "lies in memory where another one has run since"
-            hint = "brimful.packed(model) without graphs=True allows several backward passes of a call"
+            hint = "brimful.packed(model, graphs=False) allows several backward passes of a call"
             raise RuntimeError(f"this call of the model {why}; hint: {hint}")
         found = self.recorded.backward(gradients)
         self.done = True  # after the launch: another thread may call meanwhile
