@@ -131,9 +131,7 @@ def test_a_second_backward_pass_of_a_call() -> None:
     met(ours, batch)
     loss = ours(**batch).loss
     loss.backward(retain_graph=True)
-    with pytest.raises(
-        RuntimeError, match=r"this call of the model has had its backward pass; hint: .*graphs=False"
-    ):
+    with pytest.raises(RuntimeError, match=r"this call of the model has had its backward pass; hint: .*graphs=False"):
         loss.backward()
 
 

@@ -325,3 +325,18 @@ def test_as_little_as_can_be_is_kept_without_a_limit() -> None:
     assert lever.layers == (0, 1, 2)
     assert not lever.remade
     assert "computed again: layers 1 to 3 of 4" in lever.reason
+
+
+def test_layers_before_a_decoder_are_all_recomputed() -> None:
+    """The decoder's turn comes first, and then the last encoder layer's is as any other's."""
+    lever = assembly_of(FAMILIES["bart"].model(), packing="off", gradient_checkpointing="full").lever(Checkpointing)
+    assert lever.layers == (0, 1)
+    assert "a decoder's, keep all" in lever.reason
+
+
+def test_passes_over_memory_cost_time_too() -> None:
+    lever = Checkpointing(value="selective", reason="", layers=(), depth=4, again=0.05, remade=(0, 1, 2), freed=100)
+    work = StepWork.of(FAMILIES["bert"].model(**DEEP), np.full(4, 25), flops_per_s=1.0, bytes_per_s=1.0)
+    cost = lever.cost(work)
+    assert cost.step_s == pytest.approx(0.05 * work.products_s(100) / 3)
+    assert cost.step_bytes == -100

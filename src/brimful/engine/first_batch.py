@@ -142,12 +142,15 @@ def compare(made: Assembled, rows: Rows) -> FirstBatch:
             why += ", and so are cut layers beside whole ones"
         return FirstBatch(num_rows=0, num_tokens=0, precision=made.precision.value, reason=why)
     release_unused(device)  # of weights that were moved, and kept in less
-    found, wanted = _compared(made, rows), len(rows.ids)
-    while found is None and len(rows.ids) > 1:
-        release_unused(device)
-        rows = rows.first(len(rows.ids) // 2)
-        found = _compared(made, rows)
-    release_unused(device)  # it would count as the run's
+    try:
+        found, wanted = _compared(made, rows), len(rows.ids)
+        while found is None and len(rows.ids) > 1:
+            release_unused(device)
+            rows = rows.first(len(rows.ids) // 2)
+            found = _compared(made, rows)
+    finally:
+        release_unused(device)  # it would count as the run's
+        made.step.update.restore_states()
     found = found or replace(_nothing_yet(made, rows), reason="memory does not suffice for one row of it")
     return replace(found, num_left_out=wanted - len(rows.ids), seconds=time.perf_counter() - began)
 
@@ -161,13 +164,14 @@ def _compared(made: Assembled, rows: Rows) -> FirstBatch | None:
     """The comparison on all of some rows; None if memory ran out in it."""
     found, device = _nothing_yet(made, rows), made.step.device
     try:
+        made.step.update.put_states_aside()
+        expected = plain(made, rows, choose_precision("fp32", device))
+        if not (expected.losses_N.isfinite().all() and _norms(device, expected.gradients).isfinite().all()):
+            return replace(found, reason="the plain model's own loss or gradient is not finite")
         lost = None
-        with made.step.update.without_states():
-            expected = plain(made, rows, choose_precision("fp32", device))
-            if not (expected.losses_N.isfinite().all() and _norms(device, expected.gradients).isfinite().all()):
-                return replace(found, reason="the plain model's own loss or gradient is not finite")
-            if made.precision.value not in ("fp32", "fp64"):
-                lost = plain(made, rows, replace(made.precision, plan=None))
+        if made.precision.value not in ("fp32", "fp64"):
+            lost = plain(made, rows, replace(made.precision, plan=None))
+        made.step.update.restore_states()
         given = (rows.ids, rows.types, rows.targets_N, made.step.task, made.layout)
         batch = make_batch(0, np.arange(len(rows.ids)), *given, weights_N=rows.weights_N)
         batch = batch.sent(device) if device.type == "cuda" else batch

@@ -64,6 +64,7 @@ class Maker:
         self.storage = StorageWeakRef(result.untyped_storage())  # for as long as it lives, the address is no other's
         self._version = _version(result)
         self._make, self._inputs = make, inputs
+        self._versions = [_version(each) for each in self.inputs]
         self._made: weakref.ref[Tensor] | None = None
 
     @property
@@ -72,11 +73,19 @@ class Maker:
         return [each for each in self._inputs if isinstance(each, Tensor)]
 
     def makes(self, x: Tensor) -> bool:
-        """True if a tensor of the same address is the result yet, and was not written to since."""
-        return not self.storage.expired() and _version(x) == self._version
+        """True if a tensor of the same address is the result yet, and neither it nor an input was written to since."""
+        return not self.storage.expired() and _version(x) == self._version and self._inputs_are_same()
+
+    def _inputs_are_same(self) -> bool:
+        return [_version(each) for each in self.inputs] == self._versions
 
     def make(self) -> Tensor:
-        """Return the result; the same as before where that is there yet: a function may have saved it twice."""
+        """Return the result; the same as before where that is there yet: a function may have saved it twice.
+
+        Raises: RuntimeError where an input was written to since, as autograd does.
+        """
+        if not self._inputs_are_same():
+            raise RuntimeError("what an activation function was given was written to before the backward pass")
         made = None if self._made is None else self._made()
         if made is None:
             with torch.no_grad():
@@ -101,17 +110,18 @@ class _Again:
 
 
 class Ending:
-    """Keeps what the last function of a layer needs of its first call, so that its product is not computed again.
+    """Knows what the last function of a layer has of its first call, so that its product is not computed again.
 
     Each function that may be the last asks for what is `known`, and offers what it has. keeps: False where nothing may
-    be kept, and only a function that needs nothing can leave out its product.
+    be kept, and only a function that needs nothing can leave out its product. kept: tensors of the first call, for
+    whoever calls the layer to keep until the second, and to give back to it.
     """
 
     def __init__(self, *, keeps: bool) -> None:
         self._keeps = keeps
         self._turn, self._last = 0, -1
         self._again = False
-        self._kept: tuple[Tensor, ...] = ()
+        self.kept: tuple[Tensor, ...] = ()
         self._result: StorageWeakRef | None = None
 
     @contextmanager
@@ -127,25 +137,22 @@ class Ending:
     def known(self) -> tuple[Tensor, ...] | None:
         """Return what the function whose turn it is kept, in the second call of the last one; None for all others."""
         self._turn += 1
-        return self._kept if self._again and self._turn == self._last else None
+        return self.kept if self._again and self._turn == self._last else None
 
     def offer(self, result: Tensor, *kept: Tensor) -> None:
         """Offer what a second call of this function could do with, in the place of what others did before."""
         if not self._again:
             usable = self._keeps or not kept
-            self._kept, self._last = (kept, self._turn) if usable else ((), -1)
+            self.kept, self._last = (kept, self._turn) if usable else ((), -1)
             self._result = StorageWeakRef(result.untyped_storage())
 
     def settle(self, results: Iterable[Tensor]) -> None:
-        """Forget what was offered unless it is the layer's own result: another function would read it."""
+        """Forget what was offered unless it is all that the layer gives a gradient to: another function may have read
+        it for the rest."""
         found, self._result = self._result, None
-        if found is None or all(each.untyped_storage()._cdata != found.cdata for each in results):
-            self._kept, self._last = (), -1
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that are kept between the two calls."""
-        return sum(each.nbytes for each in self._kept)
+        places = {each.untyped_storage()._cdata for each in results if each.requires_grad}
+        if found is None or places != {found.cdata}:
+            self.kept, self._last = (), -1
 
 
 def note_maker(result: Tensor, make: Callable[..., Tensor], *inputs: Any) -> None:

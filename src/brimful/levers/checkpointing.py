@@ -4,7 +4,8 @@ wait for it in host memory.
 A layer that is recomputed keeps its input and runs forward once more. Gradients are the same, with dropout on: masks
 are drawn again. Where layers share a table of positions, its gradient is summed in another order. A fused layer leaves
 out its last product the second time, a third of its arithmetic; a post-norm one keeps what that made, a fifteenth of
-all that it would keep. The last layer is not recomputed: its turn comes first, when it would have to be whole again.
+all that it would keep. The last layer is not recomputed, unless a decoder's come after it: its turn comes first, when
+it would have to be whole again.
 
 Under a limit of bytes (`selective`) each layer keeps all, or all but the results of activation functions, which cost a
 pass over memory, or as above, or its input alone: whatever frees the most bytes for a second of what is computed again.
@@ -98,11 +99,12 @@ class Checkpointing(Lever):
         numbers = tuple(range(every - 1, depth, every))
         if not numbers:
             raise OptionError(f"--gradient-checkpointing is {asked}, and the model has {depth} layers", hint="full")
-        if len(numbers) > 1 and numbers[-1] == depth - 1:
+        others = 0 if layers is None else sum(map(len, layer_lists(assembly.model))) - depth
+        if len(numbers) > 1 and numbers[-1] == depth - 1 and not others:
             numbers = numbers[:-1]
         reason = f"asked for: {len(numbers)} of {depth} layers keep their input, and are computed again"
-        if layers is not None and (rest := sum(map(len, layer_lists(assembly.model))) - depth) > 0:
-            reason += f"; {rest} other layers, such as a decoder's, keep all"
+        if others:
+            reason += f"; {others} other layers, such as a decoder's, keep all"
         return cls(value=asked, reason=reason, layers=numbers, depth=depth, again=len(numbers) / depth)
 
     @classmethod
@@ -146,8 +148,8 @@ class Checkpointing(Lever):
 
     @property
     def recomputes(self) -> bool:
-        """True where layers run twice."""
-        return self.value != "offload" and bool(self.layers)
+        """True where layers may run twice."""
+        return self.value != "offload"
 
     def line(self) -> records.Lever:
         """Its line in the recipe, with the source of what was chosen."""
@@ -156,10 +158,8 @@ class Checkpointing(Lever):
     def cost(self, work: StepWork) -> Cost:
         """Seconds of the forward passes of these layers once more; copies are taken to be hidden. What they keep is
         counted with the token budget, less what was measured to be freed."""
-        freed = -(self.freed or 0)
-        if self.recomputes:
-            return Cost(step_bytes=freed, step_s=self.again * work.products_s(work.num_tokens) / work.passes)
-        return Cost(step_bytes=freed)
+        forward_s = work.products_s(work.num_tokens) / work.passes
+        return Cost(step_bytes=-(self.freed or 0), step_s=self.again * forward_s)
 
     def apply(self, assembly: Assembly) -> None:
         """Turn it on in these layers."""

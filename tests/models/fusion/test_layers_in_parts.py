@@ -3,9 +3,11 @@ a whole layer once more."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable
+import weakref
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,8 @@ pytest.importorskip("triton")
 
 from brimful.kernels.attention.dispatch import triton_attention
 from brimful.kernels.forward_context import ForwardContext
-from brimful.kernels.layers import dropout_add_layernorm, dropout_add_prenorm, gelu, glu
-from brimful.kernels.remade import Remade
+from brimful.kernels.layers import dropout_add_layernorm, dropout_add_prenorm, gelu, glu, postnorm_ops
+from brimful.kernels.remade import Remade, note_maker
 from brimful.levers.compiled_layers import compiled_for_a_while
 from brimful.models.fusion import layer_backend
 from brimful.models.model_stats import layers_of
@@ -26,8 +28,8 @@ from brimful.models.packed import packed_forward
 from brimful.models.packed.activations import Activations, Way, measure_activations
 from brimful.models.packed.check_inputs import filled_row
 from brimful.models.packed.packed_forward import PackedForm, PackedModel
-from brimful.models.packed.recompute import keep_all, recompute
-from brimful.models.packed.remade_layers import remake
+from brimful.models.packed.recompute import call_recomputed, keep_all, recompute
+from brimful.models.packed.remade_layers import call_remade, remake
 from models.fusion.test_fusion import settings_of
 from tiny import FAMILIES
 
@@ -158,22 +160,93 @@ def test_layers_are_fused_to_be_measured_and_given_back() -> None:
     assert not any(layer._compiled_call_impl for layer in layers)
 
 
+def test_what_a_recomputed_layer_keeps_goes_with_the_backward_pass() -> None:
+    execution = fused("bert")
+    set_ways(execution, dict.fromkeys(range(2), Way.RECOMPUTED))
+    loss = execution(row_of(execution), ForwardContext(seeded_dropout=True)).logits[: len(LENGTHS)].sum()
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [each for each, _ in node.next_functions]
+    calls: list[Any] = [node for node in seen if hasattr(node, "num_given")]
+    assert len(calls) == 2
+    kept = [[weakref.ref(each) for each in call.saved_tensors[call.num_given :]] for call in calls]
+    assert all(len(each) == 2 and all(ref() is not None for ref in each) for each in kept)
+    loss.backward()
+    assert not any(ref() is not None for each in kept for ref in each)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_rows_that_another_function_reads_are_not_left_out() -> None:
+    """Of a layer that gives its last rows, and what it makes of them."""
+    gain, shift = torch.ones(32, requires_grad=True), torch.zeros(32, requires_grad=True)
+    draw = torch.Generator().manual_seed(0)
+    weights = [torch.randn(32, 32, generator=draw).requires_grad_() for _ in range(2)]
+    x = torch.randn(1, 9, 32, generator=draw, requires_grad=True)
+    bias = torch.zeros(32, requires_grad=True)
+
+    def layer(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = postnorm_ops.linear_dropout_add_norm(x, weights[0], bias, x, gain, shift, 1e-12, 0.0)
+        return y, postnorm_ops.linear(y, weights[1], None)
+
+    found = []
+    with ForwardContext().active():
+        for call in (lambda f, given: f(given), call_recomputed):
+            one, other = call(layer, x)
+            found.append(torch.autograd.grad(one.sin().sum() + other.sin().sum(), x)[0])
+    assert torch.equal(*found)
+
+
 def test_a_result_that_was_written_to_is_kept() -> None:
     x = torch.arange(4.0, requires_grad=True)
-    makers: list[Callable[[], Tensor]] = []
-    with Remade().active():
-        from brimful.kernels.remade import note_maker
+    given_back = []
 
+    def twice(given: Tensor) -> Tensor:
+        given_back.append(given)
+        return given * 2
+
+    with Remade().active():
         y = x * 2
-        note_maker(y, lambda given: makers.append(lambda: given) or given * 2, x)  # type: ignore[func-returns-value]
+        note_maker(y, twice, x)
         z = (y * y).sum()
         w = x * 3
         note_maker(w, lambda given: given * 5, x)  # a wrong one, if it were used
         w.add_(1)
         z = z + (w * w).sum()
     z.backward()
-    assert len(makers) == 2  # y is saved twice
+    assert given_back
     assert torch.equal(x.grad, 8 * x.detach() + 6 * (3 * x.detach() + 1))
+
+
+def test_an_input_that_was_written_to_is_not_computed_with() -> None:
+    """Before its result is saved that is kept; after it, as autograd has it, an error."""
+    x = torch.arange(-2.0, 2.0, requires_grad=True)
+    with Remade().active():
+        h = x * 1
+        y = h.relu()
+        note_maker(y, torch.relu, h)
+        h.add_(3)
+        (y * y).sum().backward()
+        assert torch.equal(x.grad, 2 * x.detach().relu())
+        h = x * 1
+        y = h.relu()
+        note_maker(y, torch.relu, h)
+        z = (y * y).sum()
+        h.add_(3)
+    with pytest.raises(RuntimeError, match="was written to"):
+        z.backward()
+
+
+def test_a_model_whose_results_are_made_again_is_copied_and_saved(tmp_path: Path) -> None:
+    model = FAMILIES["bert"].model(**settings_of("bert", num_layers=2))
+    layers: Any = layers_of(model)
+    remake(layers[0])
+    torch.save(model, tmp_path / "model.pt")
+    copied = copy.deepcopy(model)
+    assert copied.bert.encoder.layer[0]._gradient_checkpointing_func is call_remade
 
 
 def test_ways_go_from_all_to_the_input_alone() -> None:

@@ -7,6 +7,7 @@ one's turn. Two passes of different size tell what grows with the tokens from wh
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,8 +95,9 @@ class Activations:
         inputs = [layer.input for layer in self.layers]
         here = min(offloaded, len(own) - AHEAD) if offloaded else 0
         most = sum(own[here:]) + sum(inputs[here:])
+        before = [0.0, *itertools.accumulate(map(sum, zip(own, inputs, strict=True)))]
         for number in ways:
-            most = max(most, sum(own[:number]) + sum(inputs[: number + 1]) + self.layers[number].kept)
+            most = max(most, before[number] + inputs[number] + self.layers[number].kept)
         for end in range(len(own), 0, -1) if here else ():
             first = max(0, min(here, end - AHEAD - 1))
             most = max(most, sum(own[first:end]) + sum(inputs[first:end]))
@@ -203,7 +205,7 @@ class _Pass:
         ending.settle(leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor))
         found = pytree.tree_map(_leaf, found)
         measured = self.layers[number].bytes
-        measured["kept"], measured["ending"] = sum(kept.values()), ending.kept_bytes
+        measured["kept"], measured["ending"] = sum(kept.values()), sum(each.nbytes for each in ending.kept)
         measured["input"] = sum(x.nbytes for x in given if x.requires_grad)
         inputs = {
             x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for m in makers.values() for x in m.inputs

@@ -36,6 +36,11 @@ class LayerCall:
         self._follows = None if follows is None else weakref.ref(follows)
         self.compiled: Callable[..., Any] | None = module._compiled_call_impl
 
+    @property
+    def module(self) -> Any:
+        """The module that is called."""
+        return self._module()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         context = active_context()

@@ -108,7 +108,7 @@ class _Call:
         self, function: Callable[..., Any], leaves: list[Any], tree: Any, places: list[int], device: torch.device,
         around: Callable[[], AbstractContextManager[None]], ending: Ending,
     ) -> None:  # fmt: skip
-        self.around, self._ending = around, ending
+        self.around, self.ending = around, ending
         self._function, self._leaves, self._tree, self._places = function, leaves, tree, places
         self._device = device
         self._dtype = torch.get_autocast_dtype(device.type)
@@ -121,7 +121,7 @@ class _Call:
         """Make the call; the tensors among its results, with their graph."""
         leaves = list(self._leaves)
         autocast = torch.autocast(self._device.type, self._dtype, self._autocast)
-        with torch.enable_grad(), autocast, self._ending.active(again=again):
+        with torch.enable_grad(), autocast, self.ending.active(again=again):
             for place, tensor in zip(self._places, given, strict=True):
                 leaves[place] = tensor.view_as(tensor)  # autocast would keep the cast of a leaf for all who read it
             arguments, named = pytree.tree_unflatten(leaves, self._tree)
@@ -130,7 +130,7 @@ class _Call:
         self._rest = [_TENSOR if isinstance(each, Tensor) else each for each in flat]
         found = [each for each in flat if isinstance(each, Tensor)]
         if not again:
-            self._ending.settle(found)
+            self.ending.settle(found)
         return found
 
     def outputs(self, tensors: Sequence[Tensor]) -> Any:
@@ -168,19 +168,23 @@ class _Call:
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, _: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.save_for_backward(*given)
         found = call.make([_leaf(x) for x in given], again=False)
+        kept, call.ending.kept = call.ending.kept, ()
+        ctx.call, ctx.num_given = call, len(given)
+        ctx.save_for_backward(*given, *kept)
         outputs = tuple(y.detach() for y in found)
         ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [_leaf(x) for x in ctx.saved_tensors]
-        with ctx.call.around():
-            with ctx.call.again():
-                found = ctx.call.make(given, again=True)
+        saved, call = ctx.saved_tensors, ctx.call
+        given = [_leaf(x) for x in saved[: ctx.num_given]]
+        with call.around():
+            call.ending.kept = saved[ctx.num_given :]
+            with call.again():
+                found = call.make(given, again=True)
+            call.ending.kept = ()
             pairs = [(y, dy) for y, dy in zip(found, gradients, strict=True) if y.requires_grad and dy is not None]
             torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
         return None, None, *(x.grad for x in given)

@@ -6,7 +6,6 @@ asked. Hugging Face's own switch on a layer is what turns it on, as for layers t
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -24,27 +23,33 @@ def remake(layer: nn.Module) -> None:
     """Have a layer keep no results of its activation functions."""
     changed: Any = layer
     changed.gradient_checkpointing = True
-    changed._gradient_checkpointing_func = partial(_call, weakref.ref(layer))
+    changed._gradient_checkpointing_func = call_remade
+
+
+def call_remade(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a layer: in the place of Hugging Face's function for gradient checkpointing."""
+    with told(_layer_of(function)), Remade().active():
+        return function(*arguments)
+
+
+def _layer_of(function: Callable[..., Any]) -> nn.Module | None:
+    """The layer that a call is of: a method of its own, or of the call in its context."""
+    bound = function.func if isinstance(function, partial) else function
+    owner = getattr(bound, "__self__", None)
+    owner = owner.module if isinstance(owner, LayerCall) else owner
+    return owner if isinstance(owner, nn.Module) else None
 
 
 @contextmanager
-def told(layer: nn.Module) -> Iterator[None]:
+def told(layer: nn.Module | None) -> Iterator[None]:
     """Within, activation functions of a layer that is not compiled tell how their results are made."""
-    call = layer._compiled_call_impl
+    call = None if layer is None else layer._compiled_call_impl
     compiled = call.compiled if isinstance(call, LayerCall) else call
     with ExitStack() as hooks:
-        for module in layer.modules() if compiled is None else ():
+        for module in layer.modules() if layer is not None and compiled is None else ():
             if isinstance(module, _activations()):
                 hooks.callback(module.register_forward_hook(_tell).remove)
         yield
-
-
-def _call(layer: weakref.ref[nn.Module], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a layer: in the place of Hugging Face's function for gradient checkpointing."""
-    module = layer()
-    assert module is not None
-    with told(module), Remade().active():
-        return function(*arguments)
 
 
 def _tell(module: nn.Module, given: tuple[Any, ...], result: Any) -> None:

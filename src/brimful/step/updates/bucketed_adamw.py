@@ -127,21 +127,21 @@ class BucketedAdamW(Update):
         pinned = self._savings.on_host and self.device.type == "cuda"
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
-    @contextmanager
-    def without_states(self) -> Iterator[None]:
+    def put_states_aside(self) -> None:
         """As `Update` has it, of states on the device."""
-        arenas = [] if self._host is not None or self._used else self._arenas
-        sizes = [arena.untyped_storage().nbytes() for arena in arenas]
-        for arena in arenas:
-            arena.untyped_storage().resize_(0)
-        release_unused(self.device)
-        try:
-            yield
-        finally:
+        if self._host is None and not self._used:
+            for arena in self._arenas:
+                arena.untyped_storage().resize_(0)
             release_unused(self.device)
-            for arena, size in zip(arenas, sizes, strict=True):
-                arena.untyped_storage().resize_(size)
-                arena.zero_()
+
+    def restore_states(self) -> None:
+        """As `Update` has it."""
+        aside = [arena for arena in self._arenas if arena.untyped_storage().nbytes() < arena.nbytes]
+        if aside:
+            release_unused(self.device)
+        for arena in aside:
+            arena.untyped_storage().resize_(arena.nbytes)
+            arena.zero_()
 
     def before(self) -> None:
         """Drop gradients: those of several micro-batches are in their sums."""

@@ -72,10 +72,12 @@ class Update:
             ranks, self.parameters, arena.buckets, arena.memory, arena.fill, half=half, overlap=overlap
         )
 
-    def without_states(self) -> AbstractContextManager[None]:
-        """The context in which states that were never used need no memory, and are zeros again afterwards. Unless
-        overridden they stay."""
-        return nullcontext()
+    def put_states_aside(self) -> None:
+        """Give back the memory of states that were never used, until they are restored. Unless overridden they stay."""
+
+    def restore_states(self) -> None:
+        """Have states that were put aside again, as zeros. Where memory runs out, what is missing can be restored
+        later."""
 
     def meet(self) -> None:
         """Do what all processes do together before the first step. Unless overridden, nothing."""
