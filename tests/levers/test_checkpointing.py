@@ -340,3 +340,15 @@ def test_passes_over_memory_cost_time_too() -> None:
     cost = lever.cost(work)
     assert cost.step_s == pytest.approx(0.05 * work.products_s(100) / 3)
     assert cost.step_bytes == -100
+
+
+@pytest.mark.parametrize(("rate", "said"), [(None, False), (1e18, False), (1e3, True)])
+def test_a_link_that_is_slower_than_the_layers_is_said(
+    rate: float | None, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("brimful.levers.checkpointing.host_link_bytes_per_s", lambda _: rate)
+    told: list[str] = []
+    assembly = assembly_of(FAMILIES["bert"].model(**DEEP), gradient_checkpointing="offload", lengths=(32,) * 8)
+    assembly.warn = told.append
+    assembly.lever(Checkpointing)
+    assert any("times as long" in line for line in told) == said

@@ -23,6 +23,7 @@ from brimful.core import records
 from brimful.core.errors import OptionError
 from brimful.core.options.train import TrainOptions
 from brimful.core.units import bytes_text
+from brimful.hardware.host_link import host_link_bytes_per_s
 from brimful.hardware.memory import free_host_bytes
 from brimful.levers.activations import (
     activations_of,
@@ -43,6 +44,8 @@ from brimful.models.packed.remade_layers import remake
 _SOURCES = {"selective": "Korthikanti et al. 2022, arXiv 2205.05198", "offload": "Rhu et al. 2016, arXiv 1602.08124"}
 #: Share of free host memory that activations may take.
 _HOST_SHARE = 0.8
+#: Times as long as without copies that a step may take unsaid.
+_HIDDEN = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +136,7 @@ class Checkpointing(Lever):
         else:
             _check_host(freed)
             said += f" layers {_numbered(numbers)} of {depth} have theirs in host memory"
+            _warn_of_the_link(assembly, freed, tokens * sum(layer.forward_s for layer in found.layers))
         whole_s = sum(layer.forward_s for layer in found.layers)
         again_s = sum(found.layers[number].again_s(way) for number, way in ways.items())
         return cls(
@@ -201,6 +205,23 @@ def _numbered(numbers: tuple[int, ...]) -> str:
     if len(counted) > 2 and counted == list(range(counted[0], counted[-1] + 1)):
         return f"{counted[0]} to {counted[-1]}"
     return ", ".join(map(str, counted))
+
+
+def _warn_of_the_link(assembly: Assembly, num_bytes: int, forward_s: float) -> None:
+    """Warn where copies take longer than the passes beside which they are made: a forward one, and a backward one of
+    twice its seconds."""
+    rate = host_link_bytes_per_s(assembly.device)
+    if rate is None or not forward_s:
+        return
+    copy_s = num_bytes / rate
+    times = (max(copy_s, forward_s) + max(copy_s, 2 * forward_s)) / (3 * forward_s)
+    if times > _HIDDEN:
+        assembly.warn(
+            f"activations of {bytes_text(num_bytes)} take {copy_s:.2g} s each way by this machine's link, and the"
+            f" layers {forward_s:.2g} s forward: a step will take about {times:.1f} times as long;"
+            " --gradient-checkpointing full or selective computes again instead, and --activation-memory leaves more on"
+            " the device"
+        )
 
 
 def _check_host(num_bytes: int) -> None:
