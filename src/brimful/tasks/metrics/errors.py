@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from brimful.tasks.average_ranks import average_ranks
+
 #: Numbers that are kept for rank correlations, of predictions and of targets each: 32 MB.
 _MOST_KEPT = 1 << 22
 
@@ -104,10 +106,11 @@ class NumberErrors:
 
         Beside a sample of n rows stands a standard error of about 1 / sqrt(n): 0.0005 for 4 million.
         """
-        from scipy.stats import rankdata
-
         self._thin()
-        ranks_2NC = rankdata(self._ranked[0], axis=1)
+        kept_2NC = self._ranked[0]
+        ranks_2NC = np.empty(kept_2NC.shape)
+        for side, label in np.ndindex(2, kept_2NC.shape[2]):
+            ranks_2NC[side, :, label] = average_ranks(kept_2NC[side, :, label])
         ranks_2NC -= ranks_2NC.mean(1, keepdims=True)
         with np.errstate(invalid="ignore", divide="ignore"):
             roots_2C = np.sqrt((ranks_2NC**2).sum(1))

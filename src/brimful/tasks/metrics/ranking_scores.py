@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from brimful.tasks.average_ranks import average_ranks
+
 #: Scores that are kept as they are: 64 MB, and as many bytes of truths.
 _MOST_KEPT = 1 << 24
 #: Bins of all histograms together, twice (true and false): 64 MB.
@@ -80,8 +82,6 @@ class RankingScores:
             return (ordered_C + tied_C / 2) / pairs_C, tied_C / 2 / pairs_C
 
     def _exact_areas(self) -> Numbers:
-        from scipy.stats import rankdata
-
         areas_C = np.full(self._num_labels, np.nan)
         if not self._scores:
             return areas_C
@@ -90,7 +90,7 @@ class RankingScores:
             true_N = true_NC[:, label]
             num_true, num_false = int(true_N.sum()), int((~true_N).sum())
             if num_true and num_false:
-                ranks = float(rankdata(scores_NC[:, label])[true_N].sum())
+                ranks = float(average_ranks(scores_NC[:, label])[true_N].sum())
                 areas_C[label] = (ranks - num_true * (num_true + 1) / 2) / (num_true * num_false)
         return areas_C
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from brimful.tasks.average_ranks import average_ranks
 from brimful.tasks.scoring.resampling import perfect_bound
 
 Floats = npt.NDArray[np.float64]
@@ -61,15 +62,13 @@ def one_vs_rest_aucs(
 
 def _auc(scores_N: npt.NDArray[np.float32], is_label_N: Flags) -> tuple[float, Floats] | None:
     """The area, and each row's influence on it: its part of the first-order change when rows are drawn anew."""
-    from scipy.stats import rankdata
-
     positives, negatives = int(is_label_N.sum()), int((~is_label_N).sum())
     if not positives or not negatives:
         return None
-    ranks_N = rankdata(scores_N)
+    ranks_N = average_ranks(scores_N)
     own_N = np.empty(len(scores_N))  # the share of the other kind that each row is on the right side of
-    own_N[is_label_N] = (ranks_N[is_label_N] - rankdata(scores_N[is_label_N])) / negatives
-    own_N[~is_label_N] = 1 - (ranks_N[~is_label_N] - rankdata(scores_N[~is_label_N])) / positives
+    own_N[is_label_N] = (ranks_N[is_label_N] - average_ranks(scores_N[is_label_N])) / negatives
+    own_N[~is_label_N] = 1 - (ranks_N[~is_label_N] - average_ranks(scores_N[~is_label_N])) / positives
     auc = float(own_N[is_label_N].mean())
     influence_N = np.empty(len(scores_N))
     for of_kind_N, square in ((is_label_N, auc / (2 - auc)), (~is_label_N, 2 * auc**2 / (1 + auc))):
@@ -104,11 +103,9 @@ def _on_logit_scale(auc: float, error: float, num_rows: int) -> Ends:
 
 def spearman(left_N: Floats, right_N: Floats) -> Ends:
     """Spearman's rank correlation, with the interval of Bonett and Wright (2000). NaN where one does not vary."""
-    from scipy.stats import rankdata
-
     if len(left_N) < 3 or np.ptp(left_N) == 0 or np.ptp(right_N) == 0:
         return UNKNOWN
-    value = float(np.corrcoef(rankdata(left_N), rankdata(right_N))[0, 1])
+    value = float(np.corrcoef(average_ranks(left_N), average_ranks(right_N))[0, 1])
     if len(left_N) <= 3 or abs(value) >= 1:
         return value, float("nan"), float("nan")
     spread = _Z * np.sqrt((1 + value**2 / 2) / (len(left_N) - 3))
