@@ -9,22 +9,33 @@ import torch
 
 pytest.importorskip("triton")
 
+from brimful.levers.activations import activations_of
+from brimful.levers.checkpointing import Checkpointing
 from brimful.models.model_stats import layers_of
+from brimful.models.packed.activations import Way
+from brimful.models.packed.layer_calls import compiled_modules
 from brimful.models.packed.offload import offload
 from brimful.models.packed.recompute import recompute
+from brimful.models.packed.remade_layers import remake
 from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.step import Step
 from gpu.test_captured_on_gpu import GPU, losses, make_step, source
+from levers.assemblies import assembly_of
+from tiny import FAMILIES
 from tolerances import difference
 
 pytestmark = pytest.mark.gpu
 
+SIZES = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256, "num_hidden_layers": 4}
 
-def make(kind: type[Step], *, checkpointed: bool, **options: Any) -> Any:
+
+def make(kind: type[Step], *, way: Way, **options: Any) -> Any:
     step = make_step(kind, dropout=0.5, **options)
     step.seeded_dropout = True
-    if checkpointed:
-        recompute(list(layers_of(step.execution.model) or ()), range(2))
+    layers: Any = layers_of(step.execution.model)
+    recompute(list(layers), range(2) if way >= Way.RECOMPUTED else (), emptied=range(2) if way is Way.EMPTIED else ())
+    for layer in layers if way is Way.REMADE else ():
+        remake(layer)
     return step
 
 
@@ -52,12 +63,13 @@ def test_recomputed_layers_have_the_same_gradient(kind: type[Step], compiled: bo
     if kind is CapturedStep and not compiled:
         pytest.skip("torch's attention draws masks of fp32, and the lever refuses to capture that")
     for precision, tolerance in (("fp32", 1e-4), ("bf16", 2e-2)):
-        kept, again, repeated = (
-            gradient(kind, checkpointed=each, compiled=compiled, token_budget=token_budget, precision=precision)
-            for each in (False, True, False)
+        kept, *others, repeated = (
+            gradient(kind, way=way, compiled=compiled, token_budget=token_budget, precision=precision)
+            for way in (*Way, Way.KEPT)
         )
-        print(kind.__name__, precision, difference(again, kept), difference(repeated, kept))
-        assert difference(again, kept) < tolerance
+        found = [difference(each, kept) for each in (*others, repeated)]
+        print(kind.__name__, precision, *found)
+        assert max(found) < tolerance
         assert kept.norm() > 0
 
 
@@ -96,13 +108,29 @@ def test_less_memory_is_needed_with_activations_on_the_host() -> None:
 
 
 def test_less_memory_is_needed() -> None:
-    def peak(checkpointed: bool) -> int:
-        step, batches = make(Step, checkpointed=checkpointed), source(8192, typical_length=60)
+    def peak(way: Way) -> int:
+        step, batches = make(Step, way=way), source(8192, typical_length=60)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         losses(step, batches, 8)
         return torch.cuda.max_memory_allocated() - before
 
-    peak(True)  # torch makes workspaces of products
-    assert peak(True) < peak(False)
+    peak(Way.EMPTIED)  # torch makes workspaces of products
+    assert peak(Way.EMPTIED) < peak(Way.KEPT)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", ["selective", "offload"])
+def test_what_layers_keep_is_measured_on_the_gpu(gradient_checkpointing: str) -> None:
+    """In its own time, of layers that are fused for it, which are given back as they were."""
+    assembly = assembly_of(
+        FAMILIES["bert"].model(**SIZES), device="cuda", precision="bf16", execution="compiled", lengths=(60,) * 64,
+        gradient_checkpointing=gradient_checkpointing, warn=print,
+    )  # fmt: skip
+    layer = assembly.fact(activations_of).layers[0]
+    assert layer.remade == pytest.approx(2 * SIZES["intermediate_size"], rel=0.1)
+    assert layer.ending == pytest.approx(2 * SIZES["hidden_size"] + 8, rel=0.1)
+    assert 0 < layer.remade_s < layer.forward_s
+    assert 0 < layer.ending_s < layer.forward_s
+    assert assembly.lever(Checkpointing).layers
+    assert not compiled_modules(assembly.model)
