@@ -5,7 +5,7 @@
 MiniLM-L6 on BBC News and on tweets (from Python packages), `brimful train` with its defaults but for one lever, seeds 1
 to 5. Each lever is a process, with all seeds of one corpus; none is measured again that is in the raw log. table.md has
 the mean accuracy of each lever, its difference from the plain run by seed, and the 95 % interval of that difference.
-Runs on a GPU or a CPU; --smoke takes 200 rows and two seeds.
+Runs on a GPU or a CPU; --limit, --max-length and --max-steps make runs shorter, --smoke takes 200 rows and two seeds.
 """
 
 from __future__ import annotations
@@ -47,10 +47,22 @@ LEVERS: dict[str, dict[str, Any]] = {
     "lora": {"peft": "lora"},
     "head only": {"freeze": "all-but-head"},
 }
-ROWS = tuple(Row(side=corpus, name=name, settings=settings) for corpus in CORPORA for name, settings in LEVERS.items())
+NAMES = [f"{corpus}: {name}" for corpus in CORPORA for name in LEVERS]
 SEEDS = (1, 2, 3, 4, 5)
+#: Options that make runs shorter.
+_SHORTER = ("limit", "max_length", "max_steps")
 #: Two-sided 95 % points of Student's t, by degrees of freedom.
 _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
+
+
+def rows_of(shorter: dict[str, int | None]) -> list[Row]:
+    """A row for each corpus and lever. shorter: options of all runs; None for their defaults."""
+    given = {name: value for name, value in shorter.items() if value is not None}
+    return [
+        Row(side=corpus, name=name, settings=given | settings)
+        for corpus in CORPORA
+        for name, settings in LEVERS.items()
+    ]
 
 
 def measure(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -108,10 +120,18 @@ def main(arguments: Namespace) -> None:
     if arguments.one:
         print_rows([measure(json.loads(arguments.one), arguments.inputs)])
         return
-    text = table(run_rows(arguments, __file__, ROWS, lambda row: 90.0))
+    shorter = {name: getattr(arguments, name) for name in _SHORTER}
+    text = table(run_rows(arguments, __file__, rows_of(shorter), lambda row: 90.0))
     write_texts(arguments.output, {"table.md": text})
     print(text)
 
 
+def _arguments() -> Namespace:
+    parser = parser_of(__doc__ or "", NAMES, timeout_s=500.0)
+    for name in _SHORTER:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="as of brimful train")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
-    main(parser_of(__doc__ or "", [row.key for row in ROWS], timeout_s=500.0).parse_args())
+    main(_arguments())
