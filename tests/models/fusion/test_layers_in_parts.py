@@ -27,7 +27,8 @@ from brimful.models.model_stats import layers_of
 from brimful.models.packed import packed_forward
 from brimful.models.packed.activations import Activations, Way, measure_activations
 from brimful.models.packed.check_inputs import filled_row
-from brimful.models.packed.packed_forward import PackedForm, PackedModel
+from brimful.models.packed.layer_calls import compiled_modules
+from brimful.models.packed.packed_forward import PackedModel
 from brimful.models.packed.recompute import call_recomputed, keep_all, recompute
 from brimful.models.packed.remade_layers import call_remade, remake
 from models.fusion.test_fusion import settings_of
@@ -35,7 +36,7 @@ from tiny import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at inputs' gradients
 
-LENGTHS = (5, 17, 3)
+LENGTHS = (3, 6, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +46,15 @@ def our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_forward, "choose_attention", lambda *_, **__: triton_attention)
 
 
-def fused(family: str) -> Any:
+def packed(family: str) -> Any:
     sizes = settings_of(family, num_layers=2) | {"dropout": 0.3 if family == "bert" else 0.0}
-    model = FAMILIES[family].model(**sizes).train()
-    for layer in layers_of(model) or ():
+    return PackedModel(FAMILIES[family].model(**sizes).train(), FAMILIES[family].form)
+
+
+def fused(family: str) -> Any:
+    execution = packed(family)
+    for layer in layers_of(execution.model) or ():
         layer.compile(dynamic=True, backend=partial(layer_backend, note=pytest.fail))
-    execution = PackedModel(model, FAMILIES[family].form)
     execution.run_whole()
     return execution
 
@@ -67,7 +71,7 @@ def set_ways(execution: Any, ways: dict[int, Way]) -> None:
 def row_of(execution: Any, scale: int = 1) -> Any:
     draw = np.random.default_rng(0)
     ids = [draw.integers(5, 40, length).astype(np.int32) for length in LENGTHS * scale]
-    return filled_row(ids, execution.model.config, (9, "triton_attention"))
+    return filled_row(ids, execution.model.config, (4, "triton_attention"))
 
 
 def gradient_of(execution: Any, ways: dict[int, Way]) -> Tensor:
@@ -123,8 +127,9 @@ def test_the_gradient_is_the_same_and_no_more_is_computed_again(family: str, mon
 
 
 @pytest.mark.parametrize("family", list(KINDS))
-def test_what_is_kept_is_what_was_measured(family: str) -> None:
-    execution, weights = fused(family), set[int]()
+def test_what_is_kept_is_measured_on_fused_layers(family: str) -> None:
+    """Which are given back as they were."""
+    execution, weights = packed(family), set[int]()
     model, layers = execution.model, layers_of(execution.model)
     assert layers is not None
     for each in (*model.parameters(), *model.buffers()):
@@ -133,7 +138,10 @@ def test_what_is_kept_is_what_was_measured(family: str) -> None:
     def run(inputs: Any) -> Tensor:
         return execution(inputs, ForwardContext(seeded_dropout=True)).logits
 
-    found = measure_activations(layers, run, [row_of(execution), row_of(execution, 3)], weights, torch.device("cpu"))
+    sizes = [row_of(execution), row_of(execution, 3)]
+    with compiled_for_a_while(execution, note=pytest.fail):
+        assert (execution.last is not None) == (family == "bert")
+        found = measure_activations(layers, run, sizes, weights, torch.device("cpu"))
     layer, width, wide = found.layers[0], 32 * 4, 48 * 4
     assert layer.remade == pytest.approx(wide)
     assert layer.ending == pytest.approx(width + 8 if family == "bert" else 0)  # and a row's mean and deviation
@@ -141,23 +149,10 @@ def test_what_is_kept_is_what_was_measured(family: str) -> None:
     assert layer.kept > 2 * wide + 4 * width
     assert layer.forward_s > 0
     assert min(layer.remade_s, layer.ending_s) >= 0
-
-
-def test_layers_are_fused_to_be_measured_and_given_back() -> None:
-    model = FAMILIES["bert"].model(**settings_of("bert", num_layers=2)).train()
-    execution = PackedModel(model, PackedForm(pooling="first", first_position=0))
-    layers: Any = layers_of(model)
-    with compiled_for_a_while(execution, note=pytest.fail):
-        assert execution.last is not None
-
-        def run(inputs: Any) -> Tensor:
-            return execution(inputs, ForwardContext()).logits
-
-        found = measure_activations(layers, run, [row_of(execution), row_of(execution, 3)], set(), torch.device("cpu"))
-    assert all(layer.remade > 0 for layer in found.layers[:1])
-    assert found.layers[1].kept < found.layers[0].kept  # what follows attention is given first tokens only
+    if family == "bert":  # what follows attention in the last layer is given first tokens only
+        assert found.layers[1].kept < layer.kept
     assert execution.last is None
-    assert not any(layer._compiled_call_impl for layer in layers)
+    assert not compiled_modules(model)
 
 
 def test_what_a_recomputed_layer_keeps_goes_with_the_backward_pass() -> None:
