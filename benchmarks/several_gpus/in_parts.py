@@ -1,0 +1,176 @@
+"""A decoder of 1.2 billion parameters, all of them trained, on one GPU and in parts of two: here and by Trainer.
+
+    python benchmarks/several_gpus/in_parts.py --output benchmarks/several_gpus/DATE-GPU-in-parts --budget-s 580
+
+Needs two NVIDIA GPUs and nothing from a network; ZeRO-3 needs DeepSpeed. Rows of 32 texts a GPU, bf16, AdamW. Each row
+is a process of its own, or one of two; what is in the raw log is not measured again: call it until nothing is left.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from resumable import default_inputs, parser_of, print_rows, write_texts
+from sides import Blocks, Row, run_rows, trainer_steps, with_peaks
+
+_BLOCKS = Blocks(warm_up=10, count=5, steps=5, rows=32)
+_WRAPPED = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+_ZERO = {
+    "zero_optimization": {"stage": 3, "overlap_comm": True},
+    "bf16": {"enabled": True},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+}
+ROWS = (
+    Row(side="brimful", name="one GPU", settings={"gpus": 1}),
+    *(
+        Row(side="brimful", name=name, settings={"gpus": 2, "sharding": name})
+        for name in ("parameters", "deepspeed", "states", "none")
+    ),
+    Row(side="trainer", name="one GPU", settings={"gpus": 1}),
+    Row(
+        side="trainer",
+        name="FSDP2",
+        settings={"gpus": 2, "fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, **_WRAPPED}},
+    ),
+    Row(side="trainer", name="ZeRO-3", settings={"gpus": 2, "deepspeed": _ZERO}),
+    Row(side="trainer", name="DDP", settings={"gpus": 2, "ddp_find_unused_parameters": False}),
+)
+
+
+def ours(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, Any]:
+    """`brimful train` as a user calls it, ended after the steps that are timed: no checkpoint is written."""
+    gpus, asked = settings["gpus"], {name: value for name, value in settings.items() if name != "gpus"}
+    asked |= {
+        "max-steps": 10 * _BLOCKS.num_steps, "save-steps": 10 * _BLOCKS.num_steps, "logging-steps": _BLOCKS.steps,
+        "batch-size": _BLOCKS.rows * gpus, "eval-split": 0, "precision": "fp32" if smoke else "bf16",
+        "device": "cpu" if smoke else "cuda",
+    }  # fmt: skip
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus}", "-m"]
+    start = start if smoke and gpus > 1 else [sys.executable, "-m"]
+    more = [] if smoke else ["--gpus", str(gpus)]
+    with tempfile.TemporaryDirectory() as kept, tempfile.TemporaryFile("w+") as said:
+        output = Path(kept) / "run"
+        words = ["brimful", "train", str(folder / "rows.jsonl"), "--model", str(folder / "base"), "--output", output]
+        flags = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+        command = [*start, *map(str, words), *flags, *more]
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            steps = _steps(process, output / "events.jsonl")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if len(steps) < _BLOCKS.num_steps // _BLOCKS.steps:
+            said.seek(0)
+            raise RuntimeError(said.read()[-1500:])
+    timed = [step for step in steps if step["step"] > _BLOCKS.warm_up][: _BLOCKS.count]
+    return {"rates": sorted(step["samples_per_s"] for step in timed), "loss": timed[-1]["loss"]}
+
+
+def _steps(process: subprocess.Popen[str], events: Path) -> list[dict[str, Any]]:
+    """Events of steps, once there are those that are timed, or the run has ended."""
+    while True:
+        ended = process.poll() is not None
+        lines = events.read_text().splitlines(keepends=True) if events.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        steps = [event for event in found if event["kind"] == "step"]
+        if ended or (steps and steps[-1]["step"] >= _BLOCKS.num_steps):
+            return steps
+        time.sleep(0.2)
+
+
+def theirs(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, Any]:
+    """Trainer in this process, one of as many as there are GPUs."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+
+    asked = {name: value for name, value in settings.items() if name != "gpus"}
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    data = [{"input_ids": tokenizer(row["text"])["input_ids"], "labels": int(row["label"] == "yes")} for row in rows]
+    arguments = {
+        "per_device_train_batch_size": _BLOCKS.rows, "bf16": not smoke, "tf32": None if smoke else True,
+        "optim": "adamw_torch_fused", "dataloader_num_workers": 0 if smoke else 4,
+        **({"ddp_backend": "gloo"} if smoke and settings["gpus"] > 1 else {}), **asked,
+    }  # fmt: skip
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=2, dtype="float32")
+    found = trainer_steps(model, data, _BLOCKS, smoke, collator=DataCollatorWithPadding(tokenizer), **arguments)
+    return found | {"rates": [settings["gpus"] * rate for rate in found["rates"]]}
+
+
+def one(arguments: Namespace) -> int:
+    """Measure one row, in as many processes as it asks for; the first one prints it."""
+    from brimful.cli.launch import launch, watch_launcher
+
+    plan = json.loads(arguments.one)
+    settings, smoke, folder = plan["settings"], plan["smoke"], arguments.inputs
+    if plan["side"] == "trainer" and settings["gpus"] > 1 and "RANK" not in os.environ:
+        return launch([sys.executable, *sys.argv], settings["gpus"])
+    if plan["side"] == "trainer" and settings["gpus"] == 1:  # Trainer would take all that it sees
+        os.environ["CUDA_VISIBLE_DEVICES"] = "" if smoke else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    watch_launcher()
+    found = (ours if plan["side"] == "brimful" else theirs)(settings, folder, smoke)
+    if os.environ.get("RANK", "0") == "0":
+        print_rows([with_peaks(found, smoke or plan["side"] == "brimful")])
+    return 0
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Samples/s, times one GPU's of the same side, and the driver's bytes of the first GPU."""
+    alone = {found["side"]: found["samples_per_s"] for found in results if found["row"] == "one GPU" and found["ok"]}
+    lines = ["| side | in parts by | GPUs | samples/s | times one GPU | first GPU |", "|---|---|---|---|---|---|"]
+    for found in results:
+        if not found["ok"]:
+            lines.append(f"| {found['side']} | {found['row']} | {found['settings']['gpus']} | failed | | |")
+            continue
+        rate, first = found["samples_per_s"], alone.get(found["side"])
+        gained = f"{rate / first:.2f}" if first else ""
+        memory = "" if found["nvml_bytes"] is None else f"{found['nvml_bytes'] / 1e9:.1f} GB"
+        lines.append(
+            f"| {found['side']} | {found['row']} | {found['settings']['gpus']} | {rate:.1f} | {gained} | {memory} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure what is left, and write the table."""
+    arguments = parser_of((__doc__ or "").splitlines()[0], [row.key for row in ROWS], timeout_s=200.0).parse_args()
+    arguments.inputs = arguments.inputs or default_inputs("in-parts", smoke=arguments.smoke)
+    if arguments.one:
+        return one(arguments)
+    if not (arguments.inputs / "rows.jsonl").exists():
+        arguments.inputs.mkdir(parents=True, exist_ok=True)
+        _adapters().make(arguments.inputs, arguments.smoke)
+    text = table(run_rows(arguments, __file__, ROWS, lambda row: 60.0))
+    write_texts(arguments.output, {"table.md": text})
+    print(text)
+    return 0
+
+
+def _adapters() -> Any:
+    """The benchmark of adapters, whose model and rows these are."""
+    spec = importlib.util.spec_from_file_location("adapters_run", Path(__file__).parents[1] / "adapters" / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    sys.exit(main())
