@@ -257,9 +257,10 @@ def test_benches_are_compared_row_by_row(tmp_path: Path) -> None:
     assert logged.rows[2].figures[0].reason == "CUDA out of memory"
     with pytest.raises(DataError, match="a bench is not compared with a run"):
         brimful.compare(tmp_path / "a", write_side(tmp_path / "run"))
-    (tmp_path / "a" / "results.json").write_text("{}", "utf-8")
-    with pytest.raises(DataError, match="it has no rows of a bench"):
-        brimful.compare(tmp_path / "a", tmp_path / "b")
+    for text in ("{}", "[]", '{"rows": []}'):
+        (tmp_path / "a" / "results.json").write_text(text, "utf-8")
+        with pytest.raises(DataError, match="it has no rows of a bench"):
+            brimful.compare(tmp_path / "a", tmp_path / "b")
 
 
 def test_rows_that_others_disturbed_are_marked(tmp_path: Path) -> None:

@@ -40,12 +40,11 @@ def read_results(file: Path) -> Results:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         said = f"it has no rows of a bench ({first_line(error)})"
         raise DataError(said, file=str(file), hint="give the folder of a bench") from error
+    if not rows:
+        raise DataError("it has no rows of a bench", file=str(file), hint="let the bench measure one")
     if isinstance(found, Mapping):
         return Results(rows=_apart(named), settings=_work(found), device=found.get("workload", {}).get("device"))
-    return Results(rows=_apart(named), settings=_host(rows[0]), device=rows[0].get("gpu")) if rows else _NOTHING
-
-
-_NOTHING = Results(rows={}, settings={})
+    return Results(rows=_apart(named), settings=_host(rows[0]), device=rows[0].get("gpu"))
 
 
 def _work(bench: Mapping[str, Any]) -> dict[tuple[str, str], str]:
