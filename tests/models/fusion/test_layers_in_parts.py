@@ -128,7 +128,7 @@ def test_the_gradient_is_the_same_and_no_more_is_computed_again(family: str, mon
 
 @pytest.mark.parametrize("family", list(KINDS))
 def test_what_is_kept_is_measured_on_fused_layers(family: str) -> None:
-    """Which are given back as they were."""
+    """After it, layers are as they were before."""
     execution, weights = packed(family), set[int]()
     model, layers = execution.model, layers_of(execution.model)
     assert layers is not None

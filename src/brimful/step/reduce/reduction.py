@@ -2,7 +2,7 @@
 
 bf16: each process sends every other one its part of a bucket, adds up the parts that it is sent in fp32, in the order
 of the processes, and sends the sum round: half the bytes, rounded twice, whatever the number of processes. A ring of
-sums in bf16 would round once a hop.
+sums in bf16 would round once a hop. Of two processes that is the same, and one collective instead of two.
 
 On a GPU collectives are on a stream of their own, branches of a graph where a step is captured. On a CPU gloo's threads
 do them.
@@ -38,14 +38,19 @@ class Reduction:
         self._endings: list[Ending] = []
         # Made beforehand: a process that others wait for allocates nothing.
         self._halves = [self._half_memory(bucket) for bucket in buckets] if half else []
-        most = max((len(sent) for sent, _ in self._halves), default=0) // ranks.count
+        most = max((len(got) for _, got in self._halves), default=0) // ranks.count
         self._total = torch.zeros(most, dtype=memory.dtype, device=memory.device)  # of one bucket at a time
 
     def _half_memory(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Memory to send a bucket in bf16, and to be sent one, in whole parts of each process."""
+        """Memory to send a bucket in bf16, and to be sent one where parts are exchanged, in whole parts of each."""
         size = -(-(bucket.end - bucket.start) // self.ranks.count) * self.ranks.count
         sent = torch.zeros(size, dtype=torch.bfloat16, device=self._memory.device)
-        return sent, torch.zeros_like(sent)
+        return sent, torch.zeros_like(sent) if self._exchanges else sent[:0]
+
+    @property
+    def _exchanges(self) -> bool:
+        """True where processes send one another parts, and not whole buckets."""
+        return self.ranks.count > 2
 
     #: Whether gradients are sent after each micro-batch, and not after the last one of a batch.
     each = False
@@ -85,6 +90,14 @@ class Reduction:
             return ranks.begin_sum(whole)
         sent, got = self._halves[bucket.number]
         sent[: len(whole)].copy_(whole)
+        if not self._exchanges:
+            summed = ranks.begin_sum(sent)
+
+            def end_of_two() -> None:
+                summed()
+                whole.copy_(sent[: len(whole)])
+
+            return end_of_two
         exchanged = ranks.begin_exchange(got, sent)
 
         def end() -> None:

@@ -58,6 +58,10 @@ class ScatteredReduction(Reduction):
         super().__init__(ranks, parameters, buckets, memory, self._take, half=half, overlap=overlap)
 
     @property
+    def _exchanges(self) -> bool:
+        return True
+
+    @property
     def kept(self) -> list[Tensor]:
         """Memory of gradients and of their sums."""
         return [self.own, *self._pieces, *self._sums, *([] if self._arena is None else [self._arena.memory])]
