@@ -24,12 +24,13 @@ from brimful.levers.checkpointing import Checkpointing
 from brimful.levers.lever import StepWork
 from brimful.levers.token_budget import TokenBudget
 from brimful.models.model_stats import layers_of
-from brimful.models.packed.activations import Activations, LayerActivations, Way
+from brimful.models.packed.activations import Activations, LayerActivations
 from brimful.models.packed.check_inputs import one_layer_of_each_kind, packed_row, padded_rows
 from brimful.models.packed.family_forms import has_form
 from brimful.models.packed.offload import offload
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 from brimful.models.packed.recompute import keep_all, recompute
+from brimful.models.packed.ways import Way
 from levers.assemblies import assembly_of
 from runs import save_tiny_model, single_label_rows, write_rows
 from tiny import FAMILIES, LONGEST
@@ -314,28 +315,28 @@ def test_micro_batches_are_made_to_fit_a_limit() -> None:
     small, large = (each.lever(TokenBudget).tokens for each in found)
     assert small < large == 2048
     small, large = (each.lever(Checkpointing) for each in found)
-    assert small.layers or small.remade
-    assert large.layers == large.remade == ()
+    assert small.ways
+    assert not large.ways
 
 
 def test_as_little_as_can_be_is_kept_without_a_limit() -> None:
     """The last layer is whole when its turn comes, which is first: nothing is gained by computing it again."""
     model = FAMILIES["bert"].model(**DEEP)
     lever = assembly_of(model, gradient_checkpointing="selective", lengths=(32,) * 64).lever(Checkpointing)
-    assert lever.layers == (0, 1, 2)
-    assert not lever.remade
+    assert lever.ways == dict.fromkeys(range(3), Way.RECOMPUTED)
     assert "computed again: layers 1 to 3 of 4" in lever.reason
 
 
 def test_layers_before_a_decoder_are_all_recomputed() -> None:
     """The decoder's turn comes first, and then the last encoder layer's is as any other's."""
     lever = assembly_of(FAMILIES["bart"].model(), packing="off", gradient_checkpointing="full").lever(Checkpointing)
-    assert lever.layers == (0, 1)
+    assert lever.ways == dict.fromkeys(range(2), Way.RECOMPUTED)
     assert "a decoder's, keep all" in lever.reason
 
 
 def test_passes_over_memory_cost_time_too() -> None:
-    lever = Checkpointing(value="selective", reason="", layers=(), depth=4, again=0.05, remade=(0, 1, 2), freed=100)
+    ways = dict.fromkeys(range(3), Way.REMADE)
+    lever = Checkpointing(value="selective", reason="", depth=4, ways=ways, again=0.05, freed=100)
     work = StepWork.of(FAMILIES["bert"].model(**DEEP), np.full(4, 25), flops_per_s=1.0, bytes_per_s=1.0)
     cost = lever.cost(work)
     assert cost.step_s == pytest.approx(0.05 * work.products_s(100) / 3)

@@ -18,9 +18,10 @@ from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly
 from brimful.levers.packing import Packing, streamed
 from brimful.models.model_stats import layers_of
-from brimful.models.packed.activations import Activations, Way, measure_activations
+from brimful.models.packed.activations import Activations, measure_activations
 from brimful.models.packed.check_inputs import filled_row, padded_rows, random_sequences
 from brimful.models.packed.offload import AHEAD
+from brimful.models.packed.ways import Way
 
 #: Tokens of a micro-batch that fill a GPU, and a CPU.
 _FILLS = 8192

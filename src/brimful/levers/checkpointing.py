@@ -17,7 +17,8 @@ costs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from brimful.core import records
 from brimful.core.errors import OptionError
@@ -36,10 +37,9 @@ from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import streamed
 from brimful.levers.token_budget import TokenBudget
 from brimful.models.model_stats import layer_lists, layers_of
-from brimful.models.packed.activations import Way
 from brimful.models.packed.offload import offload
-from brimful.models.packed.recompute import call_recomputed, recompute
-from brimful.models.packed.remade_layers import remake
+from brimful.models.packed.recompute import call_recomputed
+from brimful.models.packed.ways import Way, set_ways
 
 _SOURCES = {"selective": "Korthikanti et al. 2022, arXiv 2205.05198", "offload": "Rhu et al. 2016, arXiv 1602.08124"}
 #: Share of free host memory that activations may take.
@@ -50,21 +50,18 @@ _HIDDEN = 1.1
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing(Lever):
-    """The layers that are recomputed, or offloaded, by number, of `depth` layers; all there are in a model without a
-    list of them.
+    """How much of each of `depth` layers is kept, by number where not all is, or how many of the first are offloaded.
 
-    remade: others, whose results of activation functions are. emptied: recomputed ones that keep their input alone.
     again: share of a forward pass of all layers that is computed again. freed: bytes of a micro-batch that a limit
     leaves out, None where no limit was given and nothing was measured.
     """
 
     name = "gradient_checkpointing"
     source = "Chen et al. 2016, arXiv 1604.06174"
-    layers: tuple[int, ...]
     depth: int
+    ways: Mapping[int, Way] = field(default_factory=dict)
+    offloaded: int = 0
     again: float = 0.0
-    remade: tuple[int, ...] = ()
-    emptied: tuple[int, ...] = ()
     freed: int | None = None
 
     @classmethod
@@ -108,7 +105,8 @@ class Checkpointing(Lever):
         reason = f"asked for: {len(numbers)} of {depth} layers keep their input, and are computed again"
         if others:
             reason += f"; {others} other layers, such as a decoder's, keep all"
-        return cls(value=asked, reason=reason, layers=numbers, depth=depth, again=len(numbers) / depth)
+        ways = dict.fromkeys(numbers, Way.RECOMPUTED)
+        return cls(value=asked, reason=reason, depth=depth, ways=ways, again=len(numbers) / depth)
 
     @classmethod
     def _by_bytes(cls, assembly: Assembly, asked: str, depth: int) -> Checkpointing:
@@ -142,11 +140,10 @@ class Checkpointing(Lever):
         return cls(
             value=asked,
             reason=said,
-            layers=numbers or tuple(n for n, way in ways.items() if way >= Way.RECOMPUTED),
             depth=depth,
+            ways=ways,
+            offloaded=len(numbers),
             again=again_s / whole_s if whole_s else 0.0,
-            remade=tuple(n for n, way in ways.items() if way is Way.REMADE),
-            emptied=tuple(n for n, way in ways.items() if way is Way.EMPTIED),
             freed=freed,
         )
 
@@ -171,11 +168,9 @@ class Checkpointing(Lever):
         if layers is None:
             assembly.model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=call_recomputed)
         elif self.value == "offload":
-            offload(layers, len(self.layers), assembly.device)
+            offload(layers, self.offloaded, assembly.device)
         else:
-            recompute(list(layers), self.layers, emptied=self.emptied)
-            for number in self.remade:
-                remake(layers[number])
+            set_ways(list(layers), self.ways)
 
 
 def seeds_dropout(assembly: Assembly) -> bool:

@@ -25,12 +25,13 @@ from brimful.levers.compiled_layers import compiled_for_a_while
 from brimful.models.fusion import layer_backend
 from brimful.models.model_stats import layers_of
 from brimful.models.packed import packed_forward
-from brimful.models.packed.activations import Activations, Way, measure_activations
+from brimful.models.packed.activations import Activations, measure_activations
 from brimful.models.packed.check_inputs import filled_row
 from brimful.models.packed.layer_calls import compiled_modules
 from brimful.models.packed.packed_forward import PackedModel
-from brimful.models.packed.recompute import call_recomputed, keep_all, recompute
-from brimful.models.packed.remade_layers import call_remade, remake
+from brimful.models.packed.recompute import call_recomputed, keep_all
+from brimful.models.packed.remade_layers import call_remade
+from brimful.models.packed.ways import Way, set_ways, ways_of
 from models.fusion.test_fusion import settings_of
 from tiny import FAMILIES
 
@@ -59,15 +60,6 @@ def fused(family: str) -> Any:
     return execution
 
 
-def set_ways(execution: Any, ways: dict[int, Way]) -> None:
-    layers: Any = layers_of(execution.model)
-    again = [number for number, way in ways.items() if way >= Way.RECOMPUTED]
-    recompute(list(layers), again, emptied=[number for number, way in ways.items() if way is Way.EMPTIED])
-    for number, way in ways.items():
-        if way is Way.REMADE:
-            remake(layers[number])
-
-
 def row_of(execution: Any, scale: int = 1) -> Any:
     draw = np.random.default_rng(0)
     ids = [draw.integers(5, 40, length).astype(np.int32) for length in LENGTHS * scale]
@@ -75,7 +67,7 @@ def row_of(execution: Any, scale: int = 1) -> Any:
 
 
 def gradient_of(execution: Any, ways: dict[int, Way]) -> Tensor:
-    set_ways(execution, ways)
+    set_ways(list(layers_of(execution.model) or ()), ways)
     context = ForwardContext(seeded_dropout=True, seed=torch.tensor(7), places_X=torch.arange(sum(LENGTHS)))
     execution.model.zero_grad(set_to_none=True)
     torch.manual_seed(0)  # of dropout outside of layers
@@ -83,6 +75,7 @@ def gradient_of(execution: Any, ways: dict[int, Way]) -> Tensor:
     if row.num_tokens != sum(LENGTHS):
         context = dataclasses.replace(context, places_X=torch.arange(row.num_tokens))
     execution(row, context).logits[: len(LENGTHS)].logsumexp(1).sum().backward()
+    assert ways_of(list(layers_of(execution.model) or ())) == {n: way for n, way in ways.items() if way}
     keep_all(list(layers_of(execution.model) or ()))
     return torch.cat([p.grad.flatten() for p in execution.model.parameters() if p.grad is not None])
 
@@ -157,7 +150,7 @@ def test_what_is_kept_is_measured_on_fused_layers(family: str) -> None:
 
 def test_what_a_recomputed_layer_keeps_goes_with_the_backward_pass() -> None:
     execution = fused("bert")
-    set_ways(execution, dict.fromkeys(range(2), Way.RECOMPUTED))
+    set_ways(list(layers_of(execution.model) or ()), dict.fromkeys(range(2), Way.RECOMPUTED))
     loss = execution(row_of(execution), ForwardContext(seeded_dropout=True)).logits[: len(LENGTHS)].sum()
     nodes, seen = [loss.grad_fn], set[Any]()
     while nodes:
@@ -238,7 +231,7 @@ def test_an_input_that_was_written_to_is_not_computed_with() -> None:
 def test_a_model_whose_results_are_made_again_is_copied_and_saved(tmp_path: Path) -> None:
     model = FAMILIES["bert"].model(**settings_of("bert", num_layers=2))
     layers: Any = layers_of(model)
-    remake(layers[0])
+    set_ways(list(layers), {0: Way.REMADE})
     torch.save(model, tmp_path / "model.pt")
     copied = copy.deepcopy(model)
     assert copied.bert.encoder.layer[0]._gradient_checkpointing_func is call_remade

@@ -18,6 +18,8 @@ from brimful.data.batches.batch import Layout, PackedLayout, PaddedLayout
 from brimful.engine.assemble import Built
 from brimful.engine.prepare import Prepared
 from brimful.hardware.ranks import digest
+from brimful.models.model_stats import layers_of
+from brimful.models.packed.ways import Way, set_ways, ways_of
 
 #: Seconds in which a file system of several machines may not show a new folder yet, and between two looks.
 _SEEN_S, _LOOK_S = 90.0, 0.1
@@ -43,6 +45,7 @@ def path_of(prepared: Prepared, built: Built) -> str:
             "sharding": built.recipe.value("sharding"),
             "fp8": built.precision.plan is not None,
             "sizes": sizes,
+            "ways": ways_of(layers_of(built.model) or ()),
             "made of": _made_of(prepared, built),
         }
     )
@@ -59,13 +62,18 @@ def options_of(path: str, options: TrainOptions) -> tuple[TrainOptions, bool]:
 
 
 def with_sizes(path: str, built: Built) -> Built:
-    """Return a run with the leader's sizes of micro-batches. Raises: ModelError where rows are packed only there."""
+    """Return a run with the leader's sizes of micro-batches, whose layers keep as much as there.
+
+    Raises: ModelError where rows are packed only there.
+    """
     told = json.loads(path)
     if built.packing.packed != told["packed"]:
         raise ModelError(
             f"the model runs packed in the first process and not in this one: {built.packing.reason}",
             hint="add --packing off",
         )
+    if told["ways"]:
+        set_ways(layers_of(built.model) or (), {int(number): Way(way) for number, way in told["ways"].items()})
     sizes, layout = told["sizes"], built.layout
     changed: Layout = layout
     if isinstance(layout, PackedLayout):

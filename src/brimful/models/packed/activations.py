@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from statistics import median
 from typing import Any
@@ -26,25 +25,13 @@ from brimful.kernels.remade import Ending, Maker, Remade
 from brimful.models.packed.offload import AHEAD
 from brimful.models.packed.recompute import keep_all, recompute
 from brimful.models.packed.remade_layers import told
+from brimful.models.packed.ways import Way
 
 #: Passes that seconds are the least of.
 _REPEATS = 3
 #: Cycles that a GPU waits before each measurement, about 2 ms: the host has launched all of it by then, and what is
 #: measured is the GPU's time alone.
 _LAUNCHING = 4_000_000
-
-
-class Way(IntEnum):
-    """Amount of a layer that is kept for its backward pass, from all to its input alone.
-
-    REMADE: all but results of activation functions. RECOMPUTED: its input, and what a fused layer's last function
-    needs. EMPTIED: its input.
-    """
-
-    KEPT = 0
-    REMADE = 1
-    RECOMPUTED = 2
-    EMPTIED = 3
 
 
 @dataclass(frozen=True, kw_only=True)

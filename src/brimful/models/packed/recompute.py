@@ -25,13 +25,12 @@ from brimful.kernels.remade import Ending
 _TENSOR = object()
 
 
-def recompute(layers: Sequence[nn.Module], numbers: Collection[int], *, emptied: Collection[int] = ()) -> None:
-    """Have the layers of these numbers recomputed, and no others. emptied: those of them that keep their input alone,
-    and compute their last product again where the backward pass of a norm needs it."""
+def recompute(layers: Sequence[nn.Module], numbers: Collection[int]) -> None:
+    """Have the layers of these numbers recomputed, and no others."""
     for number, layer in enumerate(layers):
         chosen: Any = layer
         chosen.gradient_checkpointing = number in numbers
-        chosen._gradient_checkpointing_func = call_emptied if number in emptied else call_recomputed
+        chosen._gradient_checkpointing_func = call_recomputed
 
 
 @contextmanager

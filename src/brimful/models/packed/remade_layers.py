@@ -19,13 +19,6 @@ from brimful.kernels.remade import Remade, note_maker
 from brimful.models.packed.layer_calls import LayerCall
 
 
-def remake(layer: nn.Module) -> None:
-    """Have a layer keep no results of its activation functions."""
-    changed: Any = layer
-    changed.gradient_checkpointing = True
-    changed._gradient_checkpointing_func = call_remade
-
-
 def call_remade(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a layer: in the place of Hugging Face's function for gradient checkpointing."""
     with told(_layer_of(function)), Remade().active():
