@@ -50,7 +50,7 @@ _HIDDEN = 1.1
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing(Lever):
-    """How much of each of `depth` layers is kept, by number where not all is, or how many of the first are offloaded.
+    """Amount of each of `depth` layers that is kept, by number where not all is, or of how many all is offloaded.
 
     again: share of a forward pass of all layers that is computed again. freed: bytes of a micro-batch that a limit
     leaves out, None where no limit was given and nothing was measured.

@@ -1,4 +1,4 @@
-"""How much each layer of a model keeps for its backward pass: set, and read from the layers."""
+"""Amount of each layer of a model that is kept for its backward pass: set, and read from the layers."""
 
 from __future__ import annotations
 
