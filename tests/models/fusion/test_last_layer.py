@@ -257,9 +257,10 @@ def test_compiled_code_without_dropout_is_the_model_without() -> None:
     plain = copy.deepcopy(model)
     step = make_step(model)
     compiled_layers.compile_layers(step.execution, fused=True, note=pytest.fail)
-    batch = SHORT
+    batch, before = SHORT, torch._dynamo.utils.counters["stats"]["unique_graphs"]
     step.probe(batch)
     traced = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert traced - before == 2  # layers and embeddings, each once
     found = step.probe(batch)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == traced
     for module in plain.modules():
