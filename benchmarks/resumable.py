@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -181,6 +182,17 @@ def parser_of(description: str, works: Iterable[str], *, timeout_s: float) -> ar
 def default_inputs(name: str, *, smoke: bool) -> Path:
     """Default folder of a benchmark's models and texts."""
     return Path(tempfile.gettempdir()) / f"brimful-benchmark-{name}{'-smoke' if smoke else ''}"
+
+
+def script_of(benchmark: str) -> Any:
+    """The module of another benchmark's script, whose models and rows a benchmark takes."""
+    file = Path(__file__).parent / benchmark / "run.py"
+    spec = importlib.util.spec_from_file_location(f"{benchmark}_run", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def print_rows(found: Iterable[dict[str, Any]]) -> None:

@@ -8,7 +8,6 @@ not measured again. README.md says how to read it.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "training"))
 
-from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
+from resumable import Session, default_inputs, parser_of, print_rows, say, script_of, versions_here, write_texts
 
 WORKS = ("tweets/base", "bbc/base", "lora/1b")
 SIDES = ("train", "step", "brimful_trainer", "packed", "accelerate", "trainer")
@@ -79,7 +78,7 @@ def _one(plan: dict[str, Any], settings: dict[str, Any], inputs: Path, tokenizer
 def _train(plan: dict[str, Any], settings: dict[str, Any], inputs: Path, tokenizer: str | None) -> dict[str, Any]:
     """`brimful train` on the same rows, by the parts that it is wired of."""
     if plan["work"] == "lora/1b":
-        adapters = _adapters()
+        adapters = script_of("adapters")
         _make_lora(inputs, smoke=plan["smoke"])
         blocks = {"warm_up": plan["warm_up"], "count": plan["rounds"], "steps": plan["steps"]}
         adapters._BLOCKS = replace(adapters._BLOCKS, **blocks)
@@ -128,17 +127,7 @@ def _make_lora(inputs: Path, *, smoke: bool) -> None:
     folder = _lora_folder(inputs)
     if not (folder / "rows.jsonl").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _adapters().make(folder, smoke)
-
-
-def _adapters() -> Any:
-    """The benchmark of adapters, whose model and rows these are."""
-    spec = importlib.util.spec_from_file_location("adapters_run", Path(__file__).parents[1] / "adapters" / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+        script_of("adapters").make(folder, smoke)
 
 
 def results(session: Session) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ is a process of its own, or one of two; what is in the raw log is not measured a
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -23,7 +22,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from resumable import default_inputs, parser_of, print_rows, write_texts
+from resumable import default_inputs, parser_of, print_rows, script_of, write_texts
 from sides import Blocks, Row, run_rows, trainer_steps, with_peaks
 
 _BLOCKS = Blocks(warm_up=10, count=5, steps=5, rows=32)
@@ -155,21 +154,11 @@ def main() -> int:
         return one(arguments)
     if not (arguments.inputs / "rows.jsonl").exists():
         arguments.inputs.mkdir(parents=True, exist_ok=True)
-        _adapters().make(arguments.inputs, arguments.smoke)
+        script_of("adapters").make(arguments.inputs, arguments.smoke)
     text = table(run_rows(arguments, __file__, ROWS, lambda row: 60.0))
     write_texts(arguments.output, {"table.md": text})
     print(text)
     return 0
-
-
-def _adapters() -> Any:
-    """The benchmark of adapters, whose model and rows these are."""
-    spec = importlib.util.spec_from_file_location("adapters_run", Path(__file__).parents[1] / "adapters" / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":
