@@ -102,11 +102,8 @@ class _Again:
 
     def tensor(self) -> Tensor:
         made = self._maker.make()
-        return (
-            made
-            if (made.size(), made.stride(), made.storage_offset()) == self._layout
-            else made.as_strided(*self._layout)
-        )
+        layout = (made.size(), made.stride(), made.storage_offset())
+        return made if layout == self._layout else made.as_strided(*self._layout)
 
 
 class Ending:

@@ -17,6 +17,7 @@ from brimful.levers.compiled_layers import compiled_for_a_while
 from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly
 from brimful.levers.packing import Packing, streamed
+from brimful.levers.parameter_efficient import TrainedPart
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.activations import Activations, measure_activations
 from brimful.models.packed.check_inputs import filled_row, padded_rows, random_sequences
@@ -44,6 +45,14 @@ def budget_bytes(options: TrainOptions) -> int | None:
     return None if options.activation_memory is None else parse_bytes(options.activation_memory)
 
 
+def fuses_layers(assembly: Assembly) -> bool:
+    """Return whether layers that are compiled are fused around our attention: not around an adapter, whose sums stay in
+    fp32."""
+    part = assembly.find(TrainedPart)
+    adapted = part is not None and part.adapter
+    return assembly.lever(Packing).packed and assembly.fact(kernels_of).fused and not adapted
+
+
 def compiled_for_less(assembly: Assembly) -> bool:
     """Return whether layers will be fused for certain, as was asked for, or as activations are limited, of which fused
     layers keep less."""
@@ -53,8 +62,7 @@ def compiled_for_less(assembly: Assembly) -> bool:
     limited = options.gradient_checkpointing == "selective" or budget_bytes(options) is not None
     if options.execution != "compiled" and (options.execution != "auto" or assembly.num_ranks > 1 or not limited):
         return False
-    adapted = options.peft is not None  # sums stay in fp32 around an adapter
-    return assembly.lever(Packing).packed and assembly.fact(kernels_of).fused and not (streamed(assembly) or adapted)
+    return fuses_layers(assembly) and not streamed(assembly)
 
 
 def activations_of(assembly: Assembly) -> Activations:

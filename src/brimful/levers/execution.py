@@ -16,14 +16,13 @@ import numpy as np
 from torch import nn
 
 from brimful.core.errors import OptionError
-from brimful.levers.activations import compiled_for_less
+from brimful.levers.activations import compiled_for_less, fuses_layers
 from brimful.levers.checkpointing import Checkpointing
 from brimful.levers.compiled_layers import compile_layers, compile_padded_layers
 from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing, streamed
-from brimful.levers.parameter_efficient import TrainedPart
 from brimful.levers.token_budget import cuts_windows
 from brimful.models.model_stats import layer_lists, layers_of, matmul_parameters
 from brimful.models.packed.host_decisions import HostDecisions
@@ -147,8 +146,7 @@ class ExecutionMode(Lever):
         if not self.compiled or execution is None:
             return
         if isinstance(execution, PackedModel):
-            part = assembly.find(TrainedPart)
-            fused = self.fused and not (part is not None and part.adapter)  # sums stay in fp32 around an adapter
+            fused = fuses_layers(assembly)
             compile_layers(execution, fused=fused, note=assembly.warn, forward_only=not assembly.training)
         else:
             compile_padded_layers(execution, note=assembly.warn)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -10,8 +14,11 @@ from safetensors.torch import load_file, save_file
 from brimful.cli.commands import run
 from brimful.core.place import Place
 from brimful.engine.training import same_path
+from brimful.models.model_stats import layers_of
+from brimful.models.packed.ways import Way, set_ways, ways_of
 from forked_ranks import Forked
 from runs import save_tiny_model, single_label_rows, write_rows
+from tiny import FAMILIES
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +62,24 @@ def test_other_work(
     assert both.exit_codes() == [7, 2]
     assert "error: process 1 of 2 (" in both.said(0)
     assert said in both.said(0)
+
+
+@dataclass
+class Follower:
+    """Parts of a run that take on the first process's way."""
+
+    model: Any
+    packing: Any
+    source: Any
+    layout: Any = None
+
+
+def test_layers_keep_as_much_as_in_the_first_process() -> None:
+    """It decides by seconds that it measured."""
+    first, model = FAMILIES["bert"].model(), FAMILIES["bert"].model()
+    set_ways(layers_of(first) or (), {0: Way.RECOMPUTED, 1: Way.REMADE})
+    set_ways(layers_of(model) or (), {0: Way.EMPTIED})
+    told = json.dumps({"packed": True, "sizes": {}, "ways": ways_of(layers_of(first) or ())})
+    follower: Any = Follower(model=model, packing=SimpleNamespace(packed=True), source=SimpleNamespace())
+    same_path.with_sizes(told, follower)
+    assert ways_of(layers_of(model) or ()) == {0: Way.RECOMPUTED, 1: Way.REMADE}

@@ -16,7 +16,7 @@ from brimful.core.errors import OptionError, RanksError
 from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.place import check_tensor_parallel, find_place
-from brimful.core.records import Run
+from brimful.core.records import FirstBatch, Run
 from brimful.core.trackers import Trackers
 from brimful.data.readers.in_memory import Tables
 from brimful.engine.assemble import Built, build
@@ -53,6 +53,7 @@ from brimful.levers.optimizer import asked_optimizer
 from brimful.levers.optimizer_names import check_installed
 from brimful.levers.precision import choose_precision
 from brimful.models.hub.adapters import check_adapter
+from brimful.step.precision import Precision
 
 #: Times --hang-timeout that a batch may take to come where texts go through a function of the user's own.
 _MORE_FOR_TRANSFORMS = 10
@@ -142,15 +143,7 @@ def _train_on(
             _go_on_longer(before, folder, prepared, options, callbacks)
         baselines = stack.enter_context(closing(Baselines(prepared, options, beside=device.type == "cuda")))
         baselines.begin()
-        callbacks.stage("loading the model")
-        built, first_batch = checked_build(options, prepared, precision, callbacks, phases, ranks)
-        if before is not None:
-            check_levers(before, built.recipe, options)
-        if ranks.reachable:
-            ranks.tell(Order.BUILD)
-            ranks.spread(path_of(prepared, built))
-            built.step.meet()
-        callbacks.recipe(built.recipe)
+        built, first_batch = _built(options, prepared, precision, callbacks, phases, before, ranks)
         run_id = before.run if before is not None else secrets.token_hex(6)
         run = _record(options, prepared, built, command, run=run_id, status="running")
         run = dataclasses.replace(run, first_batch=first_batch)
@@ -173,6 +166,26 @@ def _train_on(
                 record=run,
             )
             return TrainingLoop(context).run()
+
+
+def _built(
+    options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks, phases: Phases,
+    before: Run | None, ranks: Ranks,
+) -> tuple[Built, FirstBatch]:  # fmt: skip
+    """A run that could begin, here and in the processes that follow, and how its first batch compared.
+
+    before: the record of the run that goes on.
+    """
+    callbacks.stage("loading the model")
+    built, first_batch = checked_build(options, prepared, precision, callbacks, phases, ranks)
+    if before is not None:
+        check_levers(before, built.recipe, options)
+    if ranks.reachable:
+        ranks.tell(Order.BUILD)
+        ranks.spread(path_of(prepared, built))
+        built.step.meet()
+    callbacks.recipe(built.recipe)
+    return built, first_batch
 
 
 def _go_on_longer(

@@ -97,7 +97,7 @@ def measure_activations(
 ) -> Activations:  # fmt: skip
     """Measure a model in train mode. run: its forward pass. sizes: a smaller input and a larger one. weights: addresses
     of the storages of parameters and buffers."""
-    small, large = (_Pass(len(layers), weights, device) for _ in range(2))
+    small, large = (_Pass(len(layers), weights, device, timed=timed) for timed in (False, True))
     try:
         small.run(layers, run, sizes[0])
         for _ in range(_REPEATS):
@@ -143,8 +143,8 @@ class _LayerMeasured:
 class _Pass:
     """Forward passes over one input: what layers keep, and what is kept outside of them."""
 
-    def __init__(self, depth: int, weights: set[int], device: torch.device) -> None:
-        self._weights, self._device = weights, device
+    def __init__(self, depth: int, weights: set[int], device: torch.device, *, timed: bool) -> None:
+        self._weights, self._device, self._timed = weights, device, timed
         self.layers, self.outside = [_LayerMeasured() for _ in range(depth)], 0
 
     def run(self, layers: nn.ModuleList, run: Callable[[Inputs], Tensor], inputs: Inputs) -> None:
@@ -199,6 +199,8 @@ class _Pass:
         }
         more = sum(size for place, size in inputs.items() if place not in kept and place not in known)
         measured["remade"] = max(0, sum(kept.get(place, 0) for place in makers) - more)
+        if not self._timed:
+            return found
         timed("remade_s", lambda: [maker.make() for maker in makers.values()])
         with saved_tensors_hooks(torch.Tensor.detach, _same):
             timed("forward_s", lambda: function(*arguments))
