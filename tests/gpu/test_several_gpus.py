@@ -75,8 +75,30 @@ def test_captured_on_two_is_one(inputs: tuple[Path, Path], tmp_path: Path, budge
         assert captured["loss"] == pytest.approx(launched["loss"], rel=tolerance)
 
 
-def test_compiled_in_bf16_learns_what_one_does(inputs: tuple[Path, Path], tmp_path: Path) -> None:
-    ask = ["--precision", "bf16", "--execution", "compiled"]
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parts_are_whole_in_checkpoints(inputs: tuple[Path, Path], tmp_path: Path, precision: str) -> None:
+    """Two GPUs, each with the states of its part, and then one, or the other way round: as one alone."""
+    ask = ["--precision", precision, "--execution", "captured", "--lr-scheduler-type", "constant", "--resume"]
+    expected = train(inputs, tmp_path / "whole", 1, *ask)
+    for first, second in ((2, 1), (1, 2)):
+        output = tmp_path / f"{first}, {second}"
+        for gpus, steps in ((first, "20"), (second, "40")):
+            train(inputs, output, gpus, *ask, "--max-steps", steps)
+            levers = json.loads((output / "run.json").read_text())["recipe"]["levers"]
+            cut = [lever["value"] for lever in levers if lever["name"] == "sharding"]
+            assert cut == (["states"] if gpus == 2 else [])
+        tolerance = 1e-3 if precision == "fp32" else 5e-2
+        for alone, together in zip(expected, events(output, "step"), strict=True):
+            assert together["loss"] == pytest.approx(alone["loss"], rel=tolerance)
+        saved = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", output.name)]
+        names = [name for name in saved[0] if not name.endswith("key.bias")]
+        one, two = (torch.cat([each[name].flatten() for name in names]) for each in saved)
+        assert float((one - two).norm() / one.norm()) < tolerance
+
+
+@pytest.mark.parametrize("sharding", ["none", "states"])
+def test_compiled_in_bf16_learns_what_one_does(inputs: tuple[Path, Path], tmp_path: Path, sharding: str) -> None:
+    ask = ["--precision", "bf16", "--execution", "compiled", "--sharding", sharding]
     one, two = (train(inputs, tmp_path / str(gpus), gpus, *ask) for gpus in (1, 2))
     assert execution(tmp_path / "2") == "compiled"
     for alone, together in zip(one, two, strict=True):

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from brimful.core.options.choices import ShardingChoice
 from brimful.core.place import Place
-from brimful.data.batches.batch import Whole, make_batch
+from brimful.data.batches.batch import Batch, Layout, Whole, make_batch
 from brimful.data.batches.shares import shares_of
 from brimful.hardware.ranks import ALONE, Ranks, joined
 from brimful.levers.optimizer import Optimizer
 from brimful.step.precision import Precision
 from brimful.step.reduce import buckets
 from brimful.step.reduce.buckets import Bucket, Overlap
+from brimful.step.state import StepState
 from brimful.step.step import Step
 from brimful.step.updates.bucketed_adamw import Savings
 from brimful.tasks.task import MultiLabel, Regression, SingleLabel, Task
@@ -90,7 +92,12 @@ OF_WEIGHTS = [
     Case(sharding="parameters", packed=False),
     Case(sharding="parameters", adamw=True, frozen=True, offload=True),
 ]
-OF_OURS = [Case(fused=True, tokens=48)] if FUSED else []
+OF_OURS = [
+    Case(fused=True, tokens=48),
+    Case(fused=True, tokens=48, sharding="states"),
+    Case(fused=True, sharding="states", same_shapes=False),
+]
+OF_OURS = OF_OURS if FUSED else []
 
 
 def trained(ranks: Ranks, case: Case, make: Callable[..., Step] = Step, rounds: int = 1) -> dict[str, Any]:
@@ -106,7 +113,9 @@ def trained(ranks: Ranks, case: Case, make: Callable[..., Step] = Step, rounds: 
     adamw = Optimizer(value="adamw_torch", fused=case.fused, epsilon=1e-3, weight_decay=0.1)
     optimizer = adamw if case.fused or case.adamw else Optimizer(value="sgd")
     savings = Savings(on_host=True) if case.offload and ranks.count > 1 else None
-    optimizer = replace(optimizer, sharding=case.sharding if ranks.count > 1 else "none", savings=savings)
+    if ranks.count > 1:
+        parts = ranks.count if case.fused and case.sharding == "states" else 1
+        optimizer = replace(optimizer, sharding=case.sharding, savings=savings, parts=parts)
     update = optimizer.update(model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
     execution = execution_of(model, packed=case.packed)
     step = make(
@@ -115,20 +124,8 @@ def trained(ranks: Ranks, case: Case, make: Callable[..., Step] = Step, rounds: 
     layout = PACKED if case.packed else PADDED
     layout = layout if case.tokens is None else layout.limited(case.tokens, 40)
     outcomes = []
-    for number, lengths in enumerate(LENGTHS * rounds):
-        ids, rows = sequences(lengths, seed=number), np.arange(len(lengths))
-        of_rows = np.array([0.5, 2, 1, 1, 3, 1], dtype=np.float32)[: len(lengths)]
-        targets_N = targets[number % len(LENGTHS)][: len(lengths)]
-        shares = shares_of(np.array(lengths), ranks.count)
-        whole = Whole(
-            denominator=task.denominator(targets_N, of_rows), num_samples=len(lengths), num_tokens=sum(lengths),
-            shares=[np.array(lengths)[rows] for rows in shares] if case.same_shapes else (),
-        )  # fmt: skip
-        mine = shares[ranks.rank]
-        batch = make_batch(
-            number, rows[mine], [ids[i] for i in mine], None, targets_N[mine], task, layout,
-            weights_N=of_rows[mine], whole=whole if ranks.count > 1 else None,
-        )  # fmt: skip
+    for number in range(len(LENGTHS) * rounds):
+        batch = part_of(number, ranks, task, targets, layout, same_shapes=case.same_shapes)
         batch = batch if make is Step else batch.sent(CPU)
         outcomes.append(step.run(batch).read())
     parts = [p.detach() for p in model.parameters()]
@@ -138,6 +135,26 @@ def trained(ranks: Ranks, case: Case, make: Callable[..., Step] = Step, rounds: 
         assert torch.equal(weights, torch.cat([p.detach().flatten() for p in model.parameters()]))
         execution(batch.arrived(0).inputs)
     return {"weights": weights.numpy(), "told": [(o.loss, o.grad_norm, o.num_samples, o.num_tokens) for o in outcomes]}
+
+
+def part_of(
+    number: int, ranks: Ranks, task: Task, targets: np.ndarray, layout: Layout, *, same_shapes: bool = True
+) -> Batch:
+    """This process's part of a batch of `LENGTHS`."""
+    lengths = LENGTHS[number % len(LENGTHS)]
+    ids, rows = sequences(lengths, seed=number), np.arange(len(lengths))
+    of_rows = np.array([0.5, 2, 1, 1, 3, 1], dtype=np.float32)[: len(lengths)]
+    targets_N = targets[number % len(LENGTHS)][: len(lengths)]
+    shares = shares_of(np.array(lengths), ranks.count)
+    whole = Whole(
+        denominator=task.denominator(targets_N, of_rows), num_samples=len(lengths), num_tokens=sum(lengths),
+        shares=[np.array(lengths)[rows] for rows in shares] if same_shapes else (),
+    )  # fmt: skip
+    mine = shares[ranks.rank]
+    return make_batch(
+        number, rows[mine], [ids[i] for i in mine], None, targets_N[mine], task, layout, weights_N=of_rows[mine],
+        whole=whole if ranks.count > 1 else None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -236,3 +253,44 @@ def test_shares_are_even_and_whole(count: int) -> None:
         assert all((np.diff(share) > 0).all() for share in shares)
         loads = [int(lengths[share].sum()) for share in shares]
         assert max(loads) <= max(lengths.sum() / count * 4 / 3, lengths.max())  # Graham's bound
+
+
+@pytest.mark.skipif(not FUSED, reason="needs Triton")
+def test_our_kernels_update_by_parts_what_they_update_whole(tmp_path: Path) -> None:
+    """With gradients and copies in bf16: sums of the same numbers, and the same states, whole and by parts."""
+
+    def learn(ranks: Ranks, sharding: ShardingChoice, after: StepState | None = None) -> tuple[Any, StepState]:
+        model = FAMILIES["bert"].model(3).train()
+        precision = Precision(value="bf16", device=CPU, reason="a test")
+        parts = ranks.count if sharding == "states" else 1
+        optimizer = Optimizer(value="adamw_torch", fused=True, sharding=sharding, parts=parts, weight_decay=0.1)
+        update = optimizer.update(model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
+        task, targets = tasks()["single_label"]
+        step = Step(execution_of(model), task, update, precision, seed=0, ranks=ranks)
+        if after is not None:
+            step.load_state(after)
+        told = [step.run(part_of(number, ranks, task, targets, PACKED)).read() for number in range(1, 4)]
+        kept = [p.detach().clone() for p in model.parameters()]
+        state = step.state()
+        step.release()
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        released = dict(model.named_parameters())
+        assert all(torch.equal(released[name], weight) for name, weight in state.weights.items())
+        return (kept, [(each.loss, each.grad_norm) for each in told]), state
+
+    def work(place: Place) -> None:
+        with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:
+            patch.setattr(buckets, "BUCKET_BYTES", 1 << 12)
+            (weights, told), state = learn(ranks, "none")
+            (by_parts, told_by_parts), own = learn(ranks, "states")
+            np.testing.assert_allclose(told_by_parts, told, rtol=1e-5)
+            assert all(torch.allclose(one, two, atol=1e-5) for one, two in zip(by_parts, weights, strict=True))
+            assert own.optimizer.keys() == (state.optimizer.keys() if ranks.leads else set())
+            for name, kept in own.optimizer.items():
+                for key, tensor in kept.tensors.items():
+                    torch.testing.assert_close(tensor, state.optimizer[name].tensors[key], rtol=1e-3, atol=1e-7)
+            (weights, told), _ = learn(ranks, "none", after=state)
+            (by_parts, told_by_parts), _ = learn(ranks, "states", after=state)
+            np.testing.assert_allclose(told_by_parts, told, rtol=1e-4)
+
+    Forked(tmp_path, 2, work).results()

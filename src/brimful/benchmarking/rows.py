@@ -34,7 +34,7 @@ _FULL, _COMPILED = {"gradient_checkpointing": "full"}, {"execution": "compiled"}
 _FEWEST = {"gradient_checkpointing": "selective"}
 _EXPANDABLE = {"allocator": "expandable"}
 #: Nothing but fp32, with what may wait in host memory there, and a limit of what activations may have on the device.
-_OFFLOADED = {"precision": "fp32", "optimizer_offload": True, "activation_memory": "2100MB"}
+_OFFLOADED = {"precision": "fp32", "optimizer_offload": True, "activation_memory": "1800MB"}
 _EXACT = _OFFLOADED | _FREED | _COMPILED | _EXPANDABLE
 #: Rows of ours in the least memory, the first of each kind the one that is to be seen first.
 _LEAN: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -23,17 +23,24 @@ from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer_names import OPTIMIZERS, WITH_32_BITS, NamedOptimizer, check_installed, make_optimizers
 from brimful.levers.packing import Packing
-from brimful.levers.sharding import Sharding
+from brimful.levers.sharding import FUSED_CUTS, Sharding
 from brimful.levers.streaming import Streaming
 from brimful.levers.tensor_parallel import TensorParallel, plan_of
 from brimful.levers.update_memory import asked_savings, check_savings, described
 from brimful.models.model_stats import linear_parameters
 from brimful.models.packed.cut_check import CutCheck
 from brimful.step.precision import Precision
-from brimful.step.updates.bucketed_adamw import GRADIENTS_UNDER_WAY, STATES_UNDER_WAY, BucketedAdamW, Savings
+from brimful.step.updates.bucketed_adamw import (
+    GRADIENTS_UNDER_WAY,
+    MOST_STAYING,
+    STATES_UNDER_WAY,
+    BucketedAdamW,
+    Savings,
+)
 from brimful.step.updates.deepspeed_update import DeepSpeedUpdate
 from brimful.step.updates.fully_sharded import FullyShardedUpdate
 from brimful.step.updates.fused_adamw import FusedAdamW, can_fuse
+from brimful.step.updates.fused_sharded import FusedShardedAdamW
 from brimful.step.updates.given_adamw import GivenAdamW, OwnersAdamW
 from brimful.step.updates.given_update import GivenUpdate, Gradients
 from brimful.step.updates.sharded import ShardedUpdate
@@ -54,6 +61,7 @@ class Optimizer(Lever):
 
     fused: whether it is updated by our own kernels. copies: whether these keep the weights of Linear layers in half
     precision beside their fp32 masters, where products are in it. savings: memory that its update does without.
+    parts: processes that share what our kernels update.
     """
 
     name = "optimizer"
@@ -69,6 +77,7 @@ class Optimizer(Lever):
     copies: bool = True
     savings: Savings | None = None
     sharding: ShardingChoice = "none"
+    parts: int = 1
     offload_folder: str | None = None
 
     @property
@@ -90,7 +99,7 @@ class Optimizer(Lever):
         asked = asked_optimizer(assembly.options)  # type: ignore[arg-type]
         if asked.value not in ("adamw_torch", "adamw_torch_fused"):
             return Verdict(ok=False, because="ours are of AdamW")
-        if asked.savings is not None or _cut(assembly) != "none" or assembly.find(TensorParallel) is not None:
+        if asked.savings is not None or _cut(assembly) not in FUSED_CUTS or assembly.find(TensorParallel) is not None:
             return Verdict(ok=False, because="ours update all weights at once")
         if not min(asked.beta1, asked.beta2) > 0:
             return Verdict(ok=False, because="ours need decays above 0")
@@ -119,6 +128,7 @@ class Optimizer(Lever):
         if cut != "none":
             where = " in host memory" if asked.savings is not None else ""
             kernels = "DeepSpeed's engine around torch's" if cut == "deepspeed" else "torch's fused kernels"
+            kernels = "our fused kernels" if verdict.ok else kernels
             reason = f"{whose}; {kernels} on this process's part{where}, fp32 weights and states"
         if assembly.find(TensorParallel) is not None:
             reason = f"{whose}; torch's fused kernels on this process's part, fp32 weights and states"
@@ -126,6 +136,7 @@ class Optimizer(Lever):
             asked,
             fused=verdict.ok,
             sharding=cut,
+            parts=assembly.num_ranks if cut == "states" and verdict.ok else 1,
             copies=assembly.precision.half is not None and assembly.fact(equivalence_of).half_weights,
             reason=reason,
         )
@@ -167,10 +178,18 @@ class Optimizer(Lever):
             resident_bytes=self.device_state_bytes * (work.num_trained - in_32_bits)
             + wide * in_32_bits
             + copies
-            - saved,
+            - saved
+            + self._staying_bytes(work),
             step_bytes=self.gradient_bytes * work.num_trained - 2 * copies + self._bytes_under_way(work.num_trained),
             step_s=(self.moved_bytes(work.num_trained) - 3 * copies) / work.bytes_per_s,
         )
+
+    def _staying_bytes(self, work: StepWork) -> int:
+        """Bytes of states of a table of words, which stay where all others are in host memory."""
+        if self.savings is None or not (self.savings.on_host and self.savings.in_backward):
+            return 0
+        tables = max(0, work.num_trained - work.trained_linear)
+        return self.state_bytes * tables if tables <= MOST_STAYING * work.num_trained else 0
 
     def _bytes_under_way(self, num_trained: int) -> int:
         """Bytes of buckets on the device, where gradients and states are there for their update alone."""
@@ -217,7 +236,7 @@ class Optimizer(Lever):
     def update(self, model: nn.Module, schedule: Tensor, precision: Precision, *, max_grad_norm: float) -> Update:
         """Make the update of a model's trained parameters. schedule: (steps + 1,) learning rate by applied steps."""
         decayed = decayed_names(model)
-        if self.sharding != "none":
+        if self.sharding != "none" and not self.fused:
             cut = self.settings(model, precision, max_grad_norm=max_grad_norm)
             offload = self.savings is not None and self.savings.on_host
             if self.sharding == "deepspeed":
@@ -228,7 +247,8 @@ class Optimizer(Lever):
                 return FullyShardedUpdate(model, schedule, device=precision.device, offload=offload, **cut)
             return ShardedUpdate(model, schedule, scatters_gradients=self.sharding == "gradients", **cut)
         if self.fused:
-            return FusedAdamW(
+            kind = FusedAdamW if self.sharding == "none" else FusedShardedAdamW
+            return kind(
                 model,
                 schedule,
                 max_grad_norm=max_grad_norm,
@@ -237,6 +257,7 @@ class Optimizer(Lever):
                 epsilon=self.epsilon,
                 weight_decay=dict.fromkeys(decayed, self.weight_decay),
                 half=precision.half if self.copies else None,
+                parts=self.parts,
             )
         if self.savings is not None:
             given: dict[str, Any] = {

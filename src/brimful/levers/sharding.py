@@ -1,9 +1,11 @@
 """Optimizer states, gradients and weights of which each of several processes keeps a part alone.
 
+    our kernels update it, and it fits            states cut: each process updates a part, and sends it
     fits one GPU whole                            nothing is cut: each process has all
     fits with states cut, gradients, weights      cut: the first of these that fits
 
-Cutting costs time, and a model that fits whole needs none of it.
+Where each process updates a part, all of them have less to do, and send less than for sums of whole gradients. Further
+cuts cost time, and a model that fits needs none of them.
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ from brimful.core.units import bytes_text
 from brimful.hardware.memory import device_free_bytes, free_host_bytes
 from brimful.levers.facts import recomputes
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
+from brimful.levers.update_memory import asked_savings
 from brimful.models.model_stats import linear_parameters
 from brimful.models.tensor_plan import TensorPlan
+from brimful.step.updates.fused_adamw import can_fuse
 
 #: Ways to cut, each keeping less than the one before.
 _CUTS = ("states", "gradients", "parameters")
 #: Ways in which weights are in parts, too.
 OF_WEIGHTS = ("parameters", "deepspeed")
+#: Ways in which our own kernels may update weights.
+FUSED_CUTS = ("none", "states")
 #: Names of a configuration's fields that count experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: Share of free memory that weights, gradients and states may take; activations have the rest.
@@ -91,6 +97,8 @@ class Sharding(Lever):
         count, free = assembly.num_ranks, _free_bytes(assembly)
         needs = {name: needed_bytes(assembly, name) for name in ("none", *_CUTS)}
         whole = f"weights, gradients and states take {bytes_text(needs['none'])} of each process"
+        if verdict.ok and _fuses(assembly) and (free is None or needs["states"] <= _MOST * free):
+            return cls(value="states", reason="each process updates its part of the weights, and sends it", count=count)
         if free is None or needs["none"] <= _MOST * free:
             return cls(value="none", reason=f"{whole}, and it has room for them whole", count=count)
         said = f"{whole}, and {bytes_text(free)} are free"
@@ -114,6 +122,15 @@ class Sharding(Lever):
 
     def apply(self, assembly: Assembly) -> None:
         """Leave it to the optimizer, which is asked for an update that is cut."""
+
+
+def _fuses(assembly: Assembly) -> bool:
+    """Return whether our kernels update the weights, as far as cuts do not decide it."""
+    options = assembly.options
+    assert isinstance(options, TrainOptions)
+    ours = options.optim in ("adamw_torch", "adamw_torch_fused") and asked_savings(options) is None
+    decays = min(options.adam_beta1, options.adam_beta2) > 0
+    return ours and decays and can_fuse(assembly.model, assembly.device)
 
 
 def needed_bytes(assembly: Assembly, sharding: str) -> int:

@@ -61,7 +61,9 @@ def described(savings: Savings) -> str:
     said = []
     if savings.weights is not None:
         said.append("Linear weights in bf16 alone, rounded by chance")
-    said.append(f"{_SAID[savings.states]}{', in host memory' if savings.on_host else ''}")
+    where = ", in host memory" if savings.on_host else ""
+    where += ", but for those that are updated last" if savings.on_host and savings.in_backward else ""
+    said.append(f"{_SAID[savings.states]}{where}")
     if savings.in_backward:
         clipped = "clipped by the norm of the step before" if savings.late_clipping else "not clipped"
         said.append(

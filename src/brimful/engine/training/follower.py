@@ -95,7 +95,7 @@ class _Follower:
             with Feed(self._built.source, device, start=start, stop=stop, ahead=self._options.prefetch) as feed:
                 self._batches = iter(feed)
                 self._obey()
-        if not self._built.step.update.gathers_weights:
+        if not self._built.step.update.releases_together:
             self._built.step.release()
 
     def _obey(self) -> int:
@@ -125,7 +125,7 @@ class _Follower:
         elif order == Order.RELEASE:
             self._built.step.release()
         elif order == Order.COMPARE:
-            self._ranks.send(np.array([digest(self._built.step.update.weights().values())]))
+            self._ranks.send(np.array([digest(self._built.step.update.alike())]))
         else:
             raise RuntimeError(f"the leader gave order {order}, which this process does not know")
 

@@ -408,7 +408,7 @@ class TrainingLoop:
         )
         best_step = state.best_step if took_best and state.best_step is not None else state.applied
         run = self._evaluations.final(run, step=best_step)
-        if self._built.step.update.gathers_weights:
+        if self._built.step.update.releases_together:
             self._ranks.tell(Order.RELEASE)
         self._built.step.release()
         self._built.model.eval()

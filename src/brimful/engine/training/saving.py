@@ -118,7 +118,7 @@ class Saving:
         if not self._ranks.reachable or self._apart or self._run.built.step.update.gathers_weights:
             return
         with self._ranks.together(Order.COMPARE):
-            own = digest(self._run.built.step.update.weights().values())
+            own = digest(self._run.built.step.update.alike())
             others = [int(self._ranks.receive(sender)[0]) for sender in range(1, self._ranks.count)]
         self._apart = any(each != own for each in others)
         if self._apart:

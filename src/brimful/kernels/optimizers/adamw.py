@@ -128,11 +128,13 @@ def adamw_decide(PARTS, ADDRESSES, IN_USE, STEPS, CORRECTIONS, LOSS, SCALE, APPL
 
 
 @triton.jit
-def adamw_update(BLOCKS, TOUCHED, STARTS, DECAYS, COPIED, HALVES, ADDRESSES, IN_USE, CORRECTIONS, CONTROL, MASTER,
-                 MOMENT1, MOMENT2, COPY, beta1, beta2, epsilon, HALF: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+def adamw_update(BLOCKS, TOUCHED, STARTS, STATES, DECAYS, COPIED, HALVES, ADDRESSES, IN_USE, CORRECTIONS, CONTROL,
+                 MASTER, MOMENT1, MOMENT2, COPY, beta1, beta2, epsilon, HALF: tl.constexpr,
+                 SIZE: tl.constexpr):  # fmt: skip
     """One block of masters and moments, and of the half-precision copy if its parameter has one.
 
-    TOUCHED: of each block, whether it ever had a gradient that was not all zeros.
+    TOUCHED: of each block, whether it ever had a gradient that was not all zeros. STATES: first places of parameters in
+    the memory of moments, before it for one that only a later part is kept of.
     """
     if tl.load(CONTROL) != 0.0:
         return
@@ -152,14 +154,15 @@ def adamw_update(BLOCKS, TOUCHED, STARTS, DECAYS, COPIED, HALVES, ADDRESSES, IN_
         p = tl.load(MASTER + own, mask=mask, other=0.0)
         p -= decay * p
         if touched != 0:
-            m = tl.load(MOMENT1 + own, mask=mask, other=0.0)
-            v = tl.load(MOMENT2 + own, mask=mask, other=0.0)
+            state, _ = _own(STATES, parameter, offsets, end)
+            m = tl.load(MOMENT1 + state, mask=mask, other=0.0)
+            v = tl.load(MOMENT2 + state, mask=mask, other=0.0)
             m += (1.0 - beta1) * (g - m)
             v = beta2 * v + (1.0 - beta2) * g * g
             bias1, bias2 = tl.load(CORRECTIONS + 2 * parameter), tl.load(CORRECTIONS + 2 * parameter + 1)
             p -= rate / bias1 * (m / (tl.sqrt(v) / bias2 + epsilon))
-            tl.store(MOMENT1 + own, m, mask=mask)
-            tl.store(MOMENT2 + own, v, mask=mask)
+            tl.store(MOMENT1 + state, m, mask=mask)
+            tl.store(MOMENT2 + state, v, mask=mask)
         tl.store(MASTER + own, p, mask=mask)
         if tl.load(COPIED + parameter) != 0:
             tl.store(COPY + own, p.to(HALF), mask=mask)

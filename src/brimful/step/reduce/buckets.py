@@ -6,7 +6,7 @@ bucket 0: the last layers' gradients     bucket 1: ...     last bucket: the embe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,45 +36,54 @@ class Bucket:
 
 def cut_buckets(sizes: Sequence[int], count: int) -> list[Bucket]:
     """Return buckets of parameters of these sizes, the last parameter first; each can be cut in `count` equal parts."""
-    multiple = count * _ALIGNMENT
     found: list[Bucket] = []
     at = 0
-    for members in _together(list(reversed(range(len(sizes)))), sizes):
-        starts = []
-        begin = at
-        for index in members:
-            starts.append(at)
-            at += -(-sizes[index] // _ALIGNMENT) * _ALIGNMENT
-        at = begin + -(-(at - begin) // multiple) * multiple
-        found.append(Bucket(number=len(found), members=tuple(members), starts=tuple(starts), start=begin, end=at))
+    for groups in _together([[index] for index in reversed(range(len(sizes)))], sizes):
+        found.append(_bucket(len(found), [index for group in groups for index in group], sizes, at, count))
+        at = found[-1].end
     return found
 
 
-def cut_sections(sections: Sequence[Sequence[int]], starts: Sequence[int], sizes: Sequence[int]) -> list[Bucket]:
-    """Return buckets of parameters that have their places already.
+def lay_out(sections: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int], count: int) -> list[Bucket]:
+    """Return buckets of parameters in the order of their places, of a section after another; of each the last come
+    first. Each bucket can be cut in `count` equal parts.
 
-    sections: parameters by number in the order of their places, section after section; the last of each comes first.
+    sections: parameters by number, in groups that lie side by side.
     """
     found: list[Bucket] = []
+    at = 0
     for section in sections:
-        for members in _together(list(reversed(section)), sizes):
-            first, last = members[-1], members[0]
-            end = starts[last] + -(-sizes[last] // _ALIGNMENT) * _ALIGNMENT
-            places = tuple(starts[index] for index in members)
-            found.append(Bucket(number=len(found), members=tuple(members), starts=places, start=starts[first], end=end))
-    return found
+        buckets: list[Bucket] = []
+        for groups in reversed(_together(list(reversed(section)), sizes)):
+            members = [index for group in reversed(groups) for index in group]
+            buckets.append(_bucket(0, members, sizes, at, count))
+            at = buckets[-1].end
+        found += reversed(buckets)
+    return [replace(bucket, number=number) for number, bucket in enumerate(found)]
 
 
-def _together(order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Parameters one after another, as many in a bucket as fit."""
-    found: list[list[int]] = []
+def _bucket(number: int, members: Sequence[int], sizes: Sequence[int], start: int, count: int) -> Bucket:
+    """A bucket of these parameters, one after another, and what fills its parts up."""
+    starts, at = list[int](), start
+    for index in members:
+        starts.append(at)
+        at += -(-sizes[index] // _ALIGNMENT) * _ALIGNMENT
+    multiple = count * _ALIGNMENT
+    end = start + -(-(at - start) // multiple) * multiple
+    return Bucket(number=number, members=tuple(members), starts=tuple(starts), start=start, end=end)
+
+
+def _together(order: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[Sequence[int]]]:
+    """Groups of parameters one after another, as many in a bucket as fit."""
+    found: list[list[Sequence[int]]] = []
     held = 0
-    for index in order:
-        if not found or held + sizes[index] > BUCKET_BYTES // 4:
+    for group in order:
+        size = sum(sizes[index] for index in group)
+        if not found or held + size > BUCKET_BYTES // 4:
             found.append([])
             held = 0
-        found[-1].append(index)
-        held += sizes[index]
+        found[-1].append(group)
+        held += size
     return found
 
 

@@ -6,7 +6,8 @@ parts alone kept      each bucket is sent after each micro-batch, from one of tw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,6 +34,36 @@ def own_places(buckets: Sequence[Bucket], count: int) -> list[slice]:
         found.append(slice(at, at + size))
         at += size
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """This process's part of a parameter. at: its place in the parameter, flat; own: among all of its parts."""
+
+    index: int
+    at: slice
+    own: slice
+
+
+def own_segments(buckets: Sequence[Bucket], sizes: Sequence[int], ranks: Ranks) -> Iterator[Segment]:
+    """Return this process's part of each parameter that it has one of. sizes: of all parameters."""
+    for bucket, place in zip(buckets, own_places(buckets, ranks.count), strict=True):
+        part = own_part(bucket, ranks)
+        for index, start in zip(bucket.members, bucket.starts, strict=True):
+            first, last = max(start, part.start), min(start + sizes[index], part.stop)
+            if first < last:
+                before = place.start - part.start
+                own = slice(before + first, before + last)
+                yield Segment(index=index, at=slice(first - start, last - start), own=own)
+
+
+def put_together(own: Tensor, buckets: Sequence[Bucket], ranks: Ranks) -> Iterator[tuple[int, Tensor]]:
+    """Return the number of each parameter, and its tensor, flat from its beginning, of all processes' parts."""
+    for bucket, place in zip(buckets, own_places(buckets, ranks.count), strict=True):
+        whole = torch.empty(bucket.end - bucket.start, dtype=own.dtype, device=own.device)
+        ranks.begin_gather(whole, own[place])()
+        for index, start in zip(bucket.members, bucket.starts, strict=True):
+            yield index, whole[start - bucket.start :]
 
 
 class ScatteredReduction(Reduction):

@@ -35,6 +35,8 @@ from brimful.step.updates.update import Update
 BUCKET = 4 << 20
 #: Buckets whose update may be under way while the backward pass goes on: their gradients are there until it is done.
 _BEHIND = 2
+#: Most of all states that stay on the device with those of the last bucket.
+MOST_STAYING = 0.25
 #: Bytes of buckets that are on the device at once, about: of gradients within a backward pass, and of states from the
 #: host, in fp32.
 GRADIENTS_UNDER_WAY, STATES_UNDER_WAY = (_BEHIND + 1) * 4 * BUCKET, AHEAD + (LEAVING + 1) * 8 * BUCKET
@@ -79,8 +81,9 @@ class BucketedAdamW(Update):
         self._bucket_of = {i: each for each in self._buckets for i in each.members}
         for each in self._buckets:
             self._lay_out(each)
-        self._arenas = [self._arena(each.num_bytes) for each in self._buckets]
-        self._host = HostStates(self._arenas, self.device) if savings.on_host else None
+        staying = {each.number for each in self._buckets if self._stays(each)}
+        self._arenas = [self._arena(each.num_bytes, stays=each.number in staying) for each in self._buckets]
+        self._host = HostStates(self._arenas, self.device, staying) if savings.on_host else None
         zeros: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         self._counts = torch.zeros(len(self.parameters), **zeros)
         self._steps = self._counts.unbind()
@@ -122,15 +125,24 @@ class BucketedAdamW(Update):
         in_fp32 = asked == torch.uint8 and (is_small or id(parameter) not in self._savings.linear)
         return torch.float32 if in_fp32 else asked
 
-    def _arena(self, num_bytes: int) -> Tensor:
-        device = torch.device("cpu") if self._savings.on_host else self.device
-        pinned = self._savings.on_host and self.device.type == "cuda"
+    def _stays(self, bucket: Bucket) -> bool:
+        """Return whether states are on the device where others are in host memory.
+
+        Of the last bucket to be complete they are: nothing runs beside their copies. In BERT it is the table of words.
+        """
+        is_last = self._savings.in_backward and bucket is self._buckets[-1]
+        return is_last and bucket.num_bytes <= MOST_STAYING * sum(each.num_bytes for each in self._buckets)
+
+    def _arena(self, num_bytes: int, *, stays: bool) -> Tensor:
+        on_host = self._savings.on_host and not stays
+        device, pinned = torch.device("cpu") if on_host else self.device, on_host and self.device.type == "cuda"
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
     def put_states_aside(self) -> None:
         """As `Update` has it, of states on the device."""
-        if self._host is None and not self._used:
-            for arena in self._arenas:
+        here = [arena for arena in self._arenas if self._host is None or arena.device.type != "cpu"]
+        if here and not self._used:
+            for arena in here:
                 arena.untyped_storage().resize_(0)
             release_unused(self.device)
 

@@ -36,6 +36,7 @@ class DeepSpeedUpdate(Update):
     on_device = False
     gathers_state = True
     gathers_weights = True
+    releases_together = True
 
     def __init__(
         self, model: nn.Module, schedule: Tensor, *, max_grad_norm: float, scaled: bool, device: torch.device,

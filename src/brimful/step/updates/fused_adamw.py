@@ -10,11 +10,13 @@ added up in fp32.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from brimful.hardware.ranks import Ranks
 from brimful.kernels.side_stream import SideStream
 from brimful.models.half_weights import arena_order
 from brimful.models.model_stats import linear_parameters
-from brimful.step.reduce.buckets import Bucket, cut_sections
+from brimful.step.reduce.buckets import Bucket, lay_out
 from brimful.step.reduce.reduction import Reduction
 from brimful.step.state import ParameterState
 from brimful.step.updates.update import Update
@@ -41,10 +43,15 @@ except ImportError:  # Triton comes with torch for GPUs, and is missing beside t
 MOST_GRAPHS = 64
 
 
-def can_fuse(model: nn.Module) -> bool:
-    """Return whether the kernels can update this model: all of its trained parameters are in fp32 on a GPU."""
+def can_fuse(model: nn.Module, device: torch.device | None = None) -> bool:
+    """Return whether the kernels can update this model: all of its trained parameters are in fp32 on a GPU.
+
+    device: that they will be on; without it, where they are.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
-    return adamw is not None and all(p.is_cuda and p.dtype == torch.float32 for p in trained)
+    return adamw is not None and all(
+        (device or p.device).type == "cuda" and p.dtype == torch.float32 for p in trained
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +68,7 @@ class _Places:
     copied_P: Tensor
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """A kernel, its grid and its arguments."""
 
     kernel: Any
@@ -70,7 +77,8 @@ class _Launch(NamedTuple):
     constants: dict[str, Any]
 
     def run(self) -> None:
-        self.kernel[self.grid](*self.arguments, **self.constants)
+        if self.grid[0]:
+            self.kernel[self.grid](*self.arguments, **self.constants)
 
     def compile(self) -> None:
         self.kernel.warmup(*self.arguments, grid=self.grid, **self.constants)
@@ -84,12 +92,12 @@ class FusedAdamW(Update):
     """AdamW by our own kernels, on a GPU.
 
     weight_decay: by name of those parameters that have any. half: dtype of the copies that Linear layers hold of their
-    weights, None for no copies.
+    weights, None for no copies. parts: that each bucket can be cut in; with several, moments are made by whoever cuts.
     """
 
     def __init__(
         self, model: nn.Module, schedule: Tensor, *, max_grad_norm: float, scaled: bool, betas: tuple[float, float],
-        epsilon: float, weight_decay: Mapping[str, float], half: torch.dtype | None,
+        epsilon: float, weight_decay: Mapping[str, float], half: torch.dtype | None, parts: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(model, schedule, max_grad_norm=max_grad_norm, scaled=scaled)
         self._betas, self._epsilon = betas, epsilon
@@ -97,21 +105,22 @@ class FusedAdamW(Update):
         half = half or torch.float32
         half_type = getattr(triton.language, str(half).removeprefix("torch."))
         self._constants: dict[str, Any] = {"HALF": half_type, "SIZE": adamw.BLOCK}
-        order = sorted(range(len(self.parameters)), key=arena_order(self.named, copied))
-        starts, end, end_of_copies = [0] * len(order), 0, 0
-        for index in order:
-            starts[index] = end
-            end += -(-self.parameters[index].numel() // adamw.ALIGNMENT) * adamw.ALIGNMENT
-            if id(self.parameters[index]) in copied:
-                end_of_copies = end
+        sections = _sections(self.named, copied)
+        self._buckets = lay_out(sections, [parameter.numel() for parameter in self.parameters], parts)
+        places = ((i, at) for each in self._buckets for i, at in zip(each.members, each.starts, strict=True))
+        starts = [at for _, at in sorted(places)]
+        end = max(bucket.end for bucket in self._buckets)
+        ends = [each.end for each in self._buckets if id(self.parameters[each.members[0]]) in copied]
+        self._end_of_copies = max(ends, default=0)
         tables = {id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)}
         self._block_sizes = [_whole_rows(p) if id(p) in tables else adamw.BLOCK for p in self.parameters]
         self._places = self._tables(starts, copied, weight_decay)
-        device, count = self.device, len(order)
-        self._touched = torch.zeros(len(self._places.blocks_B3), dtype=torch.int32, device=device)
+        device, count = self.device, len(starts)
         fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}  # whatever the process's default is
-        self._master, self._moment1, self._moment2 = (torch.zeros(end, **fp32) for _ in range(3))
-        self._copy = torch.zeros(max(end_of_copies, 1), dtype=half, device=device)
+        self._master = torch.zeros(end, **fp32)
+        self._copy = torch.zeros(max(self._end_of_copies, 1), dtype=half, device=device)
+        if parts == 1:
+            self._hold(self._places.blocks_B3, self._places.starts_P, end)
         self._blocks_of: list[Tensor] = []  # of each bucket that is sent
         self._sum: Tensor | None = None  # fp32 gradients of several micro-batches, made when first needed
         self._steps = torch.zeros(count, **fp32)
@@ -128,11 +137,7 @@ class FusedAdamW(Update):
         self._spare = self._tables_of_graphs(MOST_GRAPHS)
         self._waiting: list[tuple[Tensor, list[int]]] = []
 
-        def views(arena: Tensor) -> Iterator[Tensor]:
-            return (arena.narrow(0, at, p.numel()).view(p.shape) for p, at in zip(self.parameters, starts, strict=True))
-
-        self._views = list(views(self._master))
-        self._moments = list(zip(views(self._moment1), views(self._moment2), strict=True))
+        self._views = self._views_of(self._master)
         with torch.no_grad():
             for parameter, master, start in zip(self.parameters, self._views, starts, strict=True):
                 master.copy_(parameter)
@@ -141,6 +146,19 @@ class FusedAdamW(Update):
                     parameter.copy_(master)
                 else:
                     parameter.data = master
+
+    def _hold(self, blocks_B3: Tensor, states_P: Tensor, size: int) -> None:
+        """Make the moments of the blocks that are updated here. states_P: places of parameters' first numbers in the
+        memory of each moment, of this size."""
+        self._own_B3, self._states_P = blocks_B3, states_P
+        device = self.device
+        self._touched = torch.zeros(len(blocks_B3), dtype=torch.int32, device=device)
+        self._moment1, self._moment2 = (torch.zeros(size, dtype=torch.float32, device=device) for _ in range(2))
+
+    def _views_of(self, arena: Tensor) -> list[Tensor]:
+        """Each parameter's part of an arena of all."""
+        places = zip(self.parameters, self._places.starts_P.tolist(), strict=True)
+        return [arena[at : at + p.numel()].view(p.shape) for p, at in places]
 
     def _tables(self, starts: list[int], copied: set[int], weight_decay: Mapping[str, float]) -> _Places:
         def table(values: list[Any], dtype: torch.dtype) -> Tensor:
@@ -188,20 +206,20 @@ class FusedAdamW(Update):
         """As `Update` has it, in the arena of sums: a bucket's gradients are added to it when they are complete."""
         self.prepare_gathering()
         assert self._sum is not None
-        starts, copied = self._places.starts_P.tolist(), self._places.copied_P.tolist()
-        order = sorted(range(len(starts)), key=starts.__getitem__)
-        sections = [[index for index in order if copied[index]], [index for index in order if not copied[index]]]
-        buckets = cut_sections([each for each in sections if each], starts, [p.numel() for p in self.parameters])
+        self._prepare_buckets()
+        self.reduction = Reduction(
+            ranks, self.parameters, self._buckets, self._sum, self._gather_bucket, half=half, overlap=overlap,
+            side_stream=self.side_stream,
+        )  # fmt: skip
+
+    def _prepare_buckets(self) -> None:
+        """Make tables of the blocks of each bucket, and of gradients' addresses for graphs that read them by bucket."""
         parameter_B = self._places.blocks_B3[:, 0].cpu()
         self._blocks_of = [
             self._places.blocks_B3[torch.isin(parameter_B, torch.tensor(bucket.members)).to(self.device)]
-            for bucket in buckets
+            for bucket in self._buckets
         ]
-        self._spare += self._tables_of_graphs(MOST_GRAPHS * len(buckets))
-        self.reduction = Reduction(
-            ranks, self.parameters, buckets, self._sum, self._gather_bucket, half=half, overlap=overlap,
-            side_stream=self.side_stream,
-        )  # fmt: skip
+        self._spare += self._tables_of_graphs(MOST_GRAPHS * len(self._buckets))
 
     def _gather_bucket(self, bucket: Bucket) -> None:
         self._gathering(self._blocks_of[bucket.number], set(bucket.members)).run()
@@ -233,7 +251,7 @@ class FusedAdamW(Update):
     def _readings(self) -> Tensor:
         return torch.empty(5, dtype=torch.float64, device=self.device)
 
-    def _gathering(self, blocks_B3: Tensor | None = None, members: Collection[int] | None = None) -> _Launch:
+    def _gathering(self, blocks_B3: Tensor | None = None, members: Collection[int] | None = None) -> Launch:
         """blocks_B3, members: of a part of the parameters; None for all."""
         self.prepare_gathering()
         places = self._places
@@ -242,31 +260,47 @@ class FusedAdamW(Update):
             blocks_B3, places.starts_P, places.copied_P, self._addresses(members), self._used, self._gathered,
             self._sum,
         )  # fmt: skip
-        return _Launch(adamw.gather_gradients, (len(blocks_B3),), gathered, self._constants)
+        return Launch(adamw.gather_gradients, (len(blocks_B3),), gathered, self._constants)
 
-    def _updating(self, readings: Tensor, *, gathered: bool) -> Iterator[_Launch]:
-        places, blocks = self._places, len(self._places.blocks_B3)
+    def _updating(self, readings: Tensor, *, gathered: bool) -> Iterator[Launch]:
+        """Gradients' norm, what is decided from it, and the update, in so many launches as `_ranges` says."""
+        places = self._places
         if gathered:
-            assert self._sum is not None
-            addresses, half_weights = places.starts_P * 4 + self._sum.data_ptr(), self._no_halves
+            addresses, half_weights = self._addresses_of_sums(), self._no_halves
         else:
             addresses, half_weights = self._addresses(), places.copied_P
-        programs = min(adamw.PARTIALS, blocks)
-        summed = (places.blocks_B3, half_weights, addresses, self._parts, blocks)
-        yield _Launch(adamw.adamw_norm, (programs,), summed, self._constants)
+        programs = self._num_partials
+        summed = (self._own_B3, half_weights, addresses, self._parts, len(self._own_B3))
+        yield Launch(adamw.adamw_norm, (programs,), summed, self._constants)
         decided = (
             self._parts, self._nowhere if gathered else addresses, self._used, self._steps, self._corrections,
             self.loss, self.scale, self.applied, self.schedule, self._control, readings, self._gathered,
             len(self.parameters), programs, len(self.schedule), self.max_grad_norm or 0.0,
         )  # fmt: skip
         logs = {"LOG_BETA1": math.log(self._betas[0]), "LOG_BETA2": math.log(self._betas[1])}
-        yield _Launch(adamw.adamw_decide, (1,), decided, logs | {"SIZE": adamw.PARTIALS})
-        updated = (
-            places.blocks_B3, self._touched, places.starts_P, places.decays_P, places.copied_P, half_weights, addresses,
-            self._used, self._corrections, self._control, self._master, self._moment1, self._moment2, self._copy,
-            *self._betas, self._epsilon,
-        )  # fmt: skip
-        yield _Launch(adamw.adamw_update, (blocks,), updated, self._constants)
+        yield Launch(adamw.adamw_decide, (1,), decided, logs | {"SIZE": adamw.PARTIALS})
+        for part in self._ranges:
+            updated = (
+                self._own_B3[part], self._touched[part], places.starts_P, self._states_P, places.decays_P,
+                places.copied_P, half_weights, addresses, self._used, self._corrections, self._control, self._master,
+                self._moment1, self._moment2, self._copy, *self._betas, self._epsilon,
+            )  # fmt: skip
+            yield Launch(adamw.adamw_update, (part.stop - part.start,), updated, self._constants)
+
+    @property
+    def _num_partials(self) -> int:
+        """Sums of squares that the norm is made of."""
+        return min(adamw.PARTIALS, len(self._own_B3))
+
+    @property
+    def _ranges(self) -> list[slice]:
+        """Blocks that are updated by one launch each."""
+        return [slice(0, len(self._own_B3))]
+
+    def _addresses_of_sums(self) -> Tensor:
+        """(P,) int64: where gradients were gathered."""
+        assert self._sum is not None
+        return self._places.starts_P * 4 + self._sum.data_ptr()
 
     def _addresses(self, members: Collection[int] | None = None) -> Tensor:
         """(P,) int64: where each parameter's gradient is, 0 where there is none. members: those asked for."""
@@ -301,8 +335,7 @@ class FusedAdamW(Update):
         if not gathered:
             return super().gradients(gathered=False)
         assert self._sum is not None
-        places = zip(self.parameters, self._places.starts_P.tolist(), strict=True)
-        return [self._sum[at : at + p.numel()].view(p.shape).clone() for p, at in places]
+        return [gradient.clone() for gradient in self._views_of(self._sum)]
 
     def _counters(self) -> tuple[Tensor, ...]:
         own = (self._used, self._touched, self._steps, self._corrections, self._control, self._gathered)
@@ -310,7 +343,7 @@ class FusedAdamW(Update):
 
     def num_idle(self) -> int:
         """Count parameters of idle blocks."""
-        _, starts_B, ends_B = self._places.blocks_B3.unbind(1)
+        _, starts_B, ends_B = self._own_B3.unbind(1)
         return int(((ends_B - starts_B) * (self._touched == 0)).sum())
 
     def abandon(self) -> None:
@@ -353,7 +386,8 @@ class FusedAdamW(Update):
         return tuple(name for name, used in zip(self.named, self._used.tolist(), strict=True) if used)
 
     def _state_views(self) -> dict[str, dict[str, Tensor]]:
-        states = zip(self.named, self._steps.unbind(), self._moments, strict=True)
+        moments = zip(self._views_of(self._moment1), self._views_of(self._moment2), strict=True)
+        states = zip(self.named, self._steps.unbind(), moments, strict=True)
         return {name: {"step": step, "exp_avg": one, "exp_avg_sq": two} for name, step, (one, two) in states}
 
     def _optimizer_state(self) -> dict[str, ParameterState]:
@@ -362,23 +396,44 @@ class FusedAdamW(Update):
 
     def _have_moments(self) -> Tensor:
         """(B,) int32: the blocks that have a moment which is not zero."""
-        found = []
-        for (first, second), size in zip(self._moments, self._block_sizes, strict=True):
-            some = ((first != 0) | (second != 0)).flatten()
-            found.append(F.pad(some, (0, -len(some) % size)).view(-1, size).any(1))
-        return torch.cat(found).int()
+        found, states = [], self._states_P.tolist()
+        for index, group in itertools.groupby(self._own_B3.tolist(), key=itemgetter(0)):
+            blocks = list(group)
+            first, last = blocks[0][1], blocks[-1][2]
+            place = slice(states[index] + first, states[index] + last)
+            some = (self._moment1[place] != 0) | (self._moment2[place] != 0)
+            before = F.pad(some.cumsum(0, dtype=torch.int32), (1, 0))  # how many there are before each place
+            edges = torch.tensor([start - first for _, start, _ in blocks] + [last - first], device=self.device)
+            found.append(before[edges].diff() > 0)
+        return torch.cat(found).int() if found else torch.zeros_like(self._touched)
 
     def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
         self._used.copy_(torch.tensor([name in used for name in self.named]))
-        for name, views in self._state_views().items():
-            for key, target in views.items():
-                target.copy_(state[name].tensors[key]) if name in state else target.zero_()
+        for step, name in zip(self._steps.unbind(), self.named, strict=True):
+            step.copy_(state[name].tensors["step"]) if name in state else step.zero_()
+        self._load_moments(state)
         self._touched.copy_(self._have_moments())
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self._views, strict=True):
                 if parameter.dtype != master.dtype:
                     parameter.copy_(master)
         self._gathered.zero_()
+
+    def _load_moments(self, state: Mapping[str, ParameterState]) -> None:
+        for key, moments in (("exp_avg", self._moment1), ("exp_avg_sq", self._moment2)):
+            for name, target in zip(self.named, self._views_of(moments), strict=True):
+                target.copy_(state[name].tensors[key]) if name in state else target.zero_()
+
+
+def _sections(named: Mapping[str, nn.Parameter], copied: Collection[int]) -> list[list[list[int]]]:
+    """Parameters by number in the order of their places: those with ids in `copied`, and all others; in groups of those
+    that may be read as one matrix."""
+    key = arena_order(named, copied)
+    order = sorted(range(len(named)), key=key)
+    groups = [list(group) for _, group in itertools.groupby(order, key=lambda index: key(index)[:3])]
+    ids = [id(parameter) for parameter in named.values()]
+    sections = [[group for group in groups if (ids[group[0]] in copied) == has_copy] for has_copy in (True, False)]
+    return [section for section in sections if section]
 
 
 def _whole_rows(table: Tensor) -> int:

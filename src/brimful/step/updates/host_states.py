@@ -7,7 +7,7 @@ that states on the device would have, bit for bit. On a CPU both are plain copie
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,10 +22,11 @@ LEAVING = 2
 
 
 class HostStates:
-    """States of buckets, (2, N) each. arenas: in host memory, pinned for a GPU."""
+    """States of buckets, (2, N) each. arenas: in host memory, pinned for a GPU. staying: numbers of those that are on
+    the device, and stay there."""
 
-    def __init__(self, arenas: Sequence[Tensor], device: torch.device) -> None:
-        self.arenas, self._device = arenas, device
+    def __init__(self, arenas: Sequence[Tensor], device: torch.device, staying: Collection[int] = ()) -> None:
+        self.arenas, self._device, self._staying = arenas, device, frozenset(staying)
         on_gpu = device.type == "cuda"
         streams: tuple[Any, Any] = _streams(device) if on_gpu else (None, None)
         self._inward, self._outward = streams
@@ -36,6 +37,8 @@ class HostStates:
 
     def fetch(self, number: int) -> Tensor:
         """States of a bucket on the device. Those of the next ones begin to come."""
+        if number in self._staying:
+            return self.arenas[number]
         for each in (number, *self._next(number)):
             if each not in self._coming and each not in self._done:
                 self._coming[each] = self._begin(each)
@@ -47,7 +50,7 @@ class HostStates:
     def _next(self, number: int) -> Iterator[int]:
         """The buckets that come before their turn when it is this one's."""
         ahead = 0
-        for each in range(number + 1, len(self.arenas)):
+        for each in (each for each in range(number + 1, len(self.arenas)) if each not in self._staying):
             ahead += self.arenas[each].nbytes
             if ahead > AHEAD and each > number + 1:
                 return
@@ -55,6 +58,8 @@ class HostStates:
 
     def put(self, number: int, states: Tensor) -> None:
         """Keep the new states of a bucket."""
+        if number in self._staying:
+            return
         self._done.add(number)
         if self._outward is None:
             self.arenas[number].copy_(states)

@@ -24,6 +24,7 @@ class PartsUpdate(Update):
 
     gathers_state = True
     gathers_weights = True
+    releases_together = True
 
     def __init__(
         self, model: nn.Module, schedule: Tensor, *, max_grad_norm: float, scaled: bool, device: torch.device,

@@ -8,26 +8,15 @@ fused kernels on whole weights. Source: Rajbhandari et al. 2020, arXiv 1910.0205
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from brimful.hardware.ranks import Ranks
-from brimful.step.reduce.scattered import ScatteredReduction, own_part
+from brimful.step.reduce.scattered import ScatteredReduction, Segment, own_part, own_segments, put_together
 from brimful.step.state import ParameterState
 from brimful.step.updates.update import Update
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Segment:
-    """The part of a parameter that this process updates. at: its place in the parameter, flat; own: among all parts."""
-
-    index: int
-    at: slice
-    own: slice
-    weight: Tensor
 
 
 class ShardedUpdate(Update):
@@ -63,19 +52,11 @@ class ShardedUpdate(Update):
                     place = self._memory[start : start + parameter.numel()].view(parameter.shape)
                     place.copy_(parameter)
                     parameter.data = place
-        self._segments = list(self._own_segments(ranks))
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self._segments = list(own_segments(scattered.buckets, sizes, ranks))
 
-    def _own_segments(self, ranks: Ranks) -> Iterator[_Segment]:
-        before = 0  # elements of this process's parts of earlier buckets
-        for bucket in self._scattered.buckets:
-            part = own_part(bucket, ranks)
-            for index, start in zip(bucket.members, bucket.starts, strict=True):
-                first, last = max(start, part.start), min(start + self.parameters[index].numel(), part.stop)
-                if first < last:
-                    own = slice(before + first - part.start, before + last - part.start)
-                    at = slice(first - start, last - start)
-                    yield _Segment(index=index, at=at, own=own, weight=self._memory[first:last])
-            before += part.stop - part.start
+    def _own_weight(self, each: Segment) -> Tensor:
+        return self.parameters[each.index].detach().view(-1)[each.at]
 
     def reduce(self) -> None:
         """As `Update` has it; of the sums of gradients, this process has its part."""
@@ -112,7 +93,7 @@ class ShardedUpdate(Update):
         used = [each for each in self._segments if each.index in self._used]
         for decay in sorted({self._decays[each.index] for each in used}):
             chosen = [each for each in used if self._decays[each.index] == decay]
-            weights = [each.weight for each in chosen]
+            weights = [self._own_weight(each) for each in chosen]
             gradients = [self._scattered.own[each.own] for each in chosen]
             common: dict[str, Any] = {
                 "weight_decay": decay,
@@ -171,26 +152,15 @@ class ShardedUpdate(Update):
         leads, names = self._scattered.ranks.leads, list(self.named)
         found: dict[str, dict[str, Tensor]] = {name: {} for name in self._used_names()} if leads else {}
         for key, moments in zip(("exp_avg", "exp_avg_sq"), self._moments, strict=True):
-            for index, whole in self._whole(moments):
+            for index, whole in put_together(moments, self._scattered.buckets, self._scattered.ranks):
                 if names[index] in found:
-                    found[names[index]][key] = whole.to("cpu", copy=True)
+                    shape = self.parameters[index].shape
+                    found[names[index]][key] = whole[: shape.numel()].view(shape).to("cpu", copy=True)
         states = {}
         for index, name in enumerate(names):
             if name in found:
                 states[name] = ParameterState(tensors={"step": self._steps[index].cpu(), **found[name]})
         return states
-
-    def _whole(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Put parts of all processes together, bucket by bucket; number and whole tensor of each parameter."""
-        ranks, at = self._scattered.ranks, 0
-        for bucket in self._scattered.buckets:
-            size = (bucket.end - bucket.start) // ranks.count
-            whole = torch.empty(bucket.end - bucket.start, dtype=own.dtype, device=own.device)
-            ranks.begin_gather(whole, own[at : at + size])()
-            at += size
-            for index, start in zip(bucket.members, bucket.starts, strict=True):
-                parameter, first = self.parameters[index], start - bucket.start
-                yield index, whole[first : first + parameter.numel()].view(parameter.shape)
 
     def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
         names: Sequence[str] = list(self.named)

@@ -58,7 +58,11 @@ class StreamedAdamW(BucketedAdamW):
         """False: weights leave when the turn of their layer ends."""
         return False
 
-    def _arena(self, num_bytes: int) -> Tensor:
+    def _stays(self, bucket: Bucket) -> bool:
+        """False: layers come and go in any case."""
+        return False
+
+    def _arena(self, num_bytes: int, *, stays: bool) -> Tensor:
         return self._outside(num_bytes)
 
     def _outside(self, num_bytes: int) -> Tensor:

@@ -6,7 +6,7 @@ Everything that is decided by lives on the device: the host launches an update w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -40,10 +40,14 @@ class Update:
     committed = False
     #: Whether the next backward pass is a whole batch's: then weights may be updated within it.
     whole = False
+    #: Of the next batch, whether other processes take part, and whether each of them has one micro-batch of it.
+    together = single = False
     #: Whether all processes must ask for the state together: each has a part of it.
     gathers_state = False
     #: Whether weights are put together in each pass, in which all processes take part.
     gathers_weights = False
+    #: Whether all processes must release it together.
+    releases_together = False
     #: Sums over processes, where several take each step together.
     reduction: Reduction | None = None
     _shared_arena: GradientArena | None = None
@@ -234,6 +238,10 @@ class Update:
         """Names of parameters that are kept in half precision alone."""
         masters = self._masters()
         return [name for name, p in self.named.items() if p.dtype.itemsize == 2 and name not in masters]
+
+    def alike(self) -> Collection[Tensor]:
+        """Weights that processes which make the same updates have alike between steps."""
+        return self.weights().values()
 
     def weight(self, name: str) -> Tensor:
         """One of `weights`."""

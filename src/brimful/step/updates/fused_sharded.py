@@ -1,0 +1,224 @@
+"""The update in three kernels of which each process makes a part: moments of that part alone are kept (ZeRO-1).
+
+    backward pass     each bucket's gradients go to the processes that update parts of it
+    norm, decision    one small sum over processes: squares, the loss, and which parameters are used
+    update            bucket by bucket; what is updated goes to all while the next one is
+
+Two processes take half the time of an update, and send three quarters of the bytes that sums of whole gradients take,
+or half where gradients are in half precision: weights are sent as products read them.
+Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brimful.hardware.ranks import Ranks
+from brimful.step.reduce.buckets import Bucket
+from brimful.step.reduce.own_parts import OwnParts
+from brimful.step.reduce.scattered import own_segments, put_together
+from brimful.step.state import ParameterState, StepState
+from brimful.step.updates.fused_adamw import FusedAdamW, Launch
+
+try:
+    from brimful.kernels.optimizers import adamw
+except ImportError:  # as in fused_adamw.py
+    adamw = None  # type: ignore[assignment]
+
+
+class FusedShardedAdamW(FusedAdamW):
+    """`FusedAdamW` by parts, one of each of several processes. Masters of others' parts are as old as the last `state`.
+
+    Where `together` is not set, nothing is sent: such an update must be held back.
+    """
+
+    gathers_state = True
+    releases_together = True
+
+    def share(self, ranks: Ranks, *, half: bool = False, overlap: bool = True) -> None:
+        """As `Update` has it; parts are cut for these processes. half: of gradients in fp32."""
+        self._prepare_buckets()
+        self.reduction = self._sums = OwnParts(
+            ranks, self.parameters, self._buckets, self._fill, self._sent, half=half, overlap=overlap,
+            side_stream=self.side_stream,
+        )  # fmt: skip
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self._segments = list(own_segments(self._buckets, sizes, ranks))
+        blocks, edges = self._own_blocks()
+        places = [0] * len(sizes)
+        for each in self._segments:
+            places[each.index] = each.own.start - each.at.start
+        self._hold(_table(blocks, torch.int32, self.device).view(-1, 3), _table(places, torch.int64, self.device),
+                   len(self._sums.own))  # fmt: skip
+        self._edges = edges
+        self._places_to_send(sizes)
+        # What each process tells all others before it updates, in one memory.
+        self._told = torch.zeros(adamw.PARTIALS + 1 + len(sizes), dtype=torch.float32, device=self.device)
+        self._parts = self._told[: adamw.PARTIALS]
+        self._is_used = torch.zeros(len(sizes), dtype=torch.bool, device=self.device)
+
+    def _own_blocks(self) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """Blocks of this process's parts, in the order of buckets, and the number of the first block of each."""
+        of_bucket = {index: bucket.number for bucket in self._buckets for index in bucket.members}
+        found: list[list[tuple[int, int, int]]] = [[] for _ in self._buckets]
+        for each in self._segments:
+            size = self._block_sizes[each.index]
+            for start in range(each.at.start // size * size, each.at.stop, size):
+                block = (each.index, max(start, each.at.start), min(start + size, each.at.stop))
+                found[of_bucket[each.index]].append(block)
+        edges = [0]
+        for blocks in found:
+            edges.append(edges[-1] + len(blocks))
+        return [block for blocks in found for block in blocks], edges
+
+    def _places_to_send(self, sizes: list[int]) -> None:
+        """Make memory that gradients of a single micro-batch are sent from, in the precision that they are in.
+
+        Without copies in half precision it is the memory of sums.
+        """
+        size = self._end_of_copies
+        self._halves = torch.zeros(size, dtype=self._copy.dtype, device=self.device)
+        self._wides = torch.zeros(len(self._master) - size if size else 0, dtype=torch.float32, device=self.device)
+        self._starts_to_send_P = self._places.starts_P - size * (self._places.copied_P == 0)
+        self._none_before = torch.zeros((), dtype=torch.int32, device=self.device)
+        if not size:
+            self.prepare_gathering()
+
+    @property
+    def _sends_halves(self) -> bool:
+        """True where gradients are sent from where `_places_to_send` has put them."""
+        return self.single and self._end_of_copies > 0
+
+    def _fill(self, bucket: Bucket) -> None:
+        if self._sends_halves:
+            self._sending(bucket).run()
+        else:
+            self._gather_bucket(bucket)
+
+    def _sending(self, bucket: Bucket) -> Launch:
+        """Put a bucket's gradients of one micro-batch where they are sent from."""
+        blocks_B3, places = self._blocks_of[bucket.number], self._places
+        into = self._halves if self._is_copied(bucket) else self._wides
+        arguments = (
+            blocks_B3, self._starts_to_send_P, places.copied_P, self._addresses(set(bucket.members)), self._used,
+            self._none_before, into,
+        )  # fmt: skip
+        return Launch(adamw.gather_gradients, (len(blocks_B3),), arguments, self._constants)
+
+    def _is_copied(self, bucket: Bucket) -> bool:
+        return bucket.end <= self._end_of_copies
+
+    def _sent(self, bucket: Bucket) -> Tensor:
+        if not self._sends_halves:
+            assert self._sum is not None
+            return self._sum[bucket.part]
+        if self._is_copied(bucket):
+            return self._halves[bucket.part]
+        return self._wides[bucket.start - self._end_of_copies : bucket.end - self._end_of_copies]
+
+    def reduce(self) -> None:
+        """As `Update` has it; of the sums of gradients, this process has its part. `apply` sums the rest."""
+        self._sums.finish()
+
+    def apply(self, *, gathered: bool) -> Tensor:
+        """As `Update` has it."""
+        if not self.together:
+            return super().apply(gathered=gathered)
+        readings = self._readings()
+        norm, decide, *updates = self._updating(readings, gathered=True)
+        norm.run()
+        self._tell()
+        self.committed = True
+        decide.run()
+        for bucket, update in zip(self._buckets, updates, strict=True):
+            update.run()
+            self._sums.spread(self._copy if self._is_copied(bucket) else self._master, bucket)
+        self._sums.wait_for_spread()
+        self._rescale(self._control[0])
+        return readings
+
+    def _tell(self) -> None:
+        """Sum squares, the loss, and which parameters are used, over processes."""
+        loss, used = self._told[adamw.PARTIALS], self._told[adamw.PARTIALS + 1 :]
+        loss.copy_(self.loss)
+        used.copy_(self._used)
+        self._sums.ranks.sum([self._told])
+        self.loss.copy_(loss)
+        self._used.copy_(torch.gt(used, 0, out=self._is_used))
+
+    def compile_kernels(self, *, gathered: bool) -> None:
+        """Compile the kernels, as `Update` has it."""
+        if self._sends_halves:
+            for bucket in self._buckets:
+                self._sending(bucket).compile()
+        else:
+            self._gathering().compile()
+        for launch in self._updating(self._readings(), gathered=True):
+            launch.compile()
+
+    @property
+    def _num_partials(self) -> int:
+        """As many in all processes, and all of them written."""
+        return adamw.PARTIALS
+
+    @property
+    def _ranges(self) -> list[slice]:
+        """Blocks of each bucket."""
+        return [slice(first, last) for first, last in pairwise(self._edges)]
+
+    def _addresses_of_sums(self) -> Tensor:
+        return self._states_P * 4 + self._sums.own.data_ptr()
+
+    def _collect(self) -> None:
+        """Have masters of all parts as they are."""
+        for bucket in self._buckets:
+            self._sums.spread(self._master, bucket)
+        self._sums.wait_for_spread()
+
+    def alike(self) -> Collection[Tensor]:
+        """As `Update` has it: masters are not, between steps."""
+        return self.parameters
+
+    def state(self) -> StepState:
+        """As `Update` has it. All processes ask for it together; the optimizer's is the leader's alone."""
+        self._collect()
+        return super().state()
+
+    def release(self) -> None:
+        """As `Update` has it, in all processes together."""
+        self._collect()
+        self._sums.remove()
+        super().release()
+
+    def _gradient_tensors(self) -> Iterator[Tensor]:
+        yield from super()._gradient_tensors()
+        yield from (self._sums.own, self._halves, self._wides)
+
+    def _optimizer_state(self) -> dict[str, ParameterState]:
+        """States of whole parameters, in host memory of the process that leads; others send theirs, and get none."""
+        ranks, names = self._sums.ranks, list(self.named)
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in self._used_names()} if ranks.leads else {}
+        for key, moments in (("exp_avg", self._moment1), ("exp_avg_sq", self._moment2)):
+            for index, whole in put_together(moments, self._buckets, ranks):
+                if names[index] in found:
+                    shape = self.parameters[index].shape
+                    found[names[index]][key] = whole[: shape.numel()].view(shape).to("cpu", copy=True)
+        steps = dict(zip(names, self._steps.cpu().unbind(), strict=True))
+        return {name: ParameterState(tensors={"step": steps[name], **each}) for name, each in found.items()}
+
+    def _load_moments(self, state: Mapping[str, ParameterState]) -> None:
+        names = list(self.named)
+        for key, moments in (("exp_avg", self._moment1), ("exp_avg_sq", self._moment2)):
+            moments.zero_()
+            for each in self._segments:
+                if names[each.index] in state:
+                    moments[each.own].copy_(state[names[each.index]].tensors[key].flatten()[each.at])
+
+
+def _table(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
