@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,10 +32,16 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     collected, stream = gc.isenabled(), torch.cuda.current_stream()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     state = generator.clone_state()
+    recording = _stream(torch.cuda.current_device())
+    with torch.cuda.stream(recording):
+        # What torch allocates for a generator's first graph lies beside this. A graph that this fails for ends the
+        # process when it is freed (CUDAGeneratorImpl.cpp of torch 2.11: "The graph should be registered").
+        room = torch.empty(1, dtype=torch.int64, device="cuda")
     gc.disable()
     torch.clear_autocast_cache()  # casts of weights that live as long as the caller's autocast, and not as the graph
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=recording, capture_error_mode="thread_local"):
+            del room
             yield
     except (RuntimeError, torch.AcceleratorError):
         torch.cuda.set_stream(stream)
@@ -45,3 +52,9 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
         torch.clear_autocast_cache()  # casts that lie in the graph's memory, and were not computed
         if collected:
             gc.enable()
+
+
+@cache
+def _stream(index: int) -> torch.cuda.Stream:
+    """One of a GPU for all captures of the process: torch hands out 32 in turn, and all but it may be at work."""
+    return torch.cuda.Stream(index)

@@ -64,8 +64,9 @@ class RandomStream:
     def __init__(self, device: torch.device) -> None:
         self._own, self._default = None, None
         if device.type == "cuda":
-            self._own = torch.Generator(device)
-            self._default = torch.cuda.default_generators[self._own.device.index]
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._own = torch.Generator(torch.device("cuda", index))
+            self._default = torch.cuda.default_generators[index]
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:

@@ -171,7 +171,7 @@ class Step:
         """
         several, room = len(batch.micro_batches) > 1, Pending.room(self.device)
         self.update.begin()
-        self.tell_update(batch, whole=not (several or self.is_shared))
+        self.tell_update(whole=not (several or self.is_shared))
         rows: list[Tensor] = []
         if self.is_shared:
             self._accumulate_together(batch, rows)
@@ -180,9 +180,9 @@ class Step:
         readings = self.apply_update(gathered=several or self.is_shared)
         return self._pending(batch, readings, rows, room)
 
-    def tell_update(self, batch: Batch, *, whole: bool) -> None:
+    def tell_update(self, *, whole: bool) -> None:
         """Say what comes. whole: as of `Update`."""
-        self.update.whole, self.update.together, self.update.single = whole, self.is_shared, batch.is_single
+        self.update.whole, self.update.together = whole, self.is_shared
 
     def _accumulate_all(self, batch: Batch, rows: list[Tensor], *, gather_last: bool) -> None:
         """Compute gradients of all micro-batches, and put losses of their rows into `rows`.
@@ -308,7 +308,7 @@ class Step:
         Weights, gradients, buffers and the batch are as they were.
         """
         parameters, model = self.update.parameters, self.execution.model
-        self.tell_update(batch, whole=len(batch.micro_batches) == 1)
+        self.tell_update(whole=len(batch.micro_batches) == 1)
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
         first_of = {micro.shape: index for index, micro in reversed(list(enumerate(batch.micro_batches)))}
         try:
@@ -361,7 +361,7 @@ class Step:
     def _probed(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """Losses of each micro-batch's rows, and the gradients."""
         several, rows = len(batch.micro_batches) > 1, []
-        self.tell_update(batch, whole=not several)
+        self.tell_update(whole=not several)
         for index in range(len(batch.micro_batches)):
             rows.append(self.accumulate(batch, index))
             if several:

@@ -196,12 +196,6 @@ class Batch:
         """True where other processes have the rest of the effective batch."""
         return self.rows is not None and self.rows.whole is not None
 
-    @property
-    def is_single(self) -> bool:
-        """True where it is one micro-batch, in all processes that have a part of it."""
-        whole = None if self.rows is None else self.rows.whole
-        return len(self.micro_batches) == 1 and (whole is None or bool(whole.shares))
-
 
 #: The budget of a micro-batch, and which sequences are in it.
 Pack = tuple[int, list[int]]

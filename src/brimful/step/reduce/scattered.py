@@ -6,13 +6,14 @@ parts alone kept      each bucket is sent after each micro-batch, from one of tw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from brimful.hardware.ranks import Ending, Ranks
+from brimful.kernels.side_stream import SideStream
 from brimful.step.reduce.buckets import Bucket, GradientArena, cut_buckets
 from brimful.step.reduce.reduction import Reduction
 
@@ -66,31 +67,77 @@ def put_together(own: Tensor, buckets: Sequence[Bucket], ranks: Ranks) -> Iterat
             yield index, whole[start - bucket.start :]
 
 
-class ScatteredReduction(Reduction):
-    """Sums over processes of which each keeps its part, in `own`. used: numbers of parameters that had a gradient.
+class OwnParts(Reduction):
+    """Sums over processes of which each keeps its part, in `own`; memory, fill and all else as of `Reduction`."""
+
+    def __init__(
+        self, ranks: Ranks, parameters: Sequence[Tensor], buckets: Sequence[Bucket], memory: Tensor,
+        fill: Callable[[Bucket], object], *, half: bool, overlap: bool, side_stream: SideStream | None = None,
+    ) -> None:  # fmt: skip
+        self.buckets, self._places = buckets, own_places(buckets, ranks.count)
+        self.own = torch.zeros(self._places[-1].stop, dtype=memory.dtype, device=memory.device)
+        super().__init__(
+            ranks, parameters, buckets, memory, fill, half=half, overlap=overlap, side_stream=side_stream
+        )  # fmt: skip
+
+    @property
+    def _exchanges(self) -> bool:
+        return True
+
+    def _sum(self, bucket: Bucket) -> Ending:
+        return self._summed(bucket, self._memory[bucket.part], self.own[self._places[bucket.number]])
+
+    def _summed(self, bucket: Bucket, given: Tensor, into: Tensor) -> Ending:
+        """The sum of this process's part; of parts that are sent in bf16, in the order of the processes."""
+        if not self._halves:
+            return self.ranks.begin_scattered_sum(into, given)
+        sent, got = self._halves[bucket.number]
+        sent.copy_(given)
+        exchanged = self.ranks.begin_exchange(got, sent)
+
+        def end() -> None:
+            exchanged()
+            first, *others = got.view(self.ranks.count, -1)
+            into.copy_(first)
+            for part in others:
+                into.add_(part)
+
+        return end
+
+    def spread(self, memory: Tensor, bucket: Bucket) -> None:
+        """Send this process's part of a bucket in `memory` to all, beside what is launched from now on."""
+        whole, part = memory[bucket.part], memory[own_part(bucket, self.ranks)]
+        if self._stream is None:
+            self.ranks.begin_gather(whole, part.clone())()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self.ranks.begin_gather(whole, part)()
+
+    def wait_for_spread(self) -> None:
+        """Have all parts before what is launched from now on."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class ScatteredReduction(OwnParts):
+    """Sums of gradients that any update keeps, by parts. used: numbers of parameters that had a gradient.
 
     each: whether gradients are sent after each micro-batch, and not kept.
     """
 
     def __init__(self, ranks: Ranks, parameters: Sequence[Tensor], *, each: bool, half: bool, overlap: bool) -> None:
         first, count = parameters[0], ranks.count
-        arena = None if each else GradientArena(parameters, count)
+        arena = self._arena = None if each else GradientArena(parameters, count)
         buckets = arena.buckets if arena is not None else cut_buckets([p.numel() for p in parameters], count)
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-        sizes = [bucket.end - bucket.start for bucket in buckets]
-        self.buckets, self.each, self.used = buckets, each, set[int]()
-        self._parameters, self._arena, self._places = parameters, arena, own_places(buckets, count)
-        self.own = torch.zeros(self._places[-1].stop, dtype=dtype, device=first.device)
-        self._pieces = [
-            torch.zeros(max(sizes), dtype=dtype, device=first.device) for _ in range(_IN_TURN if each else 0)
-        ]
-        self._sums = [torch.zeros(max(sizes) // count, dtype=dtype, device=first.device) for _ in self._pieces]
+        most = max(bucket.end - bucket.start for bucket in buckets)
+        self.each, self.used, self._parameters = each, set[int](), parameters
+        turns = range(_IN_TURN if each else 0)
+        self._pieces = [torch.zeros(most, dtype=dtype, device=first.device) for _ in turns]
+        self._sums = [torch.zeros(most // count, dtype=dtype, device=first.device) for _ in turns]
         memory = self._pieces[0] if arena is None else arena.memory
         super().__init__(ranks, parameters, buckets, memory, self._take, half=half, overlap=overlap)
-
-    @property
-    def _exchanges(self) -> bool:
-        return True
 
     @property
     def kept(self) -> list[Tensor]:
@@ -110,8 +157,8 @@ class ScatteredReduction(Reduction):
         if self._arena is not None:
             self._arena.fill(bucket)
             return
-        self._wait_for_piece(bucket)
-        piece = self._given(bucket).zero_()
+        self._wait_for_piece()
+        piece = self._piece(bucket).zero_()
         for index, start in zip(bucket.members, bucket.starts, strict=True):
             parameter = self._parameters[index]
             if (gradient := parameter.grad) is None:
@@ -122,41 +169,23 @@ class ScatteredReduction(Reduction):
                 gradient.record_stream(torch.cuda.current_stream())
             parameter.grad = None
 
-    def _given(self, bucket: Bucket) -> Tensor:
-        if self._arena is not None:
-            return self._arena.memory[bucket.part]
+    def _piece(self, bucket: Bucket) -> Tensor:
         return self._pieces[bucket.number % _IN_TURN][: bucket.end - bucket.start]
 
-    def _wait_for_piece(self, bucket: Bucket) -> None:
+    def _wait_for_piece(self) -> None:
         """Have the bucket that was sent from the same piece before arrive first."""
         while len(self._endings) >= _IN_TURN:
             self._endings.pop(0)()
 
     def _sum(self, bucket: Bucket) -> Ending:
-        given, own = self._given(bucket), self.own[self._places[bucket.number]]
-        into = own if self._arena is not None else self._sums[bucket.number % _IN_TURN][: len(own)]
-        begin = self.ranks.begin_scattered_sum
-        arrive = self._exchanged(bucket, given, into) if self._halves else begin(into, given)
         if self._arena is not None:
-            return arrive
+            return super()._sum(bucket)
+        own = self.own[self._places[bucket.number]]
+        into = self._sums[bucket.number % _IN_TURN][: len(own)]
+        arrive = self._summed(bucket, self._piece(bucket), into)
 
         def end() -> None:
             arrive()
             own.add_(into)
-
-        return end
-
-    def _exchanged(self, bucket: Bucket, given: Tensor, into: Tensor) -> Ending:
-        """The sum of this process's part, of parts that are sent in bf16, in the order of the processes."""
-        sent, got = self._halves[bucket.number]
-        sent.copy_(given)
-        exchanged = self.ranks.begin_exchange(got, sent)
-
-        def end() -> None:
-            exchanged()
-            first, *others = got.view(self.ranks.count, -1)
-            into.copy_(first)
-            for part in others:
-                into.add_(part)
 
         return end

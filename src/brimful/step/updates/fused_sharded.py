@@ -4,8 +4,8 @@
     norm, decision    one small sum over processes: squares, the loss, and which parameters are used
     update            bucket by bucket; what is updated goes to all while the next one is
 
-Two processes take half the time of an update, and send three quarters of the bytes that sums of whole gradients take,
-or half where gradients are in half precision: weights are sent as products read them.
+Two processes take half the time of an update, and send three quarters of the bytes that sums of whole gradients take:
+weights are sent as products read them.
 Source: Rajbhandari et al. 2020, arXiv 1910.02054.
 """
 
@@ -20,10 +20,9 @@ from torch import Tensor
 
 from brimful.hardware.ranks import Ranks
 from brimful.step.reduce.buckets import Bucket
-from brimful.step.reduce.own_parts import OwnParts
-from brimful.step.reduce.scattered import own_segments, put_together
+from brimful.step.reduce.scattered import OwnParts, own_segments, put_together
 from brimful.step.state import ParameterState, StepState
-from brimful.step.updates.fused_adamw import FusedAdamW, Launch
+from brimful.step.updates.fused_adamw import FusedAdamW
 
 try:
     from brimful.kernels.optimizers import adamw
@@ -41,10 +40,12 @@ class FusedShardedAdamW(FusedAdamW):
     releases_together = True
 
     def share(self, ranks: Ranks, *, half: bool = False, overlap: bool = True) -> None:
-        """As `Update` has it; parts are cut for these processes. half: of gradients in fp32."""
+        """As `Update` has it; parts are cut for these processes."""
         self._prepare_buckets()
+        self.prepare_gathering()
+        assert self._sum is not None
         self.reduction = self._sums = OwnParts(
-            ranks, self.parameters, self._buckets, self._fill, self._sent, half=half, overlap=overlap,
+            ranks, self.parameters, self._buckets, self._sum, self._gather_bucket, half=half, overlap=overlap,
             side_stream=self.side_stream,
         )  # fmt: skip
         sizes = [parameter.numel() for parameter in self.parameters]
@@ -56,7 +57,6 @@ class FusedShardedAdamW(FusedAdamW):
         self._hold(_table(blocks, torch.int32, self.device).view(-1, 3), _table(places, torch.int64, self.device),
                    len(self._sums.own))  # fmt: skip
         self._edges = edges
-        self._places_to_send(sizes)
         # What each process tells all others before it updates, in one memory.
         self._told = torch.zeros(adamw.PARTIALS + 1 + len(sizes), dtype=torch.float32, device=self.device)
         self._parts = self._told[: adamw.PARTIALS]
@@ -76,50 +76,8 @@ class FusedShardedAdamW(FusedAdamW):
             edges.append(edges[-1] + len(blocks))
         return [block for blocks in found for block in blocks], edges
 
-    def _places_to_send(self, sizes: list[int]) -> None:
-        """Make memory that gradients of a single micro-batch are sent from, in the precision that they are in.
-
-        Without copies in half precision it is the memory of sums.
-        """
-        size = self._end_of_copies
-        self._halves = torch.zeros(size, dtype=self._copy.dtype, device=self.device)
-        self._wides = torch.zeros(len(self._master) - size if size else 0, dtype=torch.float32, device=self.device)
-        self._starts_to_send_P = self._places.starts_P - size * (self._places.copied_P == 0)
-        self._none_before = torch.zeros((), dtype=torch.int32, device=self.device)
-        if not size:
-            self.prepare_gathering()
-
-    @property
-    def _sends_halves(self) -> bool:
-        """True where gradients are sent from where `_places_to_send` has put them."""
-        return self.single and self._end_of_copies > 0
-
-    def _fill(self, bucket: Bucket) -> None:
-        if self._sends_halves:
-            self._sending(bucket).run()
-        else:
-            self._gather_bucket(bucket)
-
-    def _sending(self, bucket: Bucket) -> Launch:
-        """Put a bucket's gradients of one micro-batch where they are sent from."""
-        blocks_B3, places = self._blocks_of[bucket.number], self._places
-        into = self._halves if self._is_copied(bucket) else self._wides
-        arguments = (
-            blocks_B3, self._starts_to_send_P, places.copied_P, self._addresses(set(bucket.members)), self._used,
-            self._none_before, into,
-        )  # fmt: skip
-        return Launch(adamw.gather_gradients, (len(blocks_B3),), arguments, self._constants)
-
     def _is_copied(self, bucket: Bucket) -> bool:
         return bucket.end <= self._end_of_copies
-
-    def _sent(self, bucket: Bucket) -> Tensor:
-        if not self._sends_halves:
-            assert self._sum is not None
-            return self._sum[bucket.part]
-        if self._is_copied(bucket):
-            return self._halves[bucket.part]
-        return self._wides[bucket.start - self._end_of_copies : bucket.end - self._end_of_copies]
 
     def reduce(self) -> None:
         """As `Update` has it; of the sums of gradients, this process has its part. `apply` sums the rest."""
@@ -135,7 +93,8 @@ class FusedShardedAdamW(FusedAdamW):
         self._tell()
         self.committed = True
         decide.run()
-        for bucket, update in zip(self._buckets, updates, strict=True):
+        # Tables of words, which are sent in fp32, come first: the link then rests at no time.
+        for bucket, update in reversed(list(zip(self._buckets, updates, strict=True))):
             update.run()
             self._sums.spread(self._copy if self._is_copied(bucket) else self._master, bucket)
         self._sums.wait_for_spread()
@@ -153,13 +112,7 @@ class FusedShardedAdamW(FusedAdamW):
 
     def compile_kernels(self, *, gathered: bool) -> None:
         """Compile the kernels, as `Update` has it."""
-        if self._sends_halves:
-            for bucket in self._buckets:
-                self._sending(bucket).compile()
-        else:
-            self._gathering().compile()
-        for launch in self._updating(self._readings(), gathered=True):
-            launch.compile()
+        super().compile_kernels(gathered=True)
 
     @property
     def _num_partials(self) -> int:
@@ -197,7 +150,7 @@ class FusedShardedAdamW(FusedAdamW):
 
     def _gradient_tensors(self) -> Iterator[Tensor]:
         yield from super()._gradient_tensors()
-        yield from (self._sums.own, self._halves, self._wides)
+        yield self._sums.own
 
     def _optimizer_state(self) -> dict[str, ParameterState]:
         """States of whole parameters, in host memory of the process that leads; others send theirs, and get none."""

@@ -40,8 +40,8 @@ class Update:
     committed = False
     #: Whether the next backward pass is a whole batch's: then weights may be updated within it.
     whole = False
-    #: Of the next batch, whether other processes take part, and whether each of them has one micro-batch of it.
-    together = single = False
+    #: Whether other processes take part in the next update.
+    together = False
     #: Whether all processes must ask for the state together: each has a part of it.
     gathers_state = False
     #: Whether weights are put together in each pass, in which all processes take part.
