@@ -119,7 +119,7 @@ def test_less_memory_is_needed() -> None:
 def test_what_layers_keep_is_measured_on_the_gpu(gradient_checkpointing: str) -> None:
     """In its own time, of layers that are fused for it, which are given back as they were."""
     assembly = assembly_of(
-        FAMILIES["bert"].model(**SIZES), device="cuda", precision="bf16", execution="compiled", lengths=(60,) * 64,
+        FAMILIES["bert"].model(**SIZES), device="cuda:0", precision="bf16", execution="compiled", lengths=(60,) * 64,
         gradient_checkpointing=gradient_checkpointing, warn=print,
     )  # fmt: skip
     layer = assembly.fact(activations_of).layers[0]

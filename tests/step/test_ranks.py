@@ -24,6 +24,7 @@ from brimful.step.reduce.buckets import Bucket, Overlap
 from brimful.step.state import StepState
 from brimful.step.step import Step
 from brimful.step.updates.bucketed_adamw import Savings
+from brimful.step.updates.fused_sharded import FusedShardedAdamW
 from brimful.tasks.task import MultiLabel, Regression, SingleLabel, Task
 from forked_ranks import Forked
 from step.test_exactness import _label_space
@@ -164,6 +165,7 @@ def test_several_processes_learn_what_one_does(count: int, tmp_path: Path) -> No
     def work(place: Place) -> list[dict[str, Any]]:
         with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:
             patch.setattr(buckets, "BUCKET_BYTES", 1 << 12)
+            patch.setattr(FusedShardedAdamW, "bucket_bytes", 1 << 12)
             return [trained(ranks, case) for case in cases]
 
     found = Forked(tmp_path, count, work).results()
@@ -281,6 +283,7 @@ def test_our_kernels_update_by_parts_what_they_update_whole(tmp_path: Path) -> N
     def work(place: Place) -> None:
         with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:
             patch.setattr(buckets, "BUCKET_BYTES", 1 << 12)
+            patch.setattr(FusedShardedAdamW, "bucket_bytes", 1 << 12)
             (weights, told), state = learn(ranks, "none")
             (by_parts, told_by_parts), own = learn(ranks, "states")
             np.testing.assert_allclose(told_by_parts, told, rtol=1e-5)

@@ -132,12 +132,17 @@ class CapturedStep(Step):
                 self._kept = self.update.gradients(gathered=False)
             return rows_S, self.apply_update(gathered=self.is_shared)
 
-        room, rows_S = Pending.room(self.device), self._rows_room(micro)
+        room, rows_S, failure = Pending.room(self.device), None, None
+        try:
+            rows_S = self._rows_room(micro)
+        except torch.OutOfMemoryError as error:  # others may be at the capture already
+            failure = error
         with self.settings(batch, 0):
             with self._changing_nothing():
-                graph = self._find(("whole", micro.shape), compute, memory)
+                graph = self._find(("whole", micro.shape), compute, memory, failure)
             if graph is None:
                 return None
+            assert rows_S is not None
             self.update.committed = True
             written_S, readings = graph.replay(memory)
             rows_S.copy_(written_S)
@@ -197,17 +202,23 @@ class CapturedStep(Step):
             self._graphs.stop("what the model's code decides on the host is not the same for all batches of one shape")
         return outcome
 
-    def _find(self, key: Hashable, compute: Callable[[Tensor], Any], memory: Tensor | None = None) -> Graph[Any] | None:
+    def _find(
+        self, key: Hashable, compute: Callable[[Tensor], Any], memory: Tensor | None = None,
+        failure: Exception | None = None,
+    ) -> Graph[Any] | None:  # fmt: skip
         """As `GraphCache.find`, with one outcome in all processes: a replay without others waits for them for ever.
 
         Sums are recorded, and wait for nobody: a process comes to the end of a capture whatever others do.
-        Raises: CaptureMemoryError in all processes where it was raised in one.
+        failure: for want of memory, before this.
+        Raises: CaptureMemoryError in all processes where it was raised in one; `failure`.
         """
         if not self.is_shared or key in self._graphs:
+            if failure is not None:
+                raise failure
             return self._graphs.find(key, compute, memory)
-        graph, failure = None, None
+        graph = None
         try:
-            graph = self._graphs.find(key, compute, memory)
+            graph = None if failure is not None else self._graphs.find(key, compute, memory)
         except CaptureMemoryError as error:
             failure = error
         self.agree(failure, CaptureMemoryError)

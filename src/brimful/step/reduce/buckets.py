@@ -44,17 +44,20 @@ def cut_buckets(sizes: Sequence[int], count: int) -> list[Bucket]:
     return found
 
 
-def lay_out(sections: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int], count: int) -> list[Bucket]:
+def lay_out(
+    sections: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int], count: int, most_bytes: int | None = None
+) -> list[Bucket]:
     """Return buckets of parameters in the order of their places, of a section after another; of each the last come
     first. Each bucket can be cut in `count` equal parts.
 
-    sections: parameters by number, in groups that lie side by side.
+    sections: parameters by number, in groups that lie side by side. most_bytes: of a bucket in fp32, instead of
+    `BUCKET_BYTES`.
     """
     found: list[Bucket] = []
     at = 0
     for section in sections:
         buckets: list[Bucket] = []
-        for groups in reversed(_together(list(reversed(section)), sizes)):
+        for groups in reversed(_together(list(reversed(section)), sizes, most_bytes)):
             members = [index for group in reversed(groups) for index in group]
             buckets.append(_bucket(0, members, sizes, at, count))
             at = buckets[-1].end
@@ -73,13 +76,16 @@ def _bucket(number: int, members: Sequence[int], sizes: Sequence[int], start: in
     return Bucket(number=number, members=tuple(members), starts=tuple(starts), start=start, end=end)
 
 
-def _together(order: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[list[Sequence[int]]]:
+def _together(
+    order: Sequence[Sequence[int]], sizes: Sequence[int], most_bytes: int | None = None
+) -> list[list[Sequence[int]]]:
     """Groups of parameters one after another, as many in a bucket as fit."""
+    most = (BUCKET_BYTES if most_bytes is None else most_bytes) // 4
     found: list[list[Sequence[int]]] = []
     held = 0
     for group in order:
         size = sum(sizes[index] for index in group)
-        if not found or held + size > BUCKET_BYTES // 4:
+        if not found or held + size > most:
             found.append([])
             held = 0
         found[-1].append(group)

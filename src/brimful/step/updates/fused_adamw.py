@@ -95,6 +95,9 @@ class FusedAdamW(Update):
     weights, None for no copies. parts: that each bucket can be cut in; with several, moments are made by whoever cuts.
     """
 
+    #: Most bytes of a bucket in fp32; None for `buckets.BUCKET_BYTES`.
+    bucket_bytes: int | None = None
+
     def __init__(
         self, model: nn.Module, schedule: Tensor, *, max_grad_norm: float, scaled: bool, betas: tuple[float, float],
         epsilon: float, weight_decay: Mapping[str, float], half: torch.dtype | None, parts: int = 1,
@@ -106,7 +109,8 @@ class FusedAdamW(Update):
         half_type = getattr(triton.language, str(half).removeprefix("torch."))
         self._constants: dict[str, Any] = {"HALF": half_type, "SIZE": adamw.BLOCK}
         sections = _sections(self.named, copied)
-        self._buckets = lay_out(sections, [parameter.numel() for parameter in self.parameters], parts)
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self._buckets = lay_out(sections, sizes, parts, self.bucket_bytes)
         places = ((i, at) for each in self._buckets for i, at in zip(each.members, each.starts, strict=True))
         starts = [at for _, at in sorted(places)]
         end = max(bucket.end for bucket in self._buckets)
