@@ -339,7 +339,7 @@ NOT_PARAMETERS = frozenset(
     | {"delimiter", "encoding", "sheet", "task", "missing_labels", "limit", "target_scaling", "label_map", "merge"}
     | {"class_weights", "seed", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "baselines", "report"}
     | {"push_to_hub", "transform", "gpus", "launcher", "num_processes", "reduce_dtype", "sharding", "offload_folder"}
-    | {"tensor_parallel", "hang_timeout", "resume", "dry_run", "report_to", "quiet", "json"}
+    | {"tensor_parallel", "hang_timeout", "peer_copies", "resume", "dry_run", "report_to", "quiet", "json"}
 )
 
 

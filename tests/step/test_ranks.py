@@ -26,6 +26,7 @@ from brimful.step.step import Step
 from brimful.step.updates.bucketed_adamw import Savings
 from brimful.step.updates.fused_sharded import FusedShardedAdamW
 from brimful.tasks.task import MultiLabel, Regression, SingleLabel, Task
+from file_peers import FilePeers
 from forked_ranks import Forked
 from step.test_exactness import _label_space
 from step.test_step import PACKED, PADDED, execution_of
@@ -258,8 +259,10 @@ def test_shares_are_even_and_whole(count: int) -> None:
 
 
 @pytest.mark.skipif(not FUSED, reason="needs Triton")
-def test_our_kernels_update_by_parts_what_they_update_whole(tmp_path: Path) -> None:
-    """With gradients and copies in bf16: sums of the same numbers, and the same states, whole and by parts."""
+@pytest.mark.parametrize(("count", "by_peers"), [(2, False), (2, True), (3, True)])
+def test_our_kernels_update_by_parts_what_they_update_whole(count: int, by_peers: bool, tmp_path: Path) -> None:
+    """With gradients and copies in bf16: sums of the same numbers, and the same states, whole and by parts; sent, and
+    copied between processes' memory."""
 
     def learn(ranks: Ranks, sharding: ShardingChoice, after: StepState | None = None) -> tuple[Any, StepState]:
         model = FAMILIES["bert"].model(3).train()
@@ -268,6 +271,8 @@ def test_our_kernels_update_by_parts_what_they_update_whole(tmp_path: Path) -> N
         optimizer = Optimizer(value="adamw_torch", fused=True, sharding=sharding, parts=parts, weight_decay=0.1)
         update = optimizer.update(model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
         task, targets = tasks()["single_label"]
+        if by_peers and parts > 1:
+            update.peers = FilePeers(ranks, tmp_path / ("first" if after is None else "second"))
         step = Step(execution_of(model), task, update, precision, seed=0, ranks=ranks)
         if after is not None:
             step.load_state(after)
@@ -296,4 +301,4 @@ def test_our_kernels_update_by_parts_what_they_update_whole(tmp_path: Path) -> N
             (by_parts, told_by_parts), _ = learn(ranks, "states", after=state)
             np.testing.assert_allclose(told_by_parts, told, rtol=1e-4)
 
-    Forked(tmp_path, 2, work).results()
+    Forked(tmp_path, count, work).results()

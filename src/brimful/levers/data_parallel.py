@@ -61,6 +61,8 @@ class DataParallel(Lever):
         if assembly.num_ranks == 1:
             if options.reduce_dtype != "fp32":
                 assembly.warn(f"--reduce-dtype {options.reduce_dtype} has no effect: one process sends no gradients")
+            if options.peer_copies:
+                assembly.warn("--peer-copies has no effect: one process sends nothing")
             return None
         groups = assembly.num_ranks // options.tensor_parallel
         if groups == 1:  # all have the same rows
@@ -72,6 +74,8 @@ class DataParallel(Lever):
                 hint="start one process",
             )
         half, overlap = options.reduce_dtype == "bf16", not _runs_layers_twice(assembly)
+        if half and options.peer_copies:
+            raise OptionError("--peer-copies moves gradients in fp32, and --reduce-dtype is bf16", hint="leave one out")
         reason = "started by a launcher; each takes a share of a batch's tokens, and gradients are summed"
         reason += ", in bf16 on their way," if half else ""
         sharding = assembly.find(Sharding)
@@ -83,6 +87,7 @@ class DataParallel(Lever):
             return cls(
                 value=str(assembly.num_ranks), reason=f"{reason} layer by layer", count=assembly.num_ranks, half=half
             )
+        reason += ", by copies between the GPUs' memory," if options.peer_copies else ""
         reason += " beside the backward pass" if overlap else " after the backward pass, in which layers run twice"
         return cls(value=str(assembly.num_ranks), reason=reason, count=assembly.num_ranks, half=half, overlap=overlap)
 

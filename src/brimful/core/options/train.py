@@ -241,6 +241,9 @@ class TrainOptions:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Gradients on their way between several processes. bf16: half the bytes; they are added up in fp32, and rounded
     twice."""
+    peer_copies: bool = False
+    """Have copy engines move gradients and weights between the GPUs of one host, and not NCCL's kernels, which take
+    multiprocessors from the model. For AdamW in fp32; not measured yet."""
     sharding: ShardingChoice = "auto"
     """Parts that each of several processes keeps alone: none; of the optimizer's states; of gradients, too; of weights,
     too, with --optimizer-offload in host memory; deepspeed: of weights, by its ZeRO-3, for --offload-folder; needs
@@ -326,7 +329,7 @@ NOT_PART_OF_THE_RUN = frozenset(
     | {"trust_remote_code", "allow_pickle", "num_train_epochs", "max_steps"}
     | {"baselines", "report", "quiet", "push_to_hub", "gpus", "reduce_dtype", "sharding", "offload_folder"}
     | {"launcher", "num_processes", "tensor_parallel"}
-    | {"memory_limit", "activation_memory", "allocator", "prefetch", "hang_timeout"}
+    | {"memory_limit", "activation_memory", "allocator", "prefetch", "hang_timeout", "peer_copies"}
     | {"per_device_batch_size", "gradient_accumulation_steps"}
 )
 

@@ -7,11 +7,13 @@ parts alone kept      each bucket is sent after each micro-batch, from one of tw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from brimful.hardware.peers import PeerMemory
 from brimful.hardware.ranks import Ending, Ranks
 from brimful.kernels.side_stream import SideStream
 from brimful.step.reduce.buckets import Bucket, GradientArena, cut_buckets
@@ -118,6 +120,59 @@ class OwnParts(Reduction):
         """Have all parts before what is launched from now on."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class PeerParts(OwnParts):
+    """`OwnParts` by copies between processes' memory: parts of gradients are fetched, parts of weights are put there.
+
+    gradients: memory that those of all parameters are in. No process writes gradients of a step before all have put
+    their weights of the last one there, and so have fetched what they need.
+    """
+
+    def __init__(
+        self, ranks: Ranks, parameters: Sequence[Tensor], buckets: Sequence[Bucket], gradients: PeerMemory,
+        fill: Callable[[Bucket], object], *, overlap: bool, side_stream: SideStream | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            ranks, parameters, buckets, gradients.own, fill, half=False, overlap=overlap, side_stream=side_stream
+        )  # fmt: skip
+        self._gradients = gradients
+        most = max(bucket.end - bucket.start for bucket in buckets) // ranks.count
+        # Of one bucket at a time: each process's part of it but this one's.
+        self._fetched_R = [gradients.own.new_zeros(0 if r == ranks.rank else most) for r in range(ranks.count)]
+
+    def _sum(self, bucket: Bucket) -> Ending:
+        part, own = own_part(bucket, self.ranks), self.own[self._places[bucket.number]]
+        self._gradients.meet()
+        parts_R = []
+        for rank, (theirs, place) in enumerate(zip(self._gradients.all_R, self._fetched_R, strict=True)):
+            given = theirs[part]
+            parts_R.append(given if rank == self.ranks.rank else place[: len(own)].copy_(given))
+        first, second, *rest = parts_R
+        torch.add(first, second, out=own)
+        for each in rest:
+            own.add_(each)
+        return _at_once
+
+    def put(self, memory: PeerMemory, bucket: Bucket) -> None:
+        """Put this process's part of a bucket into the others' memory, beside what is launched from now on."""
+        part = own_part(bucket, self.ranks)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for rank, theirs in enumerate(memory.all_R):
+                if rank != self.ranks.rank:
+                    theirs[part].copy_(memory.own[part])
+
+    def wait_for_spread(self) -> None:
+        """As `OwnParts` has it: others have put theirs there."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            self._gradients.meet()
+        super().wait_for_spread()
+
+
+def _at_once() -> None:
+    """The ending of what needs none."""
 
 
 class ScatteredReduction(OwnParts):

@@ -141,12 +141,19 @@ class FusedAdamW(Update):
         self._spare = self._tables_of_graphs(MOST_GRAPHS)
         self._waiting: list[tuple[Tensor, list[int]]] = []
 
-        self._views = self._views_of(self._master)
         with torch.no_grad():
-            for parameter, master, start in zip(self.parameters, self._views, starts, strict=True):
+            for parameter, master in zip(self.parameters, self._views_of(self._master), strict=True):
                 master.copy_(parameter)
-                if id(parameter) in copied:
-                    parameter.data = self._copy.narrow(0, start, parameter.numel()).view(parameter.shape)
+        self._place_parameters()
+
+    def _place_parameters(self) -> None:
+        """Make the model's parameters views of the arenas: of the copies, as the masters are, or of the masters."""
+        self._views = self._views_of(self._master)
+        starts, copied = self._places.starts_P.tolist(), self._places.copied_P.tolist()
+        with torch.no_grad():
+            for parameter, master, start, has_copy in zip(self.parameters, self._views, starts, copied, strict=True):
+                if has_copy:
+                    parameter.data = self._copy[start : start + parameter.numel()].view(parameter.shape)
                     parameter.copy_(master)
                 else:
                     parameter.data = master

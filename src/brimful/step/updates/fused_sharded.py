@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from brimful.hardware.peers import PeerMemory, Peers
 from brimful.hardware.ranks import Ranks
 from brimful.step.reduce.buckets import Bucket
-from brimful.step.reduce.scattered import OwnParts, own_segments, put_together
+from brimful.step.reduce.scattered import OwnParts, PeerParts, own_segments, put_together
 from brimful.step.state import ParameterState, StepState
 from brimful.step.updates.fused_adamw import FusedAdamW
 
@@ -45,12 +46,18 @@ class FusedShardedAdamW(FusedAdamW):
     def share(self, ranks: Ranks, *, half: bool = False, overlap: bool = True) -> None:
         """As `Update` has it; parts are cut for these processes."""
         self._prepare_buckets()
-        self.prepare_gathering()
-        assert self._sum is not None
-        self.reduction = self._sums = OwnParts(
-            ranks, self.parameters, self._buckets, self._sum, self._gather_bucket, half=half, overlap=overlap,
-            side_stream=self.side_stream,
-        )  # fmt: skip
+        beside: dict[str, Any] = {"overlap": overlap, "side_stream": self.side_stream}
+        self._sums: OwnParts
+        if self.peers is None:
+            self.prepare_gathering()
+            assert self._sum is not None
+            sent = (self._buckets, self._sum, self._gather_bucket)
+            self._sums = OwnParts(ranks, self.parameters, *sent, half=half, **beside)
+        else:
+            gradients = self._move_to_peers(self.peers)
+            fetched = (self._buckets, gradients, self._gather_bucket)
+            self._sums = PeerParts(ranks, self.parameters, *fetched, **beside)
+        self.reduction = self._sums
         sizes = [parameter.numel() for parameter in self.parameters]
         self._segments = list(own_segments(self._buckets, sizes, ranks))
         blocks, edges = self._own_blocks()
@@ -64,6 +71,19 @@ class FusedShardedAdamW(FusedAdamW):
         self._told = torch.zeros(adamw.PARTIALS + 1 + len(sizes), dtype=torch.float32, device=self.device)
         self._parts = self._told[: adamw.PARTIALS]
         self._is_used = torch.zeros(len(sizes), dtype=torch.bool, device=self.device)
+
+    def _move_to_peers(self, peers: Peers) -> PeerMemory:
+        """Keep what processes send one another where all of them reach it: gradients, which are returned, copies of the
+        weights, and masters."""
+        gradients = peers.zeros(len(self._master), torch.float32)
+        self._sum = gradients.own
+        self._copies_there = peers.zeros(len(self._copy), self._copy.dtype)
+        self._copy = self._copies_there.own
+        self._masters_there = peers.zeros(len(self._master), torch.float32)
+        self._masters_there.own.copy_(self._master)
+        self._master = self._masters_there.own
+        self._place_parameters()
+        return gradients
 
     def _own_blocks(self) -> tuple[list[tuple[int, int, int]], list[int]]:
         """Blocks of this process's parts, in the order of buckets, and the number of the first block of each."""
@@ -99,10 +119,17 @@ class FusedShardedAdamW(FusedAdamW):
         # Tables of words, which are sent in fp32, come first: the link then rests at no time.
         for bucket, update in reversed(list(zip(self._buckets, updates, strict=True))):
             update.run()
-            self._sums.spread(self._copy if self._is_copied(bucket) else self._master, bucket)
+            self._send(bucket, copies=self._is_copied(bucket))
         self._sums.wait_for_spread()
         self._rescale(self._control[0])
         return readings
+
+    def _send(self, bucket: Bucket, *, copies: bool) -> None:
+        """Send this process's part of a bucket's masters, or of their copies, to all."""
+        if isinstance(self._sums, PeerParts):
+            self._sums.put(self._copies_there if copies else self._masters_there, bucket)
+        else:
+            self._sums.spread(self._copy if copies else self._master, bucket)
 
     def _tell(self) -> None:
         """Sum squares, the loss, and which parameters are used, over processes."""
@@ -133,7 +160,7 @@ class FusedShardedAdamW(FusedAdamW):
     def _collect(self) -> None:
         """Have masters of all parts as they are."""
         for bucket in self._buckets:
-            self._sums.spread(self._master, bucket)
+            self._send(bucket, copies=False)
         self._sums.wait_for_spread()
 
     def alike(self) -> Collection[Tensor]:
@@ -149,6 +176,8 @@ class FusedShardedAdamW(FusedAdamW):
         """As `Update` has it, in all processes together."""
         self._collect()
         self._sums.remove()
+        if self.peers is not None:  # memory that others reach ends with the processes' connection
+            self._views = [master.clone() for master in self._views]
         super().release()
 
     def _gradient_tensors(self) -> Iterator[Tensor]:

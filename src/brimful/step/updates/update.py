@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brimful.hardware.peers import Peers
 from brimful.hardware.ranks import Ranks
 from brimful.kernels.side_stream import SideStream
 from brimful.measurement.memory import Kept
@@ -68,6 +69,9 @@ class Update:
         self.growth = torch.zeros((), dtype=torch.int32, device=device)
         for parameter in self.parameters:
             parameter.grad = None  # made by the first backward: what a model does not use is never decayed
+
+    #: Memory of others that it may use, where it can.
+    peers: Peers | None = None
 
     def share(self, ranks: Ranks, *, half: bool = False, overlap: bool = True) -> None:
         """Sum gradients over these processes from now on. half: in bf16 on the way. overlap: within backward passes."""

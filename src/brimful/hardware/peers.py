@@ -1,0 +1,89 @@
+"""Memory of the GPUs of one host that processes read and write one another's of.
+
+Copies between two GPUs' memory are made by copy engines, and leave multiprocessors to the model, from which NCCL's
+kernels take some. By torch's symmetric memory, whose barriers are kernels of one block and may be part of a graph.
+Source: torch.distributed._symmetric_memory of torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from brimful.core.errors import first_line
+from brimful.hardware.ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerMemory:
+    """Memory of the same size in each process: `all_R` in their order, this one's own among them.
+
+    meet: waits on the device, as the current stream comes to it, until all processes' streams have come to theirs.
+    """
+
+    all_R: Sequence[Tensor]
+    own: Tensor
+    meet: Callable[[], None]
+
+
+class Peers(Protocol):
+    """Makes `PeerMemory`, by all processes at once and in one order."""
+
+    def zeros(self, size: int, dtype: torch.dtype) -> PeerMemory:
+        """Memory of `size` zeros."""
+        ...
+
+
+class PeerGpus:
+    """`Peers` on GPUs of one host."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks, self._device = ranks, device
+
+    def zeros(self, size: int, dtype: torch.dtype) -> PeerMemory:
+        """As `Peers` has it."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        own = symmetric.empty(size, dtype=dtype, device=self._device).zero_()
+        group: Any = dist.group.WORLD
+        handle: Any = symmetric.rendezvous(own, group)
+        others = [handle.get_buffer(rank, (size,), dtype) for rank in range(self._ranks.count)]
+        others[self._ranks.rank] = own
+        handle.barrier()  # nobody writes before all zeros are there
+        return PeerMemory(all_R=others, own=own, meet=handle.barrier)
+
+
+def peers_of(ranks: Ranks, device: torch.device) -> tuple[PeerGpus | None, str]:
+    """Return the peers of a process, or None and why there are none, the same in all processes. All ask at once."""
+    said = ""
+    host = ranks.spread(socket.gethostname())
+    elsewhere = host != socket.gethostname()
+    if any(ranks.any([elsewhere])):
+        return None, "its processes are on several hosts"
+    peers = PeerGpus(ranks, device)
+    try:
+        _try(peers, ranks)
+    except (RuntimeError, ImportError, AttributeError) as error:
+        said = first_line(error)
+    if any(ranks.any([bool(said)])):
+        return None, f"GPUs do not reach one another's memory ({said or 'in another process'})"
+    return peers, ""
+
+
+def _try(peers: PeerGpus, ranks: Ranks) -> None:
+    """Write each other's memory, and read it. Raises: RuntimeError where that fails, or is not what was written."""
+    memory = peers.zeros(ranks.count, torch.float32)
+    number = torch.full((1,), float(ranks.rank + 1), device=memory.own.device)
+    for other in memory.all_R:
+        other[ranks.rank : ranks.rank + 1].copy_(number)
+    memory.meet()
+    found = [memory.own.tolist(), *(other.tolist() for other in memory.all_R)]
+    memory.meet()
+    if any(each != [float(rank + 1) for rank in range(ranks.count)] for each in found):
+        raise RuntimeError(f"{found} was read where the numbers of processes were written")
