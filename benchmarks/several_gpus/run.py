@@ -24,8 +24,9 @@ from resumable import Session, default_inputs, parser_of, print_rows, say, versi
 from works import Work, make_inputs
 
 WORKS = ("tweets/base", "bbc/base", "bbc/large")
-#: The last sends gradients in bf16, with sums in fp32: only asked for, as it rounds.
-SIDES = ("hf", "brimful", "brimful_bf16")
+#: The last two are for two GPUs: by copies between their memory; and with gradients in bf16 on the way, only asked for,
+#: as it rounds.
+SIDES = ("hf", "brimful", "brimful_peers", "brimful_bf16")
 #: GPUs, and rows of an effective batch: 32 a GPU, and 32 in all.
 SIZES = ((1, 32), (2, 64), (2, 32))
 #: Trainer's fastest settings on one H200 (benchmarks/training), and what may be faster on two; the fastest counts.
@@ -36,8 +37,12 @@ FORMS: tuple[dict[str, Any], ...] = (
     _FASTEST | {"sampling": "group_by_length"},
     _FASTEST | {"arguments": {"ddp_bucket_cap_mb": 100}},
 )
-_OURS: dict[str, dict[str, Any]] = {"brimful": {}, "brimful_bf16": {"reduce_dtype": "bf16"}}
-_EXPECTED_S = {"hf": 75.0, "brimful": 45.0, "brimful_bf16": 45.0}
+_OURS: dict[str, dict[str, Any]] = {
+    "brimful": {},
+    "brimful_peers": {"peer_copies": True},
+    "brimful_bf16": {"reduce_dtype": "bf16"},
+}
+_EXPECTED_S = {"hf": 75.0, "brimful": 45.0, "brimful_peers": 45.0, "brimful_bf16": 45.0}
 
 
 def rows_of(names: list[str], sides: list[str], sizes: list[str], forms: int) -> list[dict[str, Any]]:
@@ -47,7 +52,7 @@ def rows_of(names: list[str], sides: list[str], sizes: list[str], forms: int) ->
         if f"{gpus}x{batch}" not in sizes:
             continue
         for side in sides:
-            if side == "brimful_bf16" and gpus == 1:
+            if side in ("brimful_peers", "brimful_bf16") and gpus == 1:
                 continue
             for form in FORMS[: forms if gpus > 1 else 1] if side == "hf" else (_OURS[side],):
                 found.append({"work": work, "side": side, "gpus": gpus, "batch_size": batch, "form": form})
@@ -146,7 +151,7 @@ def main() -> int:
     make_inputs(arguments.inputs, [Work.parse(name) for name in WORKS], arguments.tokenizer, smoke=arguments.smoke)
     session = Session(arguments, __file__, gpu=not arguments.smoke)
     rows = rows_of(arguments.rows, arguments.sides, arguments.sizes, arguments.forms)
-    counts = {"warm_up": 2, "steps": 2, "rounds": 2} if arguments.smoke else {"warm_up": 60, "steps": 40, "rounds": 3}
+    counts = {"warm_up": 2, "steps": 2, "rounds": 2} if arguments.smoke else {"warm_up": 140, "steps": 60, "rounds": 5}
     left = 0
     for row in rows:
         if session.known("row", ok=True, **row) and not arguments.again:

@@ -75,10 +75,13 @@ def test_captured_on_two_is_one(inputs: tuple[Path, Path], tmp_path: Path, budge
         assert captured["loss"] == pytest.approx(launched["loss"], rel=tolerance)
 
 
+@pytest.mark.parametrize("more", [(), ("--peer-copies",)], ids=["sent", "copied"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parts_are_whole_in_checkpoints(inputs: tuple[Path, Path], tmp_path: Path, precision: str) -> None:
+def test_parts_are_whole_in_checkpoints(
+    inputs: tuple[Path, Path], tmp_path: Path, precision: str, more: tuple[str, ...]
+) -> None:
     """Two GPUs, each with the states of its part, and then one, or the other way round: as one alone."""
-    ask = ["--precision", precision, "--execution", "captured", "--lr-scheduler-type", "constant", "--resume"]
+    ask = ["--precision", precision, "--execution", "captured", "--lr-scheduler-type", "constant", "--resume", *more]
     expected = train(inputs, tmp_path / "whole", 1, *ask)
     for first, second in ((2, 1), (1, 2)):
         output = tmp_path / f"{first}, {second}"

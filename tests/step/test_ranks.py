@@ -293,6 +293,8 @@ def test_our_kernels_update_by_parts_what_they_update_whole(count: int, by_peers
             (by_parts, told_by_parts), own = learn(ranks, "states")
             np.testing.assert_allclose(told_by_parts, told, rtol=1e-5)
             assert all(torch.allclose(one, two, atol=1e-5) for one, two in zip(by_parts, weights, strict=True))
+            for name, weight in own.weights.items():
+                torch.testing.assert_close(weight, state.weights[name], rtol=1e-5, atol=1e-5)
             assert own.optimizer.keys() == (state.optimizer.keys() if ranks.leads else set())
             for name, kept in own.optimizer.items():
                 for key, tensor in kept.tensors.items():
