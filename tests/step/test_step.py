@@ -234,7 +234,7 @@ def test_a_step_beyond_the_schedule_keeps_its_last_rate() -> None:
 # --- the schedule ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_steps", "num_warmup_steps"), [(1, 0), (20, 0), (20, 6), (7, 7), (300, 30)])
+@pytest.mark.parametrize(("num_steps", "num_warmup_steps"), [(1, 0), (20, 0), (20, 6), (7, 7), (10, 15), (300, 30)])
 @pytest.mark.parametrize("name", get_args(ScheduleChoice))
 def test_the_table_is_transformers_schedule(name: str, num_steps: int, num_warmup_steps: int) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3e-4)

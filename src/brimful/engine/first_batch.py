@@ -65,7 +65,7 @@ def checked(
         callbacks.warning(said)
         fallbacks = (*fallbacks, said)
         options, precision, eager, _ = slower
-        made.step.release()
+        made.step.release(together=False)
         made = None
         gc.collect()  # graphs, and a copy of the weights
         if torch.cuda.is_available():

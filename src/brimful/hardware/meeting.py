@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
-from brimful.core.errors import DeviceError, OptionError, first_line, listed
+from brimful.core.errors import DeviceError, first_line, listed
 from brimful.core.place import Place
 from brimful.hardware.asked import check_same
 from brimful.hardware.watch import Watch
@@ -24,8 +24,7 @@ MEETING = timedelta(minutes=10)
 #: Seconds until the first process says who has not come, and between two looks.
 _PATIENCE_S, _LOOK_S = 30.0, 0.05
 #: Most seconds to leave word that this process does not come: the first one may be slow to start, or end as this does.
-#: A mistake in the command is in that of the first one, too, which says so and never opens the store.
-_WORD_S, _WORD_OF_OPTIONS_S = 30.0, 3.0
+_WORD_S = 30.0
 _FAILED = "failed"
 #: Stores by process, address and place. One that this process opened stays for its next meeting: others may be there
 #: first, and would be at a store that ends.
@@ -91,16 +90,16 @@ def tell_failure(place: Place, error: Exception) -> None:
     A script may go on to its next meeting: each process counts the one that it has not come to.
     """
     meeting = next_meeting()
-    if place.count > 1 and (not place.leads or store_is_launchers()) and _store_is_there(error):
+    if place.count > 1 and (not place.leads or store_is_launchers()) and _store_is_there():
         with suppress(Exception):
             _, pulses = parts_of(open_store(place), meeting)
             own = f"process {place.rank} of {place.count} ({socket.gethostname()})"
             pulses.set(_FAILED, f"{own} has failed: {first_line(error)}")
 
 
-def _store_is_there(error: Exception) -> bool:
+def _store_is_there() -> bool:
     """Wait for the store, but not for long. torch would print stacks of its own where nobody comes."""
-    until = time.monotonic() + min(_WORD_S, _WORD_OF_OPTIONS_S if isinstance(error, OptionError) else _WORD_S)
+    until = time.monotonic() + _WORD_S
     while time.monotonic() < until:
         with suppress(OSError, ValueError, KeyError):
             socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 1.0).close()

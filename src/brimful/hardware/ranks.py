@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from brimful.core.errors import DeviceError, RanksError, first_line
+from brimful.core.errors import DeviceError, MemoryFullError, RanksError, first_line
 from brimful.core.place import Place
 from brimful.hardware.meeting import meet, next_meeting, open_store, parts_of, store_is_launchers
 from brimful.hardware.pulse import Beat, Lost, Pulse
@@ -128,13 +128,16 @@ class Ranks:
             self.tell(order)
 
     @contextmanager
-    def together(self, order: int, number: int = 0) -> Iterator[None]:
-        """Order work that all do, and do it within. Where it fails, the others are left in the midst of it."""
+    def together(self, order: int, number: int = 0, *, agreed: bool = False) -> Iterator[None]:
+        """Order work that all do, and do it within. Where it fails, the others are left in the midst of it.
+
+        agreed: whether all fail at once where memory ran out and the state is what it was; then they hear on.
+        """
         self.tell(order, number)
         try:
             yield
-        except BaseException:
-            self._failed = True
+        except BaseException as error:
+            self._failed = not (agreed and isinstance(error, MemoryFullError) and error.resumable)
             raise
 
     def spread(self, text: str = "") -> str:

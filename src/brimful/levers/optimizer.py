@@ -179,17 +179,18 @@ class Optimizer(Lever):
             + wide * in_32_bits
             + copies
             - saved
-            + self._staying_bytes(work),
+            + self.staying_bytes(work.num_trained, work.trained_linear),
             step_bytes=self.gradient_bytes * work.num_trained - 2 * copies + self._bytes_under_way(work.num_trained),
             step_s=(self.moved_bytes(work.num_trained) - 3 * copies) / work.bytes_per_s,
         )
 
-    def _staying_bytes(self, work: StepWork) -> int:
-        """Bytes of states of a table of words, which stay where all others are in host memory."""
+    def staying_bytes(self, num_trained: int, trained_linear: int) -> int:
+        """Bytes of states of a table of words, which stay where all others are in host memory, about."""
         if self.savings is None or not (self.savings.on_host and self.savings.in_backward):
             return 0
-        tables = max(0, work.num_trained - work.trained_linear)
-        return self.state_bytes * tables if tables <= MOST_STAYING * work.num_trained else 0
+        wide = 8 if self.savings.states == torch.uint8 else self.state_bytes  # of what is no Linear weight
+        tables = wide * max(0, num_trained - trained_linear)
+        return tables if tables <= MOST_STAYING * (tables + self.state_bytes * trained_linear) else 0
 
     def _bytes_under_way(self, num_trained: int) -> int:
         """Bytes of buckets on the device, where gradients and states are there for their update alone."""

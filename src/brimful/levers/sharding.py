@@ -118,7 +118,8 @@ class Sharding(Lever):
         """Count what other processes keep, as less. Sending weights takes time that depends on the link."""
         elsewhere = 1 - 1 / self.count
         bytes_each = {"none": 0, "states": 8, "gradients": 12, "parameters": 16, "deepspeed": 20}[self.value]
-        return Cost(resident_bytes=-round(bytes_each * elsewhere * work.num_trained))
+        sums = 4 / self.count if self.value == "states" else 0  # of its part, beside whole gradients
+        return Cost(resident_bytes=round((sums - bytes_each * elsewhere) * work.num_trained))
 
     def apply(self, assembly: Assembly) -> None:
         """Leave it to the optimizer, which is asked for an update that is cut."""

@@ -22,7 +22,7 @@ from brimful.levers.padded_rows import padded_shapes
 from brimful.levers.sharding import Sharding, needed_bytes
 from brimful.levers.tensor_parallel import TensorParallel, cut_bytes
 from brimful.levers.weights import cpu_budget
-from brimful.models.model_stats import matmul_parameters
+from brimful.models.model_stats import linear_parameters, matmul_parameters
 from brimful.models.packed.packed_forward import padding_id_of
 
 #: Most tokens of a micro-batch unless --token-budget says otherwise: on a GPU enough to fill it, in training on a CPU
@@ -199,7 +199,9 @@ def _state_bytes(assembly: Assembly) -> int:
     asked = asked_optimizer(assembly.options)  # type: ignore[arg-type]
     each = 4 + assembly.precision.dtype.itemsize + asked.gradient_bytes + asked.device_state_bytes
     frozen = sum(p.nbytes for p in parameters if not (p.requires_grad or p.is_cuda))
-    return int(trained * each + frozen)
+    linear = linear_parameters(assembly.model)
+    staying = asked.staying_bytes(trained, sum(p.numel() for p in parameters if p.requires_grad and id(p) in linear))
+    return int(trained * each + frozen + staying)
 
 
 def _token_bytes(assembly: Assembly) -> int | None:

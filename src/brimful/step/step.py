@@ -415,10 +415,15 @@ class Step:
         """Take up where `state` was taken."""
         self.update.load_state(state)
 
-    def release(self) -> None:
-        """End training: the model's parameters are plain fp32 ones again, and the step may not run any more."""
+    def release(self, *, together: bool = True) -> None:
+        """End training: the model's parameters are plain fp32 ones again, and the step may not run any more.
+
+        together: whether other processes do so at once; else nobody may need the weights any more.
+        """
         self.precision.after_training()
         with self.with_others():
+            if together:
+                self.update.collect()
             self.update.release()
 
 
@@ -429,14 +434,19 @@ def _mix(*words: int) -> int:
 
 def make_schedule(name: str, learning_rate: float, num_steps: int, num_warmup_steps: int) -> Tensor:
     """(num_steps + 1,) fp32: the learning rate of transformers' schedule `name` at each applied step."""
+    if name == "linear":  # the default, without the quarter of a second that its module takes to import
+        steps = np.arange(num_steps + 1)
+        falling = np.maximum(0, num_steps - steps) / max(1, num_steps - num_warmup_steps)
+        factors = np.where(steps < num_warmup_steps, steps / max(1, num_warmup_steps), falling)
+        return torch.tensor(learning_rate * factors, dtype=torch.float32)
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=learning_rate)
     scheduler = get_scheduler(name, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_steps)
     factor = scheduler.lr_lambdas[0]
-    factors = [factor(step) for step in range(num_steps)]
+    found = [factor(step) for step in range(num_steps)]
     try:
-        factors.append(factor(num_steps))
+        found.append(factor(num_steps))
     except ZeroDivisionError:  # a polynomial decay with no step left after its warm-up
-        factors.append(factors[-1])
-    return torch.tensor([learning_rate * each for each in factors], dtype=torch.float32)
+        found.append(found[-1])
+    return torch.tensor([learning_rate * each for each in found], dtype=torch.float32)

@@ -14,6 +14,7 @@ from brimful.cli.commands import run
 from brimful.core.errors import OptionError
 from brimful.core.options.train import TrainOptions
 from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
+from brimful.hardware import meeting
 from engine.training.test_several_processes import start, told, words
 from engine.training.test_sharded_training import same
 from runs import events, save_tiny_model, single_label_rows, write_rows
@@ -80,7 +81,10 @@ def test_the_saved_model_is_a_plain_one(files: Path, tmp_path: Path) -> None:
     assert torch.equal(model.model.embed_tokens.weight, before)
 
 
-def test_what_processes_cannot_have_together_is_refused(files: Path, tmp_path: Path) -> None:
+def test_what_processes_cannot_have_together_is_refused(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_WORD_S", 0.1)
     save_tiny_model(tmp_path / "bert" / "model")
     write_rows(tmp_path / "bert" / "rows.jsonl", single_label_rows(20))
     for folder, count, more, said in (

@@ -89,7 +89,7 @@ def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None
         with closing(built.source):
             result, document = _profile(built, options, callbacks)
         if ranks.reachable:
-            built.step.release()
+            built.step.release(together=False)
             ranks.spread(to_json(result))
     if trace is not None:
         atomic_files.write_bytes(trace, gzip.compress(document, compresslevel=6) if trace.suffix == ".gz" else document)
@@ -113,7 +113,7 @@ def _take_part(options: ProfileOptions, prepared: Prepared, precision: Precision
             time_steps(built, options.steps)
         run_steps(built, range(1))
         run_steps(built, range(1, options.steps + 1))
-    built.step.release()
+    built.step.release(together=False)
     return from_json(Profile, ranks.spread())
 
 
@@ -156,8 +156,8 @@ def _profile(built: Built, options: ProfileOptions, callbacks: Callbacks) -> tup
     else:
         pieces, calls = with_callers(trace.operators)
         found = breakdown(pieces, calls, steps=steps, step_s=time.mean_s, stretch=time.recorded_s / time.mean_s)
-    parameters = sum(parameter.numel() for parameter in built.step.update.parameters)
-    moved_bytes = asked_optimizer(options).moved_bytes(parameters, built.step.update.num_idle())
+    update = built.step.update
+    moved_bytes = asked_optimizer(options).moved_bytes(update.num_updated, update.num_idle())
     work = _work(built, lengths, computed, steps=steps, optimizer_bytes=moved_bytes)
     asked = {name: value for name, value in dataclasses.asdict(options).items() if name not in NOT_OF_A_STEP}
     result = Profile(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import RanksError
+from brimful.core.errors import MemoryFullError, RanksError
 from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.records import OutOfMemory, Run
@@ -87,6 +87,7 @@ class _Follower:
         self._steps: deque[tuple[int, Pending]] = deque(maxlen=_REMEMBERED)
         self._batches: Iterator[Batch] = iter(())
         self._begun_at = 0
+        self._full: MemoryFullError | None = None  # in a step, of all processes
 
     def run(self) -> None:
         """Do what one order after another says, until the end."""
@@ -95,8 +96,10 @@ class _Follower:
             with Feed(self._built.source, device, start=start, stop=stop, ahead=self._options.prefetch) as feed:
                 self._batches = iter(feed)
                 self._obey()
-        if not self._built.step.update.releases_together:
-            self._built.step.release()
+        if not self._built.step.update.gathers_weights:
+            self._built.step.release(together=False)
+        if self._full is not None:
+            raise self._full
 
     def _obey(self) -> int:
         """Do what is ordered, but for steps before they begin; return the order that says to begin, or to end."""
@@ -111,7 +114,12 @@ class _Follower:
     def _do(self, order: int, number: int) -> None:
         if order == Order.STEP:
             self._ranks.pulse.await_input()
-            self._step(next(self._batches), number)
+            try:
+                self._step(next(self._batches), number)
+            except MemoryFullError as error:
+                if not error.resumable:
+                    raise
+                self._full = error  # the leader saves what there is, and then ends
         elif order == Order.EVALUATE:
             self._evaluate()
         elif order == Order.ROWS:

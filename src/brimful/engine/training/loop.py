@@ -159,7 +159,7 @@ class TrainingLoop:
         self._phases.enter("capture")  # until the first step is launched
         for batch in feed:
             began = time.perf_counter()
-            with self._ranks.together(Order.STEP, batch.number):
+            with self._ranks.together(Order.STEP, batch.number, agreed=True):
                 self._ranks.pulse.begin(batch.number + 1, **own_work(batch))
                 self._work.add(batch)
                 self._flying.append(self._fitted.run(batch))

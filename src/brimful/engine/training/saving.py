@@ -168,7 +168,7 @@ class Saving:
             run.events.write("best_lost", step=state.best_step, why=str(error))
             run.callbacks.warning(f"the best model is lost, the last one is kept: {error}")
             return False
-        if run.built.step.update.gathers_weights:
+        if run.built.step.update.releases_together:
             self._ranks.tell(Order.LOAD, best.step)
         run.built.step.load_state(best.state)
         run.callbacks.note(f"the model after step {best.step} was best, and is kept")

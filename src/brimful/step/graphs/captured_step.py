@@ -236,10 +236,10 @@ class CapturedStep(Step):
         self.reduce()
         return rows_S
 
-    def release(self) -> None:
+    def release(self, *, together: bool = True) -> None:
         """As `Step` does. Graphs hold the connection to other processes, which cannot end before them."""
         self._graphs.free()
-        super().release()
+        super().release(together=together)
 
     def _accumulate(self, micro: MicroBatch, static: Tensor) -> Tensor:
         rows_S = self.backward(micro.over(static))

@@ -39,6 +39,8 @@ try:
 except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
     triton = adamw = None  # type: ignore[assignment]
 
+#: Blocks whose moments are looked through at once.
+_BLOCKS_AT_ONCE = 4096
 #: Most graphs that read gradients where backward passes left them.
 MOST_GRAPHS = 64
 
@@ -408,8 +410,8 @@ class FusedAdamW(Update):
     def _have_moments(self) -> Tensor:
         """(B,) int32: the blocks that have a moment which is not zero."""
         found, states = [], self._states_P.tolist()
-        for index, group in itertools.groupby(self._own_B3.tolist(), key=itemgetter(0)):
-            blocks = list(group)
+        groups = (list(group) for _, group in itertools.groupby(self._own_B3.tolist(), key=itemgetter(0)))
+        for index, blocks in ((group[0][0], some) for group in groups for some in _slices(group, _BLOCKS_AT_ONCE)):
             first, last = blocks[0][1], blocks[-1][2]
             place = slice(states[index] + first, states[index] + last)
             some = (self._moment1[place] != 0) | (self._moment2[place] != 0)
@@ -445,6 +447,10 @@ def _sections(named: Mapping[str, nn.Parameter], copied: Collection[int]) -> lis
     ids = [id(parameter) for parameter in named.values()]
     sections = [[group for group in groups if (ids[group[0]] in copied) == has_copy] for has_copy in (True, False)]
     return [section for section in sections if section]
+
+
+def _slices(blocks: list[list[int]], size: int) -> Iterator[list[list[int]]]:
+    return (blocks[at : at + size] for at in range(0, len(blocks), size))
 
 
 def _whole_rows(table: Tensor) -> int:

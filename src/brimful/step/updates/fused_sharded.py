@@ -145,6 +145,11 @@ class FusedShardedAdamW(FusedAdamW):
         super().compile_kernels(gathered=True)
 
     @property
+    def num_updated(self) -> int:
+        """As `Update` has it."""
+        return sum(each.at.stop - each.at.start for each in self._segments)
+
+    @property
     def _num_partials(self) -> int:
         """As many in all processes, and all of them written."""
         return adamw.PARTIALS
@@ -157,8 +162,8 @@ class FusedShardedAdamW(FusedAdamW):
     def _addresses_of_sums(self) -> Tensor:
         return self._states_P * 4 + self._sums.own.data_ptr()
 
-    def _collect(self) -> None:
-        """Have masters of all parts as they are."""
+    def collect(self) -> None:
+        """As `Update` has it: masters of all parts."""
         for bucket in self._buckets:
             self._send(bucket, copies=False)
         self._sums.wait_for_spread()
@@ -169,12 +174,11 @@ class FusedShardedAdamW(FusedAdamW):
 
     def state(self) -> StepState:
         """As `Update` has it. All processes ask for it together; the optimizer's is the leader's alone."""
-        self._collect()
+        self.collect()
         return super().state()
 
     def release(self) -> None:
-        """As `Update` has it, in all processes together."""
-        self._collect()
+        """As `Update` has it."""
         self._sums.remove()
         if self.peers is not None:  # memory that others reach ends with the processes' connection
             self._views = [master.clone() for master in self._views]

@@ -47,7 +47,7 @@ class Update:
     gathers_state = False
     #: Whether weights are put together in each pass, in which all processes take part.
     gathers_weights = False
-    #: Whether all processes must release it together.
+    #: Whether all processes must take part where it is collected, or released, at the end.
     releases_together = False
     #: Sums over processes, where several take each step together.
     reduction: Reduction | None = None
@@ -171,8 +171,13 @@ class Update:
         """Small tensors that a step changes even where its update is skipped."""
         return (self.loss, self.scale, self.growth, self.applied)
 
+    @property
+    def num_updated(self) -> int:
+        """Parameters that this process updates."""
+        return sum(parameter.numel() for parameter in self.parameters)
+
     def num_idle(self) -> int:
-        """Parameters that were left alone so far, never having had a gradient. Waits for the device."""
+        """Of `num_updated`, those that were left alone so far, never having had a gradient. Waits for the device."""
         return 0
 
     def abandon(self) -> None:
@@ -181,6 +186,9 @@ class Update:
 
     def captured(self) -> Any:
         """Tensors to keep alive with the graph that was just captured."""
+
+    def collect(self) -> None:
+        """Have all that `release` leaves as it is in other processes, which do so at once. Unless overridden, it is."""
 
     def release(self) -> None:
         """End training: the model's parameters are plain fp32 ones again, and nothing may be updated."""

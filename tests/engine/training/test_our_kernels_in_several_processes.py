@@ -1,0 +1,96 @@
+"""Runs of the command line whose processes update parts by our kernels, as they do on GPUs: how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from brimful.engine import first_batch
+from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
+from brimful.levers import optimizer, sharding
+from brimful.step.step import Step
+from engine.training.test_several_processes import start, words
+from runs import events, save_tiny_model, single_label_rows, write_rows
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels are chosen, and interpreted."""
+    for module in (optimizer, sharding):
+        monkeypatch.setattr(module, "can_fuse", lambda *_: True)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parts")
+    save_tiny_model(folder / "model", dropout=0.0)
+    write_rows(folder / "rows.jsonl", single_label_rows(75))
+    return folder
+
+
+def asked(files: Path, output: Path, *more: str) -> list[str]:
+    found = words(files, output, "--lr-scheduler-type", "constant", *more)
+    return found if "--eval-steps" in more else [*found, "--eval-split", "0"]
+
+
+def test_the_best_model_is_whole(files: Path, tmp_path: Path) -> None:
+    """It is not the last one: what others have updated since is put back, too."""
+    ask = asked(files, tmp_path / "run", "--max-steps", "6", "--eval-steps", "2", "--metric-for-best-model", "loss")
+    ask[ask.index("1e-3")] = "10"  # worse and worse
+    both = start(tmp_path / "logs", *ask)
+    assert both.results() == [0, 0]
+    step = int(both.said(0).split("the model after step ")[1].split()[0])
+    assert step < 6
+    best = load_checkpoint(checkpoint_path(tmp_path / "run" / "checkpoints", step)).state.weights
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(torch.equal(saved[name], weight) for name, weight in best.items())
+
+
+def test_a_first_batch_that_differs_leads_to_a_slower_path_in_all(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: Callable[..., first_batch.FirstBatch] = first_batch.compare
+    calls: list[Any] = []
+
+    def compare(*arguments: Any) -> first_batch.FirstBatch:
+        calls.append(arguments)
+        return replace(real(*arguments), passed=len(calls) > 1, reason="made up")
+
+    monkeypatch.setattr(first_batch, "compare", compare)
+    both = start(tmp_path / "logs", *asked(files, tmp_path / "run", "--max-steps", "2"))
+    assert both.results() == [0, 0]
+    assert "differs from the plain model on the first batch: made up" in both.said(0)
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_what_was_done_before_memory_ran_out_is_saved(
+    where: int, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process, whatever the size of micro-batches: all end alike, and the run can be gone on with."""
+    real, passes = Step.backward, [0]
+
+    def backward(step: Step, micro: Any) -> Any:
+        passes[0] += step.is_shared
+        if step.is_shared and step.ranks.rank == where and passes[0] >= 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(step, micro)
+
+    ask = asked(files, tmp_path / "run", "--max-steps", "6")
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "backward", backward)
+        both = start(tmp_path / "logs", *ask)
+        assert both.results() == [6, 6]
+    done = len(events(tmp_path / "run", "step"))
+    assert f"all is saved after step {done}" in both.said(0)
+    assert 0 < done < 6
+    assert start(tmp_path / "again", *ask, "--resume").results() == [0, 0]
+    assert [each["step"] for each in events(tmp_path / "run", "step")] == [1, 2, 3, 4, 5, 6]
