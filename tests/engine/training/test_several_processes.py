@@ -90,6 +90,13 @@ def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
     assert len(told(tmp_path / "two")) == 27
 
 
+def test_a_plan_of_two(files: Path, tmp_path: Path) -> None:
+    both = start(tmp_path / "logs", *words(files, tmp_path / "run", "--dry-run"))
+    assert both.results() == [0, 0]
+    assert "processes" in both.said(0)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_resumed_run_goes_on_as_it_began(files: Path, tmp_path: Path) -> None:
     """Learning rate, epochs and warm-up that were chosen are kept by all processes; weights stay the same bits."""
     chosen = words(files, tmp_path / "run", "--eval-split", "0")

@@ -45,9 +45,8 @@ def follow(options: TrainOptions, device: torch.device, ranks: Ranks) -> Run:
     Raises: what `train` raises for data, model and memory; RanksError if another process is gone.
     """
     path = Path(options.output)
-    if not options.dry_run:
-        with passing_on(ranks):
-            _take_part(options, device, ranks)
+    with passing_on(ranks):
+        _take_part(options, device, ranks)
     run = RunFolder(path).read()
     if run is None:
         raise RanksError("the leading process has left no record of the run")

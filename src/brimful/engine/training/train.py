@@ -94,13 +94,17 @@ def train(
     ):
         ranks.pulse.hang_s, phases.heard = options.hang_timeout, ranks.pulse.enter
         ranks.pulse.input_s = options.hang_timeout * (1 if options.transform is None else _MORE_FOR_TRANSFORMS)
-        if not ranks.leads:
+        if not (ranks.leads or options.dry_run):
             return follow(options, device, ranks)
         try:
             run = _train_on(device, options, command, callbacks, phases, tables, ranks, trackers or Trackers())
+            if not ranks.leads:  # it has planned as the leader has
+                ranks.hear()
+                return run
         except BaseException:
-            with suppress(RanksError):
-                ranks.tell(Order.END)
+            if ranks.leads:
+                with suppress(RanksError):
+                    ranks.tell(Order.END)
             raise
         ranks.tell_last(Order.END)
         return run
