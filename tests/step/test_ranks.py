@@ -17,6 +17,7 @@ from brimful.core.place import Place
 from brimful.data.batches.batch import Batch, Layout, Whole, make_batch
 from brimful.data.batches.shares import shares_of
 from brimful.hardware.ranks import ALONE, Ranks, joined
+from brimful.levers import optimizer as optimizers
 from brimful.levers.optimizer import Optimizer
 from brimful.step.precision import Precision
 from brimful.step.reduce import buckets
@@ -24,7 +25,6 @@ from brimful.step.reduce.buckets import Bucket, Overlap
 from brimful.step.state import StepState
 from brimful.step.step import Step
 from brimful.step.updates.bucketed_adamw import Savings
-from brimful.step.updates.fused_sharded import FusedShardedAdamW
 from brimful.tasks.task import MultiLabel, Regression, SingleLabel, Task
 from file_peers import FilePeers
 from forked_ranks import Forked
@@ -166,7 +166,7 @@ def test_several_processes_learn_what_one_does(count: int, tmp_path: Path) -> No
     def work(place: Place) -> list[dict[str, Any]]:
         with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:
             patch.setattr(buckets, "BUCKET_BYTES", 1 << 12)
-            patch.setattr(FusedShardedAdamW, "bucket_bytes", 1 << 12)
+            patch.setattr(optimizers, "SENT_BYTES", 1 << 12)
             return [trained(ranks, case) for case in cases]
 
     found = Forked(tmp_path, count, work).results()
@@ -288,7 +288,7 @@ def test_our_kernels_update_by_parts_what_they_update_whole(count: int, by_peers
     def work(place: Place) -> None:
         with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:
             patch.setattr(buckets, "BUCKET_BYTES", 1 << 12)
-            patch.setattr(FusedShardedAdamW, "bucket_bytes", 1 << 12)
+            patch.setattr(optimizers, "SENT_BYTES", 1 << 12)
             (weights, told), state = learn(ranks, "none")
             (by_parts, told_by_parts), own = learn(ranks, "states")
             np.testing.assert_allclose(told_by_parts, told, rtol=1e-5)

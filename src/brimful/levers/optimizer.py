@@ -40,7 +40,7 @@ from brimful.step.updates.bucketed_adamw import (
 from brimful.step.updates.deepspeed_update import DeepSpeedUpdate
 from brimful.step.updates.fully_sharded import FullyShardedUpdate
 from brimful.step.updates.fused_adamw import FusedAdamW, can_fuse
-from brimful.step.updates.fused_sharded import FusedShardedAdamW
+from brimful.step.updates.fused_sharded import SENT_BYTES, FusedShardedAdamW
 from brimful.step.updates.given_adamw import GivenAdamW, OwnersAdamW
 from brimful.step.updates.given_update import GivenUpdate, Gradients
 from brimful.step.updates.sharded import ShardedUpdate
@@ -61,7 +61,7 @@ class Optimizer(Lever):
 
     fused: whether it is updated by our own kernels. copies: whether these keep the weights of Linear layers in half
     precision beside their fp32 masters, where products are in it. savings: memory that its update does without.
-    parts: processes that share what our kernels update.
+    parts: processes that share what our kernels update. peer_copies: whether they copy what others send else.
     """
 
     name = "optimizer"
@@ -78,6 +78,7 @@ class Optimizer(Lever):
     savings: Savings | None = None
     sharding: ShardingChoice = "none"
     parts: int = 1
+    peer_copies: bool = False
     offload_folder: str | None = None
 
     @property
@@ -137,6 +138,7 @@ class Optimizer(Lever):
             fused=verdict.ok,
             sharding=cut,
             parts=assembly.num_ranks if cut == "states" and verdict.ok else 1,
+            peer_copies=assembly.options.peer_copies,  # type: ignore[union-attr]
             copies=assembly.precision.half is not None and assembly.fact(equivalence_of).half_weights,
             reason=reason,
         )
@@ -259,6 +261,7 @@ class Optimizer(Lever):
                 weight_decay=dict.fromkeys(decayed, self.weight_decay),
                 half=precision.half if self.copies else None,
                 parts=self.parts,
+                bucket_bytes=SENT_BYTES if self.parts > 1 and not self.peer_copies else None,
             )
         if self.savings is not None:
             given: dict[str, Any] = {

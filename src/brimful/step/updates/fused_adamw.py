@@ -95,14 +95,13 @@ class FusedAdamW(Update):
 
     weight_decay: by name of those parameters that have any. half: dtype of the copies that Linear layers hold of their
     weights, None for no copies. parts: that each bucket can be cut in; with several, moments are made by whoever cuts.
+    bucket_bytes: most of a bucket in fp32; None for `buckets.BUCKET_BYTES`.
     """
-
-    #: Most bytes of a bucket in fp32; None for `buckets.BUCKET_BYTES`.
-    bucket_bytes: int | None = None
 
     def __init__(
         self, model: nn.Module, schedule: Tensor, *, max_grad_norm: float, scaled: bool, betas: tuple[float, float],
         epsilon: float, weight_decay: Mapping[str, float], half: torch.dtype | None, parts: int = 1,
+        bucket_bytes: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model, schedule, max_grad_norm=max_grad_norm, scaled=scaled)
         self._betas, self._epsilon = betas, epsilon
@@ -112,7 +111,7 @@ class FusedAdamW(Update):
         self._constants: dict[str, Any] = {"HALF": half_type, "SIZE": adamw.BLOCK}
         sections = _sections(self.named, copied)
         sizes = [parameter.numel() for parameter in self.parameters]
-        self._buckets = lay_out(sections, sizes, parts, self.bucket_bytes)
+        self._buckets = lay_out(sections, sizes, parts, bucket_bytes)
         places = ((i, at) for each in self._buckets for i, at in zip(each.members, each.starts, strict=True))
         starts = [at for _, at in sorted(places)]
         end = max(bucket.end for bucket in self._buckets)

@@ -30,6 +30,10 @@ try:
 except ImportError:  # as in fused_adamw.py
     adamw = None  # type: ignore[assignment]
 
+#: Most bytes of a bucket that NCCL sends. Between two H100s it sends a part of 57 MB at 150 to 250 GB/s, and one of
+#: 14 MB at 100: tweets with BERT-base made 13,800 samples/s by buckets of 32 MiB, 14,360 by 64, and 14,740 by these.
+SENT_BYTES = 128 << 20
+
 
 class FusedShardedAdamW(FusedAdamW):
     """`FusedAdamW` by parts, one of each of several processes. Masters of others' parts are as old as the last `state`.
@@ -39,9 +43,6 @@ class FusedShardedAdamW(FusedAdamW):
 
     gathers_state = True
     releases_together = True
-    #: NCCL sends a part of 57 MB at 150 to 250 GB/s between two H100s, and one of 14 MB at 100: tweets with BERT-base
-    #: made 13,800 samples/s by buckets of 32 MiB, 14,360 by 64, and 14,740 by these.
-    bucket_bytes = 128 << 20
 
     def share(self, ranks: Ranks, *, half: bool = False, overlap: bool = True) -> None:
         """As `Update` has it; parts are cut for these processes."""
