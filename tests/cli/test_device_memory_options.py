@@ -17,9 +17,10 @@ def test_refused_on_a_cpu_before_anything_is_written(
     assert said.code == 2
     assert said.err.splitlines()[-2] == f"error: {flag} is {value}: it is for GPUs, and this run is on a CPU"
     assert not (tmp_path / "run").exists()
-    said = brimful("classify", files.classifier, files.reviews, "--device", "cpu", flag, value)
-    assert said.code == 2
-    assert f"{flag} is {value}: it is for GPUs" in said.err
+    for command in ("classify", "evaluate"):
+        said = brimful(command, files.classifier, files.reviews, "--device", "cpu", flag, value)
+        assert said.code == 2
+        assert f"{flag} is {value}: it is for GPUs" in said.err
 
 
 def test_no_size(brimful: Brimful, files: Files, tmp_path: Path) -> None:

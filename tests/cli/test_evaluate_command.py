@@ -59,6 +59,17 @@ def test_metrics_are_those_of_the_pipelines_answers(brimful: Brimful, files: Fil
     assert (record.num_rows, record.left_out, record.predictions) == (60, {}, str(tmp_path / "answers.parquet"))
 
 
+def test_a_streamed_model_gives_the_same_answers(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    data = labelled(tmp_path / "rows.csv", ["good" if number % 3 else "bad" for number in range(60)])
+    found = []
+    for kept in ("none", "host"):
+        said = brimful("evaluate", files.classifier, data, *FAST, "--json", "--stream-weights", kept)
+        assert said.code == 0, said.err
+        found.append(from_json(Evaluation, said.out))
+    assert values(found[1]) == pytest.approx(values(found[0]))
+    assert [lever.value for lever in found[1].recipe.levers if lever.name == "streaming"] == ["host"]
+
+
 def test_the_text_shows_metrics_intervals_and_what_stands_out(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     data = labelled(tmp_path / "rows.csv", ["good"] * 55 + ["bad"] * 5)
     said = brimful("evaluate", files.classifier, data, *FAST)

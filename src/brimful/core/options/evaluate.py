@@ -11,10 +11,12 @@ from brimful.core.options.checks import (
     check_header,
     check_numbers,
     check_positive,
+    check_size,
+    check_streaming,
     check_text_format,
     check_types,
 )
-from brimful.core.options.choices import DeviceChoice, ExecutionChoice, PrecisionChoice
+from brimful.core.options.choices import AllocatorChoice, DeviceChoice, ExecutionChoice, PrecisionChoice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,15 @@ class EvaluateOptions:
     """Most tokens of a micro-batch. Default: chosen by device."""
     execution: ExecutionChoice = "auto"
     """Launch mode on a GPU. auto: captured, or compiled if there are enough rows to save time."""
+    stream_weights: Literal["none", "host", "disk"] = "none"
+    """Keep weights of layers in host memory, or in a file on a fast disk, and bring each layer's to the device for its
+    turn: for models that do not fit."""
+    stream_folder: str | None = None
+    """Folder of the file of --stream-weights disk. Default: the system's for temporary files."""
+    memory_limit: str | None = None
+    """Most memory of the process on a GPU, as 8GB or 7.5GiB: it behaves as a smaller one. Default: all of it."""
+    allocator: AllocatorChoice = "default"
+    """Segments that torch takes from a GPU's driver. expandable: they grow, and fragment less."""
     num_workers: int | None = None
     """Tokeniser processes; 0: threads of this process. Default: chosen by the number of cores and the device."""
     trust_remote_code: bool = False
@@ -105,6 +116,8 @@ class EvaluateOptions:
         check_header(self.header, self.column_names)
         check_text_format(self.delimiter, self.encoding)
         check_gpus(self.gpus, self.device)
+        check_streaming(self)
+        check_size(self, "memory_limit")
         check_positive(self, "max_length", "token_budget", "limit")
         check_numbers(
             self, ("verify", "num_workers", "resamples", "seed"), lambda value: 0 <= value < 1 << 63, "at least 0"

@@ -51,6 +51,7 @@ from brimful.engine.read_examples import report_columns
 from brimful.engine.scoring import PredictionFile, evaluation_of, mistakes_of, prediction_form, truth_column
 from brimful.engine.signals import StopSignals, passing_on
 from brimful.hardware.asked import asked_of
+from brimful.hardware.device_memory import device_memory
 from brimful.hardware.meeting import coming
 from brimful.hardware.probe import choose_device, probe
 from brimful.hardware.ranks import Ranks, joined
@@ -69,7 +70,7 @@ _SAMPLE = 2048
 _SHARED = (
     *("text_column", "pair_column", "header", "column_names", "delimiter", "encoding", "sheet", "max_length"),
     *("threshold", "precision", "device", "verify", "packing", "token_budget", "execution", "num_workers"),
-    *("trust_remote_code", "allow_pickle", "gpus"),
+    *("trust_remote_code", "allow_pickle", "gpus", "stream_weights", "stream_folder", "memory_limit", "allocator"),
 )
 
 #: The columns that `classify` adds to rows without a label, in their order.
@@ -95,6 +96,7 @@ def evaluate_model(
         check_gpus_there(options, device)
         precision = choose_forward_precision(options.precision, device)
     with ExitStack() as stack:
+        stack.enter_context(device_memory(device, options.memory_limit, options.allocator))
         ranks = stack.enter_context(joined(place, device, note=callbacks.note, asked=asked_of(options, device)))
         if not ranks.leads:
             return _follow(options, asked, precision, ranks, stack, tables)
