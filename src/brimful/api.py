@@ -324,8 +324,9 @@ class Classifier(ModelClassifier):
         classifier(["a text"], labels=["sport", "politics"])    zero-shot, with a model of natural-language inference
 
     options: max_length, precision, device, packing, token_budget, execution, stream_weights, stream_folder,
-    num_workers, verify, trust_remote_code, allow_pickle, as in ClassifyOptions. Of the first texts, `verify` are compared with the plain
-    model (`equivalence`), and a slower path runs where answers differ (`fallback`). callbacks: as for `train`.
+    num_workers, verify, trust_remote_code, allow_pickle, as in ClassifyOptions. Of the first texts, `verify` are
+    compared with the plain model (`equivalence`), and a slower path runs where answers differ (`fallback`). callbacks:
+    as for `train`.
     Raises: BrimfulError; OptionError for an unknown option. Weights are loaded at the first call.
     """
 

@@ -113,6 +113,41 @@ def test_an_optimizer_by_name() -> None:
         brimful.Step(model, "sgd", **SETTINGS)
 
 
+@pytest.mark.parametrize("given", [[0.5, 2.0, 1.0], torch.tensor([0.5, 2.0, 1.0]), {"LABEL_0": 0.5, "LABEL_1": 2.0}])
+def test_weights_of_labels(given: Any) -> None:
+    """The loss and the gradient are those of torch's weighted cross entropy of the whole update."""
+    plain = FAMILIES["bert"].model(3).train()
+    model = copy.deepcopy(plain)
+    step = brimful.Step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation=ACCUMULATION, class_weights=given,
+        max_grad_norm=0.0, precision="fp32", device="cpu", batch_size=4,
+    )  # fmt: skip
+    batches = [batch_of(part, size=4 - part) for part in range(ACCUMULATION)]
+    outcome = [step(batch) for batch in batches][-1]
+    optimizer, whole = torch.optim.SGD(plain.parameters(), lr=0.1), together(batches)
+    logits = plain(input_ids=whole["input_ids"], attention_mask=whole["attention_mask"]).logits
+    loss = torch.nn.functional.cross_entropy(logits, whole["labels"], torch.tensor([0.5, 2.0, 1.0]))
+    loss.backward()
+    optimizer.step()
+    assert outcome.loss == pytest.approx(loss.item(), rel=1e-5)
+    step.release()
+    assert difference(weights(model), weights(plain)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([1.0, 2.0], r"has the shape \(2,\), and the model 3 labels"),
+        ({"spam": 1.0}, "which is no label of the model"),
+        ([1.0, -2.0, 1.0], "numbers that are no weights"),
+        ("balanced", "class_weights is balanced"),
+    ],
+)
+def test_weights_that_are_none(given: Any, said: str) -> None:
+    with pytest.raises(brimful.OptionError, match=said):
+        brimful.Step(FAMILIES["bert"].model(3), num_steps=5, class_weights=given, device="cpu")
+
+
 def test_the_last_batches_of_an_epoch() -> None:
     """`flush` makes an update of fewer batches, with the gradient of these."""
     plain = FAMILIES["bert"].model().train()

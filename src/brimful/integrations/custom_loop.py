@@ -37,9 +37,11 @@ from brimful.integrations.expected_lengths import expected_batches
 from brimful.integrations.left_padding import left_is_right
 from brimful.integrations.rows import ReadRows, RowReader, Rows, joined
 from brimful.integrations.step_parts import (
+    ClassWeights,
     StepOutcome,
     Unwrapped,
     asked_precision,
+    class_weights_C,
     readable_state,
     state_of,
     unwrapped_optimizer,
@@ -94,7 +96,8 @@ class Step:
     or a name of transformers' `optim`, with the learning rate and schedule that the options say. accumulation: calls
     that make one update, whose gradient is that of their batches as one. num_steps: of the learning-rate schedule; with
     an optimizer of your own, about how many there will be. lengths: tokens of the sequences to come, by which token
-    budgets and kernels are chosen; by default all lengths up to `max_length` are expected alike. callbacks: hears
+    budgets and kernels are chosen; by default all lengths up to `max_length` are expected alike. class_weights: of the
+    loss, (C,) in the order of the model's labels, or by their names; in multi-label of positives. callbacks: hears
     warnings; by default they are Python's. options: fields of TrainOptions that a step depends on (`OPTIONS`).
 
     model: it may be in peft's wrapper, which then is what is trained, or prepared by Accelerate for one process, whose
@@ -116,6 +119,7 @@ class Step:
         num_steps: int | None = None,
         accumulation: int = 1,
         lengths: Sequence[int] | np.ndarray | None = None,
+        class_weights: ClassWeights | None = None,
         callbacks: Callbacks | None = None,
         **options: Any,
     ) -> None:
@@ -132,7 +136,7 @@ class Step:
             )
         self._callbacks, self._options = callbacks or PythonWarnings(), _options(options)
         self._num_steps = _SOME_STEPS if num_steps is None else num_steps
-        self._accumulation = accumulation
+        self._accumulation, self._class_weights = accumulation, class_weights
         self._given = Unwrapped.of(model)
         try:
             self._begin(optimizer, lengths)
@@ -150,7 +154,8 @@ class Step:
         self.longest = self._reader.max_length
         self._attention = config._attn_implementation
         self._put_in_eval_mode = None if model.training else keep_modes(model)
-        self._task = make_task(self._reader.space, np.zeros(0, dtype=np.int64), None, asked.label_smoothing_factor)
+        weights = class_weights_C(self._class_weights, self._reader.space)
+        self._task = make_task(self._reader.space, np.zeros(0, dtype=np.int64), weights, asked.label_smoothing_factor)
         self._batches = expected_batches(lengths, self._options.batch_size, self.longest)
         device = choose_device(asked.device)
         precision = choose_precision(asked_precision(asked.precision, optimizer), device)

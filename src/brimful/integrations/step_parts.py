@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 
-from brimful.core.errors import OptionError
+from brimful.core.errors import OptionError, listed, printable
 from brimful.core.options.choices import PrecisionChoice
+from brimful.core.records import LabelSpace
 from brimful.integrations.packed import WRAPPERS, packing_of
 from brimful.integrations.replaced_parts import replaced_part
 from brimful.models.hub.adapters import unwrapped
@@ -19,6 +21,30 @@ from brimful.step.step import Outcome, Pending
 
 #: Accelerate's names of mixed precision, and ours.
 _MIXED: Mapping[str, PrecisionChoice] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+#: Weights of the labels in their order, or by name.
+ClassWeights: TypeAlias = Mapping[str, float] | Sequence[float] | np.ndarray | torch.Tensor
+
+
+def class_weights_C(given: ClassWeights | None, space: LabelSpace) -> np.ndarray | None:
+    """(C,) fp32 weights of labels; 1 for those that are not named. Raises: OptionError."""
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        if unknown := [name for name in given if name not in space.names]:
+            said = f"class_weights has {printable(unknown[0])!r}, which is no label of the model"
+            raise OptionError(said, hint="its labels are " + listed([printable(name) for name in space.names], 20))
+        given = [given.get(name, 1.0) for name in space.names]
+    try:
+        numbers = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else given
+        weights: np.ndarray = np.asarray(numbers, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"class_weights is {printable(given)[:80]}", hint="give a number for each label") from error
+    if weights.shape != (space.num_outputs,):
+        said = f"class_weights has the shape {tuple(weights.shape)}, and the model {space.num_outputs} labels"
+        raise OptionError(said, hint="give a number for each label, in the model's order")
+    if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any()):
+        raise OptionError("class_weights has numbers that are no weights", hint="give numbers of at least 0")
+    return weights
 
 
 @dataclass(frozen=True)

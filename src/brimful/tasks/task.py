@@ -138,12 +138,13 @@ class Regression(Task):
 
 
 def make_task(
-    space: LabelSpace, targets_N: np.ndarray, class_weights: str | None = None, smoothing: float = 0.0,
+    space: LabelSpace, targets_N: np.ndarray, class_weights: str | np.ndarray | None = None, smoothing: float = 0.0,
     weights_N: np.ndarray | None = None, scale: TargetScale | None = None,
 ) -> Task:  # fmt: skip
     """The task of a label space. `targets_N`, the training targets, are what `balanced` weights are counted on.
 
-    weights_N: of the training rows, which count as so many rows each; None: as one. scale: of targets of a regression.
+    class_weights: as of TrainOptions, or (C,) fp32 in the order of the labels. weights_N: of the training rows, which
+    count as so many rows each; None: as one. scale: of targets of a regression.
     Raises: OptionError for class weights or label smoothing that the task does not have.
     """
     if space.task == "regression":
@@ -152,6 +153,8 @@ def make_task(
             raise OptionError(f"{given} is for labels, and the task is regression", hint=f"leave {given} out")
         return Regression(space, scale)
     kind = SingleLabel if space.task == "single_label" else MultiLabel
+    if isinstance(class_weights, np.ndarray):
+        return kind(space, class_weights, smoothing)
     return kind(space, _class_weights_C(class_weights, space, targets_N, weights_N), smoothing)
 
 
