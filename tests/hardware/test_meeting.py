@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 
 from brimful.core.errors import DeviceError, OptionError
 from brimful.core.options.train import TrainOptions
-from brimful.core.place import Place
+from brimful.core.place import Place, find_address, find_place
 from brimful.hardware import meeting
 from brimful.hardware.asked import asked_of, check_same
 from brimful.hardware.meeting import coming, meet, next_meeting, open_store
@@ -90,6 +91,41 @@ def test_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(DeviceError, match="MASTER_PORT= do not say where the processes meet"):
         open_store(FIRST)
+
+
+def test_tasks_of_srun_meet_without_an_address(tmp_path: Path) -> None:
+    """At the first host of their step, as SLURM writes it, and at a port that each works out."""
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "127.0.0.[1-2]"}
+    step |= {"SLURM_JOB_ID": _job_with_a_free_port(step)}
+
+    def work(place: Place) -> tuple[Place, int]:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+        os.environ |= step | {"SLURM_PROCID": str(place.rank), "SLURM_LOCALID": str(place.local_rank)}
+        with joined(find_place(), torch.device("cpu")) as ranks:
+            value = torch.tensor(place.rank + 1)
+            ranks.sum([value])
+        return find_place(), int(value)
+
+    places = [Place(rank=rank, count=2, local_rank=rank) for rank in range(2)]
+    assert Forked(tmp_path, 2, work).results() == [(place, 3) for place in places]
+
+
+def _job_with_a_free_port(step: dict[str, str]) -> str:
+    for job in map(str, range(os.getpid(), os.getpid() + 99)):
+        with socket.socket() as probe:
+            port = find_address(step | {"SLURM_PROCID": "0", "SLURM_JOB_ID": job})[1]
+            if probe.connect_ex(("127.0.0.1", int(port))):
+                return job
+    pytest.skip("no port of 99 is free")
+
+
+def test_a_step_whose_hosts_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR")
+    for name, value in {"PROCID": "1", "STEP_NUM_TASKS": "2", "STEP_NODELIST": "node[1-"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(OptionError, match=r"SLURM_STEP_NODELIST=node\[1- is not a list of hosts"):
+        open_store(Place(rank=1, count=2))
 
 
 def test_one_script_meets_several_times(tmp_path: Path) -> None:

@@ -152,10 +152,12 @@ def _levers(batch_size: int, longest: int) -> list[Row]:
         ("tf32", {"precision": "tf32"}),
         ("bf16", {"precision": "bf16"}),
         ("fp16", {"precision": "fp16"}),
+        ("fp8", {"precision": "fp8"}),
         ("compiled", {"execution": "compiled"}),
         ("accumulation", {"token_budget": micro * longest}),
         ("checkpointing", {"gradient_checkpointing": "full"}),
         ("every other layer", {"gradient_checkpointing": "every-2"}),
+        ("selective", {"gradient_checkpointing": "selective"}),
         ("activations offloaded", {"gradient_checkpointing": "offload"}),
         ("states offloaded", {"optimizer_offload": True}),
         ("updated in backward", _FREED),
@@ -164,6 +166,14 @@ def _levers(batch_size: int, longest: int) -> list[Row]:
         ("bf16 weights and states", {"precision": "bf16", **_SMALL}),
         ("Adafactor", {"optim": "adafactor"}),
         ("8-bit Adam", {"optim": "adamw_bnb_8bit"}),
+        ("paged 8-bit Adam", {"optim": "paged_adamw_8bit"}),
+        ("4-bit Adam", {"optim": "adamw_torch_4bit"}),
+        ("Lion", {"optim": "lion_32bit"}),
+        ("schedule-free AdamW", {"optim": "schedule_free_adamw"}),
+        ("LoRA", {"peft": "lora"}),
+        ("embeddings frozen", {"freeze": "embeddings"}),
+        ("weights streamed", {"stream_weights": "host", "execution": "eager"}),
+        ("expandable segments", {"allocator": "expandable"}),
         ("not packed", {"packing": "off"}),
     )
     fp32, found = {"precision": "fp32"}, [_ours("plain", {"precision": "fp32"}, PLAIN.key)]
@@ -286,6 +296,8 @@ def _with_needs(row: Row, on_gpu: bool) -> Row:
         need = "activations in host memory"
     elif settings.get("optimizer_offload"):
         need = "states in host memory"
+    elif settings.get("allocator", "default") != "default":
+        need = "segments of a GPU's memory"
     if on_gpu and row.side == "brimful" and "execution" not in settings:
         settings = {**settings, "execution": "captured"}
     return Row(side=row.side, name=row.name, settings=settings, base=row.base, needs_gpu=need)

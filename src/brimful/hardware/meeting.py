@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
 from brimful.core.errors import DeviceError, first_line, listed
-from brimful.core.place import Place
+from brimful.core.place import Place, find_address
 from brimful.hardware.asked import check_same
 from brimful.hardware.watch import Watch
 
@@ -39,11 +39,11 @@ def store_is_launchers() -> bool:
 
 
 def open_store(place: Place) -> Any:
-    """Return a connection to the store at MASTER_ADDR and MASTER_PORT.
+    """Return a connection to the store at `find_address`.
 
     Waits for whoever has the store, and for nobody else. Raises: DeviceError.
     """
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    host, port = find_address()
     if not port.isdigit() or not host:
         hint = "export MASTER_ADDR (the first host) and MASTER_PORT, or start them with torchrun"
         raise DeviceError(f"MASTER_ADDR={host} and MASTER_PORT={port} do not say where the processes meet", hint=hint)
@@ -99,10 +99,10 @@ def tell_failure(place: Place, error: Exception) -> None:
 
 def _store_is_there() -> bool:
     """Wait for the store, but not for long. torch would print stacks of its own where nobody comes."""
-    until = time.monotonic() + _WORD_S
+    (host, port), until = find_address(), time.monotonic() + _WORD_S
     while time.monotonic() < until:
-        with suppress(OSError, ValueError, KeyError):
-            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 1.0).close()
+        with suppress(OSError, ValueError):
+            socket.create_connection((host, int(port)), 1.0).close()
             return True
         time.sleep(_LOOK_S)
     return False
@@ -141,7 +141,7 @@ def _wait_for_all(store: Any, watch: Watch, place: Place, note: Callable[[str], 
             raise DeviceError(f"{_numbers(missing, place.count)} did not come in {waited_s / 60:.0f} min", hint=_HINT)
         if place.leads and waited_s > _PATIENCE_S and not told:
             told = True
-            note(f"waiting for {_numbers(missing, place.count)}, at {os.environ['MASTER_ADDR']}, for up to 10 min")
+            note(f"waiting for {_numbers(missing, place.count)}, at {find_address()[0]}, for up to 10 min")
         time.sleep(_LOOK_S)
 
 

@@ -21,14 +21,15 @@ _PACKAGES = ("brimful", "torch", "transformers", "tokenizers", "safetensors", "n
 def choose_device(asked: DeviceChoice, number: int = 0) -> torch.device:
     """The device that was asked for; for `auto` a GPU if there is one.
 
-    number: of this process on the machine, for the GPU of that number if it is not the first; it is made current.
+    number: of this process on the machine, for the GPU of that number if it is not the first; it is made current. Where
+    srun shows each task a GPU of its own, that is the first one that the task sees.
     Raises: DeviceError if a GPU was asked for and torch sees none, or not as many.
     """
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise no_gpu(torch.__version__, torch.version.cuda)
-    if number:
+    if number and not (os.environ.get("SLURM_GPUS_PER_TASK") == "1" and torch.cuda.device_count() == 1):
         if number >= (found := torch.cuda.device_count()):
             raise DeviceError(
                 f"process {number + 1} on this machine has no GPU: torch sees {found}",

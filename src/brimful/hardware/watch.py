@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from brimful.core.errors import RanksError, first_line, printable
+from brimful.core.place import find_address
 from brimful.hardware.pulse import Beat, Lost, Pulse, lost
 
 #: Seconds between two beats, of up to so many processes: more beat more slowly.
@@ -200,7 +201,7 @@ class Watch:
         return lost(beats, silent_s, self._count, broken=self.broken, hang_s=self.pulse.hang_s)
 
     def _silent_leader(self) -> Lost:
-        host = os.environ.get("MASTER_ADDR", "its host")
+        host = find_address()[0] or "its host"
         why = "has not answered since all processes met"
         return Lost(rank=0, of=self._count, why=why, host=host, device="unknown", step=0, phase="start")
 
