@@ -11,6 +11,7 @@ bitsandbytes. --rows lean: ours in the least memory, beside Trainer's plain row;
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,30 @@ def command_of(model: Path, output: Path, rows: str, budget_s: float, *, smoke: 
     return [sys.executable, "-m", "brimful", "bench", str(model), *flags]
 
 
+def flat(bench: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return each measured row of a bench with its figures beside one another, in bytes and samples/s."""
+    gpu, found = bench["workload"]["device"], list[dict[str, Any]]()
+    for each in bench["rows"]:
+        if (measured := each["measured"]) is None:
+            continue
+        peaks = measured["peak_bytes"]
+        found.append(
+            {
+                "row": each["row"]["name"],
+                "side": each["row"]["side"],
+                "samples_per_s": measured["samples_per_s"],
+                "peak_allocated_bytes": peaks["allocated"],
+                "peak_reserved_bytes": peaks["reserved"],
+                "nvml_bytes": measured["nvml_bytes"],
+                "nvml_training_bytes": peaks["nvml"],
+                "loss": measured["loss"],
+                "settings": each["row"]["settings"],
+                "gpu": gpu,
+            }
+        )
+    return found
+
+
 def main() -> int:
     """Measure what is left; the exit code of the command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -58,7 +83,11 @@ def main() -> int:
     asked = parser.parse_args()
     inputs = asked.inputs or Path(tempfile.gettempdir()) / "brimful-benchmark-guide-table"
     model = model_folder(inputs, smoke=asked.smoke)
-    return subprocess.call(command_of(model, asked.output, asked.rows, asked.budget_s, smoke=asked.smoke))
+    code = subprocess.call(command_of(model, asked.output, asked.rows, asked.budget_s, smoke=asked.smoke))
+    if (asked.output / "results.json").exists():
+        found = flat(json.loads((asked.output / "results.json").read_text("utf-8")))
+        (asked.output / "flat.json").write_text(json.dumps(found, indent=1), "utf-8")
+    return code
 
 
 if __name__ == "__main__":
