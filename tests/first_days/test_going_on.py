@@ -115,4 +115,8 @@ def test_a_model_of_a_checkpoint(brimful: Brimful, files: Files, tmp_path: Path)
     assert brimful(*again, "--overwrite").code == 0
     assert weights(tmp_path / "early") == weights(run / "model")
     assert "hint: it has 2, 4" in brimful("export", run, "--step", 3).err
+    for file in (run / "checkpoints").glob("step-*2/*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-10])
+    said = brimful("export", run, "--step", 2, "-o", tmp_path / "damaged")
+    assert (said.code, "hint: there are those of steps 4" in said.err) == (5, True), said.err
     assert "holds no run" in brimful("export", tmp_path / "early").err

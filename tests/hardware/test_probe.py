@@ -1,4 +1,4 @@
-"""Which device a process takes."""
+"""Choice of a process's device."""
 
 from __future__ import annotations
 

@@ -299,6 +299,14 @@ def test_a_config_file_says_it_all(tmp_path: Path) -> None:
     assert describe(str(file), config) == "lora r=5 lora_alpha=10 lora_dropout=0.0 on key"
 
 
+def test_a_folder_called_as_a_method_is_no_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lora").mkdir()  # the output of a run, perhaps
+    monkeypatch.chdir(tmp_path)
+    assert make_config(asked(peft="lora")).peft_type == "LORA"
+    with pytest.raises(OptionError, match=r"lora/adapter_config.json cannot be read"):
+        make_config(asked(peft="./lora"))
+
+
 def test_a_pooler_that_no_file_holds_is_trained_and_saved() -> None:
     model = FAMILIES["bert"].model()
     names = ("bert.pooler.dense.weight", "bert.pooler.dense.bias")

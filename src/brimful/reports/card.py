@@ -80,7 +80,8 @@ def _training(run: Run) -> str:
     options = "\n".join(f"| {name} | {_text(value)} |" for name, value in asked.items() if value is not None)
     levers = "\n".join(f"| {lever.name} | {_text(lever.value)} | {lever.arithmetic} |" for lever in run.recipe.levers)
     skipped = f", {run.skipped_steps} skipped as not finite" if run.skipped_steps else ""
-    done = f"{count_text(run.steps)} steps{skipped} in {seconds_text(run.train_s)} on {run.recipe.device}."
+    took = "" if run.train_s is None else f" in {seconds_text(run.train_s)}"
+    done = f"{count_text(run.steps)} steps{skipped}{took} on {run.recipe.device}."
     table = f"| hyperparameter | value |\n|---|---|\n{options}"
     ran = f"| how it ran | value | arithmetic |\n|---|---|---|\n{levers}"
     return f"## Training\n\n{done}\n\n{table}\n\n{ran}"

@@ -47,11 +47,16 @@ def export(options: ExportOptions, callbacks: Callbacks) -> Path:
     _check_output(output, folder, overwrite=options.overwrite)
     callbacks.stage(f"loading {run.model}")
     given = run.options
-    facts = inspect_model(
-        run.model,
-        trust_remote_code=bool(given.get("trust_remote_code")),
-        allow_pickle=bool(given.get("allow_pickle")),
-    )
+    try:
+        facts = inspect_model(
+            run.model,
+            trust_remote_code=bool(given.get("trust_remote_code")),
+            allow_pickle=bool(given.get("allow_pickle")),
+        )
+    except ModelError as error:
+        if "there is no folder" not in str(error) or Path(run.model).is_absolute():
+            raise
+        raise ModelError(str(error), hint="run this in the folder where the training was started") from error
     model = load_model(facts, run.labels, head="new" if facts.adapter is None else "kept", seed=0)
     wrapped = _choose_part(model, facts, run)
     _take_weights(model, checkpoint, run)
@@ -104,7 +109,12 @@ def _checkpoint(folder: RunFolder, run: Run, step: int | None, callbacks: Callba
             raise CheckpointError(
                 f"{path_text(folder.path)} has no checkpoint of step {step:,}", hint=f"it has {shown}"
             )
-        return load_checkpoint(checkpoint_path(folder.checkpoints, step))
+        try:
+            return load_checkpoint(checkpoint_path(folder.checkpoints, step))
+        except CheckpointError as error:
+            others = listed([f"{each:,}" for each in sorted(set(steps) - {step})])
+            hint = f"there are those of steps {others}" if others else "it is the only one; train again"
+            raise CheckpointError(str(error), hint=hint) from error
     newest, passed_over = newest_whole(folder.checkpoints, run.run)
     for line in passed_over:
         callbacks.warning(f"passed over: {line}")

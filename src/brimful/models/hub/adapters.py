@@ -99,9 +99,11 @@ def make_config(options: TrainOptions) -> Any:
 
 
 def config_file(asked: str) -> Path | None:
-    """Return the file that --peft names, None where it names a method."""
+    """Return the file that --peft names, None where it names a method: a folder of that name is a run's, perhaps."""
     path = Path(asked).expanduser()
-    path = path / CONFIG if path.is_dir() else path
+    inside = path / CONFIG
+    if inside.is_file() or (path.is_dir() and path.name != asked):
+        return inside
     return path if path.is_file() or path.suffix == ".json" else None
 
 
