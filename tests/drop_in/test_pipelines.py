@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -144,6 +145,8 @@ def test_generators_and_data_sets_are_answered_one_after_another(both: Make) -> 
     assert read == [0]
     next(answers)
     assert len(read) == 3
+    with pytest.raises(ValueError, match="inputs is a table of 1 columns"):
+        ours(pd.DataFrame({"text": ["a"]}))
     alone = iter(ours(iter_texts(), batch_size=1))
     assert len([next(alone) for _ in range(3)]) == 3
 

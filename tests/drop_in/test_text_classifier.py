@@ -325,6 +325,8 @@ def test_names_of_several_labels(columns: list[str], names: tuple[str, ...]) -> 
         (["a", "b"], "inconsistent numbers of samples"),
         (None, "requires y to be passed"),
         ([1.0, float("nan"), 0.0], "NaN"),
+        (["a", None, "b"], r"y\[1\] has no label \(None or NaN\)"),
+        (pd.Series(["a", float("nan"), None]), r"y\[1\] has no label \(None or NaN\), as 1 more have"),
         (pd.DataFrame([[0, 1], [1, 0], [1, 1]], columns=["a", "a"]), "y has several columns 'a'"),
     ],
 )

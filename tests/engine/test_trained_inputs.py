@@ -134,7 +134,7 @@ def test_columns_of_training_are_those_of_use(trained: tuple[Path, list[tuple[st
     assert json.loads((tmp_path / "out.jsonl").read_text())["num_tokens"] > 800
     other = write_csv(tmp_path / "other.csv", ("text",), [("the film",)])
     brimful.classify(run / "model", other, tmp_path / "other.jsonl", callbacks=heard, verify=0)
-    assert "the model was trained on 'title', which is not here" in "\n".join(heard.notes)
+    assert "the model was trained on 'title', which is not here: 'text' is read" in "\n".join(heard.warnings)
     long = write_csv(tmp_path / "long.csv", ("title",), [(rows[0][0] * 2,)])
     with pytest.warns(UserWarning, match=r"1 \(100.0 %\) of 1 rows was longer than 1,024 tokens"):
         brimful.classify(run / "model", long, tmp_path / "long.jsonl", verify=0)

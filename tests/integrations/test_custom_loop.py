@@ -190,7 +190,7 @@ def test_logits_on_the_way_change_nothing() -> None:
         ({"input_ids": [5] * 41}, "row 0 has 41 tokens, and max_length is 40"),
         ({"input_ids": [5, VOCABULARY]}, "row 0 has a token outside of the model's vocabulary of 99"),
         ({"attention_mask": [0, 1]}, "attention_mask of row 0 is not ones, then zeros"),
-        ({"labels": 3}, "labels are 3 to 3, and there are 3"),
+        ({"labels": 3}, "row 0 has the label 3, and the model has 3, from 0 to 2"),
         ({"labels": [1.0, 0.0, 0.0]}, "labels are not one integer a row"),
         ({"labels": None}, "row 0 has no labels"),
     ],

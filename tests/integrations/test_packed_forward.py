@@ -353,3 +353,8 @@ def _mixed(forward: Any, module: Any, states: Tensor) -> Tensor:
     """Half of the row before, as a mix-up of rows has it."""
     found: Tensor = forward(module, states)
     return 0.5 * found + 0.5 * found.roll(1, 0)
+
+
+def test_a_body_without_a_head_is_refused() -> None:
+    with pytest.raises(brimful.OptionError, match="BertModel has no head that gives classes"):
+        brimful.packed(FAMILIES["bert"].model().bert)

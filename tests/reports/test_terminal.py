@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import sys
 
 import pytest
 
@@ -190,3 +192,14 @@ def test_many_labels_are_cut_and_said(capsys: pytest.CaptureFixture[str]) -> Non
     assert "  label 19         19" in shown
     assert "  and 15 more labels" in shown
     assert shown[-2:] == ["  2 rows without text were left out", "  1 training row repeats another's text"]
+
+
+def test_a_reader_of_stderr_that_leaves_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        terminal = Terminal()
+        os.close(reading)
+        for number in range(3):
+            terminal.warning(f"warning {number}")
+        print("and a word of others", file=stderr, flush=True)

@@ -106,8 +106,9 @@ def run(arguments: list[str]) -> int:
 
 
 def _fail(message: str, hint: str, code: int) -> int:
-    print(f"error: {printable(message, 2000)}", file=sys.stderr)
-    print(f"hint: {printable(hint, 2000)}", file=sys.stderr)
+    with suppress(BrokenPipeError):  # the code says it, too
+        print(f"error: {printable(message, 2000)}", file=sys.stderr)
+        print(f"hint: {printable(hint, 2000)}", file=sys.stderr)
     return code
 
 

@@ -82,6 +82,10 @@ def _text(value: Any, place: int) -> str:
     )
 
 
+def _has_no_label(value: Any) -> bool:
+    return value is None or (isinstance(value, float | np.floating) and np.isnan(value)) or _is_missing(value)
+
+
 def _is_missing(value: Any) -> bool:
     return type(value).__name__ in ("NAType", "NaTType")
 
@@ -124,6 +128,11 @@ def given_labels(y: Any, num_rows: int) -> GivenLabels:
     if twice := next((name for name in columns or () if (columns or []).count(name) > 1), None):
         raise ArgumentError(f"y has several columns {printable(twice)!r}", hint="give each label a name of its own")
     y = y.toarray() if hasattr(y, "toarray") else y
+    listed = list(y) if hasattr(y, "__iter__") and columns is None else []
+    missing = [place for place, label in enumerate(listed) if _has_no_label(label)]
+    if missing and any(isinstance(label, str) for label in listed):  # of numbers scikit-learn says it
+        more = f", as {len(missing) - 1:,} more have" if len(missing) > 1 else ""
+        raise ArgumentError(f"y[{missing[0]}] has no label (None or NaN){more}", hint="leave the row out")
     with np.errstate(invalid="ignore"):  # of NaN, which is refused
         kind = type_of_target(y, input_name="y", raise_unknown=True)
     check_consistent_length(np.empty(num_rows), y)

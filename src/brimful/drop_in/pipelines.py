@@ -218,6 +218,8 @@ class _Pipeline:
             return Answers(inputs, answer, together=_MOST_TOGETHER if together != 1 else 1)
         if isinstance(inputs, Mapping) or not hasattr(inputs, "__iter__"):
             raise ArgumentError(f"inputs are {type(inputs).__name__}", hint="give a text, or a list of them")
+        if hasattr(inputs, "columns") and hasattr(inputs, "shape"):  # it would give the names of its columns
+            raise ArgumentError(f"inputs is a table of {len(inputs.columns)} columns", hint="give that of its texts")
         return answer(list(inputs))
 
     def _classifier_for(self, cut: Cut) -> Classifier:

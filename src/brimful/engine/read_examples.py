@@ -61,6 +61,8 @@ def read_examples(options: TrainOptions, callbacks: Callbacks, tables: Tables) -
     report_columns(columns, callbacks)
     space = detect_labels(rows, columns, options.task)
     _tell_labels(rows, columns, options.task, space, callbacks)
+    if options.missing_labels == "none" and space.task != "multi_label":
+        callbacks.warning("--missing-labels none is for several labels a row: here a row without one is an error")
     training, num_empty = make_examples(rows, columns, space, options.missing_labels)
     if options.missing_labels == "error" and (num_without := num_empty_labels(training)):
         callbacks.note(f"{no_label_text(num_without)}; --missing-labels drop leaves them out")

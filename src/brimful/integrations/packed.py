@@ -95,6 +95,9 @@ def _refuse_wrapped(model: Any) -> None:
     hint = "call brimful.packed first, then wrap or prepare what it returns"
     if hasattr(model, "_orig_mod") or type(model).__name__ in WRAPPERS:
         raise OptionError(f"the model is wrapped in {type(model).__name__} already", hint=hint)
+    if getattr(model, "base_model", None) is model:
+        said = f"{type(model).__name__} has no head that gives classes"
+        raise OptionError(said, hint="load it by AutoModelForSequenceClassification.from_pretrained")
     if "forward" in vars(model):
         raise OptionError("the model's forward was replaced already, as Accelerate's prepare does", hint=hint)
 

@@ -129,9 +129,9 @@ class RowReader:
             if labels.ndim > 1 or not np.issubdtype(labels.dtype, np.integer):
                 raise OptionError("labels are not one integer a row", hint=_TASK_HINT)
             if not 0 <= labels.min() <= labels.max() < outputs:
-                raise OptionError(
-                    f"labels are {labels.min()} to {labels.max()}, and there are {self.space.num_outputs}"
-                )
+                row = int(np.flatnonzero((labels < 0) | (labels >= outputs))[0])
+                said = f"row {row} has the label {labels[row]}, and the model has {outputs}, from 0 to {outputs - 1}"
+                raise OptionError(said, hint=_TASK_HINT)
             return labels.astype(np.int64)
         labels = labels.reshape(number, -1).astype(np.float32)
         if labels.shape[1] != outputs:

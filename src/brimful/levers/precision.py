@@ -50,6 +50,8 @@ class PrecisionLever(Lever):
     def choose(cls, assembly: Assembly) -> PrecisionLever:
         """Take the assembly's, which its device multiplies in; fp8 is bf16 beside a lever of its own."""
         precision, packing = assembly.precision, assembly.lever(Packing)
+        if assembly.training and precision.value == "fp16" and assembly.device.type == "cpu":
+            assembly.warn("--precision fp16 takes several times as long as fp32 on a CPU")
         return cls(
             value="bf16" if precision.value == "fp8" else precision.value,
             reason=precision.reason,

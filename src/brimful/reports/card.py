@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 from brimful.core.errors import printable
 from brimful.core.records import Run, TrainedInputs
@@ -42,9 +43,10 @@ def _head(run: Run, inputs: TrainedInputs) -> str:
             "An adapter of the peft library, for the model named in adapter_config.json. The tokenizer's\n"
             "`truncation=True` cuts"
         )
+    base = Path(run.model).name if Path(run.model).is_absolute() else run.model  # a place of this machine is no name
     return (
-        f"# {_text(run.model)}, fine-tuned\n\n{kind} that answers {task} {names}. Fine-tuned from"
-        f" {_code(run.model)} with brimful {run.machine.versions.get('brimful', '')}.\n\n"
+        f"# {_text(base)}, fine-tuned\n\n{kind} that answers {task} {names}. Fine-tuned from"
+        f" {_code(base)} with brimful {run.machine.versions.get('brimful', '')}.\n\n"
         f"```python\n{use} texts at {inputs.max_length:,} tokens, as in training; `brimful classify` does so by"
         " itself."
     )

@@ -7,7 +7,9 @@ them at 80 columns, so rows are aligned here.
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 import textwrap
 import time
 from collections.abc import Mapping
@@ -42,12 +44,23 @@ _MOST_LABELS = 20
 _WIDEST = 120
 
 
+class _Console(Console):
+    """A console on stderr whose reader may leave: the work goes on without a word."""
+
+    def on_broken_pipe(self) -> None:
+        """Write nothing from now on. rich would end the process."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
+
+
 class Terminal(Callbacks):
     """Callbacks that print a run for a person."""
 
     def __init__(self, *, in_notebook: bool = False) -> None:
         """in_notebook: the cell shows text, and one line of progress that is written over."""
-        self._console = Console(
+        self._console = _Console(
             stderr=True,
             highlight=False,
             soft_wrap=True,

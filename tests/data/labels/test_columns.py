@@ -78,6 +78,15 @@ def test_by_type_the_longest_text_and_the_fewest_distinct_values() -> None:
     assert columns.reasons["label"] == "the fewest distinct values, 2"
 
 
+def test_a_guessed_text_of_single_words_is_a_doubt() -> None:
+    dates = ["2025-01-28", "2025-01-29", "2025-02-01"]
+    (doubt,) = find_columns(rows_of(created=dates, kind=["x", "x", "y"])).doubts
+    assert doubt.startswith("'created' is taken for the text, and most of its values are single words; --text-column")
+    chinese = ["这部电影很好看", "这家餐厅太差了", "服务态度非常不错"]
+    assert find_columns(rows_of(created=chinese, kind=["x", "x", "y"])).doubts == ()
+    assert find_columns(rows_of(words=LONG, kind=["x", "y"])).doubts == ()
+
+
 def test_numbers_of_rows_and_texts_are_no_doubt_about_the_label() -> None:
     more = {"Unnamed: 0": [0, 1, 2, 3], "heading": ["one", "two", "three", "four"]}
     columns = find_columns(rows_of(**more, words=[*LONG, *LONG], kind=["x", "y", "x", "y"]), text="words")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -455,6 +456,12 @@ def children() -> set[int]:
         ((["a", "b"], ["x", "y"]), {}, "one argument without a name", "labels=..., second texts as pairs=..."),
         ((3,), {}, "texts is int: it must be a list of texts", "[text]"),
         ((b"a",), {}, "texts is bytes: it must be a list of texts", "[text]"),
+        (
+            (pd.DataFrame({"a": ["b"], "c": ["d"]}),),
+            {},
+            "texts is a table of 2 columns",
+            "brimful.classify(model, table)",
+        ),
         (([{"text": "a"}, "b"],), {}, "texts[1] is 'b'", "text_pair"),
         (([{"text": "a", "text_pair": "b"}, {"text": "c"}],), {}, "texts[1] is {'text': 'c'}", "text_pair"),
         (([{"text": "a", "pair": "b"}],), {}, "texts[0] is {'text': 'a', 'pair': 'b'}", "text_pair"),

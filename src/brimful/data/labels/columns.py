@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -94,16 +94,16 @@ def find_columns(
     if weight is not None:
         check_exists(rows, weight, "--weight-column")
     others = {*labels, *({weight} if weight else ())}
+    doubts: tuple[str, ...] = ()
     if text is None:
-        text, reasons["text"] = _find_text(rows, taken={*others, *({pair} if pair else ())})
+        text, reasons["text"], doubts = _find_text(rows, taken={*others, *({pair} if pair else ())})
     if pair is None and not is_single and (pair := _find_pair(rows, text, others)):
         reasons["pair"] = f"the pair of {text!r} by name"
     names = [*text_parts(rows.table.column_names, text), *(each for each in (pair, weight) if each is not None)]
     _check_roles([*names, *labels])
-    doubts: tuple[str, ...] = ()
     if need_labels and not labels:
-        found, reasons["label"], doubts = _find_label(rows, taken={*names})
-        labels = (found,)
+        found, reasons["label"], of_label = _find_label(rows, taken={*names})
+        labels, doubts = (found,), (*doubts, *of_label)
     return Columns(text=text, pair=pair, labels=labels, reasons=reasons, doubts=doubts, weight=weight)
 
 
@@ -147,23 +147,37 @@ def check_exists(rows: Rows, name: str, flag: str) -> None:
     raise DataError(f"{flag}: there is no such column", file=rows.name, value=name, hint=meant + _available(rows))
 
 
-def _find_text(rows: Rows, taken: Collection[str]) -> tuple[str, str]:
-    """Name and reason of the column with the text, or with the first text of a pair."""
+def _find_text(rows: Rows, taken: Collection[str]) -> tuple[str, str, tuple[str, ...]]:
+    """Name, reason and doubts of the column with the text, or with the first text of a pair."""
     texts = _text_columns(rows, taken)
     partners = {key_of(name) for name in taken}
     if "text" not in texts:
         for first, second in PAIRS:
             if first in texts and (second in texts or second in partners):
-                return texts[first], f"the first of a pair with {second!r} by name"
+                return texts[first], f"the first of a pair with {second!r} by name", ()
     for name in TEXTS:
         if name in texts:
-            return texts[name], "by name"
+            return texts[name], "by name", ()
     columns = {name: rows.table[name].slice(0, _SAMPLE_ROWS) for name in texts.values()}
     lengths = {name: pc.mean(pc.utf8_length(c)).as_py() or 0.0 for name, c in columns.items() if not _is_numeric(c)}
     if not lengths:
         raise DataError("no column holds text", file=rows.name, hint=f"name it by --text-column; {_available(rows)}")
     longest = max(lengths, key=lambda name: lengths[name])
-    return longest, f"the longest text, {lengths[longest]:.0f} characters on average"
+    reason = f"the longest text, {lengths[longest]:.0f} characters on average"
+    return longest, reason, tuple(_doubts_of_text(rows, longest, columns[longest]))
+
+
+def _doubts_of_text(rows: Rows, name: str, column: pa.ChunkedArray) -> Iterator[str]:
+    """A guessed column of single words, such as dates, names or codes, is hardly the text. Not all scripts have
+    spaces, so other letters than ASCII's are no sign of that."""
+    is_word = pc.and_(pc.string_is_ascii(column), pc.invert(pc.match_substring(pc.utf8_trim_whitespace(column), " ")))
+    share = pc.mean(is_word.cast(pa.float32())).as_py()
+    if share is None or share <= 0.5:
+        return
+    within = [printable(each) for each in field_names(rows.table.schema) if each not in rows.table.column_names]
+    meant = f", as {listed(within, 3)}" if within else ""
+    said = f"'{printable(name)}' is taken for the text, and most of its values are single words"
+    yield f"{said}; --text-column names another{meant}"
 
 
 def _find_pair(rows: Rows, text: str, taken: Collection[str]) -> str | None:

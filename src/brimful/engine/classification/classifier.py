@@ -351,6 +351,9 @@ def _listed(name: str, texts: Any) -> list[Any]:
         return list(texts.to_pylist())
     if isinstance(texts, bytes | Mapping) or not hasattr(texts, "__iter__"):
         raise OptionError(f"{name} is {type(texts).__name__}: it must be a list of texts", hint="classifier([text])")
+    if hasattr(texts, "columns") and hasattr(texts, "shape"):  # a table would give the names of its columns
+        hint = "give the column of its texts, or the whole to brimful.classify(model, table)"
+        raise OptionError(f"{name} is a table of {len(texts.columns)} columns: it must be a list of texts", hint=hint)
     return list(texts)
 
 

@@ -132,6 +132,7 @@ class Reading:
             columns = find_columns(
                 sample, text=options.text_column, pair=options.pair_column, label=labels, need_labels=False
             )
+            doubt = next(iter(columns.doubts), None)
         if options.labels is not None:
             reasons = {role: why for role, why in columns.reasons.items() if role != "pair"}
             if columns.pair is not None and options.text_column is None:
@@ -208,9 +209,10 @@ def _columns_as_in_training(
         pair, reasons["pair"] = inputs.pair_column, "as in training"
     found = find_columns(sample, text=text, pair=pair, need_labels=False)
     reasons = {role: reasons.get(role, why) for role, why in found.reasons.items()}
-    if reasons["text"] not in ("given", "as in training"):
-        reasons["text"] += f"; the model was trained on {printable(inputs.text_column)!r}, which is not here"
     doubt = None
+    if reasons["text"] not in ("given", "as in training"):
+        said = f"the model was trained on {printable(inputs.text_column)!r}, which is not here"
+        doubt = f"{said}: {printable(found.text)!r} is read; --text-column names another"
     if inputs.pair_column is None and found.pair is not None:
         if options.pair_column is None:
             reasons.pop("pair")

@@ -201,6 +201,9 @@ def _go_on_longer(
     steps_before = num_steps_before(before, prepared.order.batches_per_epoch)
     if (longer := length_note(prepared.num_steps, steps_before, options.lr_scheduler_type)) is not None:
         callbacks.note(longer)
+    done = max(saved_steps(folder.checkpoints), default=0)
+    if before.status != "finished" and prepared.num_steps < done:
+        callbacks.warning(f"{done:,} steps are done, and {prepared.num_steps:,} are asked for: none is left to make")
 
 
 def _is_finished(run: Run | None, path: Path, prepared: Prepared) -> bool:
