@@ -38,5 +38,5 @@ def test_labels_agree_with_fp32_no_less_than_those_of_the_plain_model(
     errors = [difference(found_NC, exact_NC) for found_NC in (ours_NC, theirs_NC)]
     print(f"{precision}, {execution}, ours and theirs: labels of fp32 {agreed}, logits off by {errors}")
     assert errors[0] <= errors[1]
-    assert agreed[0] >= agreed[1] - 2 / len(texts)  # logits that are nearer may still fall on the other side of a tie
+    assert agreed[0] >= agreed[1]
     assert (margins_N[ours_N != labels_N] < TOLERANCES[precision].answers).all()

@@ -88,4 +88,4 @@ def test_less_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
         outcomes(step, source(8192, batch_size=1, typical_length=60), 4)
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del step
-    assert peaks[3] < 0.85 * peaks[2]  # states of the table of words are there
+    assert peaks[3] < 0.7 * peaks[2]

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from brimful.core.errors import ArgumentError, printable
 from brimful.data.labels.label_columns import parse_numbers
+from brimful.data.readers.in_memory import is_table
 
 TEXT, PAIR, LABEL, WEIGHT = "text", "text_pair", "label", "weight"
 #: A whole number with a fraction of zeros, which is the same label as without.
@@ -62,7 +63,7 @@ def _rows(X: Any) -> list[Any]:
         raise ArgumentError("X is one text", hint="give a list of texts: [text]")
     if hasattr(X, "tocsr"):
         raise ArgumentError("X is a sparse matrix of numbers", hint="give the texts: no vectorizer goes before this")
-    if hasattr(X, "columns") and hasattr(X, "shape"):
+    if is_table(X):
         columns = [list(X[name]) for name in X.columns]
         return list(zip(*columns, strict=True)) if columns else []
     if hasattr(X, "to_pylist"):
@@ -75,19 +76,16 @@ def _rows(X: Any) -> list[Any]:
 def _text(value: Any, place: int) -> str:
     if isinstance(value, str):
         return str(value)
-    if value is None or (isinstance(value, float | np.floating) and np.isnan(value)) or _is_missing(value):
+    if _is_missing(value):
         raise ArgumentError(f"X[{place}] has no text", hint="leave the row out, or give it the text ''")
     raise ArgumentError(
         f"X[{place}] is no text: it is of type {printable(type(value).__name__)}", hint="each is a str, or two of them"
     )
 
 
-def _has_no_label(value: Any) -> bool:
-    return value is None or (isinstance(value, float | np.floating) and np.isnan(value)) or _is_missing(value)
-
-
 def _is_missing(value: Any) -> bool:
-    return type(value).__name__ in ("NAType", "NaTType")
+    is_nan = isinstance(value, float | np.floating) and bool(np.isnan(value))
+    return value is None or is_nan or type(value).__name__ in ("NAType", "NaTType")
 
 
 @dataclass(frozen=True)
@@ -124,12 +122,12 @@ def given_labels(y: Any, num_rows: int) -> GivenLabels:
         raise ArgumentError(
             "TextClassifier requires y to be passed, but the target y is None", hint="fit(texts, labels)"
         )
-    columns = [str(name) for name in y.columns] if hasattr(y, "columns") and hasattr(y, "shape") else None
+    columns = [str(name) for name in y.columns] if is_table(y) else None
     if twice := next((name for name in columns or () if (columns or []).count(name) > 1), None):
         raise ArgumentError(f"y has several columns {printable(twice)!r}", hint="give each label a name of its own")
     y = y.toarray() if hasattr(y, "toarray") else y
     listed = list(y) if hasattr(y, "__iter__") and columns is None else []
-    missing = [place for place, label in enumerate(listed) if _has_no_label(label)]
+    missing = [place for place, label in enumerate(listed) if _is_missing(label)]
     if missing and any(isinstance(label, str) for label in listed):  # of numbers scikit-learn says it
         more = f", as {len(missing) - 1:,} more have" if len(missing) > 1 else ""
         raise ArgumentError(f"y[{missing[0]}] has no label (None or NaN){more}", hint="leave the row out")

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from brimful.api import Classifier
 from brimful.core.callbacks import PythonWarnings, warn_caller
 from brimful.core.errors import ArgumentError, printable
+from brimful.data.readers.in_memory import is_table
 from brimful.drop_in.model_files import Parts, model_folder, tokenizer_settings
 from brimful.drop_in.models_in_memory import NotHere
 from brimful.drop_in.pipeline_calls import (
@@ -218,7 +219,7 @@ class _Pipeline:
             return Answers(inputs, answer, together=_MOST_TOGETHER if together != 1 else 1)
         if isinstance(inputs, Mapping) or not hasattr(inputs, "__iter__"):
             raise ArgumentError(f"inputs are {type(inputs).__name__}", hint="give a text, or a list of them")
-        if hasattr(inputs, "columns") and hasattr(inputs, "shape"):  # it would give the names of its columns
+        if is_table(inputs):  # it would give the names of its columns
             raise ArgumentError(f"inputs is a table of {len(inputs.columns)} columns", hint="give that of its texts")
         return answer(list(inputs))
 

@@ -221,7 +221,7 @@ def _step(assembly: Assembly, execution: LayoutModel, layout: Layout, task: Task
 
 def _peers(update: Update, ranks: Ranks) -> Peers:
     """Return the peers of an update by parts. Raises: OptionError where there are none."""
-    peers, why = None, "they are for weights that our kernels update by parts, --sharding states"
+    peers, why = None, "it is for weights that our kernels update by parts, on GPUs with --sharding states"
     if isinstance(update, FusedShardedAdamW):
         peers, why = peers_of(ranks, update.device)
     if peers is None:

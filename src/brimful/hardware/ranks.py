@@ -137,7 +137,8 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            self._failed = not (agreed and isinstance(error, MemoryFullError) and error.resumable)
+            if not (agreed and isinstance(error, MemoryFullError) and error.resumable):
+                self._failed = True
             raise
 
     def spread(self, text: str = "") -> str:

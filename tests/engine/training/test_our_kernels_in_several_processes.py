@@ -16,8 +16,11 @@ from brimful.engine import first_batch
 from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
 from brimful.levers import optimizer, sharding
 from brimful.step.step import Step
+from engine.training import test_sharded_training
 from engine.training.test_several_processes import start, words
-from runs import events, save_tiny_model, single_label_rows, write_rows
+from runs import events
+
+files = test_sharded_training.files  # a fixture
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -27,14 +30,6 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels are chosen, and interpreted."""
     for module in (optimizer, sharding):
         monkeypatch.setattr(module, "can_fuse", lambda *_: True)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("parts")
-    save_tiny_model(folder / "model", dropout=0.0)
-    write_rows(folder / "rows.jsonl", single_label_rows(75))
-    return folder
 
 
 def asked(files: Path, output: Path, *more: str) -> list[str]:

@@ -33,6 +33,11 @@ def is_in_memory(data: object) -> bool:
     return data is not None and not isinstance(data, (str, bytes)) and not hasattr(data, "__fspath__")
 
 
+def is_table(given: object) -> bool:
+    """True for a DataFrame or another table: a loop over it gives its columns or their names, and no row."""
+    return hasattr(given, "columns") and hasattr(given, "shape")
+
+
 def splits_of(data: Any) -> tuple[Any, Any]:
     """Data to train and to evaluate on, of a mapping of splits such as a DatasetDict; (data, None) of anything else."""
     if not isinstance(data, Mapping) or not all(hasattr(part, "with_format") for part in data.values()) or not data:

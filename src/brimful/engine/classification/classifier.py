@@ -20,6 +20,7 @@ from brimful.core.cores import num_cores
 from brimful.core.errors import DataError, OptionError, encodes, printable
 from brimful.core.options.classify import ClassifyOptions
 from brimful.core.records import LabelSpace, Recipe
+from brimful.data.readers.in_memory import is_table
 from brimful.data.tokens.encoder import OTHER_TOKENIZER, Encoder
 from brimful.data.tokens.token_stream import TokenStream, choose_workers
 from brimful.engine.classification.request import (
@@ -351,7 +352,7 @@ def _listed(name: str, texts: Any) -> list[Any]:
         return list(texts.to_pylist())
     if isinstance(texts, bytes | Mapping) or not hasattr(texts, "__iter__"):
         raise OptionError(f"{name} is {type(texts).__name__}: it must be a list of texts", hint="classifier([text])")
-    if hasattr(texts, "columns") and hasattr(texts, "shape"):  # a table would give the names of its columns
+    if is_table(texts):  # a table would give the names of its columns
         hint = "give the column of its texts, or the whole to brimful.classify(model, table)"
         raise OptionError(f"{name} is a table of {len(texts.columns)} columns: it must be a list of texts", hint=hint)
     return list(texts)

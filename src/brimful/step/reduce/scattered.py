@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,8 +107,8 @@ class OwnParts(Reduction):
 
         return end
 
-    def spread(self, memory: Tensor, bucket: Bucket) -> None:
-        """Send this process's part of a bucket in `memory` to all, beside what is launched from now on."""
+    def spread(self, memory: Any, bucket: Bucket) -> None:
+        """Send this process's part of a bucket in `memory`, a tensor, to all, beside what is launched from now on."""
         whole, part = memory[bucket.part], memory[own_part(bucket, self.ranks)]
         if self._stream is None:
             self.ranks.begin_gather(whole, part.clone())()
@@ -154,8 +155,8 @@ class PeerParts(OwnParts):
             own.add_(each)
         return _at_once
 
-    def put(self, memory: PeerMemory, bucket: Bucket) -> None:
-        """Put this process's part of a bucket into the others' memory, beside what is launched from now on."""
+    def spread(self, memory: Any, bucket: Bucket) -> None:
+        """As `OwnParts` has it: put this process's part of a bucket into the others' `memory`, a `PeerMemory`."""
         part = own_part(bucket, self.ranks)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())

@@ -49,11 +49,14 @@ class FusedShardedAdamW(FusedAdamW):
         self._prepare_buckets()
         beside: dict[str, Any] = {"overlap": overlap, "side_stream": self.side_stream}
         self._sums: OwnParts
+        self._copies_sent: Tensor | PeerMemory
+        self._masters_sent: Tensor | PeerMemory
         if self.peers is None:
             self.prepare_gathering()
             assert self._sum is not None
             sent = (self._buckets, self._sum, self._gather_bucket)
             self._sums = OwnParts(ranks, self.parameters, *sent, half=half, **beside)
+            self._copies_sent, self._masters_sent = self._copy, self._master
         else:
             gradients = self._move_to_peers(self.peers)
             fetched = (self._buckets, gradients, self._gather_bucket)
@@ -78,11 +81,10 @@ class FusedShardedAdamW(FusedAdamW):
         weights, and masters."""
         gradients = peers.zeros(len(self._master), torch.float32)
         self._sum = gradients.own
-        self._copies_there = peers.zeros(len(self._copy), self._copy.dtype)
-        self._copy = self._copies_there.own
-        self._masters_there = peers.zeros(len(self._master), torch.float32)
-        self._masters_there.own.copy_(self._master)
-        self._master = self._masters_there.own
+        copies, masters = peers.zeros(len(self._copy), self._copy.dtype), peers.zeros(len(self._master), torch.float32)
+        masters.own.copy_(self._master)
+        self._copies_sent, self._masters_sent = copies, masters
+        self._copy, self._master = copies.own, masters.own
         self._place_parameters()
         return gradients
 
@@ -120,17 +122,10 @@ class FusedShardedAdamW(FusedAdamW):
         # Tables of words, which are sent in fp32, come first: the link then rests at no time.
         for bucket, update in reversed(list(zip(self._buckets, updates, strict=True))):
             update.run()
-            self._send(bucket, copies=self._is_copied(bucket))
+            self._sums.spread(self._copies_sent if self._is_copied(bucket) else self._masters_sent, bucket)
         self._sums.wait_for_spread()
         self._rescale(self._control[0])
         return readings
-
-    def _send(self, bucket: Bucket, *, copies: bool) -> None:
-        """Send this process's part of a bucket's masters, or of their copies, to all."""
-        if isinstance(self._sums, PeerParts):
-            self._sums.put(self._copies_there if copies else self._masters_there, bucket)
-        else:
-            self._sums.spread(self._copy if copies else self._master, bucket)
 
     def _tell(self) -> None:
         """Sum squares, the loss, and which parameters are used, over processes."""
@@ -166,7 +161,7 @@ class FusedShardedAdamW(FusedAdamW):
     def collect(self) -> None:
         """As `Update` has it: masters of all parts."""
         for bucket in self._buckets:
-            self._send(bucket, copies=False)
+            self._sums.spread(self._masters_sent, bucket)
         self._sums.wait_for_spread()
 
     def alike(self) -> Collection[Tensor]:
