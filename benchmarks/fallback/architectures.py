@@ -15,6 +15,14 @@ _BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
 _BART = {"d_model": 768, "encoder_layers": 6, "decoder_layers": 6, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072}
 _BART |= {"encoder_attention_heads": 12, "decoder_attention_heads": 12}
 _DECODER = {**_BASE, "num_key_value_heads": 4, "head_dim": 64}
+#: Of decoders with experts or with states, which transformers runs token by token where their own kernels are missing.
+_MIXED = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+_MIXED |= {"intermediate_size": 1024}
+_EXPERTS = {"num_experts_per_tok": 2}
+_HYBRID = {"head_dim": 64, "layer_types": ["linear_attention", "full_attention"] * 2}
+_HYBRID |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+_HYBRID |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+_INNER_MIXED = _MIXED | {"head_dim": 64, "vocab_size": 30522}
 UNPACKED: dict[str, dict[str, Any]] = {
     "big_bird": {},
     "t5": {},
@@ -33,6 +41,28 @@ UNPACKED: dict[str, dict[str, Any]] = {
     "squeezebert": {},
     "mobilebert": {},
     "flaubert": {"emb_dim": 768, "n_layers": 12, "n_heads": 12},
+    "mvp": _BART,
+    "lilt": {},
+    "layoutlmv3": {},
+    "ibert": {},
+    "tapas": {},
+    "canine": {},
+    "bigbird_pegasus": _BART,
+    "doge": _DECODER,
+    "gpt_oss": _MIXED | _EXPERTS | {"head_dim": 64, "num_local_experts": 4},
+    "phimoe": _MIXED | _EXPERTS | {"num_local_experts": 4},
+    "qwen3_5_text": _MIXED | _HYBRID,
+    "qwen3_next": _MIXED
+    | _HYBRID
+    | _EXPERTS
+    | {"num_experts": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256},
+    "t5gemma": {"encoder": _INNER_MIXED, "decoder": _INNER_MIXED | {"cross_attention_hidden_size": 512}},
+    "minimax": _MIXED | _EXPERTS | {"head_dim": 64, "num_local_experts": 4},
+    "jamba": _MIXED | _EXPERTS | {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba": _MIXED | {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": _MIXED | {"layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 16},
+    "yoso": {},
+    "mra": {},
 }
 PACKED: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in ("bert", "roberta", "distilbert", "electra", "albert", "modernbert", "mpnet", "gpt2")},

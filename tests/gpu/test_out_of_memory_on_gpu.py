@@ -99,7 +99,7 @@ def test_wherever_it_runs_out_training_learns_the_same(
         where += [found.where for found in run.out_of_memory]
         assert all(found.tokens_after <= found.tokens_before for found in run.out_of_memory)
         np.testing.assert_allclose(losses(tmp_path / str(number)), expected, rtol=LOSS)
-        if execution == "captured" and share < 0.6:
+        if execution == "captured" and share < 0.6 and run.out_of_memory:
             assert run.compilations.captured > 0  # again, after what was captured before was freed
     assert len(where) >= (4 if execution == "eager" else 2)  # a graph allocates nothing, and checks begin again
 
