@@ -4,7 +4,7 @@
 
 CHECKOUT is a source checkout of transformers, whose scripts are read there and changed in a temporary folder. FOLDER
 holds another version of transformers, as `pip install --target` makes it. Needs `evaluate` and no network, and runs on
-a CPU. Runs that are in the raw log are not run again. README.md says how to read the table.
+a CPU, with --gpu on a GPU. Runs that are in the raw log are not run again. README.md says how to read the table.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def run(work: Work, side: str, seed: int, version: str, arguments: argparse.Name
         for name, split in (("train_file", "train"), ("validation_file", "validation"), ("test_file", "test")):
             if work.uses_trainer or split != "test":
                 command += [f"--{name}", str(here / "data" / f"{work.data}-{split}.json")]
-        command += [*work.arguments, "--seed", str(seed)]
+        given = list(work.arguments)
+        if arguments.gpu and work.uses_trainer:
+            del given[(at := given.index("--use_cpu")) : at + 2]
+        command += [*given, "--seed", str(seed)]
         began = time.monotonic()
         with (here / "log").open("w+") as log:
             process = subprocess.Popen(
@@ -69,8 +72,8 @@ def _environment(here: Path, version: str, arguments: argparse.Namespace) -> dic
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
     folders = [arguments.paths[version]] if version in arguments.paths else []
     path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | offline | {
-        "PYTHONPATH": path, "HF_HOME": str(here / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": "",
+    return os.environ | offline | ({} if arguments.gpu else {"CUDA_VISIBLE_DEVICES": ""}) | {
+        "PYTHONPATH": path, "HF_HOME": str(here / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1",
         "XDG_CACHE_HOME": str(here / "cache"),
     }  # fmt: skip
 
@@ -133,6 +136,7 @@ def _compared(work: Work, sides: dict[str, list[dict[str, Any]]]) -> dict[str, A
         "means": means,
         "within": _within(means, spread, high - low) if len(values["stock"]) > 1 else None,
         "cpu_s": {side: statistics.median(r["cpu_s"] for r in sides[side]) for side in SIDES},
+        "wall_s": {side: statistics.median(r["wall_s"] for r in sides[side]) for side in SIDES},
         "train_runtime": {
             side: statistics.median(r["metrics"].get("train_runtime", 0.0) for r in sides[side]) for side in SIDES
         },
@@ -148,18 +152,19 @@ def _within(means: dict[str, float], spread: float, width: float) -> bool:
 def table(rows: list[dict[str, Any]]) -> str:
     """The comparison as Markdown."""
     lines = [
-        "| transformers | script | metric | stock, by seed | brimful, by seed | files, log keys | CPU s |",
-        "|---|---|---|---|---|---|---|",
+        "| transformers | script | metric | stock, by seed | brimful, by seed | files, log keys | CPU s | wall s |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if row["failed"] or "values" not in row:
-            lines.append(f"| {row['version']} | {row['script']} ({row['work']}) | {row['failed']} failed | | | | |")
+            lines.append(f"| {row['version']} | {row['script']} ({row['work']}) | {row['failed']} failed | | | | | |")
             continue
         same = all(row[name] for name in ("same_files", "same_log_keys", "same_metric_names", "same_predicted"))
         values = [" ".join(f"{value:.3f}" for value in row["values"][side]) for side in SIDES]
         lines.append(
             f"| {row['version']} | {row['script']} ({row['work']}) | {row['metric']} | {values[0]} | {values[1]} | "
-            f"{'the same' if same else 'DIFFER'} | {row['cpu_s']['stock']:.0f}, {row['cpu_s']['brimful']:.0f} |"
+            f"{'the same' if same else 'DIFFER'} | {row['cpu_s']['stock']:.0f}, {row['cpu_s']['brimful']:.0f} | "
+            f"{row['wall_s']['stock']:.1f}, {row['wall_s']['brimful']:.1f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -204,6 +209,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--versions", nargs="+", help="of `installed` and names of --path; all by default")
     parser.add_argument("--share", type=float, default=1.0, help="of the rows, where time is short")
+    parser.add_argument("--gpu", action="store_true", help="leave the GPU visible")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments = parser.parse_args()
     arguments.paths = dict(each.split("=", 1) for each in arguments.path)

@@ -70,6 +70,8 @@ PACKED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llama", "mistral", "qwen3", "gemma2"), _DECODER),
 }
 ARCHITECTURES = UNPACKED | PACKED
+#: Of those that cannot run in bf16 on a GPU: FNet's transform has no half precision there.
+PRECISIONS = {"fnet": "tf32"}
 SHAPES = ("short", "mixed", "dense")
 SIZES = ("base", "small", "smoke")
 #: Width, layers, heads and inner width of sizes below base; 0 keeps a configuration's own.

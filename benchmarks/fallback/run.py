@@ -21,7 +21,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "training"))
 
-from architectures import ARCHITECTURES, SHAPES, SIZES, UNPACKED, Work, make_inputs
+from architectures import ARCHITECTURES, PRECISIONS, SHAPES, SIZES, UNPACKED, Work, make_inputs
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
 from settings import BASE
 
@@ -49,7 +49,8 @@ def architecture(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> I
     for work in works:
         make_inputs(inputs, work, load_tokenizer(tokenizer, smoke=False))
     sides = [("brimful", {"batch_size": 32, "precision": plan["precision"], "execution": "auto"})]
-    sides += [("hf", settings) for settings in _HF_SETTINGS if plan["compile"] or settings["compile"] is None]
+    kept = [settings for settings in _HF_SETTINGS if plan["compile"] or settings["compile"] is None]
+    sides += [("hf", settings | {"precision": plan["precision"]}) for settings in kept]
     if not torch.cuda.is_available():
         sides = [(side, settings) for side, settings in sides if not settings.get("workers")] * plan["repeats"]
     for side, settings in sides:
@@ -202,7 +203,7 @@ def _measure(session: Session, model: str) -> None:
     say(model)
     plan = {"work": model, "scale": arguments.size, "shapes": arguments.shapes, "compile": arguments.compile}
     plan |= {"packed_too": arguments.packed_too, "repeats": arguments.repeats, "threads": arguments.threads}
-    plan |= {"precision": "auto" if arguments.cpu else "bf16"}
+    plan |= {"precision": "auto" if arguments.cpu else PRECISIONS.get(model, "bf16")}
     result = session.child(plan, arguments.timeout_s)
     for found in result.pop("found"):
         session.add(kind="row", work=model, **found)
@@ -212,7 +213,7 @@ def _measure(session: Session, model: str) -> None:
 
 
 def _arguments() -> Namespace:
-    parser = parser_of("Classifiers that are not packed, by Trainer and by brimful.", UNPACKED, timeout_s=200.0)
+    parser = parser_of("Classifiers that are not packed, by Trainer and by brimful.", UNPACKED, timeout_s=320.0)
     parser.add_argument("--only", nargs="+", choices=list(ARCHITECTURES), help="these model types instead of all")
     parser.add_argument("--share", help="I/N: every Nth model type from the Ith on, for N calls on N GPUs")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["short", "dense"], help="lengths of texts")

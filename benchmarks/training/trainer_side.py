@@ -136,7 +136,8 @@ def train_rounds(
     )
     mode = settings["compile"]
     _fix_shapes(wanted=mode is not None and settings["padding"] in ("buckets", "max_length"))
-    fast = {"bf16": True, "tf32": True} if cuda else {"use_cpu": True}
+    half = settings.get("precision", "bf16") == "bf16"
+    fast = {"bf16": half, "tf32": True} if cuda else {"use_cpu": True}
     if workers:
         fast |= {"dataloader_persistent_workers": True}
     arguments = TrainingArguments(

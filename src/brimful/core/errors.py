@@ -6,6 +6,7 @@
     │   │   └── ArgumentError     2    one of an estimator or a pipeline: also a ValueError
     │   ├── DataError             2    rows, columns, labels, files of text
     │   ├── ModelError            2    weights, configuration, tokenizer
+    │   │   └── HalfPrecisionError 2   the model's own code has no half precision
     │   ├── OutputError           2    the output folder, or the disk under it
     │   └── DeviceError           2    a device that is not there or cannot do it
     ├── NonFiniteError            3    training stopped after too many non-finite steps
@@ -130,6 +131,10 @@ class DataError(InputError):
 
 class ModelError(InputError):
     """Weights, configuration or tokenizer of a model."""
+
+
+class HalfPrecisionError(ModelError):
+    """The model's own code does something that has no half precision on this device."""
 
 
 class OutputError(InputError):

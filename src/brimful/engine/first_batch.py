@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import printable
+from brimful.core.errors import HalfPrecisionError, printable
 from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.records import FirstBatch
@@ -32,7 +32,7 @@ from brimful.engine.plain_pass import Rows, plain
 from brimful.engine.prepare import Prepared
 from brimful.hardware.memory import is_out_of_memory, release_unused
 from brimful.hardware.ranks import ALONE, Ranks
-from brimful.levers.precision import choose_precision
+from brimful.levers.precision import choose_precision, supports
 from brimful.step.precision import Precision
 from brimful.step.step import Probed
 
@@ -51,12 +51,24 @@ def checked(
     """Assemble a run whose first batch is the plain model's, on slower paths where it must be, and say so.
 
     make: assembles with options, a precision, and whether padded rows must have eager attention. made: what it made
-    with the options that were asked for, if it did already.
+    with the options that were asked for, if it did already. Raises: HalfPrecisionError unless the precision is `auto`.
     """
     eager, fallbacks = False, tuple[str, ...]()
     while True:
-        made = made or make(options, precision, eager)
-        found = replace(compare(made, rows), fallbacks=fallbacks)
+        try:
+            made = made or make(options, precision, eager)
+            found = replace(compare(made, rows), fallbacks=fallbacks)
+        except HalfPrecisionError as refusal:
+            if options.precision != "auto":
+                raise
+            options, precision = _wider(options, precision.device)
+            callbacks.warning(said := f"{refusal}; {precision.value} runs")
+            fallbacks = (*fallbacks, said)
+            if made is not None:
+                made.step.release(together=False)
+            made = None
+            _give_back()
+            continue
         if found.passed is not False or eager:
             _tell(found, callbacks)
             return made, found
@@ -67,9 +79,20 @@ def checked(
         options, precision, eager, _ = slower
         made.step.release(together=False)
         made = None
-        gc.collect()  # graphs, and a copy of the weights
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _give_back()
+
+
+def _wider(options: TrainOptions, device: torch.device) -> tuple[TrainOptions, Precision]:
+    """Options and precision of a model that has no half precision here."""
+    options = replace(options, precision="tf32" if supports("tf32", device).ok else "fp32")
+    return options, choose_precision(options.precision, device)
+
+
+def _give_back() -> None:
+    """Give back the memory of what was assembled: its graphs, and a copy of the weights."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def checked_build(
@@ -132,7 +155,7 @@ def compare(made: Assembled, rows: Rows) -> FirstBatch:
     """Compare the step of an assembled run with the plain model. passed is None where there is nothing to hold it to:
     memory does not suffice for one row, or the plain model differs from itself.
 
-    Where memory runs out, by the plain model or by the step, half of the rows are compared.
+    Where memory runs out, by the plain model or by the step, half of the rows are compared. Raises: HalfPrecisionError.
     """
     began, device = time.perf_counter(), made.step.device
     rows = rows.some(device.type)
@@ -180,6 +203,8 @@ def _compared(made: Assembled, rows: Rows) -> FirstBatch | None:
             again = plain(made, rows, choose_precision("fp32", device))
             if _errors(again, expected, device)[1] > TOLERANCES["fp32"].step:
                 found = replace(found, passed=None, reason="the plain model differs from itself from pass to pass")
+    except HalfPrecisionError:
+        raise
     except _StepError as failure:
         return replace(found, passed=False, reason=f"it ended in {failure}")
     except Exception as failure:  # memory, or a model's own code: if it is the step's too, the run will say so
@@ -192,9 +217,12 @@ class _StepError(Exception):
 
 
 def _probed(made: Assembled, batch: Batch) -> Probed:
-    """Losses and gradient of the step. Raises: _StepError for a failure of any kind but for want of memory."""
+    """Losses and gradient of the step. Raises: _StepError for a failure of any kind but for want of memory, or of half
+    precision."""
     try:
         return made.step.probe(batch)
+    except HalfPrecisionError:
+        raise
     except Exception as failure:  # a model's own code on a packed row, a compiler
         if is_out_of_memory(failure):
             raise

@@ -15,12 +15,16 @@ from brimful.models.packed.packed_forward import LayoutModel, PackedModel
 
 
 def compile_padded_layers(execution: LayoutModel, *, note: Callable[[str], None]) -> None:
-    """Compile the layers of a model on padded rows in place, by torch's own compiler: one trace for all shapes."""
+    """Compile the layers of a model on padded rows in place, by torch's own compiler.
+
+    The first shape has a trace of its own, and all others share one more: of layers whose code asks much of shapes
+    (XLNet, Funnel) a trace for any shape takes five to fifteen times as long, and dense rows have one shape.
+    """
     from brimful.models.fusion import inductor_backend  # Triton is missing beside torch for CPUs
 
     for layers in layer_lists(execution.model):
         for layer in layers:
-            layer.compile(dynamic=True, backend=partial(inductor_backend, note=note))
+            layer.compile(dynamic=None, backend=partial(inductor_backend, note=note))
 
 
 def compile_layers(

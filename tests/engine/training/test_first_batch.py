@@ -20,10 +20,11 @@ from brimful.engine import first_batch, plain_pass
 from brimful.engine.first_batch import compare
 from brimful.engine.plain_pass import Rows
 from brimful.levers import facts
+from brimful.levers.precision import choose_precision
 from brimful.models.model_stats import layers_of
 from brimful.models.packed import packed_forward
 from brimful.models.packed.equivalence import check_equivalence
-from brimful.models.packed.packed_forward import PackedModel
+from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 from brimful.step.step import Step
 from brimful.tasks.task import make_task
 from failing_allocator import FailingAllocator
@@ -142,6 +143,35 @@ def test_a_step_that_fails_is_not_run(model: Path, rows: Path, tmp_path: Path, m
     ended = brimful.train(rows, model=model, output=tmp_path / "run", callbacks=heard, **SIZES)
     assert (ended.status, ended.packed, ended.first_batch and ended.first_batch.passed) == ("finished", False, True)
     assert [said for said in heard.warnings if "ended in ValueError: no such row; the plain model" in said]
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, torch._dynamo.exc.TorchRuntimeError], ids=["model", "compiler"])
+def test_a_model_without_half_precision_runs_in_another(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """As FNet on a GPU, whose transform has none: `auto` widens and says so, bf16 that was asked for is refused."""
+
+    def without_half(self: PaddedModel, given: dict[str, Any]) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            raise kind("in a fake call\n  Unsupported dtype BFloat16")
+        return logits(self, given)
+
+    logits, plain_choice = PaddedModel._logits, choose_precision
+    monkeypatch.setattr(PaddedModel, "_logits", without_half)
+    monkeypatch.setattr(
+        "brimful.engine.training.train.choose_precision",
+        lambda asked, device: plain_choice("bf16" if asked == "auto" else asked, device),
+    )
+    heard, options = _Heard(), SIZES | {"packing": "off"}
+    run = brimful.train(rows, model=model, output=tmp_path / "run", callbacks=heard, **options, precision="auto")
+    assert run.first_batch is not None
+    assert (run.recipe.value("precision"), run.first_batch.passed) == ("fp32", True)
+    [said] = [each for each in heard.warnings if "half precision" in each]
+    assert said == "bert of transformers cannot run in half precision: Unsupported dtype BFloat16; fp32 runs"
+    assert run.first_batch.fallbacks == (said,)
+    with pytest.raises(brimful.ModelError, match="in half precision: Unsupported dtype BFloat16") as refused:
+        brimful.train(rows, model=model, output=tmp_path / "asked", **options, precision="bf16")
+    assert "--precision tf32" in str(refused.value.hint)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

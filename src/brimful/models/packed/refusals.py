@@ -4,26 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
-from brimful.core.errors import ModelError, printable
+from brimful.core.errors import HalfPrecisionError, ModelError, printable
 from brimful.kernels.layout import PaddedInputs
+
+#: How torch says that an operation has no half precision.
+_NO_HALF = ("Unsupported dtype BFloat16", "Unsupported dtype Half", "for 'BFloat16'", "for 'Half'")
 
 
 @contextmanager
 def refusals(model_type: str, inputs: PaddedInputs) -> Iterator[None]:
     """Within, errors of a model's own code on inputs that it cannot take are a ModelError.
 
-    Where a device, its memory, a graph or a compiler fails, something else is done about it.
+    Where a device, its memory, a graph or a compiler fails, something else is done about it. Raises: ModelError,
+    HalfPrecisionError also where the compiler says so.
     """
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
-        device_or_graph = any(word in str(error) for word in ("CUDA", "memory", "captur"))
-        if type(error).__module__ != "builtins" or (isinstance(error, RuntimeError) and device_or_graph):
-            raise
-        rows, length = inputs.ids_RL.shape
-        raise ModelError(
-            f"{model_type} of transformers cannot run {rows} rows of {length} tokens: "
-            f"{printable(str(error).strip().partition(chr(10))[0], 200)}",
-            hint="leave out texts of a few tokens, change --max-length, or use another model",
+    except RuntimeError as error:
+        said = next((line.strip() for line in str(error).splitlines() if any(word in line for word in _NO_HALF)), None)
+        if said is None:
+            _refuse(model_type, inputs, error)
+        raise HalfPrecisionError(
+            f"{model_type} of transformers cannot run in half precision: {printable(said, 200)}",
+            hint="add --precision tf32, or fp32",
         ) from error
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
+        _refuse(model_type, inputs, error)
+
+
+def _refuse(model_type: str, inputs: PaddedInputs, error: Exception) -> NoReturn:
+    device_or_graph = any(word in str(error) for word in ("CUDA", "memory", "captur"))
+    if type(error).__module__ != "builtins" or (isinstance(error, RuntimeError) and device_or_graph):
+        raise error
+    rows, length = inputs.ids_RL.shape
+    raise ModelError(
+        f"{model_type} of transformers cannot run {rows} rows of {length} tokens: "
+        f"{printable(str(error).strip().partition(chr(10))[0], 200)}",
+        hint="leave out texts of a few tokens, change --max-length, or use another model",
+    ) from error
