@@ -257,6 +257,8 @@ def trainers_settings(settings: Mapping[str, Any], batch_size: int) -> dict[str,
     execution = left.pop("execution", "auto")
     if execution == "compiled":
         found["torch_compile"] = True
+        if precision == "fp32":
+            found["tf32"] = False  # which Trainer turns on with its compiler
     for name in _SAME:
         if name in left:
             found[name] = left.pop(name)

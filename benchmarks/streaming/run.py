@@ -1,0 +1,185 @@
+"""Weights that stream from host memory: rates of training and classification, beside the host link's and the device's.
+
+    python benchmarks/streaming/run.py --output benchmarks/streaming/DATE-GPU --budget-s 300
+
+BERT of 96 layers of 1,024 with random weights (1.2 billion), 32 rows of 512 tokens a step, AdamW in fp32, products in
+bf16; classification of 2,048 such rows. Each row is a process of its own, and none is measured again that is in the raw
+log. table.md holds a step to what the link and the device allow. Needs one NVIDIA GPU, 40 GB of host memory and nothing
+from a network; --smoke is a tiny model on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from resumable import default_inputs, parser_of, print_rows, write_texts
+from sides import Row, run_rows, wait, with_peaks
+
+_STREAMED = {"stream_weights": "host"}
+_FREED = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
+_LIMITED = {"memory_limit": "5GB"}
+_LAYERS_AGAIN = {"execution": "eager", "gradient_checkpointing": "full"}
+ROWS = (
+    Row(side="classification", name="on the device", settings={"execution": "eager"}),
+    Row(side="classification", name="streamed", settings=_STREAMED),
+    Row(side="training", name="on the device", settings=_LAYERS_AGAIN),
+    Row(side="training", name="streamed", settings=_STREAMED),
+    Row(side="training", name="streamed, in backward", settings=_STREAMED | _FREED),
+    Row(side="training", name="streamed, in backward, within 5 GB", settings={**_STREAMED, **_FREED, **_LIMITED}),
+)
+#: Bytes in and out over the link for each weight of a layer: weights in fp32 three times in and once out, gradients out
+#: and in, states in and out; within the backward pass weights twice in, and no gradients. In classification bf16.
+_BYTES = {"streamed": (24, 16), "streamed, in backward": (16, 12)}
+_DEPTH, _WIDTH, _LENGTH, _BATCH, _TEXTS = 96, 1024, 512, 32, 2048
+
+
+def make_model(folder: Path, smoke: bool) -> Path:
+    """The model with a tokenizer of one token a word; made once."""
+    if (folder / "config.json").exists():
+        return folder
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    depth, width = (4, 32) if smoke else (_DEPTH, _WIDTH)
+    config = BertConfig(
+        vocab_size=2000, hidden_size=width, num_hidden_layers=depth, num_attention_heads=max(2, width // 64),
+        intermediate_size=4 * width, num_labels=2,
+    )  # fmt: skip
+    with torch.device("cpu" if smoke else "cuda"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(folder)
+    vocabulary = {"[PAD]": 0, "[UNK]": 1} | {f"w{number}": number for number in range(2, 2000)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+def measure(plan: dict[str, Any], inputs: Path) -> dict[str, Any]:
+    """One row, in this process."""
+    smoke = plan["smoke"]
+    model = make_model(inputs / ("tiny" if smoke else "model"), smoke)
+    link = None if smoke else link_bytes_per_s()
+    found = (_training if plan["side"] == "training" else _classification)(model, plan["settings"], smoke)
+    return with_peaks(found | {"link_bytes_per_s": link}, smoke)
+
+
+def link_bytes_per_s() -> dict[str, float]:
+    """Rates of copies from and to pinned host memory, alone and both at once."""
+    import torch
+
+    host = [torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.zeros(256 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def seconds(ways: tuple[int, ...]) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(4):
+            for way in ways:
+                with torch.cuda.stream(streams[way]):
+                    (host if way else there)[way].copy_((there if way else host)[way], non_blocking=True)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / 4
+
+    seconds((0, 1))
+    size = 256 << 20
+    ways = {"in": (0,), "out": (1,), "each of both": (0, 1)}
+    return {name: size / median(seconds(each) for _ in range(3)) for name, each in ways.items()}
+
+
+def _training(model: Path, settings: dict[str, Any], smoke: bool) -> dict[str, Any]:
+    from brimful.benchmarking.our_side import measure_ours
+    from brimful.benchmarking.workload import make_work
+    from brimful.core.bench import Steps
+    from brimful.core.callbacks import Callbacks
+    from brimful.core.options.bench import BenchOptions
+
+    length = 16 if smoke else _LENGTH
+    given = {**settings}
+    limit = given.pop("memory_limit", None)
+    device = "cpu" if smoke else "cuda"
+    shape = f"256x{length}"
+    options = BenchOptions(model=str(model), shape=shape, batch_size=_BATCH, device=device, memory_limit=limit)
+    callbacks = Callbacks()
+    work = make_work(options, callbacks, precision="fp32" if smoke else "bf16", **given)
+    steps = Steps(warm_up=1, block=1, repeats=2) if smoke else Steps(warm_up=4, block=4, repeats=5)
+    found = measure_ours(work, steps, callbacks, lambda number: None)
+    levers = found.recipe.levers if found.recipe is not None else ()
+    recipe = {lever.name: f"{lever.value}: {lever.reason}" for lever in levers}
+    return {"rates": sorted(found.block_rates), "loss": found.loss, "arithmetic": found.arithmetic, "recipe": recipe}
+
+
+def _classification(model: Path, settings: dict[str, Any], smoke: bool) -> dict[str, Any]:
+    import numpy as np
+
+    import brimful
+
+    draw, length = np.random.default_rng(0), 14 if smoke else _LENGTH
+    count = 64 if smoke else _TEXTS
+    texts = [" ".join(f"w{each}" for each in draw.integers(2, 2000, length)) for _ in range(count)]
+    asked = {"device": "cpu" if smoke else "cuda", "precision": "fp32" if smoke else "bf16", "max_length": length}
+    rates = []
+    with brimful.Classifier(model, **asked, **settings) as classifier:
+        classifier(texts[: count // 4])
+        for _ in range(2 if smoke else 5):
+            wait(smoke)
+            began = time.perf_counter()
+            classifier(texts)
+            rates.append(count / (time.perf_counter() - began))
+    return {"rates": sorted(rates)}
+
+
+def table(results: list[dict[str, Any]], weights: int) -> str:
+    """A line a row: its rate, and what share that is of what the link and the device allow.
+
+    The bound of a training step is the longest of its copies in, its copies out, both at once, and the step on the
+    device; of classification, the rate on the device. weights: of all layers.
+    """
+    lines = ["| work | row | samples/s (range) | driver, MB | bound | share of it |", "|---|---|---|---|---|---|"]
+    on_device = {found["side"]: found["samples_per_s"] for found in results if found["row"] == "on the device"}
+    for found in (each for each in results if each["ok"]):
+        bound_s, share = None, ""
+        if found["row"] != "on the device" and found["side"] in on_device:
+            device_s = _BATCH / on_device[found["side"]]
+            link = found["link_bytes_per_s"]
+            if found["side"] == "training" and link is not None:
+                ways = _BYTES[found["row"].partition(", within")[0]]
+                seconds = [weights * each / link["each of both"] for each in ways]
+                bound_s = max(device_s, *seconds)
+            else:
+                bound_s = device_s
+            share = f"{bound_s * found['samples_per_s'] / _BATCH:.0%}"
+        bound = "" if bound_s is None else f"{_BATCH / bound_s:,.1f}"
+        rates, memory = found["rates"], found["nvml_bytes"]
+        said = f"{found['samples_per_s']:,.1f} ({rates[0]:,.1f} to {rates[-1]:,.1f})"
+        driver = "" if memory is None else f"{memory / 1e6:,.0f}"
+        lines.append(f"| {found['side']} | {found['row']} | {said} | {driver} | {bound} | {share} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Namespace) -> None:
+    """Measure what is left, and write the table."""
+    arguments.inputs = arguments.inputs or default_inputs("streaming", smoke=arguments.smoke)
+    if arguments.one:
+        print_rows([measure(json.loads(arguments.one), arguments.inputs)])
+        return
+    results = run_rows(arguments, __file__, ROWS, lambda row: 45.0)
+    width = 32 if arguments.smoke else _WIDTH
+    text = table(results, (4 if arguments.smoke else _DEPTH) * 12 * width * width)
+    write_texts(arguments.output, {"table.md": text})
+    print(text)
+
+
+if __name__ == "__main__":
+    main(parser_of(__doc__ or "", [row.key for row in ROWS], timeout_s=200.0).parse_args())
