@@ -44,7 +44,8 @@ def test_every_set_of_rows_is_accepted_by_train() -> None:
         assert rows[0] == PLAIN
         assert len({row.key for row in rows}) == len(rows)
         halves = {"fp16", "tf32"}
-        assert {row.needs_gpu for row in rows if halves & {*row.settings, *map(str, row.settings.values())}} <= halves
+        asked_for = [{str(name if value is True else value) for name, value in row.settings.items()} for row in rows]
+        assert {row.needs_gpu for row, words in zip(rows, asked_for, strict=True) if halves & words} <= halves
 
 
 def test_rows_that_need_a_gpu_say_what_for() -> None:
@@ -61,6 +62,7 @@ def test_rows_that_need_a_gpu_say_what_for() -> None:
         ({"precision": "bf16"}, {"bf16": True}),
         ({"precision": "fp32", "optim": "adafactor"}, {"optim": "adafactor"}),
         ({"execution": "compiled", "precision": "tf32"}, {"torch_compile": True, "tf32": True}),
+        ({"execution": "compiled"}, {"torch_compile": True, "tf32": False}),  # Trainer's compiler turns it on
         ({"per_device_batch_size": 2}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
         ({"max_grad_norm": 0.0}, {"max_grad_norm": 0.0}),
         ({"precision": "fp8"}, None),
@@ -137,6 +139,8 @@ def test_the_recommended_row_is_the_fastest_that_fits_and_changes_no_arithmetic(
     rows.append(BenchRow(row=PLAIN, status="measured", measured=figures(500, 1)))
     unclipped = Row(side="brimful", name="unclipped", settings={"max_grad_norm": 0.0})
     rows.append(BenchRow(row=unclipped, status="measured", measured=figures(400, 1, recipe=exact)))
+    fp8 = Row(side="brimful", name="fp8", settings={"precision": "fp8"})  # which ran in bf16
+    rows.append(BenchRow(row=fp8, status="measured", measured=figures(91, 8, recipe=bf16)))
 
     def name(**given: Any) -> str | None:
         found = recommended(rows, **{"memory_limit": None, "on_gpu": True, **given})

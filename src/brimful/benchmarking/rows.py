@@ -152,7 +152,7 @@ def _levers(batch_size: int, longest: int) -> list[Row]:
         ("tf32", {"precision": "tf32"}),
         ("bf16", {"precision": "bf16"}),
         ("fp16", {"precision": "fp16"}),
-        ("fp8", {"precision": "fp8"}),
+        ("fp8", {"precision": "fp8", **_COMPILED}),  # of fused layers
         ("compiled", {"execution": "compiled"}),
         ("accumulation", {"token_budget": micro * longest}),
         ("checkpointing", {"gradient_checkpointing": "full"}),
@@ -288,7 +288,7 @@ def _accumulated(micro: int, pieces: int) -> dict[str, Any]:
 def _with_needs(row: Row, on_gpu: bool) -> Row:
     """The row with the setting that only a GPU has; on a GPU, ours with captured steps where it says nothing else."""
     settings = row.settings
-    half = settings.get("precision") in ("fp16", "tf32", "fp8") or settings.get("fp16") or settings.get("tf32")
+    half = settings.get("precision") in ("fp16", "tf32", "fp8") or settings.get("fp16") or settings.get("tf32") is True
     need = None
     if half:
         need = str(settings.get("precision") or ("fp16" if settings.get("fp16") else "tf32"))

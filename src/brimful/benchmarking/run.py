@@ -273,11 +273,17 @@ def recommended(found: Sequence[BenchRow], memory_limit: str | None, *, on_gpu: 
             lever.arithmetic == "exact" or (lever.name == "precision" and lever.value in rounding) for lever in levers
         )
 
+    def as_asked(row: Row, figures: Measured) -> bool:
+        levers = () if figures.recipe is None else figures.recipe.levers
+        asked, ran = row.settings.get("precision", "auto"), {lever.value for lever in levers if lever.name == "precision"}
+        return asked == "auto" or asked in ran  # fp8 that ran in bf16 would be recommended by the wrong name
+
     ours = [
         (each.measured.samples_per_s, each.row)
         for each in found
         if each.measured is not None and each.row.side == "brimful" and each.row.name != RECOMMENDED
         and not LEARNED & each.row.settings.keys() and keeps_arithmetic(each.measured) and fits(each.measured)
+        and as_asked(each.row, each.measured)
     ]  # fmt: skip
     return max(ours, key=lambda each: each[0])[1] if ours else None
 
