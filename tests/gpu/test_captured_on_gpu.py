@@ -226,7 +226,7 @@ def test_layers_are_compiled_once(typical_length: int) -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "fused"])
 def test_an_update_that_the_host_decides_on_follows_captured_gradients(compiled: bool) -> None:
     def make(kind: type[Step], compiled: bool) -> Step:
-        step = make_step(kind, dropout=0.0, compiled=compiled, our_update=False, optim="adafactor", precision="fp32")
+        step = make_step(kind, dropout=0.0, compiled=compiled, our_update=False, optim="rmsprop", precision="fp32")
         assert not step.update.on_device
         return step
 
@@ -234,6 +234,20 @@ def test_an_update_that_the_host_decides_on_follows_captured_gradients(compiled:
     step: Any = make(CapturedStep, compiled)
     assert losses(step, source(256, typical_length=60))[:20] == pytest.approx(expected[:20], rel=2e-3)
     assert step.num_graphs >= 1
+
+
+@pytest.mark.parametrize("token_budget", [8192, 256], ids=["whole", "pieces"])
+def test_adafactor_is_captured_with_its_update(token_budget: int) -> None:
+    """Its steps are counted on the device, where a replay counts them too."""
+    batches = source(token_budget, typical_length=60)
+    options: Any = {"dropout": 0.0, "our_update": False, "optim": "adafactor", "precision": "fp32"}
+    expected = losses(make_step(Step, **options), batches)
+    step: Any = make_step(CapturedStep, **options)
+    assert step.update.on_device
+    assert losses(step, batches)[:20] == pytest.approx(expected[:20], rel=2e-3)
+    assert step.num_graphs >= 1
+    counts = {int(state.tensors["step"]) for state in step.state().optimizer.values()}
+    assert counts == {STEPS}
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "fused"])

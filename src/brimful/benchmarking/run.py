@@ -275,7 +275,10 @@ def recommended(found: Sequence[BenchRow], memory_limit: str | None, *, on_gpu: 
 
     def as_asked(row: Row, figures: Measured) -> bool:
         levers = () if figures.recipe is None else figures.recipe.levers
-        asked, ran = row.settings.get("precision", "auto"), {lever.value for lever in levers if lever.name == "precision"}
+        asked, ran = (
+            row.settings.get("precision", "auto"),
+            {lever.value for lever in levers if lever.name == "precision"},
+        )
         return asked == "auto" or asked in ran  # fp8 that ran in bf16 would be recommended by the wrong name
 
     ours = [

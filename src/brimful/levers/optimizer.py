@@ -280,7 +280,8 @@ class Optimizer(Lever):
 
         def make(learning_rate: Tensor) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
             if self.named is not None or self.optim_args:
-                return make_optimizers(self.value, groups, embedding_weights(model), self._hyperparameters(schedule))
+                given = self._hyperparameters(schedule)
+                return make_optimizers(self.value, groups, embedding_weights(model), given, learning_rate)
             if self.value == "sgd":
                 return torch.optim.SGD(groups, lr=learning_rate, fused=True)
             return torch.optim.AdamW(

@@ -93,13 +93,15 @@ def check_installed(name: str) -> None:
 
 
 def make_optimizers(
-    name: str, groups: Sequence[dict[str, Any]], embeddings: Sequence[Tensor], hyperparameters: Mapping[str, Any]
-) -> list[torch.optim.Optimizer]:
+    name: str, groups: Sequence[dict[str, Any]], embeddings: Sequence[Tensor], hyperparameters: Mapping[str, Any],
+    learning_rate: Tensor | None = None,
+) -> list[torch.optim.Optimizer]:  # fmt: skip
     """Make the optimizer called `name` of groups of parameters, and one with states in 32 bits of embeddings where its
     own are in fewer.
 
     hyperparameters: `learning_rate`, `adam_beta1`, `adam_beta2`, `adam_epsilon`, `weight_decay`, `warmup_steps` and
-    `optim_args` as in transformers' TrainingArguments.
+    `optim_args` as in transformers' TrainingArguments. learning_rate: () tensor that those read which decide on the
+    device whether to skip a step.
     """
     kinds = {id(p) for p in embeddings} if name in WITH_32_BITS else set()
     parts = [(name, False), (WITH_32_BITS.get(name, name), True)]
@@ -108,7 +110,7 @@ def make_optimizers(
         chosen = [g | {"params": [p for p in g["params"] if (id(p) in kinds) == of_embeddings]} for g in groups]
         chosen = [group for group in chosen if group["params"]]
         if chosen:
-            found.append(_make(part, chosen, hyperparameters))
+            found.append(_make(part, chosen, hyperparameters, learning_rate))
     return found
 
 
@@ -132,7 +134,9 @@ def _check_all_used(name: str, arguments: Any, kind: type, settings: Mapping[str
             raise OptionError(said, hint=did_you_mean(asked, known) or "leave it out")
 
 
-def _make(name: str, groups: list[dict[str, Any]], hyperparameters: Mapping[str, Any]) -> torch.optim.Optimizer:
+def _make(
+    name: str, groups: list[dict[str, Any]], hyperparameters: Mapping[str, Any], learning_rate: Tensor | None
+) -> torch.optim.Optimizer:
     from transformers import Trainer
     from transformers.training_args import OptimizerNames
 
@@ -140,6 +144,8 @@ def _make(name: str, groups: list[dict[str, Any]], hyperparameters: Mapping[str,
     try:
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(cast(Any, arguments))
         _check_all_used(name, arguments, kind, settings)
+        if learning_rate is not None and (ours := _on_device(name, groups, settings, learning_rate)) is not None:
+            return ours
         made: torch.optim.Optimizer = kind(groups, **settings)
     except (ValueError, TypeError, KeyError, ImportError) as error:
         asked = hyperparameters.get("optim_args")
@@ -147,3 +153,18 @@ def _make(name: str, groups: list[dict[str, Any]], hyperparameters: Mapping[str,
         hint = "look at --optim-args: name=value, separated by commas" if asked else "see --help"
         raise OptionError(f"--optim {name}{given} does not work: {printable(error, 200)}", hint=hint) from error
     return made
+
+
+def _on_device(
+    name: str, groups: list[dict[str, Any]], settings: Mapping[str, Any], learning_rate: Tensor
+) -> torch.optim.Optimizer | None:
+    """The same optimizer, of which no step waits for the device; None where there is none.
+
+    torch's fused SGD is none of them with momentum: its first step leaves that unset where it is skipped.
+    """
+    from brimful.step.updates import adafactor
+
+    rest = {key: value for key, value in settings.items() if key != "lr"}
+    if name == "adafactor" and rest == adafactor.SETTINGS:
+        return adafactor.Adafactor(groups, learning_rate)
+    return None
