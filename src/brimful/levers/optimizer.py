@@ -21,7 +21,14 @@ from brimful.core.options.train import TrainOptions
 from brimful.core.records import Arithmetic
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
-from brimful.levers.optimizer_names import OPTIMIZERS, WITH_32_BITS, NamedOptimizer, check_installed, make_optimizers
+from brimful.levers.optimizer_names import (
+    ON_DEVICE,
+    OPTIMIZERS,
+    WITH_32_BITS,
+    NamedOptimizer,
+    check_installed,
+    make_optimizers,
+)
 from brimful.levers.packing import Packing
 from brimful.levers.sharding import FUSED_CUTS, Sharding
 from brimful.levers.streaming import Streaming
@@ -125,6 +132,7 @@ class Optimizer(Lever):
         if asked.named is not None:
             reason = "asked for; as transformers' Trainer makes it, fp32 weights"
             reason += ", embeddings with states in 32 bits" if asked.value in WITH_32_BITS else ""
+            reason += "" if asked.value in ON_DEVICE else "; the host waits for each step's gradient"
         cut = _cut(assembly)
         if cut != "none":
             where = " in host memory" if asked.savings is not None else ""
@@ -293,7 +301,8 @@ class Optimizer(Lever):
                 capturable=learning_rate.is_cuda,
             )
 
-        own_states = self.named is not None and self.named.package in ("torchao", "bitsandbytes")
+        packaged = self.named is not None and self.named.package in ("torchao", "bitsandbytes")
+        own_states = packaged and self.value not in ON_DEVICE
         return TorchUpdate(
             model, make, schedule, max_grad_norm=max_grad_norm, scaled=precision.scaled, own_states=own_states
         )

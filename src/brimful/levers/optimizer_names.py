@@ -85,6 +85,10 @@ OPTIMIZERS: Mapping[str, NamedOptimizer] = {
 }
 
 
+#: Those that have a form whose steps decide on the device whether to be skipped.
+ON_DEVICE = ("adafactor", "lion_32bit")
+
+
 def check_installed(name: str) -> None:
     """Check that the package of an optimizer is there. Raises: OptionError."""
     named = OPTIMIZERS.get(name)
@@ -163,8 +167,11 @@ def _on_device(
     torch's fused SGD is none of them with momentum: its first step leaves that unset where it is skipped.
     """
     from brimful.step.updates import adafactor
+    from brimful.step.updates.lion import Lion
 
     rest = {key: value for key, value in settings.items() if key != "lr"}
     if name == "adafactor" and rest == adafactor.SETTINGS:
         return adafactor.Adafactor(groups, learning_rate)
+    if name == "lion_32bit" and set(rest) <= {"betas", "optim_bits", "is_paged"}:
+        return Lion(groups, learning_rate, betas=rest["betas"])
     return None

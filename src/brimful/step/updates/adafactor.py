@@ -46,9 +46,9 @@ class Adafactor(torch.optim.Optimizer):
             used = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not used:
                 continue
-            skipped = _scalar(self.found_inf, 0.0, used[0]) > 0
-            unscaled = 1.0 / _scalar(self.grad_scale, 1.0, used[0])
-            rate = torch.where(skipped, 0.0, _scalar(group["lr"], 0.0, used[0]))
+            skipped = scalar_of(self.found_inf, 0.0, used[0]) > 0
+            unscaled = 1.0 / scalar_of(self.grad_scale, 1.0, used[0])
+            rate = torch.where(skipped, 0.0, scalar_of(group["lr"], 0.0, used[0]))
             kept = 1.0 - rate * group["weight_decay"] if group["weight_decay"] else None
             for parameter, share in zip(used, self._shares(used, skipped), strict=True):
                 update = self._update(parameter, unscaled, share.to(parameter.dtype), skipped)
@@ -93,7 +93,7 @@ class Adafactor(torch.optim.Optimizer):
         return update.div_((size / self._clip_threshold).clamp(min=1.0))
 
 
-def _scalar(value: float | Tensor | None, default: float, like: Tensor) -> Tensor:
+def scalar_of(value: float | Tensor | None, default: float, like: Tensor) -> Tensor:
     """A () tensor of a parameter's kind."""
     if isinstance(value, Tensor):
         return value.to(dtype=like.dtype)

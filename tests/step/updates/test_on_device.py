@@ -1,4 +1,4 @@
-"""Adafactor on the device: transformers' own steps, skipped ones that change nothing, and states of both."""
+"""Adafactor and Lion on the device: the steps of others' own, skipped ones that change nothing, and states of both."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from transformers import Adafactor as TransformersAdafactor
 
 from brimful.step.updates.adafactor import SETTINGS, Adafactor
+from brimful.step.updates.lion import Lion
 from tolerances import difference
 
 STEPS = 12
@@ -52,8 +53,41 @@ def rate_of(number: int) -> float:
     return 1e-2 * (1 - number / STEPS)
 
 
-def by_transformers(model: nn.Module) -> list[torch.Tensor]:
-    optimizer = TransformersAdafactor(groups(model), lr=1.0, **SETTINGS)
+class PlainLion(torch.optim.Optimizer):
+    """As the paper has it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                moment = self.state[parameter].setdefault("state1", torch.zeros_like(parameter))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(group["lr"] * (BETAS[0] * moment + (1 - BETAS[0]) * parameter.grad).sign())
+                moment.mul_(BETAS[1]).add_((1 - BETAS[1]) * parameter.grad)
+
+
+def lion_of_bitsandbytes(given: Any) -> Any:
+    optim = pytest.importorskip("bitsandbytes").optim
+    return optim.Lion(given, lr=1.0, betas=BETAS, optim_bits=32)
+
+
+BETAS = (0.9, 0.99)
+THEIRS: dict[str, Any] = {
+    "adafactor": lambda given: TransformersAdafactor(given, lr=1.0, **SETTINGS),
+    "lion": lambda given: PlainLion(given, lr=1.0),
+    "lion of bitsandbytes": lion_of_bitsandbytes,
+}
+
+
+def ours_of(name: str, given: Any, rate: torch.Tensor) -> Any:
+    return Adafactor(given, rate) if name == "adafactor" else Lion(given, rate, betas=BETAS)
+
+
+def by_theirs(name: str, model: nn.Module) -> list[torch.Tensor]:
+    optimizer = THEIRS[name](groups(model))
     for number in range(STEPS):
         fill(model, number)
         for group in optimizer.param_groups:
@@ -68,12 +102,13 @@ def all_of(found: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("scale", [None, 1024.0], ids=["plain", "scaled"])
 @pytest.mark.parametrize("skipping", [False, True], ids=["all", "some skipped"])
-def test_steps_are_those_of_transformers(scale: float | None, skipping: bool) -> None:
-    """Skipped steps, of gradients that are not finite, among them: of weights and of counted steps nothing is left."""
+@pytest.mark.parametrize("name", THEIRS)
+def test_steps_are_those_of_others(name: str, scale: float | None, skipping: bool) -> None:
+    """Steps are skipped whose gradient is not finite: weights, moments and counts are as they were."""
     model = Shapes()
-    expected = by_transformers(copy.deepcopy(model))
+    expected = by_theirs(name, copy.deepcopy(model))
     rate = torch.zeros(())
-    optimizer = Adafactor(groups(model), rate)
+    optimizer = ours_of(name, groups(model), rate)
     for number in range(STEPS):
         rate.fill_(rate_of(number))
         optimizer.grad_scale = None if scale is None else torch.tensor(scale)
@@ -95,16 +130,19 @@ def test_steps_are_those_of_transformers(scale: float | None, skipping: bool) ->
     assert difference(all_of(model.parameters()), all_of(expected)) < SAME
 
 
-def test_states_of_transformers_are_gone_on_with() -> None:
-    """A run that transformers' own began, whose steps are counted on the host."""
+@pytest.mark.parametrize("name", THEIRS)
+def test_states_of_others_are_gone_on_with(name: str) -> None:
+    """A run that another's own began, which may count steps on the host."""
     model = Shapes()
     other = copy.deepcopy(model)
-    theirs = TransformersAdafactor(groups(other), lr=1e-2, **SETTINGS)
+    theirs = THEIRS[name](groups(other))
+    for group in theirs.param_groups:
+        group["lr"] = 1e-2
     for number in range(4):
         fill(other, number)
         theirs.step()
     model.load_state_dict(other.state_dict())
-    ours = Adafactor(groups(model), torch.tensor(1e-2))
+    ours = ours_of(name, groups(model), torch.tensor(1e-2))
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         ours.state[one] = {key: copy.deepcopy(value) for key, value in theirs.state[two].items()}
     for number in range(4, 8):
