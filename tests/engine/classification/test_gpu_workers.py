@@ -13,7 +13,7 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DeviceError
 from brimful.core.options.classify import ClassifyOptions
 from brimful.data.tokens.encoder import Tokens
-from brimful.engine.classification.gpu_workers import GpuWorkers, job_of, other_gpus
+from brimful.engine.classification.gpu_workers import GpuProcess, GpuWorkers, job_of, other_gpus
 from brimful.engine.classification.runner import Runner, check_model, make_runner
 from brimful.levers.precision import choose_precision
 from tiny_files import review, save_classifier
@@ -47,7 +47,9 @@ def test_windows_keep_their_order(made: tuple[Runner, ClassifyOptions, list[Toke
     Windows and logits that are larger than what a socket holds keep theirs, too.
     """
     runner, options, windows = made
-    with GpuWorkers(runner, job_of(runner, options, windows[0], 0), [{"OMP_NUM_THREADS": "1"}]) as gpu_workers:
+    with GpuWorkers(
+        runner, job_of(runner, options, windows[0], 0), [GpuProcess({"OMP_NUM_THREADS": "1"})]
+    ) as gpu_workers:
         assert len(gpu_workers) == 2
         assert gpu_workers.num_ready == 1
         assert np.array_equal(gpu_workers.submit(windows[1]).result(), runner.submit(windows[1]).result())
@@ -67,7 +69,7 @@ def test_windows_keep_their_order(made: tuple[Runner, ClassifyOptions, list[Toke
 def test_a_process_that_ended_is_told(made: tuple[Runner, ClassifyOptions, list[Tokens]], tmp_path: Path) -> None:
     runner, options, windows = made
     with GpuWorkers(
-        runner, job_of(runner, options, windows[0], 0), [{"PYTHONPATH": str(tmp_path), "PATH": ""}]
+        runner, job_of(runner, options, windows[0], 0), [GpuProcess({"PYTHONPATH": str(tmp_path), "PATH": ""})]
     ) as gpu_workers:
         gpu_workers._others[0]._process.kill()
         assert gpu_workers._others[0].ready.wait(60)
@@ -82,7 +84,7 @@ def test_why_a_process_did_not_start_is_told(
 ) -> None:
     runner, options, windows = made
     job = job_of(runner, dataclasses.replace(options, model=str(tmp_path / "nowhere")), windows[0], 0)
-    with GpuWorkers(runner, job, [{"OMP_NUM_THREADS": "1"}]) as gpu_workers:
+    with GpuWorkers(runner, job, [GpuProcess({"OMP_NUM_THREADS": "1"})]) as gpu_workers:
         assert gpu_workers._others[0].ready.wait(240)
         results = [gpu_workers.submit(window) for window in windows[:2]]
         assert results[0].result().shape == (20, len(LABELS))

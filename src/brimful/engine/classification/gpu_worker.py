@@ -20,6 +20,7 @@ from brimful.engine.classification.gpu_workers import READY, Job
 from brimful.engine.classification.runner import Result, Runner, check_model, make_runner
 from brimful.engine.inference import Done
 from brimful.hardware.device_memory import device_memory
+from brimful.hardware.device_start import DeviceStart
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_forward_precision
 from brimful.step.precision import Precision
@@ -28,6 +29,7 @@ from brimful.step.precision import Precision
 def main(connection: Connection[Any, Any]) -> None:
     """Says READY, then answers each window with its logits, in order; an exception with itself."""
     heard: list[OutOfMemory] = []
+    DeviceStart().begin()  # the driver's part, while the job is on its way
     job: Job = connection.recv()
     device = choose_device(job.options.device)
     with device_memory(device, job.options.memory_limit, job.options.allocator):

@@ -1,9 +1,9 @@
 """Several GPUs: this process drives the first, a process of its own each of the others.
 
 The first begins at once; the others join when they have loaded the model and computed a sample, which takes them
-seconds. A window goes to the member that has the fewest under way. Its logits do not depend on which that is, and
-results are asked for in the order of submission, so rows keep their order. What goes to a process are arrays of token
-ids, what comes back are logits.
+seconds. Where `--gpus` asks for them, they start while the first loads the model. A window goes to the member that has
+the fewest under way. Its logits do not depend on which that is, and results are asked for in the order of submission,
+so rows keep their order. What goes to a process are arrays of token ids, what comes back are logits.
 """
 
 from __future__ import annotations
@@ -50,19 +50,37 @@ class Job:
     num_tokens: int
 
 
+class GpuProcess:
+    """A process that has begun, and waits for its job. place: set in its environment, to show it its GPU."""
+
+    def __init__(self, place: Mapping[str, str]) -> None:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", "brimful.engine.classification.gpu_worker", str(theirs.fileno())]
+        environment = os.environ | dict(place)
+        self._process = subprocess.Popen(
+            command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        theirs.close()
+        self.connection: Connection[Any, Any] = ours
+
+    def kill(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+
 class GpuWorkers:
     """The forward pass by several runners. A context manager: leaving it ends the processes.
 
-    first: of this process. places: what is set in the environment of each other process, to show it its GPU. hear:
-    called with each time that memory ran out in another process.
+    first: of this process. processes: the others. hear: called with each time that memory ran out in another process.
     Raises: DeviceError, where a result is asked for, if a process ended.
     """
 
     def __init__(
-        self, first: Runner, job: Job, places: Sequence[Mapping[str, str]],
+        self, first: Runner, job: Job, processes: Sequence[GpuProcess],
         hear: Callable[[OutOfMemory], None] = lambda found: None,
     ) -> None:  # fmt: skip
-        self._first, self._others, self._hear = first, [_Member(job, place) for place in places], hear
+        self._first, self._others, self._hear = first, [_Member(job, each) for each in processes], hear
         self._under_way: Counter[int] = Counter()  # windows of each member, the first's number being 0
         self._lock = threading.Lock()  # results are asked for on another thread
 
@@ -129,15 +147,8 @@ class _Member:
     ready: set when it waits for windows; or when it has failed before, which the next window's result says.
     """
 
-    def __init__(self, job: Job, place: Mapping[str, str]) -> None:
-        ours, theirs = Pipe()
-        command = [sys.executable, "-m", "brimful.engine.classification.gpu_worker", str(theirs.fileno())]
-        environment = os.environ | dict(place)
-        self._process = subprocess.Popen(
-            command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        theirs.close()
-        self._connection: Connection[Any, Any] = ours
+    def __init__(self, job: Job, process: GpuProcess) -> None:
+        self._process, self._connection = process, process.connection
         self.ready = threading.Event()
         self._waiting: queue.Queue[tuple[Tokens, Future[Result]] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._talk, args=(job,), name="brimful-gpu", daemon=True)
@@ -150,7 +161,6 @@ class _Member:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
         self._waiting.put(None)
         self._thread.join()
         self._connection.close()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+
+import torch
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import AnswerEquivalence
 from brimful.core.options.classify import ClassifyOptions
-from brimful.engine.classification.gpu_workers import GpuWorkers, Job, job_of, other_gpus
+from brimful.engine.classification.gpu_workers import GpuProcess, GpuWorkers, Job, job_of, other_gpus
 from brimful.engine.classification.inputs import Given, expected_rows
 from brimful.engine.classification.request import Asked, Request
 from brimful.engine.classification.runner import Runner
@@ -46,7 +49,7 @@ def make_ready(
 ) -> Ready:  # fmt: skip
     """Load the model, compare it, and start a process for each other GPU, which `stack` ends."""
     callbacks.stage("loading the model, and checking that it runs packed")
-    log = OutOfMemoryLog(warn=callbacks.warning)
+    log, begun = OutOfMemoryLog(warn=callbacks.warning), begun_processes(options.gpus, given.precision.device, stack)
     mean_tokens = float(sample.num_tokens_N.mean()) if len(sample.num_tokens_N) else 0.0
     num_tokens = int(expected_rows(given) * mean_tokens)
     checked = verified_runner(
@@ -61,7 +64,8 @@ def make_ready(
     seconds = 2.0 * matmul_parameters(checked.runner.model) * num_tokens / _REACHED
     several = seconds > _LONG_S and not options.claim and ranks.count == 1  # the others have GPUs of their own
     job = job_of(checked.runner, options, sample.sequences, num_tokens)
-    workers = stack.enter_context(gpu_workers(options.gpus, checked.runner, job, callbacks, log, by_default=several))
+    begun = begun or begun_processes("all" if several and options.gpus is None else None, given.precision.device, stack)
+    workers = stack.enter_context(gpu_workers(checked.runner, job, begun, callbacks, log))
     if ranks.count > 1:
         callbacks.note(f"{ranks.count} processes share the rows")
     return Ready(
@@ -76,16 +80,20 @@ def make_ready(
     )
 
 
-def gpu_workers(
-    gpus: str | None, runner: Runner, job: Job, callbacks: Callbacks, log: OutOfMemoryLog, *, by_default: bool
-) -> GpuWorkers:
-    """A process for each GPU but the first: of as many as `gpus` says, else of all, or of one.
+def begun_processes(gpus: str | None, device: torch.device, stack: ExitStack) -> list[GpuProcess]:
+    """Begin a process for each GPU but the first of as many as `gpus` says; none for None. `stack` ends them."""
+    num_gpus = 1 if gpus is None else num_gpus_of(device) if gpus == "all" else int(gpus)
+    begun = []
+    for place in other_gpus(num_gpus):
+        begun.append(GpuProcess(place))
+        stack.callback(begun[-1].kill)
+    return begun
 
-    by_default: whether all are used where nothing is said.
-    """
-    num_gpus = num_gpus_of(runner.precision.device) if gpus == "all" or (gpus is None and by_default) else 1
-    if gpus not in (None, "all"):
-        num_gpus = int(gpus)
-    if num_gpus > 1:
-        callbacks.note(f"{num_gpus} GPUs, a process each")
-    return GpuWorkers(runner, job, other_gpus(num_gpus), log)
+
+def gpu_workers(
+    runner: Runner, job: Job, processes: Sequence[GpuProcess], callbacks: Callbacks, log: OutOfMemoryLog
+) -> GpuWorkers:
+    """This process's runner, and processes that make the same."""
+    if processes:
+        callbacks.note(f"{1 + len(processes)} GPUs, a process each")
+    return GpuWorkers(runner, job, processes, log)

@@ -40,7 +40,7 @@ from brimful.engine.classification.rank_windows import (
     runner_of,
     take_part,
 )
-from brimful.engine.classification.ready import gpu_workers
+from brimful.engine.classification.ready import begun_processes, gpu_workers
 from brimful.engine.classification.request import Asked, TextRequest, Texts
 from brimful.engine.classification.runner import Checked, check_model
 from brimful.engine.classification.stages import Busy, Stages, run_stages
@@ -104,11 +104,11 @@ def evaluate_model(
         checked = check_model(asked)
         given = _read(options, asked, checked, callbacks, tables)
         request = _request(options, checked, given, precision, stack, callbacks)
-        log = OutOfMemoryLog(warn=callbacks.warning)
+        log, begun = OutOfMemoryLog(warn=callbacks.warning), begun_processes(options.gpus, device, stack)
         verified, job = _loaded(checked, asked, precision, request, given.texts, callbacks, log)
         runner, fallback = verified.runner, verified.fallback
         callbacks.recipe(runner.recipe)
-        workers = stack.enter_context(gpu_workers(options.gpus, runner, job, callbacks, log, by_default=False))
+        workers = stack.enter_context(gpu_workers(runner, job, begun, callbacks, log))
         begin(ranks, Begin(job=job))
         if ranks.count > 1:
             callbacks.note(f"{ranks.count} processes share the rows")
