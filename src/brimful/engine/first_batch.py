@@ -33,6 +33,7 @@ from brimful.engine.prepare import Prepared
 from brimful.hardware.memory import is_out_of_memory, release_unused
 from brimful.hardware.ranks import ALONE, Ranks
 from brimful.levers.precision import choose_precision, supports
+from brimful.models.packed.refusals import raise_without_half
 from brimful.step.precision import Precision
 from brimful.step.step import Probed
 
@@ -55,44 +56,38 @@ def checked(
     """
     eager, fallbacks = False, tuple[str, ...]()
     while True:
+        made = made or make(options, precision, eager)
+        refusal = None
         try:
-            made = made or make(options, precision, eager)
             found = replace(compare(made, rows), fallbacks=fallbacks)
-        except HalfPrecisionError as refusal:
+        except HalfPrecisionError as error:
             if options.precision != "auto":
                 raise
+            refusal = str(error)
+        if refusal is not None:  # the error is gone by now, and the frames whose memory it kept
             options, precision = _wider(options, precision.device)
-            callbacks.warning(said := f"{refusal}; {precision.value} runs")
-            fallbacks = (*fallbacks, said)
-            if made is not None:
-                made.step.release(together=False)
-            made = None
-            _give_back()
-            continue
-        if found.passed is not False or eager:
+            said = f"{refusal}; {precision.value} runs"
+        elif found.passed is not False or eager:
             _tell(found, callbacks)
             return made, found
-        slower = _slower(made, options, precision)
-        said = f"{_name(made)} differs from the plain model on the first batch: {found.reason}; {slower[-1]} runs"
+        else:
+            slower = _slower(made, options, precision)
+            said = f"{_name(made)} differs from the plain model on the first batch: {found.reason}; {slower[-1]} runs"
+            options, precision, eager, _ = slower
         callbacks.warning(said)
         fallbacks = (*fallbacks, said)
-        options, precision, eager, _ = slower
         made.step.release(together=False)
         made = None
-        _give_back()
+        gc.collect()  # graphs, and a copy of the weights
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _wider(options: TrainOptions, device: torch.device) -> tuple[TrainOptions, Precision]:
     """Options and precision of a model that has no half precision here."""
     options = replace(options, precision="tf32" if supports("tf32", device).ok else "fp32")
-    return options, choose_precision(options.precision, device)
-
-
-def _give_back() -> None:
-    """Give back the memory of what was assembled: its graphs, and a copy of the weights."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    precision = choose_precision(options.precision, device)
+    return options, replace(precision, reason="the model's own code has no half precision here")
 
 
 def checked_build(
@@ -208,6 +203,7 @@ def _compared(made: Assembled, rows: Rows) -> FirstBatch | None:
     except _StepError as failure:
         return replace(found, passed=False, reason=f"it ended in {failure}")
     except Exception as failure:  # memory, or a model's own code: if it is the step's too, the run will say so
+        raise_without_half(made.model.config.model_type, failure)
         return None if is_out_of_memory(failure) else replace(found, passed=None, reason=_said(failure))
     return found
 
@@ -226,6 +222,7 @@ def _probed(made: Assembled, batch: Batch) -> Probed:
     except Exception as failure:  # a model's own code on a packed row, a compiler
         if is_out_of_memory(failure):
             raise
+        raise_without_half(made.model.config.model_type, failure)
         raise _StepError(_said(failure)) from failure
 
 

@@ -146,7 +146,9 @@ class Step:
 
     def _begin(self, optimizer: Any, lengths: Any) -> None:
         """Assemble all that runs."""
-        asked, self._optimizer = self._options, self._owner(optimizer)
+        precision_asked = asked_precision(self._options.precision, optimizer)
+        asked = dataclasses.replace(self._options, precision=precision_asked)
+        self._optimizer = self._owner(optimizer)
         self._most_rows = asked.batch_size
         self._options = dataclasses.replace(asked, batch_size=self._accumulation * asked.batch_size)
         model, config = self._given.model, self._given.model.config
@@ -158,7 +160,7 @@ class Step:
         self._task = make_task(self._reader.space, np.zeros(0, dtype=np.int64), weights, asked.label_smoothing_factor)
         self._batches = expected_batches(lengths, self._options.batch_size, self.longest)
         device = choose_device(asked.device)
-        precision = choose_precision(asked_precision(asked.precision, optimizer), device)
+        precision = choose_precision(asked.precision, device)
         self._num_made = self._num_run = 0
         self._waiting: list[ReadRows] = []
         self.first_batch: FirstBatch | None = None

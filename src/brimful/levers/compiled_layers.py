@@ -17,8 +17,8 @@ from brimful.models.packed.packed_forward import LayoutModel, PackedModel
 def compile_padded_layers(execution: LayoutModel, *, note: Callable[[str], None]) -> None:
     """Compile the layers of a model on padded rows in place, by torch's own compiler.
 
-    The first shape has a trace of its own, and all others share one more: of layers whose code asks much of shapes
-    (XLNet, Funnel) a trace for any shape takes five to fifteen times as long, and dense rows have one shape.
+    The first shape has a trace of its own; a later one has another, for any size of what differs. Layers whose code
+    asks much of shapes (XLNet, Funnel) take five to fifteen times as long to be traced for any; dense rows have one.
     """
     from brimful.models.fusion import inductor_backend  # Triton is missing beside torch for CPUs
 

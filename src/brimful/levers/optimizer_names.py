@@ -108,6 +108,7 @@ def make_optimizers(
     device whether to skip a step.
     """
     kinds = {id(p) for p in embeddings} if name in WITH_32_BITS else set()
+    learning_rate = learning_rate if name in ON_DEVICE else None  # all of its parts, or none
     parts = [(name, False), (WITH_32_BITS.get(name, name), True)]
     found = []
     for part, of_embeddings in parts:

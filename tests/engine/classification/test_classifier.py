@@ -25,6 +25,7 @@ import brimful as package
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DataError, ModelError, OptionError
 from brimful.levers import facts
+from brimful.levers.precision import choose_precision
 from brimful.models import onednn_prepack
 from brimful.models.packed import packed_forward
 from brimful.step.forward import LayoutForward
@@ -541,3 +542,33 @@ def test_the_first_texts_are_compared(tmp_path: Path, monkeypatch: pytest.Monkey
         assert classifier.equivalence.passed
         assert classifier.recipe is not None
         assert classifier.recipe.value("packing") == "padded"
+
+
+def test_a_model_without_half_precision_answers_in_fp32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As FNet on a GPU, where `auto` is bf16; bf16 that was asked for is refused, with the flag."""
+
+    def without_half(self: packed_forward.PaddedModel, given: dict[str, Any]) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("Unsupported dtype BFloat16")
+        return logits(self, given)
+
+    model = save_classifier(tmp_path / "model", ["a", "b", "c"])
+    logits, choice = packed_forward.PaddedModel._logits, choose_precision
+    monkeypatch.setattr(packed_forward.PaddedModel, "_logits", without_half)
+    monkeypatch.setattr(
+        "brimful.engine.classification.classifier.choose_forward_precision",
+        lambda asked, device: choice("bf16" if asked == "auto" else asked, device),
+    )
+    with package.Classifier(model, device="cpu", packing="off", callbacks=Callbacks()) as classifier:
+        found_NC = classifier.logits(TEXTS)
+        assert classifier.fallback == (
+            "bert of transformers cannot run in half precision: Unsupported dtype BFloat16: fp32 runs instead"
+        )
+    with package.Classifier(model, device="cpu", packing="off", precision="fp32") as classifier:
+        np.testing.assert_allclose(found_NC, classifier.logits(TEXTS), atol=1e-6)
+    with (
+        package.Classifier(model, device="cpu", packing="off", precision="bf16") as classifier,
+        pytest.raises(ModelError, match="cannot run in half precision") as refused,
+    ):
+        classifier.logits(TEXTS)
+    assert "--precision tf32" in str(refused.value.hint)

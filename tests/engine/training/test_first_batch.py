@@ -145,13 +145,31 @@ def test_a_step_that_fails_is_not_run(model: Path, rows: Path, tmp_path: Path, m
     assert [said for said in heard.warnings if "ended in ValueError: no such row; the plain model" in said]
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, torch._dynamo.exc.TorchRuntimeError], ids=["model", "compiler"])
+class _NoHalfBackward(torch.autograd.Function):
+    """As an operation whose backward pass alone has no half precision."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.half = torch.is_autocast_enabled("cpu")
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if ctx.half:
+            raise RuntimeError("\"some_backward\" not implemented for 'BFloat16'")
+        return gradient
+
+
+@pytest.mark.parametrize("where", ["model", "compiler", "backward pass"])
 def test_a_model_without_half_precision_runs_in_another(
-    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """As FNet on a GPU, whose transform has none: `auto` widens and says so, bf16 that was asked for is refused."""
 
     def without_half(self: PaddedModel, given: dict[str, Any]) -> Any:
+        if where == "backward pass":
+            return _NoHalfBackward.apply(logits(self, given))
+        kind = RuntimeError if where == "model" else torch._dynamo.exc.TorchRuntimeError
         if torch.is_autocast_enabled("cpu"):
             raise kind("in a fake call\n  Unsupported dtype BFloat16")
         return logits(self, given)
@@ -166,10 +184,13 @@ def test_a_model_without_half_precision_runs_in_another(
     run = brimful.train(rows, model=model, output=tmp_path / "run", callbacks=heard, **options, precision="auto")
     assert run.first_batch is not None
     assert (run.recipe.value("precision"), run.first_batch.passed) == ("fp32", True)
+    [reason] = [lever.reason for lever in run.recipe.levers if lever.name == "precision"]
+    assert reason == "the model's own code has no half precision here"
     [said] = [each for each in heard.warnings if "half precision" in each]
-    assert said == "bert of transformers cannot run in half precision: Unsupported dtype BFloat16; fp32 runs"
+    assert said.startswith("bert of transformers cannot run in half precision: ")
+    assert said.endswith("; fp32 runs")
     assert run.first_batch.fallbacks == (said,)
-    with pytest.raises(brimful.ModelError, match="in half precision: Unsupported dtype BFloat16") as refused:
+    with pytest.raises(brimful.ModelError, match="in half precision: ") as refused:
         brimful.train(rows, model=model, output=tmp_path / "asked", **options, precision="bf16")
     assert "--precision tf32" in str(refused.value.hint)
 

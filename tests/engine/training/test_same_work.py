@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from brimful.cli.commands import run
+from brimful.core.options.train import TrainOptions
 from brimful.core.place import Place
 from brimful.engine.training import same_path
 from brimful.models.model_stats import layers_of
@@ -72,6 +73,17 @@ class Follower:
     packing: Any
     source: Any
     layout: Any = None
+
+
+@pytest.mark.parametrize(
+    ("asked", "told", "precision"),
+    [("auto", "tf32", "tf32"), ("auto", "bf16", "bf16"), ("fp8", "bf16", "bf16"), ("fp8", "fp8", "fp8")],
+)
+def test_products_are_as_precise_as_in_the_first_process(asked: Any, told: str, precision: str) -> None:
+    """It may have found that the model has no half precision, or that fp8 does not do."""
+    way = {"precision": told, "packed": True, "execution": "eager", "eager_attention": False, "sharding": "none"}
+    options, _ = same_path.options_of(json.dumps(way), TrainOptions(data="", model="", output="", precision=asked))
+    assert options.precision == precision
 
 
 def test_layers_keep_as_much_as_in_the_first_process() -> None:

@@ -111,7 +111,7 @@ def test_steps_are_those_of_others(name: str, scale: float | None, skipping: boo
     optimizer = ours_of(name, groups(model), rate)
     for number in range(STEPS):
         rate.fill_(rate_of(number))
-        optimizer.grad_scale = None if scale is None else torch.tensor(scale)
+        optimizer.grad_scale = None if scale is None else torch.tensor(scale * 2.0 ** (number % 4))
         if skipping:
             fill(model, number)
             before = copy.deepcopy(optimizer.state_dict()["state"]), all_of(model.parameters())
@@ -125,9 +125,11 @@ def test_steps_are_those_of_others(name: str, scale: float | None, skipping: boo
                 now = optimizer.state_dict()["state"][index]
                 assert all(torch.equal(now[name], value) for name, value in kept.items())
         optimizer.found_inf = torch.zeros(()) if skipping else None
-        fill(model, number, scale or 1.0)
+        fill(model, number, 1.0 if scale is None else scale * 2.0 ** (number % 4))
         optimizer.step()
     assert difference(all_of(model.parameters()), all_of(expected)) < SAME
+    moments = [state["exp_avg_sq"] for state in optimizer.state.values() if "exp_avg_sq" in state]
+    assert all(moment.max() < 1e3 for moment in moments)  # those of scaled gradients are a million times as large
 
 
 @pytest.mark.parametrize("name", THEIRS)

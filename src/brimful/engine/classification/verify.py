@@ -1,7 +1,7 @@
 """--verify: answers on some of the user's own rows are compared with those of the plain Hugging Face model in fp32.
 
-Where they differ, a slower path is tried: bf16 after fp8, then fp32, then padded rows. The fallback and its reason are
-warned of and recorded.
+Where they differ, a slower path is tried: bf16 after fp8, then fp32, then padded rows; and fp32 where a model's own
+code has no half precision, unless that was asked for. The fallback and its reason are warned of and recorded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import AnswerEquivalence
+from brimful.core.errors import HalfPrecisionError
 from brimful.core.options.classify import ClassifyOptions
 from brimful.core.records import OutOfMemory
 from brimful.core.units import share_text
@@ -99,8 +100,17 @@ def verified_runner(
         model, equivalence = None, None
         if compared is not None and plain_PC is not None:
             began = time.perf_counter()
-            equivalence = compare(runner, request, compared, plain_PC)
+            try:
+                equivalence = compare(runner, request, compared, plain_PC)
+            except HalfPrecisionError as refusal:
+                if options.precision != "auto":
+                    raise
+                fallback = f"{refusal}: fp32 runs instead"
             seconds += time.perf_counter() - began
+            if equivalence is None:
+                callbacks.warning(str(fallback))
+                del runner
+                continue
         plainest = attempt.value == "fp32" and not runner.packing.packed
         if equivalence is None or equivalence.passed or plainest:
             return Verified(runner, equivalence, fallback, None if compared is None else seconds)

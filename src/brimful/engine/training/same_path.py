@@ -43,7 +43,7 @@ def path_of(prepared: Prepared, built: Built) -> str:
             "packed": built.packing.packed,
             "eager_attention": built.eager_attention,
             "sharding": built.recipe.value("sharding"),
-            "fp8": built.precision.plan is not None,
+            "precision": "fp8" if built.precision.plan is not None else built.precision.value,
             "sizes": sizes,
             "ways": ways_of(layers_of(built.model) or ()),
             "made of": _made_of(prepared, built),
@@ -54,7 +54,7 @@ def path_of(prepared: Prepared, built: Built) -> str:
 def options_of(path: str, options: TrainOptions) -> tuple[TrainOptions, bool]:
     """Return options that lead to the same way, and whether padded rows must have eager attention."""
     told = json.loads(path)
-    precision = "bf16" if options.precision == "fp8" and not told["fp8"] else options.precision
+    precision = told["precision"] if options.precision in ("auto", "fp8") else options.precision
     packing: Literal["auto", "off"] = "auto" if told["packed"] else "off"
     sharding = told["sharding"]
     asked = replace(options, execution=told["execution"], packing=packing, precision=precision, sharding=sharding)

@@ -9,8 +9,11 @@ from typing import NoReturn
 from brimful.core.errors import HalfPrecisionError, ModelError, printable
 from brimful.kernels.layout import PaddedInputs
 
-#: How torch says that an operation has no half precision.
-_NO_HALF = ("Unsupported dtype BFloat16", "Unsupported dtype Half", "for 'BFloat16'", "for 'Half'")
+#: How torch says that an operation has no half precision, or none for such sizes.
+_NO_HALF = (
+    *("Unsupported dtype BFloat16", "Unsupported dtype Half", "for 'BFloat16'", "for 'Half'"),
+    "computing in half precision",
+)
 
 
 @contextmanager
@@ -23,15 +26,20 @@ def refusals(model_type: str, inputs: PaddedInputs) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = next((line.strip() for line in str(error).splitlines() if any(word in line for word in _NO_HALF)), None)
-        if said is None:
-            _refuse(model_type, inputs, error)
-        raise HalfPrecisionError(
-            f"{model_type} of transformers cannot run in half precision: {printable(said, 200)}",
-            hint="add --precision tf32, or fp32",
-        ) from error
+        raise_without_half(model_type, error)
+        _refuse(model_type, inputs, error)
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
         _refuse(model_type, inputs, error)
+
+
+def raise_without_half(model_type: str, error: Exception) -> None:
+    """Raise a HalfPrecisionError if an error says that some operation has no half precision."""
+    for line in str(error).splitlines():
+        if any(word in line for word in _NO_HALF):
+            raise HalfPrecisionError(
+                f"{model_type} of transformers cannot run in half precision: {printable(line.strip(), 200)}",
+                hint="add --precision tf32, or fp32",
+            ) from error
 
 
 def _refuse(model_type: str, inputs: PaddedInputs, error: Exception) -> NoReturn:

@@ -49,11 +49,11 @@ class Adafactor(torch.optim.Optimizer):
             skipped = scalar_of(self.found_inf, 0.0, used[0]) > 0
             unscaled = 1.0 / scalar_of(self.grad_scale, 1.0, used[0])
             rate = torch.where(skipped, 0.0, scalar_of(group["lr"], 0.0, used[0]))
-            kept = 1.0 - rate * group["weight_decay"] if group["weight_decay"] else None
+            decay = rate * group["weight_decay"] if group["weight_decay"] else None
             for parameter, share in zip(used, self._shares(used, skipped), strict=True):
                 update = self._update(parameter, unscaled, share.to(parameter.dtype), skipped)
-                if kept is not None:
-                    parameter.mul_(kept)
+                if decay is not None:
+                    parameter.addcmul_(parameter, decay, value=-1.0)  # times 1 - decay would round that first
                 parameter.sub_(torch.where(skipped, 0.0, update.mul_(rate)))
 
     def _shares(self, used: list[Tensor], skipped: Tensor) -> tuple[Tensor, ...]:
@@ -102,4 +102,4 @@ def scalar_of(value: float | Tensor | None, default: float, like: Tensor) -> Ten
 
 def _followed(moment: Tensor, now: Tensor, share: Tensor, skipped: Tensor) -> Tensor:
     """The moment, moved toward `now` by a share; as it was where the step is skipped."""
-    return moment.lerp_(torch.where(skipped, moment, now), share)
+    return moment.mul_(1.0 - share).addcmul_(torch.where(skipped, 0.0, now), share)

@@ -45,13 +45,13 @@ class Lion(torch.optim.Optimizer):
             skipped = scalar_of(self.found_inf, 0.0, used[0]) > 0
             unscaled = 1.0 / scalar_of(self.grad_scale, 1.0, used[0])
             rate = torch.where(skipped, 0.0, scalar_of(group["lr"], 0.0, used[0]))
-            kept = 1.0 - rate * group["weight_decay"] if group["weight_decay"] else None
+            decay = rate * group["weight_decay"] if group["weight_decay"] else None
             for parameter in used:
                 assert parameter.grad is not None
                 gradient, moment = parameter.grad.to(parameter.dtype) * unscaled, self._moment_of(parameter)
                 update = (moment * first).add_(gradient * (1.0 - first)).sign_().mul_(rate)
-                if kept is not None:
-                    parameter.mul_(kept)
+                if decay is not None:
+                    parameter.addcmul_(parameter, decay, value=-1.0)  # times 1 - decay would round that first
                 parameter.sub_(torch.where(skipped, 0.0, update))
                 now = (moment * second).add_(gradient.mul_(1.0 - second))
                 moment.copy_(torch.where(skipped, moment, now))
