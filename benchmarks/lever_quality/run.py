@@ -37,6 +37,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "states offloaded": {"optimizer_offload": True},
     "clipped late, updated in backward": _FREED,
     "states in bf16": {"optimizer_state_dtype": "bf16"},
+    "states in 8 bits": {"optimizer_state_dtype": "8bit"},
     "weights in bf16": {"weight_dtype": "bf16"},
     "weights and states in bf16, in backward": {"weight_dtype": "bf16", "optimizer_state_dtype": "bf16", **_FREED},
     "adafactor": {"optim": "adafactor"},

@@ -279,7 +279,7 @@ def recommended(found: Sequence[BenchRow], memory_limit: str | None, *, on_gpu: 
             row.settings.get("precision", "auto"),
             {lever.value for lever in levers if lever.name == "precision"},
         )
-        return asked == "auto" or asked in ran  # fp8 that ran in bf16 would be recommended by the wrong name
+        return asked == "auto" or not ran or asked in ran  # fp8 that ran in bf16 would be recommended by its name
 
     ours = [
         (each.measured.samples_per_s, each.row)
