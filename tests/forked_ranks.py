@@ -21,6 +21,7 @@ class Forked:
     def __init__(self, folder: Path, count: int, work: Callable[[Place], Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, port = folder, _free_port()
+        self._statuses: dict[int, int] = {}
         self.pids: list[int] = []
         for rank in range(count):
             if pid := os.fork():
@@ -46,15 +47,17 @@ class Forked:
 
     def results(self) -> list[Any]:
         """Return what each has returned; None of one that was killed."""
-        for rank, pid in enumerate(self.pids):
-            status = os.waitpid(pid, 0)[1]
+        for rank in range(len(self.pids)):
+            status = self._waited(rank)
+            assert status is not None
             assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, self.said(rank)
         files = [self._folder / f"rank-{rank}.pickle" for rank in range(len(self.pids))]
         return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 
     def exit_code(self, rank: int) -> int | None:
         """Wait for one process; return what it has returned, or the code that it ended with."""
-        status = os.waitpid(self.pids[rank], 0)[1]
+        status = self._waited(rank)
+        assert status is not None
         file = self._folder / f"rank-{rank}.pickle"
         if file.exists():
             return int(pickle.loads(file.read_bytes()))
@@ -63,6 +66,23 @@ class Forked:
     def exit_codes(self) -> list[int | None]:
         """Return `exit_code` of each."""
         return [self.exit_code(rank) for rank in range(len(self.pids))]
+
+    def check_running(self) -> None:
+        """Fail with what all have said if one has ended."""
+        for rank in range(len(self.pids)):
+            status = self._waited(rank, os.WNOHANG)
+            if status is not None:
+                said = "\n".join(f"{each}: {self.said(each)}" for each in range(len(self.pids)))
+                raise AssertionError(f"process {rank} ended with {os.waitstatus_to_exitcode(status)}\n{said}")
+
+    def _waited(self, rank: int, options: int = 0) -> int | None:
+        """Wait for a process, once; None while it runs and that is not to be waited for."""
+        if rank not in self._statuses:
+            pid, status = os.waitpid(self.pids[rank], options)
+            if not pid:
+                return None
+            self._statuses[rank] = status
+        return self._statuses[rank]
 
     def said(self, rank: int) -> str:
         return (self._folder / f"rank-{rank}.log").read_text("utf-8", "replace")

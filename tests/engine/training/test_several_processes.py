@@ -49,9 +49,10 @@ def told(folder: Path) -> list[tuple[int, float, float]]:
     return [(event["step"], event["loss"], event["grad_norm"]) for event in events(folder, "step")]
 
 
-def wait_for(found: Callable[[], Any]) -> None:
+def wait_for(found: Callable[[], Any], processes: Forked) -> None:
     until = time.monotonic() + 240  # against hanging: a busy machine takes its time
     while not found():
+        processes.check_running()
         assert time.monotonic() < until
         time.sleep(0.02)
 
@@ -141,7 +142,7 @@ def test_a_signal_to_the_leader_stops_all(files: Path, tmp_path: Path) -> None:
     both = start(
         tmp_path / "logs", *words(files, tmp_path / "run", "--num-train-epochs", "500", "--save-steps", "9999")
     )
-    wait_for(lambda: (tmp_path / "run" / "events.jsonl").exists() and len(told(tmp_path / "run")) > 3)
+    wait_for(lambda: (tmp_path / "run" / "events.jsonl").exists() and len(told(tmp_path / "run")) > 3, both)
     os.kill(both.pids[1], signal.SIGTERM)  # not its to hear
     os.kill(both.pids[0], signal.SIGTERM)
     assert both.results() == [143, 0]
@@ -156,7 +157,7 @@ def test_a_process_that_is_gone_ends_the_others(files: Path, tmp_path: Path, sha
     ask = words(files, tmp_path / "run", "--num-train-epochs", "500", "--save-steps", "2", "--eval-split", "0")
     ask += ["--sharding", sharding]
     both = start(tmp_path / "logs", *ask)
-    wait_for(lambda: len(checkpoints(tmp_path / "run")) > 1)
+    wait_for(lambda: len(checkpoints(tmp_path / "run")) > 1, both)
     os.kill(both.pids[1], signal.SIGKILL)
     assert both.results() == [7, None]
     assert "error: process 1 of 2 (" in both.said(0)
