@@ -154,7 +154,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         if theirs is not None and ours["samples_per_s"] and theirs["samples_per_s"]:
             ratios.append(ours["samples_per_s"] / theirs["samples_per_s"])
             ratio = f"{ratios[-1]:.2f}"
-        runs = ours["error"] or f"{(ours['recipe'] or {}).get('execution')}"
+        failed = (ours["error"] or "").partition("\n")[0]
+        runs = failed or f"{(ours['recipe'] or {}).get('execution')}"
         lines.append(f"| {model} | {shape} | {_said(theirs)} | {_said(ours)} | {ratio} | {runs} |")
     if ratios:
         slower = sum(ratio < 1 for ratio in ratios)

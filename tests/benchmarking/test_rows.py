@@ -140,7 +140,7 @@ def test_the_recommended_row_is_the_fastest_that_fits_and_changes_no_arithmetic(
     unclipped = Row(side="brimful", name="unclipped", settings={"max_grad_norm": 0.0})
     rows.append(BenchRow(row=unclipped, status="measured", measured=figures(400, 1, recipe=exact)))
     fp8 = Row(side="brimful", name="fp8", settings={"precision": "fp8"})  # which ran in bf16
-    rows.append(BenchRow(row=fp8, status="measured", measured=figures(91, 8, recipe=bf16)))
+    rows.append(BenchRow(row=fp8, status="measured", measured=figures(91, 8, recipe=bf16, precision="bf16")))
 
     def name(**given: Any) -> str | None:
         found = recommended(rows, **{"memory_limit": None, "on_gpu": True, **given})

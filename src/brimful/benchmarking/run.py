@@ -274,12 +274,7 @@ def recommended(found: Sequence[BenchRow], memory_limit: str | None, *, on_gpu: 
         )
 
     def as_asked(row: Row, figures: Measured) -> bool:
-        levers = () if figures.recipe is None else figures.recipe.levers
-        asked, ran = (
-            row.settings.get("precision", "auto"),
-            {lever.value for lever in levers if lever.name == "precision"},
-        )
-        return asked == "auto" or not ran or asked in ran  # fp8 that ran in bf16 would be recommended by its name
+        return row.settings.get("precision", "auto") in ("auto", figures.precision)  # fp8 may have run in bf16
 
     ours = [
         (each.measured.samples_per_s, each.row)

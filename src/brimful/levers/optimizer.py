@@ -284,6 +284,12 @@ class Optimizer(Lever):
             if streamed is None:
                 return BucketedAdamW(model, schedule, **given)
             return StreamedAdamW(model, schedule, streamed=streamed, device=precision.device, **given)
+        return self._by_torch(model, schedule, precision, decayed, max_grad_norm=max_grad_norm)
+
+    def _by_torch(
+        self, model: nn.Module, schedule: Tensor, precision: Precision, decayed: set[str], *, max_grad_norm: float
+    ) -> TorchUpdate:
+        """Make the update by an optimizer of torch's kind."""
         groups = parameter_groups(model, decayed, self.weight_decay)
 
         def make(learning_rate: Tensor) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:

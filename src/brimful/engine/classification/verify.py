@@ -97,32 +97,42 @@ def verified_runner(
             hear=hear,
             model=model,
         )
-        model, equivalence = None, None
+        model, equivalence, why_not = None, None, None
         if compared is not None and plain_PC is not None:
             began = time.perf_counter()
-            try:
-                equivalence = compare(runner, request, compared, plain_PC)
-            except HalfPrecisionError as refusal:
-                if options.precision != "auto":
-                    raise
-                fallback = f"{refusal}: fp32 runs instead"
+            may_widen = options.precision == "auto"
+            equivalence, why_not = _judged(runner, request, compared, plain_PC, may_widen=may_widen)
             seconds += time.perf_counter() - began
-            if equivalence is None:
-                callbacks.warning(str(fallback))
-                del runner
-                continue
         plainest = attempt.value == "fp32" and not runner.packing.packed
-        if equivalence is None or equivalence.passed or plainest:
+        if why_not is None or plainest:
             return Verified(runner, equivalence, fallback, None if compared is None else seconds)
-        how = f"{attempt.value}, packed" if runner.packing.packed else attempt.value
-        fallback = (
-            f"on {equivalence.num_rows:,} rows, {how} differs from the plain fp32 model by up to"
-            f" {equivalence.largest_difference:.2g} (allowed: {equivalence.tolerance:g}) and agrees on"
-            f" {share_text(equivalence.agreement)} of the labels: a slower path runs instead"
-        )
-        callbacks.warning(fallback)
+        callbacks.warning(why_not)
+        fallback = why_not
         del runner  # frees its memory for the next one
     raise AssertionError("padded rows in fp32 are what the others are compared with")
+
+
+def _judged(
+    runner: Runner, request: Request, compared: Asked, plain_PC: Logits, *, may_widen: bool
+) -> tuple[AnswerEquivalence | None, str | None]:
+    """Return the comparison of a runner, and why a slower path is to run; None where none is.
+
+    may_widen: whether a model without half precision is a reason. Raises: HalfPrecisionError where it is not.
+    """
+    try:
+        found = compare(runner, request, compared, plain_PC)
+    except HalfPrecisionError as refusal:
+        if not may_widen:
+            raise
+        return None, f"{refusal}: fp32 runs instead"
+    if found.passed:
+        return found, None
+    how = f"{runner.precision.value}, packed" if runner.packing.packed else runner.precision.value
+    return found, (
+        f"on {found.num_rows:,} rows, {how} differs from the plain fp32 model by up to"
+        f" {found.largest_difference:.2g} (allowed: {found.tolerance:g}) and agrees on"
+        f" {share_text(found.agreement)} of the labels: a slower path runs instead"
+    )
 
 
 def compare(runner: Runner, request: Request, asked: Asked, plain_PC: Logits) -> AnswerEquivalence:

@@ -1,62 +1,45 @@
-"""Adafactor whose every decision is on the device: a step is launched without waiting for it, and can be captured.
+"""Adafactor as transformers' Trainer makes it, but decided on the device.
 
 transformers' own counts steps on the host, so that no graph can hold it, and takes no word of the device on whether to
 skip: each of its steps would wait for the gradient to be known as finite, and then for some thousand launches. The
 arithmetic is the same up to rounding.
 
-Source: Shazeer and Stern 2018, arXiv 1804.04235; transformers.optimization.Adafactor, as its Trainer makes it.
+Source: Shazeer and Stern 2018, arXiv 1804.04235; transformers.optimization.Adafactor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from brimful.step.updates.on_device import OnDevice, gradient_of
+
 #: What transformers' Trainer gives its Adafactor beside a learning rate; anything else is for transformers' own.
 SETTINGS = {"scale_parameter": False, "relative_step": False}
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(OnDevice):
     """Second moments of matrices by the means of their rows and columns, updates clipped by their root mean square.
 
-    lr: () tensor on the device. As torch's fused optimizers it is given `grad_scale` and `found_inf`, () tensors,
-    before a step: gradients are divided by the first, and a step is skipped where the second is 1. epsilon: added to
-    squares of gradients. clip_threshold: most root mean square of an update. decay_rate: moments of step t keep
-    1 - t ** decay_rate of what they were.
+    epsilon: added to squares of gradients. clip_threshold: most root mean square of an update. decay_rate: moments of
+    step t keep 1 - t ** decay_rate of what they were.
     """
-
-    _step_supports_amp_scaling = True
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
 
     def __init__(
         self, params: Iterable[Any], lr: float | Tensor, *, epsilon: float = 1e-30, clip_threshold: float = 1.0,
         decay_rate: float = -0.8, weight_decay: float = 0.0,
     ) -> None:  # fmt: skip
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(params, lr, weight_decay)
         self._epsilon, self._clip_threshold, self._decay_rate = epsilon, clip_threshold, decay_rate
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        for group in self.param_groups:
-            used = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not used:
-                continue
-            skipped = scalar_of(self.found_inf, 0.0, used[0]) > 0
-            unscaled = 1.0 / scalar_of(self.grad_scale, 1.0, used[0])
-            rate = torch.where(skipped, 0.0, scalar_of(group["lr"], 0.0, used[0]))
-            decay = rate * group["weight_decay"] if group["weight_decay"] else None
-            for parameter, share in zip(used, self._shares(used, skipped), strict=True):
-                update = self._update(parameter, unscaled, share.to(parameter.dtype), skipped)
-                if decay is not None:
-                    parameter.addcmul_(parameter, decay, value=-1.0)  # times 1 - decay would round that first
-                parameter.sub_(torch.where(skipped, 0.0, update.mul_(rate)))
+    def _updates(self, used: Sequence[Tensor], unscaled: Tensor, skipped: Tensor) -> Iterator[Tensor]:
+        for parameter, share in zip(used, self._shares(used, skipped), strict=True):
+            yield self._update(parameter, gradient_of(parameter, unscaled), share.to(parameter.dtype), skipped)
 
-    def _shares(self, used: list[Tensor], skipped: Tensor) -> tuple[Tensor, ...]:
+    def _shares(self, used: Sequence[Tensor], skipped: Tensor) -> tuple[Tensor, ...]:
         """Count the step; the share of its squares in each parameter's moments, (), 0 where it is skipped."""
         counts = [self._state_of(parameter)["step"] for parameter in used]
         torch._foreach_add_(counts, [(~skipped).float()] * len(counts))  # one tensor would be read by the host
@@ -77,10 +60,8 @@ class Adafactor(torch.optim.Optimizer):
                 state["exp_avg_sq_col"] = parameter.new_zeros(shape[:-2] + shape[-1:])
         return state
 
-    def _update(self, parameter: Tensor, unscaled: Tensor, share: Tensor, skipped: Tensor) -> Tensor:
-        """Direction and size of an update, before the learning rate. Not finite where the gradient is not."""
-        assert parameter.grad is not None
-        gradient, state = parameter.grad.to(parameter.dtype) * unscaled, self._state_of(parameter)
+    def _update(self, parameter: Tensor, gradient: Tensor, share: Tensor, skipped: Tensor) -> Tensor:
+        state = self._state_of(parameter)
         squares = gradient.square().add_(self._epsilon)
         if parameter.ndim < 2:
             update = _followed(state["exp_avg_sq"], squares, share, skipped).rsqrt()
@@ -91,13 +72,6 @@ class Adafactor(torch.optim.Optimizer):
             update = torch.mul(by_row, columns.rsqrt().unsqueeze(-2), out=squares)
         size = update.mul_(gradient).norm() / update.numel() ** 0.5
         return update.div_((size / self._clip_threshold).clamp(min=1.0))
-
-
-def scalar_of(value: float | Tensor | None, default: float, like: Tensor) -> Tensor:
-    """A () tensor of a parameter's kind."""
-    if isinstance(value, Tensor):
-        return value.to(dtype=like.dtype)
-    return torch.full((), default if value is None else value, dtype=like.dtype, device=like.device)
 
 
 def _followed(moment: Tensor, now: Tensor, share: Tensor, skipped: Tensor) -> Tensor:
