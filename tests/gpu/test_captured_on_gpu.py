@@ -26,6 +26,7 @@ from brimful.levers.compiled_layers import compile_layers
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.precision import choose_precision
 from brimful.models.packed.packed_forward import PackedForm, PackedModel
+from brimful.step.graphs.cache import GraphPool
 from brimful.step.graphs.captured_forward import PackedForward
 from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.step import Step, make_schedule
@@ -382,6 +383,29 @@ def test_a_refused_capture_leaves_the_device_as_it_was() -> None:
     graph.replay()
     assert drawn.tolist() == expected
     assert gc.isenabled()
+
+
+def test_a_refused_capture_leaves_the_allocator_as_it_was() -> None:
+    """Memory that nothing uses goes back to the device, the refused pool's too, and a pool can be used again."""
+    with pytest.raises((RuntimeError, torch.AcceleratorError)), capture(torch.cuda.CUDAGraph()):
+        torch.ones(64 << 20, dtype=torch.uint8, device=GPU).tolist()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.empty(1 << 30, dtype=torch.uint8, device=GPU)
+    assert torch.cuda.memory_reserved() == before + (1 << 30)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == before
+    pool = GraphPool(GPU)
+    for _ in range(2):
+        with pytest.raises((RuntimeError, torch.AcceleratorError)):
+            pool.record(lambda: torch.rand(8, device=GPU).tolist())
+        graph, made = pool.record(lambda: torch.full((8,), 3.0, device=GPU))
+        graph.replay()
+        assert made.tolist() == [3.0] * 8
+    del graph, made, pool
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])

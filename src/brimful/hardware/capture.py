@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -27,12 +27,13 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     a time in a process.
 
     Raises RuntimeError or torch.AcceleratorError where something in the block cannot be captured. The device, its
-    current stream and its generator can then be used again, the latter as it was.
+    current stream, its memory and its generator can then be used again, the latter as it was. A pool without other
+    graphs is gone by then.
     """
     collected, stream = gc.isenabled(), torch.cuda.current_stream()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     state = generator.clone_state()
-    recording = _stream(torch.cuda.current_device())
+    recording, pool = _stream(torch.cuda.current_device()), pool or torch.cuda.graph_pool_handle()
     with torch.cuda.stream(recording):
         # What torch allocates for a generator's first graph lies beside this. A graph that this fails for ends the
         # process when it is freed (CUDAGeneratorImpl.cpp of torch 2.11: "The graph should be registered").
@@ -47,11 +48,24 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
         torch.cuda.set_stream(stream)
         torch.cuda.synchronize()
         generator.graphsafe_set_state(state)  # its own believes to be in the capture still
+        _leave_pool(pool)
         raise
     finally:
         torch.clear_autocast_cache()  # casts that lie in the graph's memory, and were not computed
         if collected:
             gc.enable()
+
+
+def _leave_pool(pool: Any) -> None:
+    """Have the allocator take the capture into a pool for ended, if it does not yet.
+
+    torch's `CUDAGraph.capture_end` tells it so once the driver has ended the capture, and not where the driver refuses
+    (CUDAGraph.cpp of torch 2.11): in all the rest of the process no memory would be given back to the device.
+    """
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):  # of a pool that was left already
+        torch._C._cuda_endAllocateToPool(device, pool)  # type: ignore[attr-defined]
+        torch._C._cuda_releasePool(device, pool)  # type: ignore[attr-defined]
 
 
 @cache

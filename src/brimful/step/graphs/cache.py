@@ -81,6 +81,10 @@ class GraphPool:
             with capture(graph, self.handle):
                 torch.empty(room_bytes, dtype=torch.uint8, device=self.device)  # and gives it to the pool
                 outputs = compute()
+        except (RuntimeError, torch.AcceleratorError):
+            if not self._graphs:  # the pool is gone
+                self.handle = torch.cuda.graph_pool_handle()
+            raise
         finally:
             release_workspaces()  # torch would keep them, and with them the pool, when its graphs are gone
         self._graphs.add(graph)
