@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -23,7 +24,7 @@ from brimful.models.model_stats import layer_lists
 from brimful.models.packed import packed_forward
 from brimful.models.packed.host_decisions import HostDecisions, HostNeededError
 from brimful.models.packed.packed_forward import PaddedModel
-from models.packed.test_host_reads import longformer, t5
+from models.packed.test_host_reads import SMALL, longformer, t5
 
 END = 2
 TESTS = Path(__file__).parents[2]
@@ -140,6 +141,20 @@ def test_captured_passes_need_nothing_of_the_host() -> None:
     for name, (refused, logits, gradient) in found.items():
         assert refused, name
         assert max(logits, gradient) < 1e-5, name
+
+
+def test_masks_of_full_rows_are_made_as_in_a_capture() -> None:
+    """transformers leaves a mask of ones out where it can look, which it cannot in a capture."""
+    config = transformers.ConvBertConfig(
+        **SMALL, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=24
+    )
+    model = without_dropout(transformers.ConvBertForSequenceClassification(config))
+    execution, seen = PaddedModel(model, "eager"), []
+    model.convbert.encoder.layer[0].register_forward_pre_hook(lambda _, given: seen.append(given[1] is None))
+    expected = execution(rows_of([40, 40], 0)).logits
+    execution.decisions = HostDecisions()
+    assert torch.equal(execution(rows_of([40, 40], 0)).logits, expected)
+    assert seen == [True, False]
 
 
 def test_layers_that_are_compiled_are_left_alone() -> None:

@@ -10,6 +10,9 @@ device, and the step runs again, eagerly (`step.graphs.captured_step`); so do ro
 Read are single numbers, counts of nonzero elements, and runs of equal ones; indexing by a mask counts what is in it. An
 answer belongs to the line of the model's code that asks.
 
+transformers asks of each mask whether it can be left out, but in a capture, where it is always made: here it is told
+no, so that all passes are of one form.
+
 Constants, such as a mask's zero or a table of positions, stay on the device from the first pass on. A capture makes
 them on the host once more, and is refused where they are other ones.
 """
@@ -196,6 +199,8 @@ def _line() -> str:
     return f"line {number} of {Path(file).name}"
 
 
+#: The file of transformers that makes masks.
+_MASKS = str(Path("transformers", "masking_utils.py"))
 #: Packages whose code stands between the model's and what is asked.
 _NOT_ASKING = frozenset({"torch", "contextlib"})
 
@@ -252,6 +257,8 @@ class _Operators(TorchDispatchMode):
             return function(*args, **kwargs)
         if function is aten._local_scalar_dense.default:
             number: Tensor = given
+            if number.dtype == torch.bool and _asker()[0].endswith(_MASKS):
+                return False
             return self._source.answer(lambda: function(number), lambda found: (number == found).all())
         if function is aten.nonzero.default:
             return _nonzero(given, self._source)
