@@ -36,6 +36,8 @@ _COMPILE_S, _SAVED = 10.0, 0.25
 #: fewer kernels: BERT-base on an H100, captured 34 and compiled 18 ms on BBC News, 5.8 and 3.8 ms on tweets
 #: (benchmarks/drop_in).
 _SAVED_IN_TRAINING, _SAVED_A_LAYER_S = 0.5, 120e-6
+#: The latter of padded rows, whose layers are of many small kernels (benchmarks/fallback).
+_SAVED_A_PADDED_LAYER_S = 300e-6
 #: Cold seconds of fused kernels forward only (benchmarks/classification).
 _COMPILE_FORWARD_S = 4.0
 #: Cold seconds of layers of padded rows, by torch's compiler alone: more kinds of layers, and more passes over each.
@@ -156,11 +158,12 @@ def saved_seconds(assembly: Assembly) -> float:
     """Return the seconds that compiled layers are expected to save in all of a run, in each process."""
     passes = 3 if assembly.training else 1
     whole_s = 2 * passes * matmul_parameters(assembly.model) * assembly.num_tokens / _REACHED / assembly.num_ranks
-    if not (assembly.training and assembly.lever(Packing).packed):
+    if not assembly.training:
         return _SAVED * whole_s
-    by_time = _SAVED_IN_TRAINING * whole_s
+    packed = assembly.lever(Packing).packed
+    share, of_layer_s = (_SAVED_IN_TRAINING, _SAVED_A_LAYER_S) if packed else (_SAVED, _SAVED_A_PADDED_LAYER_S)
     num_layers = sum(map(len, lists_to_compile(assembly)))
-    return max(by_time, _SAVED_A_LAYER_S * num_layers * num_steps_of(assembly))
+    return max(share * whole_s, of_layer_s * num_layers * num_steps_of(assembly))
 
 
 def num_steps_of(assembly: Assembly) -> float:
