@@ -1,7 +1,7 @@
 """The GPU's start beside a command's imports, which are Python's and leave the driver and most cores alone.
 
 A process pays for the driver, a context and the matrix library before its first kernel: about a second on hosts with
-several GPUs, in C code that other threads need not wait for.
+several GPUs, in C code that other threads need not wait for. Loading torch's own libraries is such code, too.
 """
 
 from __future__ import annotations
@@ -9,21 +9,33 @@ from __future__ import annotations
 import ctypes
 import threading
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+#: What torch and transformers import, and what needs neither of them.
+_WITHOUT_TORCH = ("pyarrow", "sympy", "scipy.optimize", "tokenizers", "huggingface_hub")
 
 
 class DeviceStart:
     """Starts the first visible GPU in threads of its own; without one, nothing. What goes wrong shows in later calls.
 
-    `begin` needs no torch: driver and context. `go_on` needs it imported: its part, and the matrix library's.
+    `begin` needs no torch: driver and context, and torch's libraries, while this thread imports what needs none of
+    them. `go_on` needs it imported: its part, and the matrix library's.
     """
 
     def __init__(self) -> None:
         self._context = threading.Thread(target=_make_context, name="device-context")
+        self._torch = threading.Thread(target=_load_torch, name="device-torch")
         self._library = threading.Thread(target=self._load_library, name="device-library")
 
     def begin(self) -> None:
         """Begin with the context."""
+        self._torch.start()
         self._context.start()
+        for name in _WITHOUT_TORCH:
+            with suppress(ImportError):
+                import_module(name)
 
     def go_on(self) -> None:
         """Go on with torch."""
@@ -39,6 +51,14 @@ class DeviceStart:
                     square = torch.zeros(64, 64, device="cuda", dtype=dtype)
                     square @ square
                 torch.cuda.synchronize()
+
+
+def _load_torch() -> None:
+    """Load the libraries that torch's extension is linked to, which importing it then finds."""
+    found = find_spec("torch")
+    for folder in (found and found.submodule_search_locations) or ():
+        with suppress(OSError):
+            ctypes.CDLL(str(Path(folder, "lib", "libtorch_python.so")))
 
 
 def _make_context() -> None:
