@@ -182,6 +182,10 @@ def _compared(made: Assembled, rows: Rows) -> FirstBatch | None:
     """The comparison on all of some rows; None if memory ran out in it."""
     found, device = _nothing_yet(made, rows), made.step.device
     try:
+        given = (rows.ids, rows.types, rows.targets_N, made.step.task, made.layout)
+        batch = make_batch(0, np.arange(len(rows.ids)), *given, weights_N=rows.weights_N)
+        batch = batch.sent(device) if device.type == "cuda" else batch
+        _begin_compiling(made, batch)
         made.step.update.put_states_aside()
         expected = plain(made, rows, choose_precision("fp32", device))
         if not (expected.losses_N.isfinite().all() and _norms(device, expected.gradients).isfinite().all()):
@@ -190,9 +194,6 @@ def _compared(made: Assembled, rows: Rows) -> FirstBatch | None:
         if made.precision.value not in ("fp32", "fp64"):
             lost = plain(made, rows, replace(made.precision, plan=None))
         made.step.update.restore_states()
-        given = (rows.ids, rows.types, rows.targets_N, made.step.task, made.layout)
-        batch = make_batch(0, np.arange(len(rows.ids)), *given, weights_N=rows.weights_N)
-        batch = batch.sent(device) if device.type == "cuda" else batch
         found = _judged(found, made, _probed(made, batch), expected, lost)
         if not found.passed:
             again = plain(made, rows, choose_precision("fp32", device))
@@ -210,6 +211,15 @@ def _compared(made: Assembled, rows: Rows) -> FirstBatch | None:
 
 class _StepError(Exception):
     """The step cannot do what the plain model did."""
+
+
+def _begin_compiling(made: Assembled, batch: Batch) -> None:
+    """Have the step's kernels compiled while the plain model computes. A failure comes again in the step's turn."""
+    try:
+        made.step.begin_compiling(batch)
+    except Exception as failure:
+        if is_out_of_memory(failure):
+            raise
 
 
 def _probed(made: Assembled, batch: Batch) -> Probed:

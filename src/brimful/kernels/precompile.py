@@ -8,8 +8,8 @@ once: Triton's passes, its assembler and the C compiler of what launches a kerne
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -28,10 +28,29 @@ class _NotOursError(Exception):
     """A kernel of someone else's: it may choose by its own results, or write numbers that rows are looked up by."""
 
 
+class Compiling:
+    """Kernels on their way to be compiled."""
+
+    def __init__(self) -> None:
+        self._on_their_way: list[Future[None]] = []
+
+    def begin(self, met: Collection[tuple[Any, str]]) -> None:
+        """Have threads compile kernels, each with a specialization."""
+        if met:
+            pool = ThreadPoolExecutor(min(len(met), num_cores() or 1), initializer=_use, initargs=_device())
+            self._on_their_way = [pool.submit(_compile, each) for each in met]
+            pool.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Wait for all."""
+        for each in self._on_their_way:
+            each.result()
+
+
 @contextmanager
-def precompiled() -> Iterator[None]:
+def precompiled(*, wait: bool = True) -> Iterator[Compiling]:
     """Within, a kernel of ours that this process has not compiled yet is not launched; at the end all of these are
-    compiled.
+    compiled, or begin to be where the caller is to wait.
 
     What they were to write is whatever was in that memory. So what runs within must change nothing that lasts, its
     results are of no use, and neither are its errors, which are not raised: a kernel that cannot be compiled says so
@@ -40,8 +59,9 @@ def precompiled() -> Iterator[None]:
 
     Source: Triton's `jit_cache_hook`, and `JITFunction.preload`, which compiles what the hook was told of.
     """
+    compiling = Compiling()
     if knobs is None:
-        yield
+        yield compiling
         return
     met: dict[tuple[str, str, str], tuple[Any, str]] = {}
     thread = threading.get_ident()
@@ -63,12 +83,12 @@ def precompiled() -> Iterator[None]:
                 torch.autograd.set_detect_anomaly(False),
                 suppress(Exception),
             ):
-                yield
+                yield compiling
         finally:
             knobs.runtime.jit_cache_hook = before
-        if met:
-            with ThreadPoolExecutor(min(len(met), num_cores() or 1), initializer=_use, initargs=_device()) as pool:
-                list(pool.map(_compile, met.values()))
+        compiling.begin(met.values())
+        if wait:
+            compiling.wait()
 
 
 def _device() -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from brimful.hardware.memory import ElsewhereMemoryError, is_out_of_memory
 from brimful.hardware.process_settings import RandomStream
 from brimful.hardware.ranks import ALONE, Ranks
 from brimful.hardware.read_back import ReadBack, host_room
-from brimful.kernels.precompile import precompiled
+from brimful.kernels.precompile import Compiling, precompiled
 from brimful.measurement.memory import PhaseMemory
 from brimful.models.packed.layer_calls import compiled_modules
 from brimful.models.packed.packed_forward import LayoutModel
@@ -302,17 +302,17 @@ class Step:
             rows_S = rows_S * micro.weights_S.to(rows_S.dtype)
         return torch.where(micro.valid_S, rows_S, 0.0)
 
-    def compile_kernels(self, batch: Batch) -> None:
+    def compile_kernels(self, batch: Batch, *, wait: bool = True) -> Compiling:
         """Compiles together the kernels of ours that a step of such batches launches, and that were not compiled yet.
 
-        Weights, gradients, buffers and the batch are as they were.
+        Weights, gradients, buffers and the batch are as they were. wait: False to wait for the kernels later.
         """
         parameters, model = self.update.parameters, self.execution.model
         self.tell_update(whole=len(batch.micro_batches) == 1)
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
         first_of = {micro.shape: index for index, micro in reversed(list(enumerate(batch.micro_batches)))}
         try:
-            with precompiled(), self.update.undisturbed():  # gradients may be left in host memory
+            with precompiled(wait=wait) as compiling, self.update.undisturbed():  # gradients may be left in host memory
                 for index in first_of.values():
                     for parameter in parameters:
                         parameter.grad = None
@@ -324,6 +324,10 @@ class Step:
             for buffer, value in buffers:  # a changed one need not say so: statistics of batches do not
                 buffer.copy_(value)
         self.precision.after_update()  # copies of the weights that were made within
+        return compiling
+
+    def begin_compiling(self, batch: Batch) -> None:
+        """Begin to compile what the first step of such batches would wait for."""
 
     def probe(self, batch: Batch) -> Probed:
         """Compute losses and gradient of a batch as `run` does, dropout off. Nothing is updated, and all is as before.

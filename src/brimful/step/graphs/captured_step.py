@@ -27,6 +27,7 @@ from torch import Tensor
 
 from brimful.data.batches.batch import Batch, MicroBatch
 from brimful.hardware.memory import CaptureMemoryError
+from brimful.kernels.precompile import Compiling
 from brimful.models.packed.packed_forward import PaddedModel
 from brimful.step.graphs.cache import Graph, GraphCache, GraphPool
 from brimful.step.state import StepState
@@ -47,6 +48,7 @@ class CapturedStep(Step):
     ) -> None:
         super().__init__(*arguments, **options)
         self._kernels_wait, self._probing = precompile, False
+        self._compiling: Compiling | None = None
         self._kept: list[Tensor] = []
         self.pool = GraphPool(self.device, most_tokens)
         # An update has tables of gradients' addresses for so many graphs, and a shape may have two.
@@ -70,9 +72,16 @@ class CapturedStep(Step):
 
     def _prepare(self, batch: Batch) -> None:
         """Compile kernels together, before the first pass."""
+        self.begin_compiling(batch)
+        if self._compiling is not None:
+            self._compiling.wait()
+            self._compiling = None
+
+    def begin_compiling(self, batch: Batch) -> None:
+        """As `Step` has it."""
         if self._kernels_wait:
             self._kernels_wait = False
-            self.compile_kernels(batch)
+            self._compiling = self.compile_kernels(batch, wait=False)
 
     def _replayed(self, batch: Batch) -> Pending | None:
         self.update.begin()
