@@ -259,13 +259,13 @@ def test_shares_are_even_and_whole(count: int) -> None:
 
 
 @pytest.mark.skipif(not FUSED, reason="needs Triton")
-@pytest.mark.parametrize(("count", "by_peers"), [(2, False), (2, True), (3, True)])
+@pytest.mark.parametrize(("count", "by_peers"), [(2, False), (3, True)])
 def test_our_kernels_update_by_parts_what_they_update_whole(count: int, by_peers: bool, tmp_path: Path) -> None:
     """With gradients and copies in bf16: sums of the same numbers, and the same states, whole and by parts; sent, and
     copied between processes' memory."""
 
     def learn(ranks: Ranks, sharding: ShardingChoice, after: StepState | None = None) -> tuple[Any, StepState]:
-        model = FAMILIES["bert"].model(3).train()
+        model = FAMILIES["bert"].model(3, num_hidden_layers=1).train()
         precision = Precision(value="bf16", device=CPU, reason="a test")
         parts = ranks.count if sharding == "states" else 1
         optimizer = Optimizer(value="adamw_torch", fused=True, sharding=sharding, parts=parts, weight_decay=0.1)
