@@ -16,7 +16,6 @@ import random
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from runs import Runner, open_runner, sha256
+from runs import Runner, sha256
 from tiny_files import review, save_classifier
 
-pytestmark = pytest.mark.xdist_group("classify faults")  # one process makes what they share
+pytestmark = pytest.mark.xdist_group("runs")  # one process makes what they share
 
 LOG = Path(__file__).parents[3] / "benchmarks" / "faults" / "classify.log"
 #: A window has 1 MiB of text on a CPU: 64 rows of these.
@@ -42,7 +41,7 @@ INPUTS = {"results.parquet": "rows.parquet", "results.csv": "rows.jsonl", "resul
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny classifier and its rows: some without text, and one that cannot be read where the form allows it."""
     return write_inputs(tmp_path_factory.mktemp("classify"), ROWS)
 
@@ -67,18 +66,17 @@ def long_text(number: int) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def runner(home: Path) -> Iterator[Runner]:
-    """Runs of the command line."""
-    with open_runner(home) as runner:
-        ended = runner.warm(words(home, home / "warm" / "results.parquet"))
-        assert ended.code == 0, ended.said
-        yield runner
+def runner(runner: Runner, inputs: Path) -> Runner:
+    """The loops' warm process, which has classified once."""
+    ended = runner.warm(words(inputs, inputs / "warm" / "results.parquet"))
+    assert ended.code == 0, ended.said
+    return runner
 
 
 @pytest.fixture(scope="module")
-def alone(home: Path, runner: Runner) -> dict[str, dict[str, Any]]:
+def alone(inputs: Path, runner: Runner) -> dict[str, dict[str, Any]]:
     """By the name of an output, the results of the run that was left alone."""
-    return run_alone(runner, home)
+    return run_alone(runner, inputs)
 
 
 def run_alone(runner: Runner, home: Path) -> dict[str, dict[str, Any]]:
@@ -127,21 +125,21 @@ TEXT_PLANS = ("in the middle of a window", "before a file gets its name")
     [(event, name) for event in PLANS for name in OUTPUTS if name != "results.csv" or event in TEXT_PLANS],
 )
 def test_five_kills(
-    event: str, name: str, runner: Runner, home: Path, alone: dict[str, dict[str, Any]], tmp_path: Path
+    event: str, name: str, runner: Runner, inputs: Path, alone: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     output = tmp_path / name
     file = name if output.suffix else "part-00001.parquet"
-    ended = runner(words(home, output), PLANS[event].format(file=file))
+    ended = runner(words(inputs, output), PLANS[event].format(file=file))
     assert ended.code == -9, ended.said
-    ended = runner(words(home, output, resume=True))
+    ended = runner(words(inputs, output, resume=True))
     assert ended.code == 0, ended.said
     assert results(output) == alone[name]
 
 
-def test_a_run_that_was_left_alone(alone: dict[str, dict[str, Any]], home: Path) -> None:
+def test_a_run_that_was_left_alone(alone: dict[str, dict[str, Any]], inputs: Path) -> None:
     """The run that kills are compared with is right: every row once and in its place, shards cut where they were."""
-    table = pq.read_table(home / "alone-results.parquet" / "results.parquet")
-    shards = [pq.read_table(path) for path in sorted((home / "alone-results" / "results").glob("*.parquet"))]
+    table = pq.read_table(inputs / "alone-results.parquet" / "results.parquet")
+    shards = [pq.read_table(path) for path in sorted((inputs / "alone-results" / "results").glob("*.parquet"))]
     assert table["id"].to_pylist() == list(range(ROWS))
     assert table["text"].to_pylist() == [long_text(number) for number in range(ROWS)]
     assert len(shards) >= 4
