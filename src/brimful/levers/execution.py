@@ -40,8 +40,9 @@ _SAVED_IN_TRAINING, _SAVED_A_LAYER_S = 0.5, 120e-6
 _SAVED_A_PADDED_LAYER_S = 300e-6
 #: Cold seconds of fused kernels forward only (benchmarks/classification).
 _COMPILE_FORWARD_S = 4.0
-#: Cold seconds of layers of padded rows, by torch's compiler alone: more kinds of layers, and more passes over each.
-_COMPILE_PADDED_S = 25.0
+#: Cold seconds of layers of padded rows, by torch's compiler alone, for one length of rows, and for several
+#: (benchmarks/fallback).
+_COMPILE_PADDED_S, _COMPILE_LENGTHS_S = 40.0, 90.0
 #: Operations per second that a step reaches, to guess how long a run will take.
 _REACHED = 250e12
 
@@ -122,7 +123,7 @@ class ExecutionMode(Lever):
     def _that_pays(cls, assembly: Assembly, *, has_layers: bool, fused: bool) -> ExecutionMode:
         compile_s = _COMPILE_S if assembly.training else _COMPILE_FORWARD_S
         if not assembly.lever(Packing).packed:
-            compile_s = _COMPILE_PADDED_S
+            compile_s = _COMPILE_LENGTHS_S if _has_lengths(assembly) else _COMPILE_PADDED_S
         saved_s = saved_seconds(assembly)
         if not has_layers or saved_s < compile_s:
             against = f"compiling would save about {saved_s:.0f} s of this run and take {compile_s:.0f} s"
@@ -164,6 +165,11 @@ def saved_seconds(assembly: Assembly) -> float:
     share, of_layer_s = (_SAVED_IN_TRAINING, _SAVED_A_LAYER_S) if packed else (_SAVED, _SAVED_A_PADDED_LAYER_S)
     num_layers = sum(map(len, lists_to_compile(assembly)))
     return max(share * whole_s, of_layer_s * num_layers * num_steps_of(assembly))
+
+
+def _has_lengths(assembly: Assembly) -> bool:
+    """Return whether padded rows are of several lengths: then layers are traced for one, and once more for any."""
+    return len({int(lengths_N.max()) for lengths_N in assembly.batches(assembly.budget)}) > 1
 
 
 def num_steps_of(assembly: Assembly) -> float:
