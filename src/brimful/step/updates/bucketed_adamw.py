@@ -83,7 +83,8 @@ class BucketedAdamW(Update):
             self._lay_out(each)
         staying = {each.number for each in self._buckets if self._stays(each)}
         self._arenas = [self._arena(each.num_bytes, stays=each.number in staying) for each in self._buckets]
-        self._host = HostStates(self._arenas, self.device, staying) if savings.on_host else None
+        kept_on_host = (self._arenas, self.device, staying, self._most_leaving())
+        self._host = HostStates(*kept_on_host) if savings.on_host else None
         zeros: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         self._counts = torch.zeros(len(self.parameters), **zeros)
         self._steps = self._counts.unbind()
@@ -109,6 +110,10 @@ class BucketedAdamW(Update):
 
     def _made_buckets(self) -> list[Bucket]:
         return buckets_of(self.parameters, BUCKET)
+
+    def _most_leaving(self) -> int:
+        """Buckets whose states may be on their way to the host while others are updated."""
+        return LEAVING
 
     def _has_stream(self) -> bool:
         """True if updates within the backward pass have a stream of their own."""

@@ -23,10 +23,12 @@ LEAVING = 2
 
 class HostStates:
     """States of buckets, (2, N) each. arenas: in host memory, pinned for a GPU. staying: numbers of those that are on
-    the device, and stay there."""
+    the device, and stay there. leaving: most that are on their way back while others are updated."""
 
-    def __init__(self, arenas: Sequence[Tensor], device: torch.device, staying: Collection[int] = ()) -> None:
-        self.arenas, self._device, self._staying = arenas, device, frozenset(staying)
+    def __init__(
+        self, arenas: Sequence[Tensor], device: torch.device, staying: Collection[int] = (), leaving: int = LEAVING
+    ) -> None:
+        self.arenas, self._device, self._staying, self._most_leaving = arenas, device, frozenset(staying), leaving
         on_gpu = device.type == "cuda"
         streams: tuple[Any, Any] = _streams(device) if on_gpu else (None, None)
         self._inward, self._outward = streams
@@ -69,7 +71,7 @@ class HostStates:
         with torch.cuda.stream(self._outward):
             self.arenas[number].copy_(states, non_blocking=True)
             self._leaving.append((states, self._outward.record_event()))
-        if len(self._leaving) > LEAVING:
+        if len(self._leaving) > self._most_leaving:
             main.wait_event(self._leaving.popleft()[1])
 
     def forget(self) -> None:
