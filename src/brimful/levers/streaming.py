@@ -22,7 +22,7 @@ from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import streamed
 from brimful.levers.precision import PrecisionLever
 from brimful.models.model_stats import layers_of, linear_parameters
-from brimful.models.packed.streamed_layers import StreamedLayers, own_parameters
+from brimful.models.packed.streamed_layers import READ, TRAINED, StreamedLayers, own_parameters
 
 #: Share of free host memory that pinned weights may take.
 _HOST_SHARE = 0.9
@@ -32,13 +32,15 @@ _HOST_SHARE = 0.9
 class Streaming(Lever):
     """Layers whose weights come for their turn.
 
-    num_bytes: of these, as they are kept. largest: of one of them. trained: how many of their weights are trained.
+    num_bytes: of these, as they are kept. largest: of one of them. pieces: layers on the device. trained: how many of
+    their weights are trained.
     """
 
     name = "streaming"
     source = "Sheng et al. 2023, arXiv 2303.06865; Rajbhandari et al. 2021, arXiv 2104.07857"
     num_bytes: int
     largest: int
+    pieces: int = READ
     trained: int = 0
 
     @classmethod
@@ -55,7 +57,7 @@ class Streaming(Lever):
             return Verdict(ok=False, because="weights are streamed in one process")
         if assembly.optimizer is not None:
             return Verdict(ok=False, because="the loop's own optimizer needs all weights at once")
-        return Verdict(ok=True, because="two layers are on the device at a time")
+        return Verdict(ok=True, because=f"{_num_pieces(assembly)} layers are on the device at a time")
 
     @classmethod
     def choose(cls, assembly: Assembly) -> Streaming | None:
@@ -78,13 +80,18 @@ class Streaming(Lever):
         reason = f"asked for: {bytes_text(sum(sizes))} of {len(sizes)} layers {where}; {verdict.because}"
         if assembly.training:
             reason += "; gradients and states of the optimizer are there, too, and layers are computed again"
-        return cls(value=asked, reason=reason, num_bytes=sum(sizes), largest=max(sizes), trained=trained)
+        return cls(
+            value=asked, reason=reason, num_bytes=sum(sizes), largest=max(sizes), pieces=_num_pieces(assembly),
+            trained=trained,
+        )  # fmt: skip
 
     def cost(self, work: StepWork) -> Cost:
         """Bytes of the layers that are not on the device, nor their gradients, and seconds of computing them again;
         those of their copies are taken to be hidden."""
         again = work.products_s(work.num_tokens) / work.passes if work.num_trained else 0.0
-        return Cost(resident_bytes=2 * self.largest - self.num_bytes, step_bytes=-4 * self.trained, step_s=again)
+        return Cost(
+            resident_bytes=self.pieces * self.largest - self.num_bytes, step_bytes=-4 * self.trained, step_s=again
+        )
 
     def apply(self, assembly: Assembly) -> None:
         """Put the weights where they are kept, and bring them for each pass."""
@@ -94,7 +101,9 @@ class Streaming(Lever):
             parameter.data = parameter.data.to(assembly.precision.dtype)
         folder = Path(_folder(assembly)) if self.value == "disk" else None
         try:
-            assembly.model.streamed_layers = streamed_layers = StreamedLayers(layers, assembly.device, folder)
+            assembly.model.streamed_layers = streamed_layers = StreamedLayers(
+                layers, assembly.device, folder, self.pieces
+            )
         except OSError as error:
             where = printable(str(folder), 200)
             raise OptionError(
@@ -103,6 +112,10 @@ class Streaming(Lever):
             ) from error
         if assembly.training:
             streamed_layers.recompute()
+
+
+def _num_pieces(assembly: Assembly) -> int:
+    return TRAINED if assembly.training else READ
 
 
 def _folder(assembly: Assembly) -> str:

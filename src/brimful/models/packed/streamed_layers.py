@@ -1,9 +1,9 @@
 """Weights of layers outside the device, each brought there for its turn: for models that do not fit.
 
-A layer's weights lie in one piece, in pinned host memory or in a file that is mapped into memory. Two pieces fit on the
-device at a time: while a layer runs from one, the next layer's weights come into the other, on a stream of its own.
-Products are those of weights that never leave. On a CPU pieces are copied likewise, to memory that stands for a
-device's.
+A layer's weights lie in one piece, in pinned host memory or in a file that is mapped into memory. Few pieces are on the
+device at a time: while a layer runs from one, the next layer's weights come into another, on a stream of its own; in
+training those of the layer before leave a third. Products are those of weights that never leave. On a CPU pieces are
+copied likewise, to memory that stands for a device's.
 
 A layer that is trained has its turn in the forward pass, in the backward pass, where it is computed again
 (`recompute`), and in the update. Weights that were changed in a turn go back at its end.
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from brimful.models.packed.recompute import call_recomputed_within
 from brimful.models.packed.weight_stores import FileStore, HostStore, Store
 
-#: Pieces on the device.
-_PIECES = 2
+#: Pieces on the device of a model that is read, and of one that is trained.
+READ, TRAINED = 2, 3
 #: Bytes that a parameter starts at a multiple of.
 _ALIGNMENT = 256
 
@@ -68,7 +68,9 @@ class StreamedLayers:
     after_backward: called with the number of each layer that a backward pass has come through, in its turn.
     """
 
-    def __init__(self, layers: nn.ModuleList, device: torch.device, folder: Path | None = None) -> None:
+    def __init__(
+        self, layers: nn.ModuleList, device: torch.device, folder: Path | None = None, num_pieces: int = READ
+    ) -> None:
         self._device, self._layers, self.parameters = device, layers, own_parameters(layers)
         self._places = [_places(each) for each in self.parameters]
         sizes = [end for _, end in self._places]
@@ -77,12 +79,12 @@ class StreamedLayers:
         self.after_backward: Callable[[int], None] = lambda _: None
         self._on_gpu = device.type == "cuda"
         self._inward, self._outward = (torch.cuda.Stream(device) if self._on_gpu else None for _ in range(2))
-        self.pieces = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(_PIECES)]
+        self.pieces = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(num_pieces)]
         if self._inward is not None:  # what had this memory before may use it yet
             self._inward.wait_stream(torch.cuda.current_stream(device))
-        self._inside: list[int | None] = [None] * _PIECES  # the layer whose weights a piece has, or is given
-        self._arrived: list[Any] = [None] * _PIECES
-        self._free: list[Any] = [None] * _PIECES
+        self._inside: list[int | None] = [None] * num_pieces  # the layer whose weights a piece has, or is given
+        self._arrived: list[Any] = [None] * num_pieces
+        self._free: list[Any] = [None] * num_pieces
         self._kept: dict[int, Any] = {}
         self._turns, self._changed, self._is_wide = [0] * len(layers), set[int](), False
         self.folder = folder
@@ -91,7 +93,7 @@ class StreamedLayers:
         )
         depth = range(len(self.parameters))
         # Views are made here: those of an inference pass cannot be parameters.
-        self._here = [self._views(number, self.pieces[number % _PIECES]) for number in depth]
+        self._here = [self._views(number, self.pieces[number % len(self.pieces)]) for number in depth]
         self._home = [self._views(number, self._store.home(number)) for number in depth]
         for parameters, views in zip(self.parameters, self._home, strict=True):
             for parameter, view in zip(parameters, views, strict=True):
@@ -126,7 +128,7 @@ class StreamedLayers:
 
     def forget(self) -> None:
         """Bring weights anew: they were changed where they are kept."""
-        self._inside = [None] * _PIECES
+        self._inside = [None] * len(self.pieces)
         self._store.forget()
 
     @contextmanager
@@ -172,7 +174,7 @@ class StreamedLayers:
         if self._turns[number] > 1:
             return
         self._fetch(number, toward)
-        event = self._arrived[number % _PIECES]
+        event = self._arrived[number % len(self.pieces)]
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
         views = self._here[number]
@@ -184,7 +186,7 @@ class StreamedLayers:
         self._turns[number] -= 1
         if self._turns[number]:
             return
-        place = number % _PIECES
+        place = number % len(self.pieces)
         if number in self._changed:
             self._changed.discard(number)
             self._free[place] = self._kept[number] = self._keep(number, self.pieces[place])
@@ -199,7 +201,7 @@ class StreamedLayers:
 
     def _fetch(self, number: int, toward: int) -> None:
         """Begin to bring a layer's weights to the piece that they are used from, unless they are there."""
-        place = number % _PIECES
+        place = number % len(self.pieces)
         if self._inside[place] == number:
             return
         self._inside[place] = None
