@@ -186,6 +186,7 @@ def _compared(made: Assembled, rows: Rows) -> FirstBatch | None:
         batch = make_batch(0, np.arange(len(rows.ids)), *given, weights_N=rows.weights_N)
         batch = batch.sent(device) if device.type == "cuda" else batch
         _begin_compiling(made, batch)
+        release_unused(device)  # of that pass: the plain one would come on top
         made.step.update.put_states_aside()
         expected = plain(made, rows, choose_precision("fp32", device))
         if not (expected.losses_N.isfinite().all() and _norms(device, expected.gradients).isfinite().all()):
