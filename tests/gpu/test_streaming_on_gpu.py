@@ -74,7 +74,7 @@ def test_a_model_larger_than_the_limit_classifies(stored: Any, tmp_path: Path) -
 @pytest.mark.parametrize("more", [{}, {"optimizer_in_backward": True, "max_grad_norm": 0.0}], ids=["", "in backward"])
 @pytest.mark.parametrize("stored", ["host", "disk"])
 def test_training_learns_the_same(stored: Any, more: dict[str, Any], tmp_path: Path) -> None:
-    """As with states in host memory and layers computed again, to the last bit of a number; the same in each run.
+    """As with states in host memory and layers computed again, to the last bit of a number.
 
     Within the backward pass the norm is summed up bucket by bucket, and buckets of streamed layers are others.
     """

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 from triton import knobs
 
+from brimful.kernels import precompile
 from brimful.kernels.precompile import precompiled
 
 
@@ -53,6 +54,26 @@ def test_each_is_compiled_once_at_the_end() -> None:
     assert sorted(function.asked) == ["one", "two"]
     assert (function.loaded, broken.asked) == (2, ["three"])
     assert launch(function) is None
+
+
+def test_what_is_waited_for_later_is_compiled_by_then() -> None:
+    function = Function()
+    with precompiled(wait=False) as compiling:
+        assert launch(function)
+    compiling.wait()
+    assert function.asked == ["one"]
+
+
+def test_what_is_cancelled_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompile, "num_cores", lambda: 1)
+    first, second, going_on = Function(), Function(), threading.Event()
+    monkeypatch.setattr(first, "preload", lambda _: going_on.wait())
+    with precompiled(wait=False) as compiling:
+        launch(first)
+        launch(second, "two")
+    compiling.cancel()
+    going_on.set()
+    assert second.asked == []
 
 
 def test_a_kernel_of_someone_elses_ends_it() -> None:

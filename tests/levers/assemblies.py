@@ -14,6 +14,7 @@ from brimful.core.options.train import TrainOptions
 from brimful.levers.facts import AttentionKernels, equivalence_of, kernels_of
 from brimful.levers.lever import Assembly
 from brimful.levers.packing import Packing
+from brimful.levers.token_budget import TokenBudget
 from brimful.models.packed.equivalence import Equivalence
 from brimful.step.precision import Precision
 
@@ -50,4 +51,5 @@ def assembly_of(
     found.facts[kernels_of] = AttentionKernels(functions=(function,), typical_length=found.typical_length)
     if device != "cpu" and not torch.cuda.is_available():
         found.levers[Packing] = Packing.choose(found)
+        found.levers[TokenBudget] = TokenBudget(value="64", reason="a test", tokens=64, token_bytes=0)
     return found

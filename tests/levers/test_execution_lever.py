@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from brimful.core.errors import OptionError
+from brimful.data.batches.padding import PaddedShapes
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.optimizer import Optimizer
+from brimful.levers.token_budget import TokenBudget
 from brimful.models.packed.packed_forward import PaddedModel
 from brimful.step.updates.torch_update import TorchUpdate
 from levers.assemblies import EQUIVALENCE, assembly_of
@@ -48,6 +50,19 @@ def test_padded_rows_are_captured(num_tokens: int, value: str, training: bool) -
     assembly.levers[Optimizer] = Optimizer(value="sgd")
     mode = ExecutionMode.choose(assembly)
     assert (mode.value, mode.fused) == (value, False)
+
+
+@pytest.mark.parametrize(("lengths", "value"), [((32,), "compiled"), ((16, 32), "captured")])
+def test_rows_of_several_lengths_take_longer_to_compile(lengths: tuple[int, ...], value: str) -> None:
+    """A run that 60 s would be saved of, where one length takes 40, and several 90."""
+    model, padded = FAMILIES["bert"].model(), replace(EQUIVALENCE, packed=False)
+    assembly = assembly_of(model, device="cuda", equivalence=padded)
+    shapes = PaddedShapes(lengths=lengths, num_tokens=64, num_rows=4, call_tokens=0)
+    assembly.levers[TokenBudget] = TokenBudget(value="64", reason="a test", tokens=64, token_bytes=0, shapes=shapes)
+    saved_in_one = 300e-6 * model.config.num_hidden_layers
+    assembly.num_tokens = round(60.0 / saved_in_one * int(assembly.batches(0)[0].sum()))
+    assembly.levers[Optimizer] = Optimizer(value="sgd")
+    assert ExecutionMode.choose(assembly).value == value
 
 
 @pytest.mark.parametrize(("make", "value"), [(t5, "compiled"), (longformer, "captured")])

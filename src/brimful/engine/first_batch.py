@@ -166,6 +166,9 @@ def compare(made: Assembled, rows: Rows) -> FirstBatch:
             release_unused(device)
             rows = rows.first(len(rows.ids) // 2)
             found = _compared(made, rows)
+    except BaseException:
+        made.step.cancel_compiling()
+        raise
     finally:
         release_unused(device)  # it would count as the run's
         made.step.update.restore_states()
@@ -215,7 +218,7 @@ class _StepError(Exception):
 
 
 def _begin_compiling(made: Assembled, batch: Batch) -> None:
-    """Have the step's kernels compiled while the plain model computes. A failure comes again in the step's turn."""
+    """Have the step's kernels compiled while the plain model computes. What fails here is tried by the step again."""
     try:
         made.step.begin_compiling(batch)
     except Exception as failure:

@@ -27,8 +27,7 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     a time in a process.
 
     Raises RuntimeError or torch.AcceleratorError where something in the block cannot be captured. The device, its
-    current stream, its memory and its generator can then be used again, the latter as it was. A pool without other
-    graphs is gone by then.
+    current stream, its memory and its generator can then be used again, the latter as it was. The pool must not be.
     """
     collected, stream = gc.isenabled(), torch.cuda.current_stream()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -60,10 +59,11 @@ def _leave_pool(pool: Any) -> None:
     """Have the allocator take the capture into a pool for ended, if it does not yet.
 
     torch's `CUDAGraph.capture_end` tells it so once the driver has ended the capture, and not where the driver refuses
-    (CUDAGraph.cpp of torch 2.11): in all the rest of the process no memory would be given back to the device.
+    (CUDAGraph.cpp of torch 2.11): in all the rest of the process no memory would be given back to the device. The
+    allocator of pinned memory, which later versions tell it too, cannot be told from Python.
     """
     device = torch.cuda.current_device()
-    with suppress(RuntimeError):  # of a pool that was left already
+    with suppress(RuntimeError, AttributeError):  # of a pool that was left already, and of functions that are gone
         torch._C._cuda_endAllocateToPool(device, pool)  # type: ignore[attr-defined]
         torch._C._cuda_releasePool(device, pool)  # type: ignore[attr-defined]
 

@@ -7,6 +7,7 @@ several GPUs, in C code that other threads need not wait for. Loading torch's ow
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from contextlib import suppress
 from importlib import import_module
@@ -18,7 +19,7 @@ _WITHOUT_TORCH = ("pyarrow", "sympy", "scipy.optimize", "tokenizers", "huggingfa
 
 
 class DeviceStart:
-    """Starts the first visible GPU in threads of its own; without one, nothing. What goes wrong shows in later calls.
+    """Starts the first visible GPU, where there is a driver, in threads of its own. What fails shows in later calls.
 
     `begin` needs no torch: driver and context, and torch's libraries, while this thread imports what needs none of
     them. `go_on` needs it imported: its part, and the matrix library's.
@@ -30,7 +31,7 @@ class DeviceStart:
         self._library = threading.Thread(target=self._load_library, name="device-library")
 
     def begin(self) -> None:
-        """Begin with the context."""
+        """Begin with the context and torch's libraries, and import what needs none of them."""
         self._torch.start()
         self._context.start()
         for name in _WITHOUT_TORCH:
@@ -54,10 +55,16 @@ class DeviceStart:
 
 
 def _load_torch() -> None:
-    """Load the libraries that torch's extension is linked to, which importing it then finds."""
+    """Load the libraries that torch's extension is linked to, which importing it then finds.
+
+    Not where the environment names folders of libraries: which of them torch takes is torch's to say.
+    """
+    if os.environ.get("LD_LIBRARY_PATH") or os.environ.get("TORCH_USE_RTLD_GLOBAL"):
+        return
     found = find_spec("torch")
-    for folder in (found and found.submodule_search_locations) or ():
-        with suppress(OSError):
+    with suppress(OSError):
+        ctypes.CDLL("libcuda.so.1")
+        for folder in (found and found.submodule_search_locations) or ():
             ctypes.CDLL(str(Path(folder, "lib", "libtorch_python.so")))
 
 

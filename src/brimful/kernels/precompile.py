@@ -32,19 +32,28 @@ class Compiling:
     """Kernels on their way to be compiled."""
 
     def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
         self._on_their_way: list[Future[None]] = []
 
     def begin(self, met: Collection[tuple[Any, str]]) -> None:
         """Have threads compile kernels, each with a specialization."""
         if met:
-            pool = ThreadPoolExecutor(min(len(met), num_cores() or 1), initializer=_use, initargs=_device())
-            self._on_their_way = [pool.submit(_compile, each) for each in met]
-            pool.shutdown(wait=False)
+            self._pool = ThreadPoolExecutor(min(len(met), num_cores() or 1), initializer=_use, initargs=_device())
+            self._on_their_way = [self._pool.submit(_compile, each) for each in met]
 
     def wait(self) -> None:
-        """Wait for all."""
-        for each in self._on_their_way:
-            each.result()
+        """Wait for all. An interrupt leaves those out that were not begun."""
+        try:
+            for each in self._on_their_way:
+                each.result()
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Leave out those that were not begun: the end of the process would wait for them."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
 
 
 @contextmanager

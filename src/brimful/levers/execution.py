@@ -23,7 +23,7 @@ from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing, streamed
-from brimful.levers.token_budget import cuts_windows
+from brimful.levers.token_budget import TokenBudget, cuts_windows
 from brimful.models.model_stats import layer_lists, layers_of, matmul_parameters
 from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.host_reads import Recording, how_recorded
@@ -41,8 +41,8 @@ _SAVED_A_PADDED_LAYER_S = 300e-6
 #: Cold seconds of fused kernels forward only (benchmarks/classification).
 _COMPILE_FORWARD_S = 4.0
 #: Cold seconds of layers of padded rows, by torch's compiler alone, for one length of rows, and for several
-#: (benchmarks/fallback).
-_COMPILE_PADDED_S, _COMPILE_LENGTHS_S = 40.0, 90.0
+#: (benchmarks/fallback); and forward only.
+_COMPILE_PADDED_S, _COMPILE_LENGTHS_S, _COMPILE_PADDED_FORWARD_S = 40.0, 90.0, 25.0
 #: Operations per second that a step reaches, to guess how long a run will take.
 _REACHED = 250e12
 
@@ -121,8 +121,12 @@ class ExecutionMode(Lever):
 
     @classmethod
     def _that_pays(cls, assembly: Assembly, *, has_layers: bool, fused: bool) -> ExecutionMode:
-        compile_s = _COMPILE_S if assembly.training else _COMPILE_FORWARD_S
-        if not assembly.lever(Packing).packed:
+        packed = assembly.lever(Packing).packed
+        if not assembly.training:
+            compile_s = _COMPILE_FORWARD_S if packed else _COMPILE_PADDED_FORWARD_S
+        elif packed:
+            compile_s = _COMPILE_S
+        else:
             compile_s = _COMPILE_LENGTHS_S if _has_lengths(assembly) else _COMPILE_PADDED_S
         saved_s = saved_seconds(assembly)
         if not has_layers or saved_s < compile_s:
@@ -169,6 +173,9 @@ def saved_seconds(assembly: Assembly) -> float:
 
 def _has_lengths(assembly: Assembly) -> bool:
     """Return whether padded rows are of several lengths: then layers are traced for one, and once more for any."""
+    shapes = assembly.lever(TokenBudget).shapes
+    if shapes is not None and shapes.lengths is not None and assembly.lever(Packing).equivalence.independent:
+        return len(shapes.lengths) > 1
     return len({int(lengths_N.max()) for lengths_N in assembly.batches(assembly.budget)}) > 1
 
 

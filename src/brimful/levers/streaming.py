@@ -23,6 +23,7 @@ from brimful.levers.packing import streamed
 from brimful.levers.precision import PrecisionLever
 from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.models.packed.streamed_layers import READ, TRAINED, StreamedLayers, own_parameters
+from brimful.step.updates.streamed_adamw import LAYER_LEAVING
 
 #: Share of free host memory that pinned weights may take.
 _HOST_SHARE = 0.9
@@ -86,11 +87,14 @@ class Streaming(Lever):
         )  # fmt: skip
 
     def cost(self, work: StepWork) -> Cost:
-        """Bytes of the layers that are not on the device, nor their gradients, and seconds of computing them again;
-        those of their copies are taken to be hidden."""
+        """Bytes of the layers that are not on the device, nor their gradients, of states that leave it, and seconds of
+        computing layers again; those of copies are taken to be hidden."""
         again = work.products_s(work.num_tokens) / work.passes if work.num_trained else 0.0
+        leaving = LAYER_LEAVING if self.trained else 0
         return Cost(
-            resident_bytes=self.pieces * self.largest - self.num_bytes, step_bytes=-4 * self.trained, step_s=again
+            resident_bytes=self.pieces * self.largest - self.num_bytes,
+            step_bytes=leaving - 4 * self.trained,
+            step_s=again,
         )
 
     def apply(self, assembly: Assembly) -> None:

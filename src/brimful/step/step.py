@@ -329,6 +329,9 @@ class Step:
     def begin_compiling(self, batch: Batch) -> None:
         """Begin to compile what the first step of such batches would wait for."""
 
+    def cancel_compiling(self) -> None:
+        """Compile no more of that than was begun."""
+
     def probe(self, batch: Batch) -> Probed:
         """Compute losses and gradient of a batch as `run` does, dropout off. Nothing is updated, and all is as before.
 

@@ -29,7 +29,7 @@ from brimful.step.precision import Precision
 def main(connection: Connection[Any, Any]) -> None:
     """Says READY, then answers each window with its logits, in order; an exception with itself."""
     heard: list[OutOfMemory] = []
-    DeviceStart().begin()  # the driver's part, while the job is on its way
+    DeviceStart().begin()  # what needs no torch, while the job is on its way
     job: Job = connection.recv()
     device = choose_device(job.options.device)
     with device_memory(device, job.options.memory_limit, job.options.allocator):

@@ -11,7 +11,7 @@ Read are single numbers, counts of nonzero elements, and runs of equal ones; ind
 answer belongs to the line of the model's code that asks.
 
 transformers asks of each mask whether it can be left out, but in a capture, where it is always made: here it is told
-no, so that all passes are of one form.
+no, so that the pass that is recorded has the form of the capture.
 
 Constants, such as a mask's zero or a table of positions, stay on the device from the first pass on. A capture makes
 them on the host once more, and is refused where they are other ones.

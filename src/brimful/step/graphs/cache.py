@@ -46,7 +46,8 @@ class Recorder(Protocol):
 
 
 class GraphPool:
-    """Memory that graphs share, whatever their shapes. They are replayed one after another, on one stream.
+    """Memory that graphs share, whatever their shapes. They are replayed one after another, on one stream. After a
+    capture that was refused, later ones share another memory.
 
     most_tokens: of the largest shape. The first graph takes as much as that one will need, to judge by what eager
     passes took (`measured`), in one piece: blocks cut to one shape do not fit the next.
@@ -82,8 +83,7 @@ class GraphPool:
                 torch.empty(room_bytes, dtype=torch.uint8, device=self.device)  # and gives it to the pool
                 outputs = compute()
         except (RuntimeError, torch.AcceleratorError):
-            if not self._graphs:  # the pool is gone
-                self.handle = torch.cuda.graph_pool_handle()
+            self.handle = torch.cuda.graph_pool_handle()  # torch may still take that one to be captured into
             raise
         finally:
             release_workspaces()  # torch would keep them, and with them the pool, when its graphs are gone

@@ -83,6 +83,12 @@ class CapturedStep(Step):
             self._kernels_wait = False
             self._compiling = self.compile_kernels(batch, wait=False)
 
+    def cancel_compiling(self) -> None:
+        """As `Step` has it."""
+        if self._compiling is not None:
+            self._compiling.cancel()
+            self._compiling = None
+
     def _replayed(self, batch: Batch) -> Pending | None:
         self.update.begin()
         whole = len(batch.micro_batches) == 1 and self.update.on_device
@@ -247,6 +253,7 @@ class CapturedStep(Step):
 
     def release(self, *, together: bool = True) -> None:
         """As `Step` does. Graphs hold the connection to other processes, which cannot end before them."""
+        self.cancel_compiling()
         self._graphs.free()
         super().release(together=together)
 

@@ -65,6 +65,9 @@ class Savings:
 class BucketedAdamW(Update):
     """AdamW by buckets. weight_decay: by name of those parameters that have any."""
 
+    #: Of states on their way to the host while others are updated, as `HostStates` has it.
+    _leaving_bytes = 0
+
     def __init__(
         self, model: nn.Module, schedule: Tensor, *, max_grad_norm: float, scaled: bool, betas: tuple[float, float],
         epsilon: float, weight_decay: Mapping[str, float], savings: Savings, device: torch.device | None = None,
@@ -83,7 +86,7 @@ class BucketedAdamW(Update):
             self._lay_out(each)
         staying = {each.number for each in self._buckets if self._stays(each)}
         self._arenas = [self._arena(each.num_bytes, stays=each.number in staying) for each in self._buckets]
-        kept_on_host = (self._arenas, self.device, staying, self._most_leaving())
+        kept_on_host = (self._arenas, self.device, staying, self._leaving_bytes)
         self._host = HostStates(*kept_on_host) if savings.on_host else None
         zeros: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         self._counts = torch.zeros(len(self.parameters), **zeros)
@@ -110,10 +113,6 @@ class BucketedAdamW(Update):
 
     def _made_buckets(self) -> list[Bucket]:
         return buckets_of(self.parameters, BUCKET)
-
-    def _most_leaving(self) -> int:
-        """Buckets whose states may be on their way to the host while others are updated."""
-        return LEAVING
 
     def _has_stream(self) -> bool:
         """True if updates within the backward pass have a stream of their own."""

@@ -23,12 +23,13 @@ LEAVING = 2
 
 class HostStates:
     """States of buckets, (2, N) each. arenas: in host memory, pinned for a GPU. staying: numbers of those that are on
-    the device, and stay there. leaving: most that are on their way back while others are updated."""
+    the device, and stay there. leaving_bytes: most of more than `LEAVING` that are on their way back."""
 
     def __init__(
-        self, arenas: Sequence[Tensor], device: torch.device, staying: Collection[int] = (), leaving: int = LEAVING
+        self, arenas: Sequence[Tensor], device: torch.device, staying: Collection[int] = (), leaving_bytes: int = 0
     ) -> None:
-        self.arenas, self._device, self._staying, self._most_leaving = arenas, device, frozenset(staying), leaving
+        self.arenas, self._device, self._staying = arenas, device, frozenset(staying)
+        self._leaving_bytes = leaving_bytes
         on_gpu = device.type == "cuda"
         streams: tuple[Any, Any] = _streams(device) if on_gpu else (None, None)
         self._inward, self._outward = streams
@@ -71,7 +72,7 @@ class HostStates:
         with torch.cuda.stream(self._outward):
             self.arenas[number].copy_(states, non_blocking=True)
             self._leaving.append((states, self._outward.record_event()))
-        if len(self._leaving) > self._most_leaving:
+        while len(self._leaving) > LEAVING and sum(each.nbytes for each, _ in self._leaving) > self._leaving_bytes:
             main.wait_event(self._leaving.popleft()[1])
 
     def forget(self) -> None:

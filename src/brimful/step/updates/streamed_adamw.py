@@ -8,7 +8,6 @@ backward pass is made in a layer's turn there, and no gradient leaves the device
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
@@ -25,11 +24,17 @@ from brimful.step.state import ParameterState, StepState
 from brimful.step.updates import bucketed_adamw
 from brimful.step.updates.bucketed_adamw import BucketedAdamW
 from brimful.step.updates.buckets import Bucket, buckets_of, norms_of
-from brimful.step.updates.host_states import LEAVING, HostStates
+from brimful.step.updates.host_states import HostStates
+
+#: Bytes of states, and as many of sums, that may be on their way to the host: those of a layer of width 1,024.
+LAYER_LEAVING = 100_000_000
 
 
 class StreamedAdamW(BucketedAdamW):
     """AdamW by buckets, some of which are of streamed layers. Its savings have states in host memory."""
+
+    #: Buckets of a layer are updated one right after the other, and leave while the next layer computes.
+    _leaving_bytes = LAYER_LEAVING
 
     def __init__(
         self, model: Any, schedule: Tensor, *, streamed: StreamedLayers, device: torch.device, **given: Any
@@ -41,7 +46,7 @@ class StreamedAdamW(BucketedAdamW):
         self._of_layer: list[list[Bucket]] = own
         sums = (self._outside(4 * bucket.size if self._is_streamed(bucket) else 0) for bucket in self._buckets)
         views = [each.view(torch.float32).view(1, -1) for each in sums]
-        self._layer_sums = HostStates(views, self.device, leaving=self._most_leaving())
+        self._layer_sums = HostStates(views, self.device, leaving_bytes=self._leaving_bytes)
         self._summed: set[int] = set()  # buckets of layers that this batch has gradients of
         self._norms: dict[int, Tensor] = {}  # of the gradients of layers' parameters that it has
         streamed.after_backward = self._take_layer
@@ -55,11 +60,6 @@ class StreamedAdamW(BucketedAdamW):
 
     def _made_buckets(self) -> list[Bucket]:
         return buckets_of(self.parameters, bucketed_adamw.BUCKET, self._owner)
-
-    def _most_leaving(self) -> int:
-        """A layer's, which are updated one right after the other: they leave while the next layer computes."""
-        of_layers = Counter(self._owner(bucket.members[0]) for bucket in self._buckets if self._is_streamed(bucket))
-        return max(of_layers.values(), default=LEAVING)
 
     def _has_stream(self) -> bool:
         """False: weights leave when the turn of their layer ends."""
