@@ -1,6 +1,8 @@
 # Each target works alone on a fresh clone: it makes .venv and installs what it needs.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
+# One more than cores: tests of several processes wait for one another.
+WORKERS := $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 
 # What most mistakes break, in a minute and a half: one step, batches, packing, answers, one reader, one run of each command.
 QUICK := test_words.py core data/batches data/labels data/readers/test_stream.py kernels/test_layout.py mutants reports \
@@ -22,7 +24,7 @@ demo: .venv/installed
 	$(BIN)/brimful demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 quick: .venv/installed
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(addprefix tests/,$(QUICK))
