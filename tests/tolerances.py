@@ -31,8 +31,9 @@ RUN_WEIGHTS_FP32: Final = 1e-5
 PAIR_OF_LEVERS: Final = {"exact": (1e-5, 2e-5), "rounding": (2e-2, 2e-3), "training": (5e-2, 2e-2)}
 #: Weights of 20 steps on a GPU, streamed against kept, each but biases of keys, whose gradient is rounding alone.
 STREAMED: Final = 1e-5
-#: The same, updated within the backward pass: the bits that a last bit turns over in bf16.
-STREAMED_IN_BACKWARD: Final = 1e-3
+#: The same, updated within the backward pass; and biases then in bf16, which start at 0 and have 20 steps of 1e-4.
+STREAMED_IN_BACKWARD: Final = 1e-4
+STREAMED_BIASES: Final = 1e-3
 #: Numbers rounded to e4m3, and a layer with all its products of such operands against the exact one.
 FLOAT8_ROUNDING: Final = 3e-2
 FLOAT8_LAYER: Final = 8e-2
