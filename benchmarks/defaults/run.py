@@ -43,7 +43,7 @@ def plans_of(arguments: argparse.Namespace) -> Iterator[Plan]:
     yield from sorted(sweep, key=lambda plan: -plan["epochs"] * WORKS[plan["work"]].rows * (plan["model"] == "mpnet"))
 
 
-def measure(plan: Plan, inputs: str, max_length: int, device: str) -> Plan:
+def measure(plan: Plan, inputs: str, max_length: int, device: str, execution: Any) -> Plan:
     """One run: its metrics on the test rows, and the linear model's where the run is the default one."""
     import brimful
     from brimful.core.errors import BrimfulError
@@ -61,7 +61,7 @@ def measure(plan: Plan, inputs: str, max_length: int, device: str) -> Plan:
                 num_train_epochs=plan["epochs"],
                 max_length=max_length,
                 device=device,
-                execution="eager",
+                execution=execution,
                 baselines=is_default,
                 eval_steps=10**9,
                 save_steps=10**9,
@@ -118,7 +118,7 @@ def table(records: list[Plan]) -> str:
 def work_off(todo: list[Plan], arguments: argparse.Namespace, add: Any) -> None:
     """Make the runs, several at once, each in a process that goes on to the next. add: takes what each found."""
     deadline = None if arguments.budget_s is None else time.monotonic() + arguments.budget_s
-    settings = (str(arguments.inputs), arguments.max_length, arguments.device)
+    settings = (str(arguments.inputs), arguments.max_length, arguments.device, arguments.execution)
     running: set[Future[Plan]] = set()
     with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
         while todo or running:
@@ -144,6 +144,7 @@ def main() -> None:
     add("--epochs", nargs="+", type=float, help="of the sweep; default: by row")
     add("--max-length", type=int, default=64)
     add("--device", default="auto")
+    add("--execution", default="eager", help="captured: faster for models of many layers, on a GPU")
     add("--workers", type=int, default=8, help="runs at once, each in a process")
     add("--budget-s", type=float, help="begin no run after so many seconds")
     arguments = parser.parse_args()
@@ -156,7 +157,7 @@ def main() -> None:
     records = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     known = {tuple(record[key] for key in _KEYS) for record in records if record["ok"]}
     facts = {"commit": commit_here(), "host": host_here(), "gpu": Nvml(wanted=arguments.device != "cpu").gpu}
-    facts |= {"max_length": arguments.max_length, "versions": versions_here()}
+    facts |= {"max_length": arguments.max_length, "execution": arguments.execution, "versions": versions_here()}
 
     def keep(found: Plan) -> None:
         records.append(facts | found)
