@@ -55,17 +55,24 @@ class DeviceStart:
 
 
 def _load_torch() -> None:
-    """Load the libraries that torch's extension is linked to, which importing it then finds.
-
-    Not where the environment names folders of libraries: which of them torch takes is torch's to say.
-    """
-    if os.environ.get("LD_LIBRARY_PATH") or os.environ.get("TORCH_USE_RTLD_GLOBAL"):
-        return
+    """Load the libraries that torch's extension is linked to, which importing it then finds."""
     found = find_spec("torch")
+    package = Path(next(iter((found and found.submodule_search_locations) or ()), ""))
+    if os.environ.get("TORCH_USE_RTLD_GLOBAL") or _has_choice(package):
+        return
     with suppress(OSError):
         ctypes.CDLL("libcuda.so.1")
-        for folder in (found and found.submodule_search_locations) or ():
-            ctypes.CDLL(str(Path(folder, "lib", "libtorch_python.so")))
+        ctypes.CDLL(str(package / "lib" / "libtorch_python.so"))
+
+
+def _has_choice(package: Path) -> bool:
+    """Return whether LD_LIBRARY_PATH holds a library that torch, installed at `package`, or a CUDA package beside it
+    brings too: which of the two is taken is torch's to say."""
+    brought = {file.name for file in (package / "lib").glob("*.so*")}
+    brought |= {file.name for file in (package.parent / "nvidia").glob("*/lib/*.so*")}
+    named = os.environ.get("LD_LIBRARY_PATH")
+    folders = [Path(folder or ".") for folder in named.split(":")] if named else []
+    return any(file.name in brought for folder in folders if folder.is_dir() for file in folder.iterdir())
 
 
 def _make_context() -> None:
