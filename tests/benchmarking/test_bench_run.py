@@ -94,6 +94,13 @@ def test_finished_rows_are_kept_and_failed_ones_tried_again(tmp_path: Path, plan
     ]  # fmt: skip
     assert statuses(again)["brimful: optim=adafactor"] == "measured"
     assert {each.row.key: each for each in first.rows}["brimful: bf16"] in again.rows
+    plans.done.clear()
+    fewer = bench(tmp_path, rows="weight_decay=0.1")  # what was measured stays in the table, after what was asked for
+    assert plans.done == ["trainer: weight_decay=0.1", "brimful: weight_decay=0.1"]
+    assert list(statuses(fewer))[:5] == ["trainer: plain", "trainer: bf16", "brimful: plain", *plans.done]
+    assert statuses(fewer).keys() >= {key for key, status in statuses(again).items() if status == "measured"}
+    assert fewer.recommended == first.recommended
+    assert fewer.rows[-1].row.name == RECOMMENDED
 
 
 def test_a_row_half_written_is_measured_again(tmp_path: Path, plans: Plans) -> None:
@@ -113,6 +120,9 @@ def test_a_disturbed_row_of_a_cpu_is_measured_again(tmp_path: Path, plans: Plans
     assert again == rows
     assert plans.done[8:] == 2 * [f"brimful: {RECOMMENDED}"]
     assert "others were busy" in (tmp_path / "b" / "bench.html").read_text()
+    assert "\n\\* other programs were busy" in (tmp_path / "b" / "results.md").read_text()
+    with (tmp_path / "b" / "results.csv").open() as file:
+        assert {(each["cores"], each["disturbed"]) for each in csv.DictReader(file)} == {("1.1", "yes")}
     plans.more = {"cores": 1.9}
     bench(tmp_path, rows="precision=fp32")
     assert plans.done[10:] == [*rows, f"brimful: {RECOMMENDED}"]

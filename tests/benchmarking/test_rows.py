@@ -78,11 +78,12 @@ def test_trainers_counterpart(settings: dict[str, Any], theirs: dict[str, Any] |
 def test_rows_that_the_user_names() -> None:
     rows = rows_of(asked("optim=adafactor+max_grad_norm=0,token-budget=64"), longest=64, on_gpu=True)
     assert [row.key for row in rows] == [
-        "trainer: plain", "brimful: plain", "trainer: optim=adafactor+max_grad_norm=0",
+        "trainer: plain", "trainer: bf16", "brimful: plain", "trainer: optim=adafactor+max_grad_norm=0",
         "brimful: optim=adafactor+max_grad_norm=0", "brimful: token-budget=64",
     ]  # fmt: skip
-    assert rows[2].settings == {"bf16": True, "optim": "adafactor", "max_grad_norm": 0.0}
-    assert rows[3].settings == {
+    assert [row.base for row in rows[3:]] == ["trainer: bf16", "brimful: plain", "brimful: plain"]  # of its precision
+    assert rows[3].settings == {"bf16": True, "optim": "adafactor", "max_grad_norm": 0.0}
+    assert rows[4].settings == {
         "precision": "bf16", "optim": "adafactor", "max_grad_norm": 0.0, "execution": "captured"
     }  # fmt: skip
     assert rows_of(asked("weight_dtype=bf16"), longest=64, on_gpu=False)[-1].settings["precision"] == "bf16"

@@ -233,19 +233,26 @@ def test_benches_are_compared_row_by_row(tmp_path: Path) -> None:
     faster |= {"model": "n", "options": {"seed": 1, "output": "y"}}
     faster["workload"] |= {"batch_size": 16}
     faster["rows"][0]["measured"]["samples_per_s"] = 30.0
+    alone = {"row": {"side": "brimful", "name": "alone"}, "status": "measured", "measured": measured}
+    faster |= {"rows": [*faster["rows"], alone], "recommended": "brimful: alone"}
     for name, content in {"a": bench, "b": faster, "c": LOGS}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(json.dumps(content), "utf-8")
     found = brimful.compare(tmp_path / "a", tmp_path / "b")
     differing = {each.name: each.values for each in found.differences}
     assert differing == {"--model": ("m", "n"), "batch size": ("8", "16")}
-    plain, failed = found.rows
+    plain, failed, alone_there = found.rows
+    assert alone_there.figures[0] is None
     assert (plain.name, failed.name) == ("trainer: plain", "brimful: plain")
     assert plain.figures[0] is not None
     assert (plain.figures[0].low, plain.figures[0].high, plain.figures[0].peak_bytes) == (19.0, 22.0, 2 << 30)
     text = comparison_text(found)
     assert "20 (19 to 22)" in text
-    assert "x 1.50" in text
+    assert (brimful.compare(tmp_path / "a", tmp_path / "b", seed=7).command or "").endswith(" --seed 7")
+    assert text.count("x 1.50") == 1
+    assert text.count(", x ") == 2  # speed and memory of the row that both have, none against another bench
+    assert "x: times the figure of a" in text
+    assert "recommended  –    brimful: alone" in text
     assert "memory ran out" in text
     page = Page(comparison_page(found))
     page.check()

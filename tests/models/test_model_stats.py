@@ -9,10 +9,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from brimful.models.model_stats import Attention, attention_of, matmul_parameters, token_matrices
+from brimful.models.model_stats import (
+    Attention,
+    attention_of,
+    matmul_parameters,
+    token_matrices,
+    token_operations,
+    useful_attention,
+)
 from tiny import FAMILIES
 
 LENGTH = 20
+LENGTHS = np.array([LENGTH])
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "electra", "modernbert", "llama", "qwen3"])
@@ -35,6 +43,30 @@ def test_the_head_and_the_pooler_see_one_token() -> None:
     found = token_matrices(model)
     assert found == {(16, 16): 8, (24, 16): 2, (16, 24): 2}
     assert matmul_parameters(model) == 8 * 256 + 4 * 384 + 256 + 3 * 16
+
+
+@pytest.mark.parametrize(
+    ("trained", "exact"),
+    [("", True), ("embeddings", True), ("layer.1", False), ("layer.0.attention", False), ("classifier", True)],
+)
+def test_what_is_frozen_costs_less_as_torch_counts_it(trained: str, exact: bool) -> None:
+    """Forward and backward pass, attention in plain products, those of the pooler and of the head left out.
+
+    exact: the first layer that has something trained may count as if all of it were reached.
+    """
+    model = FAMILIES["bert"].model().eval()
+    model.set_attn_implementation("eager")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.full((1, LENGTH), 7)).logits.sum().backward()
+    layers = [counter.get_flop_counts()[f"BertForSequenceClassification.bert.encoder.layer.{i}"] for i in range(2)]
+    products = {"aten.mm", "aten.addmm"}
+    of_tokens = sum(flops for each in layers for op, flops in each.items() if str(op) in products)
+    among = sum(flops for each in layers for op, flops in each.items() if str(op) == "aten.bmm")
+    for found, counted in ((token_operations(model), of_tokens / LENGTH), (useful_attention(model, LENGTHS), among)):
+        assert found is not None
+        assert found == counted if exact else counted <= found < 1.2 * counted
 
 
 def test_layers_that_are_shared_are_not_counted() -> None:

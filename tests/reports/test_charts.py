@@ -130,6 +130,13 @@ def test_a_single_step_has_its_number_once() -> None:
     assert [text for text in shown if text.isdecimal()] == ["7"]
 
 
+def test_numbers_of_an_axis_are_told_apart() -> None:
+    drawing = curves("loss", [[(1, 1.6091), (2, 1.6094)]], axis="step", alt="Loss", said="{:.3g}".format)
+    at_left = [text for text in texts(drawing) if text.startswith("1.")]
+    assert len(at_left) > 1
+    assert len(set(at_left)) == len(at_left)
+
+
 def test_the_axis_of_a_metric_that_stays_at_zero_has_no_negative_numbers() -> None:
     shown = texts(curves("metric", [[], [(1, 0.0), (2, 0.0)]], axis="step", alt="F1"))
     assert "0" in shown

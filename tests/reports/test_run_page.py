@@ -144,7 +144,7 @@ def test_a_run_under_way_has_what_there_is(tmp_path: Path) -> None:
             log.write(json.dumps({"kind": "time", "step": 40, "phases_s": {"data": 1.0, "steps": seconds}}) + "\n")
     page = Page(run_page(read_record(tmp_path / "run")))  # type: ignore[arg-type]
     page.check()
-    assert "Seconds by part of the run so far." in page.text
+    assert "Seconds by part of the run, so far." in page.text
     assert "7.0 s · 87.5 %" in page.document
     for stopped, why in (({"signal": 15}, "by SIGTERM"), ({"why": "5 steps in a row were not finite"}, "5 steps in a")):
         with (tmp_path / "run" / "events.jsonl").open("a") as log:

@@ -6,13 +6,13 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from brimful.core import atomic_files
-from brimful.core.bench import RESULTS, BenchRow, Row, Steps, Workload
+from brimful.core.bench import RECOMMENDED, RESULTS, BenchRow, Row, Steps, Workload
 from brimful.core.errors import OptionError, OutputError, printable
 from brimful.core.options.bench import BenchOptions
 from brimful.core.options.checks import flag
@@ -87,6 +87,18 @@ class BenchFolder:
             found = from_json(BenchRow, self._file(row).read_text("utf-8"))
             return dataclasses.replace(found, row=row)
         return None
+
+    def others(self, rows: Iterable[Row]) -> list[BenchRow]:
+        """Rows that were measured by calls for other rows than these, in the order in which they were."""
+        keys = {row.key for row in rows} | {f"brimful: {RECOMMENDED}"}
+        files = sorted((self.path / _ROWS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+        found: dict[str, BenchRow] = {}
+        for file in files:
+            with suppress(OSError, ValueError, KeyError, TypeError):  # not whole
+                each = from_json(BenchRow, file.read_text("utf-8"))
+                if each.row.key not in keys:
+                    found[each.row.key] = each
+        return list(found.values())
 
     def keep(self, found: BenchRow) -> None:
         """Write a finished row."""

@@ -50,6 +50,8 @@ _LEAN: tuple[tuple[str, dict[str, Any]], ...] = (
 #: Trainer's plain row, which all others are compared with.
 PLAIN = Row(side="trainer", name="plain")
 _OUR_PLAIN = "brimful: plain"
+#: Trainer's row in the precision that rows of `LEVER=VALUE` have on a GPU.
+_HALF = Row(side="trainer", name="bf16", settings={"bf16": True}, base=PLAIN.key)
 
 
 def rows_of(options: BenchOptions, *, longest: int, on_gpu: bool) -> list[Row]:
@@ -64,6 +66,7 @@ def rows_of(options: BenchOptions, *, longest: int, on_gpu: bool) -> list[Row]:
             found += _PRESETS[name](options.batch_size, longest)
         elif "=" in name:
             if all(row.key != _OUR_PLAIN for row in found):
+                found += [_HALF] if on_gpu else []
                 found.append(_ours("plain", {"precision": precision}, PLAIN.key))
             found += _asked(options, name, precision)
         else:
@@ -209,7 +212,8 @@ def _asked(options: BenchOptions, text: str, precision: str) -> list[Row]:
     settings |= _pieces(settings, options.batch_size)
     options.train_options(**settings)
     theirs = trainers_settings(settings, options.batch_size)
-    trainer = [] if theirs is None else [Row(side="trainer", name=text, settings=theirs, base=PLAIN.key)]
+    base = _HALF if precision == "bf16" and "precision" not in named else PLAIN
+    trainer = [] if theirs is None else [Row(side="trainer", name=text, settings=theirs, base=base.key)]
     return [*trainer, _ours(text, settings, _OUR_PLAIN)]
 
 

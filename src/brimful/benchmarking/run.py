@@ -20,9 +20,9 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.errors import InputError, Interrupted
 from brimful.core.options.bench import BenchOptions
 from brimful.core.records import from_json, json_text, to_json
-from brimful.core.units import bytes_text, count_text, parse_bytes, seconds_text
+from brimful.core.units import bytes_text, parse_bytes, seconds_text
 from brimful.reports.bench_page import bench_page
-from brimful.reports.bench_text import bench_csv, bench_markdown
+from brimful.reports.bench_text import bench_csv, bench_markdown, rate_text
 from brimful.reports.svg import check_charts
 
 #: Seconds of a row's timed steps and warm-up, where there is time; and of all else in its process, to begin with.
@@ -45,7 +45,7 @@ class BenchRun:
         self._deadline = time.monotonic() + options.budget_s if options.budget_s else None
         self._walls: list[float] = []
         self._found: list[BenchRow] = []
-        self._begun = False
+        self._begun = self._has_work = False
 
     def run(self) -> Bench:
         """Measure what is not there yet. Raises: InputError for what cannot be done as asked; Interrupted by Ctrl-C."""
@@ -55,10 +55,10 @@ class BenchRun:
             try:
                 return self._run()
             except KeyboardInterrupt:
-                done = sum(each.status != "left" for each in self._found)
+                done = sum(each.measured is not None for each in self._all()) if self._has_work else 0
                 if done:
-                    self._write(None)
-                said = f"interrupted: {done} rows are in {self._options.output}"
+                    self._write()
+                said = f"interrupted: {done} row{'' if done == 1 else 's'} measured so far, in {self._options.output}"
                 raise Interrupted(said, hint="the same command goes on") from None
 
     def _run(self) -> Bench:
@@ -67,15 +67,16 @@ class BenchRun:
         rows = rows_of(self._options, longest=workload.longest_tokens, on_gpu=workload.on_gpu)
         steps = self._steps(workload, len(rows) + 1)
         self._steps_now, self._work = self._folder.agree(self._options, workload, steps)
+        self._has_work = True
         self._callbacks.note(_work_text(self._work, self._steps_now))
         for number, row in enumerate(rows):
             self._found.append(self._row(row, f"row {number + 1} of {len(rows) + 1}", len(rows) - number))
             self._tell(self._found[-1])
-            self._folder.write(RESULTS, to_json(self._bench(None)))  # a killed bench leaves what it found
+            self._folder.write(RESULTS, to_json(self._bench()))  # a killed bench leaves what it found
         self._measure_again(range(len(rows)), after=1)  # before one of them is said to be the fastest
-        best = self._recommend()
+        self._recommend()
         self._measure_again(range(len(rows), len(self._found)), after=0)
-        return self._write(best)
+        return self._write()
 
     def _measure_again(self, rows: Sequence[int], *, after: int) -> None:
         """Measure those of these rows once more that others disturbed. after: how many rows come then."""
@@ -191,20 +192,28 @@ class BenchRun:
         ran_out = bool(found.get("out_of_memory")) or ended.killed
         return BenchRow(row=row, status="out_of_memory" if ran_out else "failed", reason=reason, wall_s=wall_s)
 
-    def _recommend(self) -> Row | None:
-        """Measure the recommended settings once more as the last row; the row that they are of."""
-        best = recommended(self._found, self._options.memory_limit, on_gpu=self._work.on_gpu)
+    def _recommend(self) -> None:
+        """Measure the recommended settings once more as the last row."""
+        best = self._best(self._all())
         if best is None:
             self._callbacks.warning("no row of brimful's was measured that changes no arithmetic: none is recommended")
-            return None
+            return
         again = self._row(recommended_of(best), "the last row", 0)
         self._found.append(again)
         self._tell(again)
-        return best
 
-    def _write(self, best: Row | None) -> Bench:
+    def _best(self, found: Sequence[BenchRow]) -> Row | None:
+        return recommended(found, self._options.memory_limit, on_gpu=self._work.on_gpu)
+
+    def _all(self) -> list[BenchRow]:
+        """Rows of this call, and after them those that others have measured; what is recommended comes last."""
+        found = [each for each in self._found if each.row.name != RECOMMENDED]
+        last = [each for each in self._found if each.row.name == RECOMMENDED]
+        return [*found, *self._folder.others(each.row for each in found), *last]
+
+    def _write(self) -> Bench:
         """Write all files."""
-        bench = self._bench(best)
+        bench = self._bench()
         self._folder.write(RESULTS, to_json(bench))
         self._folder.write("results.csv", bench_csv(bench))
         self._folder.write("results.md", bench_markdown(bench))
@@ -213,7 +222,9 @@ class BenchRun:
             self._callbacks.note(f"page: {page}")
         return bench
 
-    def _bench(self, best: Row | None) -> Bench:
+    def _bench(self) -> Bench:
+        found = self._all()
+        best = self._best(found)
         return Bench(
             model=self._options.model,
             data=self._options.data,
@@ -221,7 +232,7 @@ class BenchRun:
             command=self._command,
             workload=self._work,
             steps=self._steps_now,
-            rows=tuple(_plausible(self._found)),
+            rows=tuple(_plausible(found)),
             recommended=None if best is None else best.key,
         )
 
@@ -231,8 +242,7 @@ class BenchRun:
             return
         figures = found.measured
         memory = "" if figures.memory_bytes is None else f", {bytes_text(figures.memory_bytes)}"
-        rate = count_text(figures.samples_per_s) if figures.samples_per_s >= 100 else f"{figures.samples_per_s:.3g}"
-        self._callbacks.note(f"{found.row.key}: {rate} samples/s{memory}")
+        self._callbacks.note(f"{found.row.key}: {rate_text(figures.samples_per_s)} samples/s{memory}")
         if self._work.disturbed(figures):
             said = f"it had {figures.cores:.1f} of {self._work.num_threads} cores, others were busy"
             self._callbacks.warning(f"{found.row.key}: {said}: it is measured again where there is time")

@@ -30,7 +30,7 @@ from brimful.measurement.peaks import measure_limits
 from brimful.models.hub.inspection import inspect_model
 from brimful.models.hub.load import load_model
 from brimful.models.hub.quiet import quiet_transformers
-from brimful.models.model_stats import attention_of, token_matrices
+from brimful.models.model_stats import token_operations, useful_attention
 from brimful.models.packed.packed_forward import has_token_types
 
 #: Random tokens are drawn from here on, as in the guide: below are a tokenizer's special ones.
@@ -100,7 +100,8 @@ def _random_rows(options: TrainOptions, rows: int, length: int, callbacks: Callb
     draw = np.random.default_rng(options.seed)
     labels = draw.integers(2, size=rows)
     labels[: min(2, rows)] = np.arange(min(2, rows))
-    table = pa.table({"text": ["a text"] * rows, "label": [f"label {each}" for each in labels]})
+    texts = [f"text {number}" for number in range(rows)]  # no two equal, as the tokens are
+    table = pa.table({"text": texts, "label": [f"label {each}" for each in labels]})
     asked = dataclasses.replace(
         options, data=_RANDOM, max_length=length, new_head=True, task="single_label", limit=None, text_column="text",
         label_column="label", pair_column=None, column_names=None, header=None,
@@ -119,11 +120,8 @@ def _random_rows(options: TrainOptions, rows: int, length: int, callbacks: Callb
 
 def useful_flops(model: Any, lengths: npt.NDArray[np.int64]) -> float | None:
     """Operations that a forward and a backward pass over real tokens need; None for models where they are unknown."""
-    matrices, attention = token_matrices(model), attention_of(model)
-    if matrices is None or attention is None:
-        return None
-    per_token = 6 * sum(count * rows * columns for (rows, columns), count in matrices.items())
-    return float(per_token * int(lengths.sum()) + attention.flops(lengths))
+    per_token, among = token_operations(model), useful_attention(model, lengths)
+    return None if per_token is None or among is None else float(per_token * int(lengths.sum()) + among)
 
 
 def describe(work: Work) -> Workload:

@@ -22,11 +22,15 @@ _NAMED_BY = ("work", "model", "shape", "row", "setting", "side")
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """A bench as it was read. rows: by name. settings: of all rows, by part and name, as text."""
+    """A bench as it was read. rows: by name. settings: of all rows, by part and name, as text.
+
+    recommended: name of the row whose settings are.
+    """
 
     rows: Mapping[str, RowFigures]
     settings: Mapping[tuple[str, str], str]
     device: str | None = None
+    recommended: str | None = None
 
 
 def read_results(file: Path) -> Results:
@@ -43,7 +47,8 @@ def read_results(file: Path) -> Results:
     if not rows:
         raise DataError("it has no rows of a bench", file=str(file), hint="let the bench measure one")
     if isinstance(found, Mapping):
-        return Results(rows=_apart(named), settings=_work(found), device=found.get("workload", {}).get("device"))
+        told = {"device": work.get("device"), "recommended": found.get("recommended")}
+        return Results(rows=_apart(named), settings=_work(found), **told)
     return Results(rows=_apart(named), settings=_host(rows[0]), device=rows[0].get("gpu"))
 
 

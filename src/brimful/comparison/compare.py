@@ -71,18 +71,22 @@ def run_comparison(options: CompareOptions) -> Comparison:
         notes=(*notes, *_disturbed(sides)),
         resamples=RESAMPLES if paired else 0,
         seed=options.seed,
-        command=shlex.join(["brimful", "compare", *options.folders]),
+        command=shlex.join(["brimful", "compare", *options.folders, *_seed(options)]),
     )
     if options.html is not None:
         atomic_files.write_bytes(Path(options.html), comparison_page(comparison).encode())
     return comparison
 
 
+def _seed(options: CompareOptions) -> list[str]:
+    return [] if options.seed == CompareOptions.seed else ["--seed", str(options.seed)]
+
+
 def _read(folder: Path, name: str) -> _Side:
     results = folder / RESULTS if folder.is_dir() else folder
     if not (folder / "run.json").is_file() and results.name == RESULTS and results.is_file():
         read = read_results(results)
-        bench = Compared(name=name, folder=str(folder), kind="bench", device=read.device)
+        bench = Compared(name=name, folder=str(folder), kind="bench", device=read.device, recommended=read.recommended)
         return _Side(compared=bench, settings=read.settings, rows=read.rows)
     record = read_record(folder)
     return _evaluation(record, folder, name) if isinstance(record, Evaluation) else _run(record, folder, name)
@@ -106,7 +110,7 @@ def _run(report: RunReport, folder: Path, name: str) -> _Side:
         num_rows=None if found is None else found.num_rows,
         steps=run.steps if run.status == "finished" else report.last_step,
         train_s=run.train_s,
-        wall_s=sum(run.phases_s.values()) or None,
+        wall_s=None if "resumed" in report.incidents else sum(run.phases_s.values()) or None,
         samples_per_s=rate,
         tokens_per_s=run.tokens_per_s,
         peak_bytes=run.peak_bytes.total,

@@ -17,7 +17,7 @@ class Compared:
 
     status: of a run, `finished`, `running` or `planned`. metrics: of the saved model where it was evaluated, else of
     the last evaluation. peak_bytes: the whole of the peak; memory: its components. losses, evaluated: step and value,
-    of the training's loss and of the main metric; curves are thinned.
+    of the training's loss and of the main metric; curves are thinned. recommended: row of a bench whose settings are.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Compared:
     memory: Mapping[str, int] = field(default_factory=dict)
     losses: tuple[tuple[int, float], ...] = ()
     evaluated: tuple[tuple[int, float], ...] = ()
+    recommended: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

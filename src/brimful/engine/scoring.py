@@ -60,7 +60,7 @@ def mistakes_of(
     for each in found:
         file, row = rows.place(int(numbers_N[each.index]))
         of_row = [column[each.index].as_py() or "" for column in (texts, pairs) if column is not None]
-        text = " ⏎ ".join(part[:_MOST_TEXT] for part in of_row)
+        text = " ⏎ ".join(part if len(part) <= _MOST_TEXT else f"{part[:_MOST_TEXT]}…" for part in of_row)
         fields = {name: value for name, value in vars(each).items() if name != "index"}
         made.append(Mistake(row=row, file=file if several else None, text=text, **fields))
     return tuple(made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,42 @@ def token_matrices(model: Any) -> Counter[tuple[int, int]] | None:
     found = matrices(model.base_model)
     pooler = getattr(model.base_model, "pooler", None)
     return found - matrices(pooler) if isinstance(pooler, nn.Module) else found
+
+
+def token_operations(model: Any) -> int | None:
+    """Operations of a forward and a backward pass that each token costs in `token_matrices`; None where those are.
+
+    A number of a matrix costs two forward, two for its own gradient where it is trained, and two for that of what it is
+    multiplied with, where something before it is trained: in the order of the modules, which is right but within the
+    first layer that has something trained.
+    """
+    if layers_of(model) is None:
+        return None
+    pooler, found, is_reached = getattr(model.base_model, "pooler", None), 0, False
+    others = set(pooler.modules()) if isinstance(pooler, nn.Module) else set()
+    for module in model.base_model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.ndim == 2 and not isinstance(module, nn.Embedding) and module not in others:
+                found += 2 * parameter.numel() * (1 + is_reached + parameter.requires_grad)
+            is_reached = is_reached or parameter.requires_grad
+    return found
+
+
+def useful_attention(model: Any, lengths_N: npt.NDArray[np.int64]) -> float | None:
+    """Operations of `Attention.flops`, without the backward pass of layers that have nothing trained in or before them;
+    None where they are unknown."""
+    attention, layers = attention_of(model), layers_of(model)
+    if attention is None or layers is None:
+        return None
+    of_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    first = next((i for i, layer in enumerate(layers) if _is_trained(layer.parameters())), len(layers))
+    before = (p for p in model.base_model.get_input_embeddings().parameters() if id(p) not in of_layers)
+    share = 1.0 if _is_trained(before) else 1.0 - first / len(layers)
+    return attention.flops(lengths_N) * (1.0 + 2.0 * share) / 3.0
+
+
+def _is_trained(parameters: Iterable[nn.Parameter]) -> bool:
+    return any(parameter.requires_grad for parameter in parameters)
 
 
 @dataclass(frozen=True, kw_only=True)

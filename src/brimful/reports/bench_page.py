@@ -20,6 +20,7 @@ from brimful.reports.bench_text import (
     STATUS,
     busy_mark,
     cells,
+    gained_text,
     rate_text,
     recommended_command,
     recommended_figures,
@@ -142,8 +143,7 @@ def _tiles(bench: Bench) -> list[tuple[str, str | None, str | None]]:
         (f"{row.key}, samples/s", rate_text(first.samples_per_s), _bytes(first.memory_bytes))
     ]
     if (best := recommended_figures(bench)) is not None:
-        ratio, held = bench.ratio(best), _bytes(best.memory_bytes)
-        said = [*([] if ratio is None else [f"{ratio:.2f} times the first row"]), *([] if held is None else [held])]
+        said = filter(None, (gained_text(bench, best), _bytes(best.memory_bytes)))
         tiles.append(("Recommended, samples/s", rate_text(best.samples_per_s), ", ".join(said)))
     all_held = [(each.memory_bytes, row.key) for row, each in measured if each.memory_bytes is not None]
     if all_held:

@@ -25,7 +25,7 @@ COLUMNS = ("#", "row", "samples/s", "spread", "ratio", "tokens/s", "MFU", "memor
 
 
 def rate_text(rate: float) -> str:
-    """Samples a second, with three digits at least."""
+    """Samples a second, to three digits, whole ones from 100 on."""
     return count_text(rate) if rate >= 100 else f"{rate:.3g}"
 
 
@@ -60,8 +60,7 @@ def bench_text(bench: Bench) -> str:
     rows = [tuple(cells(bench, number)) for number in range(len(bench.rows))]
     shown = [(row[0], fitted(row[1], _NAME), *row[2:]) for row in rows]
     lines = aligned([COLUMNS, *shown])
-    if any(bench.workload.disturbed(figures) for _, figures in bench.measured()):
-        lines += ["", "* other programs were busy on this machine meanwhile: this speed says little"]
+    lines += ["", _BUSY] if _has_busy(bench) else []
     for heading, wanted in _HEADINGS.items():
         found = [f"  {line}" for line in _reasons(bench, wanted)]
         lines += ["", heading, *found] if found else []
@@ -71,6 +70,13 @@ def bench_text(bench: Bench) -> str:
     if any(each.status == "left" for each in bench.rows):
         lines += ["", f"The same command measures the rest: {printable(bench.command, 1000)}"]
     return "\n".join(lines)
+
+
+_BUSY = "* other programs were busy on this machine meanwhile: this speed says little"
+
+
+def _has_busy(bench: Bench) -> bool:
+    return any(bench.workload.disturbed(figures) for _, figures in bench.measured())
 
 
 def _reasons(bench: Bench, wanted: Sequence[str]) -> list[str]:
@@ -109,24 +115,25 @@ def recommended_text(bench: Bench) -> str | None:
     if bench.recommended is None:
         return None
     measured = recommended_figures(bench)
-    gained = "" if measured is None else _gained(bench, measured)
+    gained = None if measured is None else gained_text(bench, measured)
     busy = measured is not None and bench.workload.disturbed(measured)
     unsure = " (others were busy on this machine: measure it again)" if busy else ""
-    return f"Recommended: {bench.recommended}{gained}, the fastest that fits and changes no arithmetic{unsure}"
+    said = bench.recommended if gained is None else f"{bench.recommended}, {gained}"
+    return f"Recommended: {said}, brimful's fastest that fits and changes no arithmetic{unsure}"
 
 
-def _gained(bench: Bench, measured: Measured) -> str:
-    """The gain over the first row; of two measurements that do not agree, both."""
+def gained_text(bench: Bench, measured: Measured) -> str | None:
+    """The recommended row's gain over the first; of two measurements that do not agree, both. None without a first."""
     first = next((each.measured for each in bench.rows if each.row.key == bench.recommended), None)
     now, before = bench.ratio(measured), None if first is None else bench.ratio(first)
     if now is None:
-        return ""
+        return None
     than = bench.rows[0].row.key
     if before is None or abs(before - now) <= _AGREES * now:
-        return f", {now:.2f} times {than}"
+        return f"{now:.2f} times {than}"
     if min(before, now) < 1 < max(before, now):
-        return f", no clear gain over {than}: {before:.2f} times it in the table, {now:.2f} when measured again"
-    return f", {now:.2f} times {than} ({before:.2f} when first measured)"
+        return f"no clear gain over {than}: {before:.2f} times it in the table, {now:.2f} when measured again"
+    return f"{now:.2f} times {than} ({before:.2f} when first measured)"
 
 
 def recommended_command(bench: Bench) -> str | None:
@@ -157,6 +164,7 @@ def bench_markdown(bench: Bench) -> str:
         *(_markdown(cells(bench, number)) for number in range(len(bench.rows))),
         "",
     ]
+    lines += [printable(_BUSY).replace("*", "\\*"), ""] if _has_busy(bench) else []
     reasons = [f"- {each.row.key}: {printable(each.reason, 300)}" for each in bench.rows if each.reason is not None]
     lines += [*reasons, ""] if reasons else []
     if (said := recommended_text(bench)) is not None:
@@ -181,7 +189,7 @@ _SHOWN = ("torch", "transformers", "brimful")
 _CSV = (
     *("number", "side", "row", "settings", "status", "reason", "samples_per_s", "ratio", "spread", "repeats"),
     *("step_s", "tokens_per_s", "mfu", "datasheet_mfu", "precision", "arithmetic", "loss", "nvml_bytes"),
-    *("resident_bytes", "allocated_bytes", "reserved_bytes", "first_step_s"),
+    *("resident_bytes", "allocated_bytes", "reserved_bytes", "first_step_s", "cores", "disturbed"),
 )
 _PARTS = (
     *("weights", "gradients", "optimizer_states", "activations", "temporaries", "workspaces", "unused"),
@@ -204,6 +212,7 @@ def bench_csv(bench: Bench) -> str:
                 figures.samples_per_s, bench.ratio(figures), figures.spread, len(figures.block_rates), figures.step_s,
                 figures.tokens_per_s, figures.mfu, figures.datasheet_mfu, figures.precision, figures.arithmetic,
                 figures.loss, figures.nvml_bytes, peak.resident, peak.allocated, peak.reserved, figures.first_step_s,
+                figures.cores, "yes" if bench.workload.disturbed(figures) else "no",
                 *(peak.components.get(name) for name in _PARTS),
             ]  # fmt: skip
         writer.writerow(["" if value is None else value for value in values])

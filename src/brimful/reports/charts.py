@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,8 +171,9 @@ def curves(
 ) -> Markup:
     """Draw numbers as they went on: the first as a line, others as lines with dots.
 
-    lines: points of each, from left to right. axis: what goes on to the right. said: a number of the axis at the left,
-    in words. from_zero: whether that axis begins at 0. key, alt: as of `bar_chart`.
+    lines: points of each, from left to right; the first is a square where it has one point. axis: what goes on to the
+    right. said: a number of the axis at the left, in words. from_zero: whether that axis begins at 0. key, alt: as of
+    `bar_chart`.
     """
     with empty_figure(key) as figure:
         axes = axes_of(figure, height=150, left=40, right=12, top=8, bottom=42)
@@ -180,7 +182,7 @@ def curves(
         for place, points in enumerate(lines):
             xs, ys = zip(*points, strict=True) if points else ((), ())
             dotted = place > 0 or len(points) == 1
-            marks = {"marker": "o", "markersize": 4, "markeredgewidth": 0} if dotted else {}
+            marks = {"marker": "s" if place == 0 else "o", "markersize": 4, "markeredgewidth": 0} if dotted else {}
             axes.plot(xs, ys, color=COLOURS["strong" if place == 0 else "muted"], linewidth=1.6, **marks)
         if from_zero:
             axes.set_ylim(0, 1.08 * max((y for points in lines for _, y in points), default=1.0) or 1.0)
@@ -240,10 +242,19 @@ def _number_axes(axes: Any, axis: str, said: Callable[[float], str]) -> None:
     axes.xaxis.get_major_locator().set_params(nbins=5, integer=True, min_n_ticks=1)
     axes.yaxis.get_major_locator().set_params(nbins=4)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.yaxis.set_major_formatter(lambda value, _: said(value))
-    _widen(axes, said)
+    at_left = _told_apart(axes.get_yticks(), said)
+    axes.yaxis.set_major_formatter(lambda value, _: at_left(value))
+    _widen(axes, at_left)
     axes.set_xlabel(axis, color=COLOURS["muted"], labelpad=6)
     axes.tick_params(labelcolor=COLOURS["muted"])
+
+
+def _told_apart(numbers: Sequence[float], said: Callable[[float], str]) -> Callable[[float], str]:
+    """`said`, or as many decimals as tell numbers in equal steps apart where it does not."""
+    if len({said(number) for number in numbers}) == len(numbers):
+        return said
+    decimals = max(0, 1 - math.floor(math.log10(float(numbers[1] - numbers[0]))))
+    return lambda number: f"{number:.{decimals}f}"
 
 
 def _widen(axes: Any, said: Callable[[float], str], *, below: Callable[[float], str] | None = None) -> None:

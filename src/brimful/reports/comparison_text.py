@@ -34,12 +34,18 @@ def comparison_text(record: Comparison) -> str:
         parts.append(_block(f"{title}: what differs", heading, rows))
     if not record.differences and any(each.kind != "bench" for each in record.compared):
         parts.append(["No setting differs."])
+    parts.append([f"x: times the figure of {printable(record.compared[0].name, 60)}"] if _has_ratios(record) else [])
     parts.append([f"note: {printable(each, 500)}" for each in record.notes])
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
+def _has_ratios(record: Comparison) -> bool:
+    rows = [*cost_rows(record), *bench_rows(record), *bench_memory_rows(record)]
+    return any(", x " in cell for row in rows for cell in row[1:])
+
+
 def overview_rows(record: Comparison) -> list[tuple[str, ...]]:
-    """State, device, steps and rows of each folder, as far as any has them."""
+    """State, device, steps, rows and what a bench recommends, as far as any folder has them."""
     return _rows(
         record,
         {
@@ -47,6 +53,7 @@ def overview_rows(record: Comparison) -> list[tuple[str, ...]]:
             "device": lambda each: each.device,
             "steps": lambda each: None if each.steps is None else f"{each.steps:,}",
             "rows evaluated": lambda each: None if each.num_rows is None else f"{each.num_rows:,}",
+            "recommended": lambda each: each.recommended,
         },
     )
 
@@ -81,7 +88,7 @@ def cost_rows(record: Comparison) -> list[tuple[str, ...]]:
 
 
 def bench_rows(record: Comparison) -> list[tuple[str, ...]]:
-    """Rates of the rows of benches, with ratios to the first bench that has the row."""
+    """Rates of the rows of benches, with ratios to the first bench, where it has the row."""
     return [(row.name, *_cells(row.figures, figures_text, lambda each: each.samples_per_s)) for row in record.rows]
 
 
@@ -190,9 +197,8 @@ def _cells(
     value: Callable[[RowFigures], float | None],
 ) -> list[str]:
     values = [None if each is None else value(each) for each in figures]
-    first = next((place for place, each in enumerate(values) if each), 0)
     return [
-        UNKNOWN if each is None else _with_ratio(values[place], values[first], said(each), place - first)
+        UNKNOWN if each is None else _with_ratio(values[place], values[0], said(each), place)
         for place, each in enumerate(figures)
     ]
 

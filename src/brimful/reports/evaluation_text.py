@@ -65,7 +65,7 @@ def interval_text(metric: Metric, digits: int = 4, *, name: str = "") -> str:
         return ""
     if name in IN_UNITS:
         return f"{amount_text(metric.low)} to {amount_text(metric.high)}"
-    return f"{metric.low:.{digits}f} to {metric.high:.{digits}f}"
+    return f"{metric.low:z.{digits}f} to {metric.high:z.{digits}f}"
 
 
 def metric_rows(record: Evaluation) -> list[tuple[str, ...]]:

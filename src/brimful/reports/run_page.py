@@ -208,7 +208,8 @@ def _metric(report: RunReport) -> Chart | None:
 def _time(report: RunReport) -> Chart | None:
     phases = {name: seconds for name, seconds in report.phases_s.items() if seconds >= 0.05}
     total = sum(phases.values())
-    title = "Seconds by part of the run" + ("" if report.run.status == "finished" else " so far")
+    what = "the run, since it was last resumed" if "resumed" in report.incidents else "the run"
+    title = f"Seconds by part of {what}" + ("" if report.run.status == "finished" else ", so far")
     return _parts("time", title, phases, lambda s: f"{seconds_text(s)} · {share_text(s / total)}")
 
 

@@ -44,7 +44,7 @@ from brimful.measurement.kernels import Breakdown, breakdown, running_seconds, w
 from brimful.measurement.memory import MemoryWatch
 from brimful.measurement.peaks import measure_limits
 from brimful.measurement.trace import record
-from brimful.models.model_stats import attention_of, layers_of, token_matrices
+from brimful.models.model_stats import layers_of, token_matrices, token_operations, useful_attention
 from brimful.models.packed.packed_forward import LeftOut, PackedModel
 from brimful.step.precision import Precision
 
@@ -232,10 +232,8 @@ def _lengths(micro: MicroBatch) -> list[int]:
 def _work(built: Built, lengths: Sequence[int], computed: Sequence[int], *, steps: int, optimizer_bytes: int) -> Work:
     """Work of a step. lengths: of all sequences. computed: tokens of each micro-batch, padding counted."""
     samples, tokens, computed_tokens = (number / steps for number in (len(lengths), sum(lengths), sum(computed)))
-    found = token_matrices(built.model)
-    per_token = None if found is None else 6 * sum(count * rows * columns for (rows, columns), count in found.items())
-    attention = attention_of(built.model)
-    among = None if attention is None else attention.flops(np.array(lengths)) / steps
+    per_token, attention = token_operations(built.model), useful_attention(built.model, np.array(lengths))
+    among = None if attention is None else attention / steps
     execution, layers = built.step.execution, layers_of(built.model)
     skipped = execution.left_out if isinstance(execution, PackedModel) else LeftOut()
     whole_layers = 1.0 - 1.0 / len(layers) if skipped.attention and layers is not None else 1.0
