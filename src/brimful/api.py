@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, get_args
 
 from brimful.benchmarking.folder import save_rows
 from brimful.benchmarking.run import run_bench
@@ -16,7 +18,7 @@ from brimful.core.bench import Bench
 from brimful.core.callbacks import Callbacks, PythonWarnings, warn_caller
 from brimful.core.classification import Classification
 from brimful.core.command_line import command_of
-from brimful.core.errors import DiskFullError, OptionError, OutputError, did_you_mean, printable
+from brimful.core.errors import DataError, DiskFullError, OptionError, OutputError, did_you_mean, printable
 from brimful.core.evaluation import Evaluation
 from brimful.core.options.bench import BenchOptions
 from brimful.core.options.classify import ClassifyOptions
@@ -29,7 +31,7 @@ from brimful.core.place import check_launched, find_place
 from brimful.core.profile import Profile
 from brimful.core.records import Run, json_text
 from brimful.core.trackers import check_trackers
-from brimful.data.readers.in_memory import Kind, Tables, as_kind
+from brimful.data.readers.in_memory import Kind, Tables, as_kind, in_memory, is_in_memory
 from brimful.data.writers.shards import LineOutput
 from brimful.data.writers.table_output import TableOutput
 from brimful.engine.classification.claimed import classify_claimed
@@ -198,6 +200,8 @@ def classify(
     lists.
     Raises: BrimfulError; OptionError for an unknown option.
     """
+    if frame is not None and frame not in get_args(Kind):
+        raise OptionError(f"frame is {printable(repr(frame))}", hint=f"it can be {', '.join(get_args(Kind))}")
     given = Given()
     name = given.name(data)
     if output == "-" or (output is None and frame is None and given.first is None):
@@ -219,7 +223,7 @@ def classify(
 
 
 def evaluate(
-    model: str | Path,
+    model: str | Path | Data,
     data: Data = None,
     *,
     labels: Any = None,
@@ -227,17 +231,33 @@ def evaluate(
     progress: bool | None = None,
     **options: Any,
 ) -> Evaluation:
-    """Score a classifier on labelled rows; without `data`, the answers in a file that `classify` wrote.
+    """Score a classifier on labelled rows; without `data`, the answers that `classify` wrote into a file or returned.
 
     data, labels, callbacks, progress: as of `train`. options: other fields of EvaluateOptions, e.g.
     `output="answers.parquet"` for each row's answer, `label_column="topic"`; `column_names` may be a list.
     Raises: BrimfulError; OptionError for an unknown option.
     """
+    if data is None and is_in_memory(model):
+        return _evaluate_answers(model, labels=labels, callbacks=callbacks, progress=progress, **options)
     given = Given()
     name = given.name(data, labels)
     asked = _options("evaluate", EvaluateOptions, options, without=("model", "data"), model=model, data=name)
     with listening(callbacks, False if asked.quiet else progress) as listener:
         return run_evaluation(asked, listener, given.tables)
+
+
+def _evaluate_answers(answers: Data, **given: Any) -> Evaluation:
+    """Score answers in memory, in a file for as long as that takes."""
+    rows = in_memory(answers)
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(save_rows(Path(folder), rows.table))
+        try:
+            found = evaluate(file, **given)
+        except DataError as error:
+            at = error.file and error.file.replace(file, rows.name)
+            raise DataError(error.message, file=at, row=error.row, value=error.value, hint=error.hint) from error
+    command = found.command.replace(file, shlex.quote(rows.name))
+    return dataclasses.replace(found, model=rows.name, data=rows.name, command=command)
 
 
 def export(

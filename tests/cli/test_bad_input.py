@@ -172,8 +172,8 @@ MISTAKES = [
     Mistake(
         name="evaluation without labels",
         words=eval_without_label,
-        said=("eval.csv", "no such column", "'label'"),
-        hint="columns: text",
+        said=("eval.csv", "has no labels, so nothing can be evaluated on it", "'label'"),
+        hint="without --eval-data",
     ),
     Mistake(
         name="one class only",

@@ -109,7 +109,7 @@ def test_the_talk_in_a_pipe(brimful: Brimful, files: Files, tmp_path: Path) -> N
     for line in (
         "  text: column 'text' (by name; --text-column names another)",
         "  label: column 'label' (by name; --label-column names another)",
-        "  task: single_label, 2 labels: bad, good",
+        "  task: single_label, 2 labels: bad, good (one label a row; --task names another)",
         "  steps: 5, 8 rows each (36 rows, 1 epoch); learning rate 0.0002, linear, warm-up 1 step"
         " (chosen: --learning-rate by a width of 16)",
         "Data  36 rows to train on, 4 to evaluate on",

@@ -142,6 +142,9 @@ def test_texts_of_several_columns_are_joined(brimful: Brimful, files: Files, tmp
     said = brimful(*train_words(data, files.base, run, "--text-column", "title,body", "--max-steps", 1))
     assert said.code == 0, said.err
     assert "text: column 'title,body' (given)" in said.err
+    card = (run / "model" / "README.md").read_text()
+    assert "The text is in columns `title`, `body`, joined by line breaks (a blank one is left out)" in card
+    assert r'classify("text 1\ntext 2")' in card
     said = brimful("classify", run / "model", data, "--logits")
     assert "text: column 'title,body' (as in training" in said.err
     joined = tmp_path / "joined.jsonl"
@@ -182,6 +185,8 @@ def test_workbooks(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     said = plan(brimful, files, bare)
     assert "looks like a row" in said.err
     assert len(labelled(brimful, files, bare, "--column-names", "text,label")) == 40
+    titled = workbook(tmp_path / "titled.xlsx", {"One": [("My survey", ""), ("text", "label"), *REVIEWS]})
+    assert "the first line has one value, 'My survey', above 2 columns" in plan(brimful, files, titled).err
 
 
 def test_fast_text(brimful: Brimful, files: Files, tmp_path: Path) -> None:

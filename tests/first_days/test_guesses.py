@@ -148,6 +148,11 @@ def test_missing_labels(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     assert "6 rows without a label were left out" in plan(brimful, files, data, "--missing-labels", "drop").err
     said = plan(brimful, files, data, "--missing-labels", "none")
     assert (said.code, "without a label" in said.err) == (0, False)
+    data = reviews(tmp_path / "rows.csv", ["nan", "NULL", *LABELS[2:]])
+    assert "the labels 'nan' (1 row), 'NULL' (1 row) are classes of their own" in plan(brimful, files, data).err
+    said = plan(brimful, files, data, "--missing-labels", "drop").err
+    assert "2 rows without a label were left out" in said
+    assert "task: single_label, 2 labels: bad, good (one label a row; --task names another)" in said
     data = reviews(tmp_path / "rows.csv", ["", *LABELS[1:]])
     assert "give it one; --missing-labels drop" in plan(brimful, files, data).err
     assert "1 row without a label was left out" in plan(brimful, files, data, "--missing-labels", "drop").err
@@ -178,6 +183,28 @@ def test_folders_of_splits(brimful: Brimful, files: Files, tmp_path: Path) -> No
     assert "20 rows to train on, 6 to evaluate on" in plan(brimful, files, files_of).err
     said = brimful("classify", files.classifier, files_of)
     assert "the folder holds several splits: test, train, valid" in said.err
+
+
+def test_rows_of_a_folder_to_evaluate_on_are_named(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    """The flag that the line on splits has, and a test without labels, as competitions have it."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, count in (("news_train.csv", 20), ("news_dev.csv", 6), ("news_test.csv", 8)):
+        write_reviews(data / name, count)
+    assert "20 rows to train on, 6 to evaluate on" in plan(brimful, files, data).err
+    said = plan(brimful, files, data, "--eval-data", data / "news_test.csv").err
+    assert f"splits: {data}/news_train.csv to train on (by its name)" in said
+    assert "20 rows to train on, 8 to evaluate on" in said
+    (data / "news_dev.csv").unlink()
+    write_csv(data / "news_test.csv", ("id", "text"), columns(range(60), TEXTS))
+    said = plan(brimful, files, data)
+    assert said.code == 2
+    assert "news_test.csv: has no labels, so nothing can be evaluated on it: there is no column 'label'" in said.err
+    assert f"hint: train on {data}/news_train.csv without --eval-data" in said.err
+    (data / "news_test.csv").write_text("a film,good\nanother film,bad\n")
+    said = plan(brimful, files, data / "news_train.csv", "--eval-data", data / "news_test.csv").err
+    assert "news_test.csv: is to be evaluated on, and lacks columns of the training rows: 'text', 'label'" in said
+    assert "--label-column:" not in said
 
 
 def test_a_few_rows_to_try_things_out(brimful: Brimful, files: Files, tmp_path: Path) -> None:

@@ -64,6 +64,9 @@ def test_labels_beside_texts_and_splits(files: Files, tmp_path: Path) -> None:
         **SHORT,
     )
     assert (run.data["rows"], run.data["eval_rows"]) == (40, 4)
+    card = (tmp_path / "a" / "model" / "README.md").read_text()
+    assert "`brimful.train` in Python, on data in memory (`list of texts`" in card
+    assert "brimful train " not in card
     parts = datasets.DatasetDict({"train": FORMS["datasets"], "test": FORMS["datasets"].select(range(6))})
     run = brimful.train(parts, model=files.base, output=tmp_path / "b", **SHORT)
     assert (run.data["rows"], run.data["eval_rows"]) == (40, 6)
@@ -116,6 +119,22 @@ def test_columns_of_pandas_stay_as_they_are(files: Files) -> None:
     assert listed["label"].tolist() == named["label"].tolist()
     assert (list(listed.index), list(named.index)) == (list(range(40)), list(range(7, 47)))
     assert list(named.columns[:2]) == ["text", "label"]
+
+
+def test_answers_in_memory_are_evaluated_as_those_of_a_file(files: Files, tmp_path: Path) -> None:
+    answers = brimful.classify(files.classifier, FORMS["pandas"], verify=0)
+    answers.to_csv(tmp_path / "answers.csv", index=False)
+    found, of_file = brimful.evaluate(answers), brimful.evaluate(tmp_path / "answers.csv")
+    assert (found.metrics, found.num_rows) == (of_file.metrics, 40)
+    assert (found.model, found.data, found.command) == ("DataFrame", "DataFrame", "brimful evaluate DataFrame")
+    with pytest.raises(DataError, match=r"^DataFrame: holds no answers"):
+        brimful.evaluate(FORMS["pandas"][["text"]])
+
+
+def test_a_frame_of_no_known_kind(files: Files) -> None:
+    with pytest.raises(OptionError, match="frame is 'numpy'") as caught:
+        brimful.classify(files.classifier, TEXTS, frame="numpy")  # type: ignore[arg-type]
+    assert caught.value.hint == "it can be pandas, polars, datasets, arrow, list"
 
 
 def test_profile_and_evaluate_take_them_too(files: Files) -> None:

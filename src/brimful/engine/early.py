@@ -80,7 +80,7 @@ def check_early(
         check_free(Path(options.output), resume=options.resume)
         if options.resume and (run := RunFolder(Path(options.output)).read()) is not None:
             check_options(run, options)
-    form, splits = FileFormat.of(options), None if options.eval_data is not None else find_splits(options.data)
+    form, splits = FileFormat.of(options), find_splits(options.data)
     names = {"--text-column": options.text_column, "--pair-column": options.pair_column}
     names |= {"--label-column": options.label_column, "--weight-column": options.weight_column}
     _check_data(options.data if splits is None else splits.training, form, names)

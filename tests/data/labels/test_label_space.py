@@ -20,7 +20,8 @@ from brimful.core.options.evaluate import EvaluateOptions
 from brimful.core.records import LabelSpace
 from brimful.data.labels.columns import Columns
 from brimful.data.labels.doubts import label_doubts
-from brimful.data.labels.label_space import detect_labels, encode_labels, label_doubt
+from brimful.data.labels.label_space import detect_labels, encode_labels, label_doubt, task_reason
+from brimful.data.labels.missing import missing_words, without_words
 from brimful.data.readers.column_types import tidy
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import read_rows
@@ -197,6 +198,9 @@ def test_as_many_classes_as_rows_where_the_task_is_given() -> None:
         ([i % 50 for i in range(600)], "single_label", None),
         ([i / 2 for i in range(600)], "regression", None),
         ([1, 5, 3, 4, 2, 1], "single_label", None),
+        ([18 + i % 50 for i in range(600)], "single_label", "50 whole numbers, 18 to 67: taken as classes"),
+        ([str(25 * (i % 9)) for i in range(600)], "single_label", "and they may be amounts"),
+        ([-1, 0, 1, 4, 9] * 9, "single_label", None),
     ],
 )
 def test_many_whole_numbers_are_a_guess_that_is_said(values: list[Any], task: str, said: str | None) -> None:
@@ -211,6 +215,39 @@ def test_many_whole_numbers_are_a_guess_that_is_said(values: list[Any], task: st
         settled = detected(*values, task=asked)
         assert settled.task == asked
         assert label_doubt(rows, columns, asked, settled) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (["a", "b"], "one label a row"),
+        (["True", "False"], "one label a row"),
+        ([True, False], "one label a row"),
+        (["0", "1", "2"], "3 whole numbers"),
+        ([0.5, 1.0], "numbers with fractions"),
+        ([["a"], ["a", "b"]], "lists of labels"),
+        (["a|b", "a", "b"], "texts that hold several labels"),
+    ],
+)
+def test_a_task_has_its_reason(values: list[Any], reason: str) -> None:
+    assert task_reason(*labelled(*values), detected(*values)) == reason
+
+
+@pytest.mark.parametrize(("b", "reason"), [([0, 1], "columns of 0 and 1"), ([2, 1], "columns of numbers")])
+def test_a_task_of_several_columns_has_its_reason(b: list[int], reason: str) -> None:
+    columns = {"a": [0, 1], "b": b}
+    assert task_reason(*labelled(**columns), detected(**columns)) == reason
+
+
+def test_words_for_a_missing_label() -> None:
+    """Classes, with a warning, until they are taken for missing."""
+    rows, columns = labelled("a", "NA", "b", "nan", "a", "NA", "none")
+    (doubt,) = label_doubts(rows, columns, detect_labels(rows, columns))
+    assert doubt.startswith("the labels 'NA' (2 rows), 'nan' (1 row) are classes of their own; ")
+    assert "--missing-labels drop" in doubt
+    without = without_words(rows, columns, missing_words(rows, columns))
+    assert without.table["label"].to_pylist() == ["a", None, "b", None, "a", None, "none"]
+    assert missing_words(without, columns) == missing_words(*labelled(1, 2)) == missing_words(*labelled(["NA"])) == {}
 
 
 def test_types_that_no_label_has() -> None:

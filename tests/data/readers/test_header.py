@@ -50,6 +50,7 @@ def refused(spec: object, header: FileFormat) -> InputError:
         (["it was a good film", "it was a bad film", "both"], "'it was a good film' is a text, as are the values"),
         (["good,good", "bad,bad", "good,bad", "fine,good"], "a column twice"),
         (["a b,1", "c d,1"], "'1' is a number"),
+        (["good movie", "bad film", "good movie", "a bore"], "'good movie' is also a value of its column"),
     ],
 )
 def test_a_row_in_place_of_the_header_is_told(tmp_path: Path, lines: list[str], reason: str) -> None:
@@ -86,6 +87,44 @@ def test_a_row_in_place_of_the_header_is_told(tmp_path: Path, lines: list[str], 
 def test_a_header_is_believed(tmp_path: Path, lines: list[str]) -> None:
     file = put(tmp_path / "rows.csv", [*lines, *(["so it goes"] if len(lines) == 1 else [])])
     assert read_rows(file).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["reset password", "card lost", "where is it"], "header: 'reset password' (the first line; --no-header"),
+        (["good fun,great", "a bore,bad", "so so,fine"], "header: 'good fun', 'great' (the first line; --no-header"),
+        (["text;label", "a film;good", "a bore;bad"], "delimiter: ';' (by the first line; --delimiter names another)"),
+        (["text,label", "a film,good", "a bore,bad"], None),
+    ],
+)
+def test_guesses_about_the_first_line_are_said(tmp_path: Path, lines: list[str], said: str | None) -> None:
+    file = put(tmp_path / "rows.csv", lines)
+    notes = read_rows(file).notes
+    assert (notes == ()) if said is None else (len(notes) == 1 and notes[0].startswith(said))
+    assert open_stream(file).notes == notes
+    settled = FileFormat(True, delimiter=";" if said and ";" in said.partition("(")[0] else ",")
+    assert read_rows(file, settled).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_said"),
+    [
+        (["text,label", *rows_of(REVIEWS)], True),
+        (["words,length", "a film,4", "a bore,1"], True),
+        (rows_of(REVIEWS), False),
+        (["so it goes,4", "not at all,1"], False),
+        (["reset password", "card lost"], False),
+        (["the text,", "a film,good"], False),
+    ],
+)
+def test_names_in_place_of_the_first_row_are_told(tmp_path: Path, lines: list[str], is_said: bool) -> None:
+    file = put(tmp_path / "rows.csv", lines)
+    names = ("words", "class") if "," in lines[0] else ("words",)
+    for form in (NO_HEADER, FileFormat(False, names)):
+        warnings = read_rows(file, form).warnings
+        said = ["the first line looks like names of columns ('" in each for each in warnings]
+        assert said == [True] * is_said
 
 
 def test_without_a_header_no_row_is_lost(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from brimful.core.errors import DataError
 from brimful.data.readers.file_format import FileFormat
+from brimful.data.readers.locations import Splits, find_splits
 from brimful.data.readers.sources import read_rows
 
 ROWS = [{"text": "good, really", "label": "pos"}, {"text": 'she said "no"\nand left', "label": "neg"}]
@@ -315,6 +316,39 @@ def test_folder_with_training_and_test_files(tmp_path: Path) -> None:
     assert read_rows(f"{tmp_path}/trai*.csv").num_rows == 2
 
 
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (("training.csv", "testing.csv"), ("training.csv", "testing.csv")),
+        (("news_train.csv", "news_test.csv"), ("news_train.csv", "news_test.csv")),
+        (("newsTrain.csv", "newsTest.csv", "newsDev.csv"), ("newsTrain.csv", "newsDev.csv")),
+        (("trainset.csv", "testset.csv", "sample.csv"), ("trainset.csv", "testset.csv")),
+        (("train_v2.csv", "test-final.csv", "test-final.csv.manifest.json"), ("train_v2.csv", "test-final.csv")),
+        (("a_train.csv", "b_test.csv"), None),
+        (("train.csv", "a_test.csv"), None),
+        (("a_train.csv", "a_test.csv", "b_train.csv", "b_test.csv"), None),
+    ],
+)
+def test_splits_by_the_names_of_files(tmp_path: Path, names: tuple[str, ...], found: tuple[str, str] | None) -> None:
+    """Rows of a test are never read together with those of training."""
+    for name in names:
+        put(tmp_path / name, "text,label\nx,1\n")
+    splits = find_splits(str(tmp_path))
+    assert splits == (None if found is None else Splits(*(f"{tmp_path}/{name}" for name in found)))
+    assert "the folder holds several splits: " in str(refused(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "names", [("latest.csv", "trained.csv"), ("contest.csv", "train.csv"), ("a.csv", "ab_test.csv")]
+)
+def test_files_of_a_folder_that_are_one_data_set(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        put(tmp_path / name, "text,label\nx,1\n")
+    assert find_splits(str(tmp_path)) is None
+    rows = read_rows(str(tmp_path))
+    assert (rows.num_rows, rows.notes) == (2, (f"2 files are read as one data set: {', '.join(names)}",))
+
+
 def test_folders_without_data(tmp_path: Path) -> None:
     assert "it can hold CSV" in (refused(tmp_path).hint or "")
     put(tmp_path / "train/pos/1.txt", "x")
@@ -440,6 +474,32 @@ def test_not_utf8(tmp_path: Path, name: str) -> None:
     assert "caf\\xe9 au lait" in str(error.value)
     assert (error.file, error.row) == (str(tmp_path / name), 2)
     assert "--encoding" in (error.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [
+        ("shift_jis", "\u3053\u308c\u306f\u826f\u3044\u6620\u753b\u3067\u3059"),
+        ("euc_jp", "\u3053\u308c\u306f\u826f\u3044\u6620\u753b\u3067\u3059"),
+        ("gbk", "\u8fd9\u662f\u4e00\u90e8\u597d\u7535\u5f71"),
+        ("big5", "\u9019\u662f\u4e00\u90e8\u597d\u96fb\u5f71"),
+        ("euc_kr", "\uc88b\uc740 \uc601\ud654\uc785\ub2c8\ub2e4"),
+        ("cp1251", "\u044d\u0442\u043e \u0445\u043e\u0440\u043e\u0448\u0438\u0439 \u0444\u0438\u043b\u044c\u043c"),
+    ],
+)
+def test_other_encodings_are_refused_whatever_is_utf8_by_chance(tmp_path: Path, encoding: str, text: str) -> None:
+    """Their bytes, two of which make a character of UTF-8 here and there."""
+    lines = [b"text,label\n", *[text.encode(encoding) + b",a\n"] * 9, b"\xc3\xa9,b\n"]
+    error = refused(put(tmp_path / "rows.csv", b"".join(lines)))
+    assert "is not UTF-8, and " in str(error)
+    assert "--encoding" in (error.hint or "")
+    assert read_rows(error.file or "", FileFormat(encoding="latin-1")).num_rows == 10
+
+
+def test_few_bytes_among_characters_of_utf8_are_windows_1252(tmp_path: Path) -> None:
+    lines = [b"text,label\n", *["\u042d\u0442\u043e,a\n".encode()] * 20, *[b"caf\xe9,b\n"] * 20]
+    rows = read_rows(put(tmp_path / "rows.csv", b"".join(lines)))
+    assert rows.table["text"].unique().to_pylist() == ["\u042d\u0442\u043e", "caf\u00e9"]
 
 
 def test_not_utf8_in_the_header_or_a_key(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Likely mistakes in labels, a line each: one label in several spellings, lists taken for classes, labels that nothing
-is trained or evaluated on, equal texts with different labels."""
+"""Likely mistakes in labels, a line each: words for a missing one, one label in several spellings, lists taken for
+classes, labels that nothing is trained or evaluated on, equal texts with different labels."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from brimful.data.labels.columns import Columns
 from brimful.data.labels.examples import Examples, text_keys
 from brimful.data.labels.label_columns import LabelColumn
 from brimful.data.labels.label_sets import detect_sets
+from brimful.data.labels.missing import missing_words, said_of_words
 from brimful.data.readers.rows import Rows
 
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,9})?", re.IGNORECASE)
@@ -33,6 +34,9 @@ def label_doubts(rows: Rows, columns: Columns, space: LabelSpace) -> list[str]:
     if space.task == "regression":
         return [doubt for name in columns.labels for doubt in LabelColumn(rows=rows, name=name).number_doubts()]
     found = []
+    if words := missing_words(rows, columns):
+        own = "a class of its own" if len(words) == 1 else "classes of their own"
+        found.append(f"{said_of_words(words)} {own}; if no label is meant, --missing-labels drop leaves such rows out")
     if variants := _variants(tuple(space.values)):
         shown = "; ".join(" and ".join(f"'{printable(name, 40)}'" for name in group) for group in variants[:_FEW])
         more = f" (and {len(variants) - _FEW} more)" if len(variants) > _FEW else ""

@@ -21,6 +21,8 @@ from brimful.data.readers.rows import Rows
 
 _MOST_NUMBERED_CLASSES = 50
 _MOST_CLASSES = 1000
+#: From so many whole numbers on, those that do not number classes may be amounts.
+_FEWEST_AMOUNTS = 6
 #: Rows of each class, on average, for more than 50 whole numbers to be taken as classes.
 _FEWEST_PER_CLASS = 2
 
@@ -59,18 +61,37 @@ def detect_labels(rows: Rows, columns: Columns, task: TaskChoice = "auto") -> La
 
 
 def label_doubt(rows: Rows, columns: Columns, task: TaskChoice, space: LabelSpace) -> str | None:
-    """A likely mistake of `detect_labels`, with the flag that settles it: many whole numbers are classes or amounts."""
+    """A likely mistake of `detect_labels`, with the flag that settles it: whole numbers are classes or amounts."""
     if task != "auto" or len(columns.labels) != 1 or space.task == "multi_label":
         return None
     distinct = LabelColumn(rows=rows, name=columns.labels[0]).distinct
     numbers = parse_numbers(distinct)
-    if numbers is None or len(numbers) <= _MOST_NUMBERED_CLASSES or (numbers != np.round(numbers)).any():
+    if numbers is None or len(numbers) < _FEWEST_AMOUNTS or (numbers != np.round(numbers)).any():
+        return None
+    few = len(numbers) <= _MOST_NUMBERED_CLASSES
+    if few and _are_indices(numbers):
         return None
     found = f"column '{printable(columns.labels[0])}' holds {len(numbers):,} whole numbers,"
     found += f" {numbers.min():.0f} to {numbers.max():.0f}: taken as"
     if space.task == "regression":
         return f"{found} amounts (regression); --task single_label takes them as classes"
+    if few:
+        return f"{found} classes (single_label), and they may be amounts; --task regression takes them as amounts"
     return f"{found} classes (single_label), since none is missing between; --task regression takes them as amounts"
+
+
+def task_reason(rows: Rows, columns: Columns, space: LabelSpace) -> str:
+    """Why `detect_labels` inferred the task of `space`, in a few words."""
+    if len(columns.labels) > 1:
+        return "columns of 0 and 1" if space.task == "multi_label" else "columns of numbers"
+    column = LabelColumn(rows=rows, name=columns.labels[0])
+    if space.task == "multi_label":
+        return "lists of labels" if column.holds_lists else "texts that hold several labels"
+    numbers = parse_numbers(column.distinct)
+    if numbers is None or pc.any(pc.match_substring_regex(column.distinct, r"^[^0-9]+$"), min_count=0).as_py():
+        return "one label a row"  # words, true and false among them
+    is_whole = not (numbers != np.round(numbers)).any()
+    return f"{len(numbers):,} whole numbers" if is_whole else "numbers with fractions"
 
 
 def encode_labels(
@@ -179,9 +200,13 @@ def _are_amounts(distinct: pa.Array, num_rows: int) -> bool:
     count = len(numbers)
     if count <= _MOST_NUMBERED_CLASSES:
         return False
+    return not (_are_indices(numbers) and num_rows >= _FEWEST_PER_CLASS * count)
+
+
+def _are_indices(numbers: npt.NDArray[np.float64]) -> bool:
+    """True for whole numbers from 0 or 1 to the highest without a gap."""
     lowest, highest = numbers.min(), numbers.max()
-    are_indices = lowest in (0, 1) and highest - lowest == count - 1 and num_rows >= _FEWEST_PER_CLASS * count
-    return not are_indices
+    return bool(lowest in (0, 1) and highest - lowest == len(numbers) - 1)
 
 
 # Targets

@@ -14,7 +14,9 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +25,15 @@ import pyarrow.csv as pacsv
 from brimful.core.errors import DataError, printable
 from brimful.data.readers.compression import not_utf8
 from brimful.data.readers.file_format import FileFormat
-from brimful.data.readers.header import Dialect, bad_utf8, csv_reader, header_doubt, long_values, read_header
+from brimful.data.readers.header import (
+    Dialect,
+    bad_utf8,
+    csv_reader,
+    first_line_doubt,
+    header_notes,
+    long_values,
+    read_header,
+)
 from brimful.data.readers.lines import ROW_BYTES, TOO_LONG, FileLines
 from brimful.data.readers.parts import Part, Piece, RowsRead, in_order
 
@@ -48,10 +58,23 @@ class DelimitedPart(Part):
         quotes = [] if self._dialect.quoting else [f"{printable(self.files[0])}: {marks}"]
         return [*quotes, *filter(None, [self._lines.note()])]
 
+    def guesses(self) -> list[str]:
+        delimiter = printable(self._dialect.delimiter)
+        said = [f"delimiter: '{delimiter}' (by the first line; --delimiter names another)"]
+        is_usual = self._dialect.delimiter == "," or not self._dialect.is_guessed
+        names = [] if self._doubt else header_notes(self._dialect.names, self._form)
+        return [*([] if is_usual else said), *names]
+
     def warnings(self) -> list[str]:
-        piece = self.peek() if self._form.has_header is None else None
-        doubt = piece and header_doubt(self._dialect.names, piece.table)
-        return [f"{printable(self.files[0])}: {doubt}"] if doubt else []
+        return [f"{printable(self.files[0])}: {self._doubt}"] if self._doubt else []
+
+    @cached_property
+    def _doubt(self) -> str | None:
+        """A likely mistake about the first line, seen from the first rows."""
+        apart = copy(self)  # lines that are being read count what is not UTF-8 in them
+        apart._lines = FileLines(self.files[0], (b"\n", b"\r"), self._form.encoding)
+        piece = None if self._form.has_header else apart.peek()
+        return None if piece is None else first_line_doubt(self._dialect.names, piece.table, self._form)
 
     def pieces(self, start: int) -> Iterator[Piece]:
         return in_order(self._tables())

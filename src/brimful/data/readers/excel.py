@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ from brimful.core.errors import DataError, OptionError, first_line, listed, prin
 from brimful.data.readers.compression import COPY_AGAIN
 from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.formats import no_rows
-from brimful.data.readers.header import header_doubt
+from brimful.data.readers.header import first_line_doubt, header_notes, title_doubt
 from brimful.data.readers.parts import TablePart
 
 
@@ -27,6 +28,7 @@ class ExcelPart(TablePart):
         if form.sheet is None and len(sheets) > 1:
             shown = listed([printable(name, 40) for name in sheets], 5)
             self._said = [f"{printable(file)}: sheet '{printable(sheet)}' is read, of {shown}; --sheet names another"]
+        self._first = [_text(value) for value in rows[0]]
         names, rows = _named(file, rows, form)
         columns = {name: _column([row[index] for row in rows]) for index, name in enumerate(names) if name is not None}
         super().__init__(file, pa.table(columns))
@@ -34,13 +36,19 @@ class ExcelPart(TablePart):
     def notes(self) -> list[str]:
         return self._said
 
+    def guesses(self) -> list[str]:
+        return [] if self._doubt else header_notes(self.schema.names, self._form)
+
     def warnings(self) -> list[str]:
-        if self._form.has_header is not None:
-            return []
+        return [f"{printable(self.files[0])}: {self._doubt}"] if self._doubt else []
+
+    @cached_property
+    def _doubt(self) -> str | None:
+        """A likely mistake about the first line, seen from the first rows."""
         texts = self._table.slice(0, 1000)
         texts = pa.table({name: texts[name].cast(pa.large_string()) for name in texts.column_names})
-        doubt = header_doubt(texts.column_names, texts)
-        return [f"{printable(self.files[0])}: {doubt}"] if doubt else []
+        title = title_doubt(self._first, texts) if self._form.has_header is None else None
+        return title or first_line_doubt(texts.column_names, texts, self._form)
 
 
 def _sheet(file: str, asked: str | None) -> tuple[str, list[str], list[list[Any]]]:

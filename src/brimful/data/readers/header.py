@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from brimful.core.errors import DataError, printable
+from brimful.core.errors import DataError, listed, printable
 from brimful.data.column_names import KNOWN, key_of
 from brimful.data.readers.compression import not_utf8
 from brimful.data.readers.file_format import FileFormat
@@ -28,18 +28,22 @@ _RECORDS = 50
 _ROWS = 1000
 #: Words of a value that is a text, and rows per distinct value of a column of classes, at least.
 _WORDS, _ROWS_PER_CLASS = 4, 20
+#: Names that a line shows.
+_SHOWN = 5
 _AS_TEXTS = "is a text, as are the values below it"
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """names: of the columns. quoting: quotation marks stand around values, else they are text."""
+    """names: of the columns. quoting: quotation marks stand around values, else they are text. is_guessed: the
+    delimiter was seen, not told."""
 
     names: tuple[str, ...]
     delimiter: str
     quoting: bool = True
     has_header: bool = True
+    is_guessed: bool = False
 
     @property
     def schema(self) -> pa.Schema:
@@ -64,14 +68,59 @@ def read_header(file: str, head: bytes | None, delimiter: str | None, form: File
         best = max(found, key=lambda each: _agreement([record for record, _ in found[each]], form.names))
     first, num_lines = found[best][0]
     if not has_header:
-        return Dialect(_given_names(file, first, best, form.names), best, has_header=False), 0
+        names = _given_names(file, first, best, form.names)
+        return Dialect(names, best, has_header=False, is_guessed=delimiter is None), 0
     if bad := bad_utf8(first):
         raise not_utf8(bad, file=file)
     twice = next((name for name in first if first.count(name) > 1), None)
     if twice is not None:
         hint = "rename one of them, or add --no-header if the file has none"
         raise DataError("the header has a column twice", file=file, value=twice, hint=hint)
-    return Dialect(tuple(first), best), sum(map(len, lines[:num_lines]))
+    return Dialect(tuple(first), best, is_guessed=delimiter is None), sum(map(len, lines[:num_lines]))
+
+
+def header_notes(names: Sequence[str], form: FileFormat) -> list[str]:
+    """A line on names of columns of which none is a usual one: they may be a row."""
+    if form.has_header is not None or any(key_of(name) in KNOWN for name in names):
+        return []
+    shown = listed([f"'{printable(name, 40)}'" for name in names], _SHOWN)
+    return [f"header: {shown} (the first line; --no-header reads it as a row)"]
+
+
+def first_line_doubt(names: Sequence[str], rows: pa.Table, form: FileFormat) -> str | None:
+    """One line about a first line that looks like what it is not taken for: a row, or names of columns."""
+    if form.has_header is None:
+        return header_doubt(names, rows)
+    return None if form.has_header else row_doubt(rows)
+
+
+def title_doubt(first: Sequence[str], rows: pa.Table) -> str | None:
+    """One line about a sheet whose first line has one value above several columns: a title, not names."""
+    titles = [value for value in first if value.strip()]
+    if len(titles) != 1 or rows.num_columns == 1:
+        return None
+    return (
+        f"the first line has one value, '{printable(titles[0], 40)}', above {rows.num_columns} columns, and is read as "
+        "their names: if it is a title, delete the lines above the names"
+    )
+
+
+def row_doubt(rows: pa.Table) -> str | None:
+    """One line about a first row that looks like names of columns: a usual name, or no number above numbers, and no
+    value that is also in a row below."""
+    first, *records = [list(row.values()) for row in rows.slice(0, _ROWS).to_pylist()] or [[]]
+    judged = [
+        _judged(name.strip(), [text.strip() for record in records if (text := record[column]) and text.strip()])
+        for column, name in enumerate(first)
+        if name and name.strip()
+    ]
+    if not any(is_name for is_name, _, _ in judged) or any(reason and _AS_TEXTS not in reason for *_, reason in judged):
+        return None
+    shown = listed([f"'{printable(name, 40)}'" for name in first], _SHOWN)
+    return (
+        f"the first line looks like names of columns ({shown}), and is read as a row: "
+        "without --no-header and --column-names it is read as names"
+    )
 
 
 def header_doubt(names: Sequence[str], rows: pa.Table) -> str | None:
@@ -84,7 +133,9 @@ def header_doubt(names: Sequence[str], rows: pa.Table) -> str | None:
     named = [name.strip() for name in names if name.strip()]
     if any(named == [str(n) for n in range(first, first + len(named))] for first in (0, 1)):
         return None  # pandas numbers the columns that have no names
-    records = [record for record in rows.slice(0, _ROWS).to_pylist() if record != dict(zip(names, names, strict=True))]
+    # Files that were put after one another repeat their header; of one column, that is a text like others.
+    header = dict(zip(names, names, strict=True)) if len(names) > 1 or key_of(names[0]) in KNOWN else None
+    records = [record for record in rows.slice(0, _ROWS).to_pylist() if record != header]
     reasons, has_class_name, has_text = [], False, False
     for name in sorted(names, key=len):  # a class or a number convinces more than a text
         values = [value.strip() for record in records if (value := record[name]) and value.strip()]
@@ -108,7 +159,8 @@ def _judged(name: str, values: Sequence[str]) -> tuple[bool, bool, str | None]:
         return False, False, None
     shown = f"'{printable(name, 40)}'"
     if all(map(_NUMBER.fullmatch, values)):
-        return _NUMBER.fullmatch(name) is None, False, f"{shown} is a number, as are all values below it"
+        is_number = _NUMBER.fullmatch(name) is not None
+        return not is_number, False, f"{shown} is a number, as are all values below it" if is_number else None
     if name in values:
         return False, False, f"{shown} is also a value of its column"
     is_class = len(set(values)) * _ROWS_PER_CLASS <= len(values)

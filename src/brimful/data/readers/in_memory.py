@@ -4,6 +4,7 @@ has imported its library."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -43,7 +44,7 @@ def splits_of(data: Any) -> tuple[Any, Any]:
     if not isinstance(data, Mapping) or not all(hasattr(part, "with_format") for part in data.values()) or not data:
         return data, None
     if "train" not in data:
-        raise OptionError(f"the splits are {printable(', '.join(map(str, data)))}", hint="give one of them")
+        raise _several_splits(data)
     names = ("validation", "valid", "val", "dev", "eval", "test")
     return data["train"], next((data[name] for name in names if name in data), None)
 
@@ -82,18 +83,39 @@ def _table(data: Any) -> InMemory | None:
         data = data.collect()
     if library == "polars" and hasattr(data, "to_arrow") and hasattr(data, "columns"):
         return InMemory("DataFrame", data.to_arrow(), "polars")
+    if library == "datasets" and isinstance(data, Mapping):
+        raise _several_splits(data)
+    if library == "datasets" and hasattr(data, "with_format") and not hasattr(data, "__len__"):
+        said = f"data is {printable(type(data).__name__)}, which has no end before it is read"
+        raise OptionError(said, hint="give its rows: list(data), or list(data.take(1000))")
     if library == "datasets" and hasattr(data, "with_format"):
         table = data.with_format("arrow")[:]
         return InMemory("Dataset", table.replace_schema_metadata(data.features.arrow_schema.metadata), "datasets")
     if isinstance(data, Mapping):
-        return InMemory(
-            "columns", pa.table({str(name): pa.array(list(values)) for name, values in data.items()}), "list"
-        )
+        return InMemory("columns", pa.table({str(name): _array(values) for name, values in data.items()}), "list")
     if isinstance(data, Sequence) and data and all(isinstance(row, Mapping) for row in data):
         # Arrow would take the columns of the first row alone.
         columns = {str(name): [row.get(name) for row in data] for name in dict.fromkeys(chain.from_iterable(data))}
-        return InMemory("list of rows", pa.table({name: pa.array(each) for name, each in columns.items()}), "list")
+        return InMemory("list of rows", pa.table({name: _array(each) for name, each in columns.items()}), "list")
     return None
+
+
+def _several_splits(data: Mapping[Any, Any]) -> OptionError:
+    shown = ", ".join(map(str, data))
+    return OptionError(f"data is splits, not rows: {printable(shown)}", hint=f"give one, as data[{next(iter(data))!r}]")
+
+
+def _array(values: Any) -> pa.Array:
+    """A column of Arrow; NaN among texts is how pandas writes that there is none."""
+    listed = list(values)
+    try:
+        return pa.array(listed)
+    except (pa.ArrowException, TypeError):
+        return pa.array([None if _is_missing(value) else value for value in listed])
+
+
+def _is_missing(value: object) -> bool:
+    return (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in ("NAType", "NaTType")
 
 
 def _named(frame: Any) -> Any:
@@ -109,8 +131,19 @@ def _listed(texts: Any, labels: Any) -> InMemory | None:
     columns: dict[str, list[Any]] = {"text": values}
     if values and all(isinstance(value, (tuple, list)) and len(value) == 2 for value in values):
         columns = {"text": [first for first, _ in values], "text_pair": [second for _, second in values]}
-    if not all(value is None or isinstance(value, str) for column in columns.values() for value in column):
+    columns = {name: [None if _is_missing(each) else each for each in column] for name, column in columns.items()}
+    no_text = [
+        (row, each)
+        for column in columns.values()
+        for row, each in enumerate(column, 1)
+        if each is not None and not isinstance(each, str)
+    ]
+    if no_text and len(no_text) == len(values) * len(columns):
         return None
+    if no_text:
+        row, each = min(no_text, key=lambda place: place[0])
+        hint = "give each row a text, or None"
+        raise DataError(f"{type(each).__name__} is no text", file="list of texts", row=row, value=repr(each), hint=hint)
     if labels is not None:
         named = _values(labels)
         if named is None:
@@ -119,7 +152,7 @@ def _listed(texts: Any, labels: Any) -> InMemory | None:
         if len(named) != len(values):
             raise OptionError(f"{len(values):,} texts have {len(named):,} labels", hint="give each text one")
         columns["label"] = named
-    return InMemory("list of texts", pa.table({name: pa.array(column) for name, column in columns.items()}), "list")
+    return InMemory("list of texts", pa.table({name: _array(column) for name, column in columns.items()}), "list")
 
 
 def _values(given: Any) -> list[Any] | None:

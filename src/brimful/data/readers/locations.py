@@ -18,9 +18,13 @@ from brimful.data.file_names import split_suffix
 from brimful.data.readers.formats import KINDS, NEEDS_ROWS, is_data_file
 from brimful.data.readers.hub import looks_like_hub_name
 
-_SPLIT = re.compile(r"(training|train|testing|test|valid|validation|val|dev|eval)(?![a-z])")
+#: A split in a name, as `train`, `news_train` and `trainset` have one.
+_SPLIT = re.compile(
+    r"(?<![a-z])(training|train|testing|test|validation|valid|val|dev|eval)[-_ ]?(?:set|data)?(?![a-z])"
+)
+_SAME_SPLIT = {"training": "train", "testing": "test"}
 #: Splits to evaluate on, the best first.
-_EVALUATION = ("validation", "valid", "val", "dev", "eval", "test", "testing")
+_EVALUATION = ("validation", "valid", "val", "dev", "eval", "test")
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def _in_folder(folder: str) -> list[Location]:
         return _in_saved(_train_split(folder))
     if "state.json" in names:
         return _in_saved(folder)
-    _check_one_split(folder, [str(path) for path in inside if path.is_dir() or is_data_file(path.name)])
+    _check_one_split(folder, _parts_of(inside))
     classes = [path for path in inside if path.is_dir() and any(path.glob("*.txt"))]
     if classes:
         return [Location(str(text), path.name, True) for path in classes for text in sorted(path.glob("*.txt"))]
@@ -144,7 +148,8 @@ class Splits:
 def find_splits(spec: str) -> Splits | None:
     """The splits in the folder `spec`, files or folders called train, validation or test; None where there are none.
 
-    To evaluate on, validation is taken before test, which is for the end.
+    Names may say more, as `news_train.csv` and `news_test.csv` do, where that is the same in all. To evaluate on,
+    validation is taken before test, which is for the end.
     """
     folder = Path(spec).expanduser()
     if not spec or not folder.is_dir():
@@ -156,22 +161,43 @@ def find_splits(spec: str) -> Splits | None:
             found = _by_split(f"{spec.rstrip('/')}/{name}" for name in names)
         else:
             inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-            found = _by_split(str(path) for path in inside if path.is_dir() or is_data_file(path.name))
-    if "train" not in found or len(found) == 1 or any(len(paths) > 1 for paths in found.values()):
+            found = _by_split(_parts_of(inside))
+    paths = [path for split in found.values() for path in split]
+    if "train" not in found or len(found) == 1 or len(paths) > len(found) or len({*map(_said_besides, paths)}) > 1:
         return None
     evaluation = next((found[name][0] for name in _EVALUATION if name in found), None)
     return Splits(found["train"][0], evaluation)
 
 
+def _parts_of(inside: Iterable[Path]) -> Iterator[str]:
+    """Files and folders that can each be a split."""
+    return (str(path) for path in inside if path.is_dir() or (is_data_file(path.name) and not is_manifest(path)))
+
+
 def _by_split(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Paths by their splits. Folders are called so from the start of their names on: others may be classes."""
     splits: dict[str, list[str]] = {}
     for path in paths:
-        if found := _SPLIT.match(Path(path).name.lower()):
-            splits.setdefault(found.group(1), []).append(path)
+        found = _split_in(path)
+        if found is not None and (found.start() == 0 or not Path(path).is_dir()):
+            splits.setdefault(_SAME_SPLIT.get(found.group(1), found.group(1)), []).append(path)
     return splits
 
 
-def _check_one_split(folder: str, files: list[str]) -> None:
+def _split_in(path: str) -> re.Match[str] | None:
+    """The split in a path's name, in which `newsTrain` is `news_train`."""
+    return _SPLIT.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", Path(path).name).lower())
+
+
+def _said_besides(path: str) -> str:
+    """Text that a name has besides its split; none where it begins with it, whatever follows."""
+    found = _split_in(path)
+    if found is None or found.start() == 0:
+        return ""
+    return found.string[: found.start()] + "*" + found.string[found.end() :].partition(".")[0]
+
+
+def _check_one_split(folder: str, files: Iterable[str]) -> None:
     """Training and test rows side by side are not one data set."""
     splits = _by_split(files)
     if len(splits) > 1 and "train" in splits:

@@ -74,6 +74,10 @@ class Part(ABC):
         """Decisions and columns left out so far, for the user."""
         return []
 
+    def guesses(self) -> list[str]:
+        """Guesses about the first line, for the user."""
+        return []
+
     def warnings(self) -> list[str]:
         """Doubts about the way that the rows are read, seen from the first of them."""
         return []

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from brimful.core.errors import DataError, first_line, printable
+from brimful.core.errors import DataError, first_line, listed, printable
 from brimful.data.readers.column_types import common_type, converted
 from brimful.data.readers.formats import no_rows
 from brimful.data.readers.locations import refusals
@@ -30,6 +30,8 @@ from brimful.data.readers.parts import Part, Piece, RowsRead, refit
 from brimful.data.readers.rows import Rows
 
 _CHUNK_ROWS = 1 << 16
+#: Files that a line names.
+_SHOWN_FILES = 5
 #: Tables of fewer bytes on average are joined when all rows are collected: each costs every column a chunk.
 _SMALL_BYTES = 1 << 20
 
@@ -237,7 +239,21 @@ class RowStream:
     @property
     def notes(self) -> tuple[str, ...]:
         """Decisions about files, and columns left out of them, so far; a line each."""
-        return tuple(note for part in self._parts for note in part.notes())
+        return (*self._guesses, *(note for part in self._parts for note in part.notes()))
+
+    @functools.cached_property
+    def _guesses(self) -> tuple[str, ...]:
+        """Lines on how many files there are, and on the first line of the first. The others have its columns."""
+        with suppress(DataError), refusals(self.name):
+            return (*self._files_note(), *self._parts[0].guesses())
+        return ()
+
+    def _files_note(self) -> list[str]:
+        """One line on several files that are read after one another."""
+        if len(self._parts) == 1:
+            return []
+        shown = listed([printable(Path(part.files[0]).name, 40) for part in self._parts], _SHOWN_FILES)
+        return [f"{len(self._parts):,} files are read as one data set: {shown}"]
 
 
 def _common_schema(parts: Sequence[Part]) -> pa.Schema:

@@ -24,7 +24,8 @@ _NOT_UTF8 = re.compile("[\udc80-\udcff]+")
 _UTF8 = re.compile("[\x80-\ud7ff\ue000-\U0010ffff]")
 #: The beginning of a character of three or four bytes, without its end.
 _CUT = re.compile("[\udce0-\udcf4][\udc80-\udcbf]{1,2}")
-#: From so many bytes, and such a share of all letters on, text is in no western encoding.
+#: From so many bytes, and such a share of all letters on, text is in no western encoding. Bytes of other encodings make
+#: characters of UTF-8 by chance, but fewer than there are bytes left.
 _MANY_BYTES, _MANY_SHARE = 16, 0.3
 _SOME = "cp1251, gb18030, shift_jis, ..."
 
@@ -39,7 +40,7 @@ class TextDecoder:
         self.file, self.asked = file, encoding
         self.encoding = encoding or ("utf-16" if begins.startswith(UTF16) else None)
         self._num_other, self._num_cut, self._has_utf8 = 0, 0, False
-        self._example, self._is_first = "", True
+        self._example, self._is_judged = "", False
 
     @property
     def recodes(self) -> bool:
@@ -73,7 +74,7 @@ class TextDecoder:
         except UnicodeDecodeError:
             pass
         else:
-            self._has_utf8, self._is_first = True, False
+            self._has_utf8, self._is_judged = True, True
             return data
         text = data.decode("utf-8", "surrogateescape")
         self._look(text)
@@ -84,12 +85,12 @@ class TextDecoder:
 
     def _look(self, text: str) -> None:
         """Count what is not UTF-8, and keep an example of it."""
-        others = len(text) - len(_NOT_UTF8.sub("", text))
-        self._has_utf8 = self._has_utf8 or _UTF8.search(text) is not None
-        is_first, self._is_first = self._is_first, False
-        if is_first and not self._has_utf8 and others >= _MANY_BYTES:
+        others, num_utf8 = len(text) - len(_NOT_UTF8.sub("", text)), len(text) - len(_UTF8.sub("", text))
+        self._has_utf8 = self._has_utf8 or num_utf8 > 0
+        if not self._is_judged and others >= _MANY_BYTES:
+            self._is_judged = True
             share = others / (others + sum(map(str.isalpha, text)))
-            if share > _MANY_SHARE:
+            if others > num_utf8 and share > _MANY_SHARE:
                 raise DataError(
                     f"is not UTF-8, and {share:.0%} of its letters are not ASCII: too many for windows-1252",
                     file=self.file,
