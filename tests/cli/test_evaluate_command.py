@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score, f1_score, r2_score, roc_auc_score
 
 import brimful as package
-from brimful.core.errors import DataError, OptionError
+from brimful.core.callbacks import Callbacks
+from brimful.core.errors import DataError, Interrupted, OptionError
 from brimful.core.evaluation import Evaluation
 from brimful.core.records import from_json, to_json
+from brimful.step.forward import Forward
 from commands import Brimful, Files
 from tiny_files import review, save_classifier, write_csv
 
@@ -294,3 +298,51 @@ def test_a_model_alone_and_wrong_options_are_one_line(brimful: Brimful, files: F
         assert part in said.err
     with pytest.raises(OptionError, match="labels go with a list of texts"):
         package.evaluate(files.classifier, files.reviews, labels="a,b")
+
+
+class _Stopping(Callbacks):
+    """Keeps stages, and sends Ctrl-C to this process with the first rows that are done, if it `counts`."""
+
+    def __init__(self, *, counts: bool) -> None:
+        self.stages: list[str] = []
+        self._counts = counts
+
+    def count(self, done: int, total: int | None, share: float | None = None) -> None:
+        if self._counts:
+            self._counts = False
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def stage(self, text: str) -> None:
+        self.stages.append(text)
+
+
+@pytest.mark.parametrize(("window_bytes", "done"), [(1 << 20, {60}), (64, set(range(1, 60)))])
+def test_ctrl_c_is_answered_in_every_window(
+    window_bytes: int, done: set[int], files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last one, too, and a model's windows on a CPU are a few seconds' work."""
+    monkeypatch.setattr("brimful.engine.classification.windows._FEWEST_BYTES", window_bytes)
+    monkeypatch.setattr("brimful.engine.classification.windows._CPU_OPERATIONS", 1.0)
+    data, callbacks = labelled(tmp_path / "rows.csv", ["good"] * 60), _Stopping(counts=True)
+    with pytest.raises(Interrupted) as stopped:
+        package.evaluate(files.classifier, data, device="cpu", callbacks=callbacks, **PYTHON)
+    assert stopped.value.exit_code == 130
+    assert int(str(stopped.value).split()[2]) in done
+    assert callbacks.stages[-1] == "stopping"
+
+
+def test_ctrl_c_leaves_the_window_that_is_computed(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callbacks, passes, run = _Stopping(counts=False), [], Forward._logits_SC
+
+    def told_to_stop(forward: Forward, inputs: Any) -> Any:
+        if callbacks.stages[-1] == "evaluating":
+            passes.append(signal.raise_signal(signal.SIGINT))
+        return run(forward, inputs)
+
+    monkeypatch.setattr(Forward, "_logits_SC", told_to_stop)
+    data, few = labelled(tmp_path / "rows.csv", ["good"] * 60), {"token_budget": 64, "device": "cpu"}
+    with pytest.raises(Interrupted, match="stopped after 0 of 60 rows"):
+        package.evaluate(files.classifier, data, callbacks=callbacks, **few, **PYTHON)
+    assert len(passes) == 1

@@ -25,6 +25,16 @@ LEVEL = [5 * 0.7**i + 0.2 for i in range(30)]
         (LEVEL, [0.5, 0.3, 0.29], None),
         (LEVEL, [0.5, 0.4, 0.7], "overfitted: the evaluation loss was 0.4 after step 20 and 0.7 after step 30"),
         (FALLING[:4], [], None),  # too few to say
+        (
+            [1.63, 1.6, 1.57],
+            [1.59, 1.571, 1.563],
+            "the evaluation loss was still falling when training ended",
+        ),
+        ([], [0.9, 0.7], "the evaluation loss was still falling when training ended (0.9, then 0.7)"),
+        ([1.6], [0.5, 0.46], None),  # learned already
+        ([1.6, 1.0], [1.2, 0.7, 0.69], None),  # level at the end
+        ([1.6], [1.59, 1.589, 1.588], None),  # it never fell
+        ([1.6], [1.59, 1.5, 1.51], None),
         ([], [], None),
     ],
 )

@@ -73,22 +73,43 @@ def test_other_data_block_a_resume_before_tokenising(brimful: Brimful, files: Fi
 
 
 def test_options_that_change_nothing_learned(brimful: Brimful, files: Files, tmp_path: Path) -> None:
-    words = train_words(files.reviews, files.base, tmp_path / "run")
+    """Guesses and choices may be named, and what decides nothing given; what leads to other rows is refused."""
+    run, held_out = tmp_path / "run", write_reviews(tmp_path / "held-out.csv", 8)
+    words = (*train_words(files.reviews, files.base, run, "--max-steps", 1), "--eval-data", held_out)
     assert brimful(*words).code == 0
-    harmless = (
-        "--save-steps",
-        2,
-        "--eval-steps",
-        2,
-        "--logging-steps",
-        1,
-        "--token-budget",
-        512,
-        "--task",
-        "single_label",
-    )
+    record = (run / "run.json").read_text()
+    harmless: tuple[object, ...] = ("--save-steps", 2, "--eval-steps", 2, "--logging-steps", 1, "--token-budget", 512)
+    harmless += ("--task", "single_label", "--text-column", "text", "--label-column", "label", "--pair-column", "none")
+    harmless += ("--precision", "fp32", "--device", "cpu", "--eval-split", 0.2, "--limit", 5000)
+    harmless += ("--missing-labels", "drop", "--target-scaling", "off")
+    harmless += ("--model", files.base.parent / ".." / files.base.parent.name / files.base.name)
     said = brimful(*words, "--resume", *harmless)
     assert (said.code, "nothing was changed" in said.err) == (0, True), said.err
+    other = write_reviews(tmp_path / "other.csv", 12)
+    for more, why in {
+        ("--limit", 20): "--limit was None, is 20",
+        ("--limit", 20, "--text-column", "text"): "--text-column was None, is text; --limit was None, is 20",
+        ("--precision", "bf16"): "--precision was auto, is bf16",
+        ("--eval-data", other): "the evaluation rows have changed",
+    }.items():
+        refused = brimful(*words, "--resume", *more)
+        assert (refused.code, f"cannot be resumed: {why}\n" in refused.err) == (2, True), refused.err
+    earlier = json.loads(record)
+    del earlier["data"]["sha256"]["choice of rows"]
+    (run / "run.json").write_text(json.dumps(earlier))
+    assert brimful(*words, "--resume").code == 0
+    assert "--limit was None, is 5000" in brimful(*words, "--resume", "--limit", 5000).err
+
+
+def test_targets_that_are_scaled_and_a_precision_that_is_chosen_block_a_resume(
+    brimful: Brimful, files: Files, tmp_path: Path
+) -> None:
+    """`auto` means what it chose in the run, for good."""
+    data = write_csv(tmp_path / "rows.csv", ("text", "label"), [(f"a film {i}", 190 + i / 2) for i in range(24)])
+    words = train_words(data, files.base, tmp_path / "run", "--max-steps", 1, "--precision", "bf16")
+    assert brimful(*words).code == 0
+    assert "--target-scaling was auto, is off" in brimful(*words, "--resume", "--target-scaling", "off").err
+    assert "--precision was bf16, is auto" in brimful(*words[:-2], "--resume", "--device", "cpu").err
 
 
 def test_a_model_of_a_checkpoint(brimful: Brimful, files: Files, tmp_path: Path) -> None:

@@ -282,8 +282,9 @@ class Run:
 
 T = TypeVar("T")
 
-#: Names in `Run.data["sha256"]` of the file that --peft named, and of all files of the tokenizer.
-ADAPTER_FILE, TOKENIZER = "file of --peft", "model's tokenizer"
+#: Names in `Run.data["sha256"]` of the file that --peft named, of all files of the tokenizer, and of the rows and
+#: columns that are trained and evaluated on.
+ADAPTER_FILE, TOKENIZER, CHOSEN_ROWS = "file of --peft", "model's tokenizer", "choice of rows"
 
 #: Characters escaped besides those of JSON: controls, direction marks, line separators, half surrogate pairs (which a
 #: file name can hold and UTF-8 cannot). They occur in strings only.

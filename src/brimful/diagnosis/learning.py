@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 
-#: Logged losses below which nothing is said, and their part that is the end.
+#: Logged losses that are enough to say something by them, and their part that is the end.
 _FEWEST_LOSSES, _PARTS = 6, 3
 #: Fall of the training loss in its last part, and its level, each as a share of its beginning: more is unfinished.
 _FALL, _LEVEL = 0.04, 0.3
 #: Evaluation loss that is this many times the lowest one is overfitted; one that fell by this share still falls.
 _ROSE, _FELL = 1.1, 0.02
+#: Of few logged losses, by evaluations alone: fall of all that is no chance, as a share of the first loss, and the
+#: share of it that is the last one's while the loss still falls.
+_FELL_AT_ALL, _LAST_FALL = 0.01, 0.15
 #: Last training loss, as a share of the first, that leaves nothing to learn of these rows.
 _LEARNED = 0.1
 
@@ -40,7 +44,7 @@ def has_learned(training: Losses) -> bool:
 def _falling(training: Losses, evaluation: Losses) -> str | None:
     losses = [loss for _, loss in training]
     if len(losses) < _FEWEST_LOSSES:
-        return None
+        return _falling_by_evaluations(losses, [loss for _, loss in evaluation])
     size = len(losses) // _PARTS
     first = statistics.fmean(losses[: max(1, len(losses) // 10)])
     middle, last = statistics.fmean(losses[-2 * size : -size]), statistics.fmean(losses[-size:])
@@ -48,10 +52,23 @@ def _falling(training: Losses, evaluation: Losses) -> str | None:
         return None
     if len(evaluation) > 1 and evaluation[-1][1] > (1 - _FELL) * evaluation[-2][1]:
         return None
-    return (
-        f"the loss was still falling when training ended ({middle:.3g} in the middle third, {last:.3g} in the last):"
-        " try a higher --learning-rate or more epochs"
-    )
+    return _unfinished("loss", f"{middle:.3g} in the middle third, {last:.3g} in the last")
+
+
+def _falling_by_evaluations(training: Sequence[float], losses: Sequence[float]) -> str | None:
+    """As `_falling`, of a run with too few logged losses. All evaluations are of the same rows: none has it easier."""
+    if len(losses) < 2 or any(after >= before for before, after in itertools.pairwise(losses)):
+        return None
+    whole, last = losses[0] - losses[-1], losses[-2] - losses[-1]
+    has_level = losses[-1] >= _LEVEL * max([losses[0], *training[:1]])
+    if not has_level or whole < _FELL_AT_ALL * losses[0] or last < _LAST_FALL * whole:
+        return None
+    return _unfinished("evaluation loss", f"{losses[-2]:.4g}, then {losses[-1]:.4g}")
+
+
+def _unfinished(what: str, figures: str) -> str:
+    again = "try a higher --learning-rate or more epochs"
+    return f"the {what} was still falling when training ended ({figures}): {again}"
 
 
 def _overfitted(training: Losses, evaluation: Losses) -> str | None:

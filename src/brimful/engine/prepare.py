@@ -21,8 +21,18 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.errors import ModelError, OptionError, printable
 from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
-from brimful.core.records import ADAPTER_FILE, TOKENIZER, LabelSpace, Learning, Run, TargetScale, TrainedInputs
+from brimful.core.records import (
+    ADAPTER_FILE,
+    CHOSEN_ROWS,
+    TOKENIZER,
+    LabelSpace,
+    Learning,
+    Run,
+    TargetScale,
+    TrainedInputs,
+)
 from brimful.data.batches.batch import Sampler
+from brimful.data.labels.columns import text_parts
 from brimful.data.labels.examples import (
     Examples,
     describe,
@@ -118,7 +128,7 @@ def prepare(
     callbacks.stage(f"reading {options.data}")
     read = read_examples(options, callbacks, tables or {})
     alignment = align_labels(read.space, facts, label_map=options.label_map, new_head=options.new_head)
-    sha256 = _hashes(options, facts)
+    sha256 = _hashes(options, facts) | {CHOSEN_ROWS: _sha256_of_rows(read)}
     if check is not None:
         check(space=alignment.space, fingerprint=read.fingerprint, max_length=max_length, sha256=sha256)
     callbacks.note(f"head: {'new and untrained' if alignment.head == 'new' else 'kept'} ({alignment.reason})")
@@ -132,6 +142,7 @@ def prepare(
             evaluation = _tokenized(read.evaluation, alignment.space, encoder, options, callbacks, "evaluation")
     report = _report(training, evaluation, max_length, read.num_empty, given=options.max_length is not None)
     report["sha256"] = sha256
+    report["in_memory"] = [name for name in (options.data, options.eval_data) if name in (tables or {})]
     prepared = Prepared(
         facts=facts,
         alignment=alignment,
@@ -236,6 +247,16 @@ def _sha256_of_all(paths: Sequence[Path]) -> str:
     return hashlib.sha256(said.encode()).hexdigest()
 
 
+def _sha256_of_rows(read: ReadExamples) -> str:
+    """One hash of the columns that are read, and of the numbers of the rows."""
+    columns = read.training.columns
+    found = hashlib.sha256(repr((columns.text, columns.pair, columns.labels)).encode())
+    for examples in (read.training, read.evaluation):
+        numbers = np.empty(0, np.int64) if examples is None else examples.row_numbers
+        found.update(len(numbers).to_bytes(8, "little") + np.ascontiguousarray(numbers).tobytes())
+    return found.hexdigest()
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -303,15 +324,17 @@ def _check_metric(options: TrainOptions, task: Task) -> None:
 def _report(training: Part, evaluation: Part | None, max_length: int, num_empty: int, *, given: bool) -> dict[str, Any]:
     """Summary of the data. given: whether the user chose max_length.
 
-    `prepare` adds the SHA-256 of files that decide what is learned and can change.
+    `prepare` adds the SHA-256 of files that decide what is learned and can change, and the names of data in memory.
     """
     lengths = training.tokens.lengths
     quantiles = {f"p{p}": int(np.percentile(lengths, p)) for p in (0, 5, 25, 50, 75, 95, 100)}
     read = [part.examples.rows for part in (training, evaluation) if part is not None]
+    columns = text_parts(training.examples.rows.table.column_names, training.examples.columns.text)
     return {
         **describe(training.examples, evaluation.examples if evaluation else None, num_empty),
         "max_length": max_length,
         "max_length_given": given,
+        "joined_columns": list(columns) if len(columns) > 1 else [],
         "token_lengths": {"mean": round(float(lengths.mean()), 1), **quantiles},
         "truncated_share": training.tokens.num_truncated / len(lengths),
         "truncated_rows": training.tokens.num_truncated,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from brimful.core.errors import printable
@@ -27,9 +28,10 @@ def model_card(run: Run, inputs: TrainedInputs) -> str:
 def _head(run: Run, inputs: TrainedInputs) -> str:
     names = ", ".join(_code(name) for name in run.labels.names)
     task = {"single_label": "one of", "multi_label": "any of", "regression": "the number"}[run.labels.task]
-    kind, asked = "A text classifier", '"a text"'
+    text = '"' + r"\n".join(f"text {number}" for number, _ in enumerate(_joined(run), 1)) + '"'
+    kind, asked = "A text classifier", text if _joined(run) else '"a text"'
     if inputs.pair_column is not None:
-        kind, asked = "A classifier of pairs of texts", '{"text": "a text", "text_pair": "its pair"}'
+        kind, asked = "A classifier of pairs of texts", f'{{"text": {asked}, "text_pair": "its pair"}}'
     use = (
         "from transformers import pipeline\n\n"
         'classify = pipeline("text-classification", model="path/to/this/folder", truncation=True)\n'
@@ -64,8 +66,12 @@ def _data(run: Run, inputs: TrainedInputs) -> str:
     truncated = share_text(run.data.get("truncated_share"))
     pair = "" if inputs.pair_column is None else f", its pair in {_code(inputs.pair_column)}"
     labels = ", ".join(_code(name) for name in inputs.label_columns)
+    text = f"in column {_code(inputs.text_column)}"
+    if joined := _joined(run):
+        named = ", ".join(map(_code, joined))
+        text = f"in columns {named}, joined by line breaks (a blank one is left out)"
     return (
-        f"## Data\n\nThe text is in column {_code(inputs.text_column)}{pair}, the label in {labels}."
+        f"## Data\n\nThe text is {text}{pair}, the label in {labels}."
         f" {count_text(run.data.get('rows'))} training rows, sequences of at most "
         f"{run.data.get('max_length')} tokens ({truncated} truncated). Fingerprint (SHA-256 of the rows):"
         f" `{run.data_fingerprint}`."
@@ -89,7 +95,15 @@ def _training(run: Run) -> str:
     return f"## Training\n\n{done}\n\n{table}\n\n{ran}"
 
 
+def _joined(run: Run) -> Sequence[str]:
+    """Columns whose texts are joined; none where the text is in one."""
+    return tuple(run.data.get("joined_columns") or ())
+
+
 def _again(run: Run) -> str:
+    if in_memory := run.data.get("in_memory"):
+        named = ", ".join(map(_code, in_memory))
+        return f"## Made by\n\n`brimful.train` in Python, on data in memory ({named}), with the values above."
     command = printable(run.command, 100_000)
     fence = _fence(command, 3)
     return f"## Made by\n\n{fence}\n{command}\n{fence}"

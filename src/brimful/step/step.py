@@ -151,6 +151,7 @@ class Step:
         # Of our kernels' masks, and the batch that it is of. Graphs read it where it lies.
         self._mask_seed, self._masks_of = torch.zeros((), dtype=torch.int64, device=self.device), -1
         self._keeps_all = self._failed_together = False
+        self._between: Callable[[], None] | None = None
         if ranks.count > 1:
             update.share(ranks, half=half_wire, overlap=overlap)
 
@@ -176,7 +177,8 @@ class Step:
         if self.is_shared:
             self._accumulate_together(batch, rows)
         else:
-            self._accumulate_all(batch, rows, gather_last=several)
+            with self._buffers_kept():
+                self._accumulate_all(batch, rows, gather_last=several)
         readings = self.apply_update(gathered=several or self.is_shared)
         return self._pending(batch, readings, rows, room)
 
@@ -198,6 +200,41 @@ class Step:
                 sums.finish()
             if index < last or gather_last:
                 self.update.gather()
+
+    @contextmanager
+    def interruptible(self, between: Callable[[], None]) -> Iterator[None]:
+        """Within, `between` is called before backward passes of eager steps and often in them, until weights change.
+
+        It may raise, to leave the step undone: `abandon` drops what there is of it. On a CPU, of one process alone.
+        """
+
+        def look(_: object = None) -> None:
+            if not self.update.committed:
+                between()
+
+        self._between = look
+        hooks = [parameter.register_hook(look) for parameter in self.update.parameters if parameter.requires_grad]
+        try:
+            yield
+        finally:
+            self._between = None
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """Within, a step that may be left undone leaves the model's buffers as they were."""
+        buffers = [] if self._between is None else self._copied_buffers()
+        try:
+            yield
+        except BaseException:
+            for buffer, value in buffers:
+                buffer.copy_(value)
+            raise
+
+    def _copied_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """The model's buffers, and copies: one that changes need not say so, as statistics of batches do not."""
+        return [(buffer, buffer.clone()) for buffer in self.execution.model.buffers() if not buffer.is_inference()]
 
     def _accumulate_together(self, batch: Batch, rows: list[Tensor]) -> None:
         """As `_accumulate_all`, summed over processes; one that memory runs out in does not keep the others waiting."""
@@ -277,6 +314,8 @@ class Step:
         with self.memory.forward(micro.shape):
             loss_rows_S = self.loss_rows_S(micro)
             loss = loss_rows_S.sum() / micro.denominator.to(loss_rows_S.dtype)
+        if self._between is not None:
+            self._between()
         with self.memory.backward(), self.update.around_backward():
             self.update.backward(loss)
         self.update.loss.add_(loss.detach())
@@ -307,9 +346,9 @@ class Step:
 
         Weights, gradients, buffers and the batch are as they were. wait: False to wait for the kernels later.
         """
-        parameters, model = self.update.parameters, self.execution.model
+        parameters = self.update.parameters
         self.tell_update(whole=len(batch.micro_batches) == 1)
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
+        buffers = self._copied_buffers()
         first_of = {micro.shape: index for index, micro in reversed(list(enumerate(batch.micro_batches)))}
         try:
             with precompiled(wait=wait) as compiling, self.update.undisturbed():  # gradients may be left in host memory
@@ -321,7 +360,7 @@ class Step:
                         rows_S.sum().backward()  # type: ignore[no-untyped-call]
                 self.update.compile_kernels(gathered=len(batch.micro_batches) > 1 or self.is_shared)
         finally:
-            for buffer, value in buffers:  # a changed one need not say so: statistics of batches do not
+            for buffer, value in buffers:
                 buffer.copy_(value)
         self.precision.after_update()  # copies of the weights that were made within
         return compiling
@@ -339,7 +378,7 @@ class Step:
         """
         self._prepare(batch)
         model, update = self.execution.model, self.update
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
+        buffers = self._copied_buffers()
         compiled = compiled_modules(model)
         self._keeps_all = True
         try:

@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 
 import brimful
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import OutputError
+from brimful.core.errors import Interrupted, OutputError
 from brimful.engine.signals import StopSignals
 from brimful.engine.training.checkpoint import load_checkpoint
 from brimful.engine.training.loop import TrainingLoop
 from brimful.engine.training.run_folder import RunFolder
+from brimful.step.step import Step
 from runs import (
     Ended,
     Runner,
@@ -209,6 +210,32 @@ def test_stopped_in_the_middle_of_an_evaluation(
         assert events(tmp_path / "run", "evaluated") == []
     assert start("epochs", "", "--resume").code == 0
     assert learned(tmp_path / "run") == learned(undisturbed("epochs"))
+
+
+@pytest.mark.parametrize(("wait_s", "passes", "step"), [(0.0, 10, 2), (60.0, 11, 3)])
+def test_a_long_step_is_left_undone(
+    wait_s: float, passes: int, step: int, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, here the third one in its last micro-batch but one; the checkpoint is of the step before."""
+    options: dict[str, Any] = {"model": model, "max_length": 48, "batch_size": 8, "token_budget": 48, "device": "cpu"}
+    options |= {"num_train_epochs": 1, "learning_rate": 3e-3, "logging_steps": 1, "baselines": False}
+    brimful.train(rows, output=tmp_path / "whole", **options)
+    begun, accumulate = [0], Step.accumulate
+
+    def told_to_stop(self: Step, *given: Any) -> torch.Tensor:
+        begun[0] += self._between is not None  # of the comparison of the first batch it is
+        if begun[0] == 10:
+            signal.raise_signal(signal.SIGINT)
+        return accumulate(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("brimful.engine.training.loop._FINISH_S", wait_s)
+        patch.setattr(Step, "accumulate", told_to_stop)
+        with pytest.raises(Interrupted, match=f"after step {step};"):
+            brimful.train(rows, output=tmp_path / "run", **options)
+    assert begun[0] == passes
+    brimful.train(rows, output=tmp_path / "run", resume=True, **options)
+    assert learned(tmp_path / "run") == learned(tmp_path / "whole")
 
 
 def test_a_second_ctrl_c_ends_at_once() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from brimful.core.errors import OptionError
 from brimful.core.options.checks import (
@@ -334,14 +335,30 @@ NOT_PART_OF_THE_RUN = frozenset(
 )
 
 
-def differences(before: dict[str, object], now: TrainOptions) -> list[str]:
-    """Options that differ from those a run was started with, as `--seed was 1, is 2`, in the order of the fields."""
-    free = NOT_PART_OF_THE_RUN
+#: Fields that decide which rows and columns are read. On --resume what they lead to is compared, once it is read.
+CHOICE_OF_ROWS = frozenset(
+    {"text_column", "pair_column", "label_column", "eval_split", "missing_labels", "limit"}
+)  # fmt: skip
+
+
+def differences(before: Mapping[str, object], now: TrainOptions, *, alike: Collection[str] = ()) -> list[str]:
+    """Options that differ from those a run was started with, as `--seed was 1, is 2`, in the order of the fields.
+
+    alike: names of those that mean the same, whatever they say.
+    """
+    free = NOT_PART_OF_THE_RUN | CHOICE_OF_ROWS | frozenset(alike)
     if now.metric_for_best_model is None:  # evaluations pick no model then
         free = free | {"eval_steps"}
-    pairs = [
-        (field.name, before.get(field.name, field.default), getattr(now, field.name))
-        for field in dataclasses.fields(now)
-        if field.name not in free
-    ]
+    return _differences(before, now, [field for field in dataclasses.fields(now) if field.name not in free])
+
+
+def differences_in_rows(before: Mapping[str, object], now: TrainOptions) -> list[str]:
+    """As `differences`, of the options that decide which rows and columns are read."""
+    return _differences(before, now, [field for field in dataclasses.fields(now) if field.name in CHOICE_OF_ROWS])
+
+
+def _differences(
+    before: Mapping[str, object], now: TrainOptions, fields: Iterable[dataclasses.Field[Any]]
+) -> list[str]:
+    pairs = [(field.name, before.get(field.name, field.default), getattr(now, field.name)) for field in fields]
     return [f"{flag(name)} was {was}, is {value}" for name, was, value in pairs if was != value]

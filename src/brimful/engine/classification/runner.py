@@ -115,6 +115,11 @@ class Runner:
             0.0 if attention is None else 2.0 * parameters * float(lengths_N.sum()) + attention.flops(lengths_N) / 3.0
         )
 
+    @property
+    def token_operations(self) -> float:
+        """Floating-point operations of a token, without attention."""
+        return 2.0 * self._counted[0]
+
     @cached_property
     def _counted(self) -> tuple[int, Attention | None]:
         return matmul_parameters(self.model), attention_of(self.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -23,12 +23,11 @@ from brimful.engine.classification.ready import Ready
 from brimful.engine.classification.request import Asked, Request
 from brimful.engine.classification.runner import Runner
 from brimful.engine.classification.stages import Stages, run_stages
+from brimful.engine.classification.stopping import stopping
 from brimful.engine.classification.windows import Window, WindowSize, answered
-from brimful.engine.signals import StopSignals
 from brimful.hardware.probe import probe
 from brimful.hardware.specs import datasheet_flops_per_s
 from brimful.measurement.memory import Kept, MemoryWatch, PhaseMemory
-from brimful.models.model_stats import matmul_parameters
 from brimful.step.recovery import out_of_memory_text
 
 
@@ -38,16 +37,12 @@ def window_size(given: Given, request: Request, runner: Runner) -> WindowSize:
         given.precision.device.type,
         sequences_per_row=request.sequences_per_row,
         row_bytes=given.row_bytes,
-        token_operations=2.0 * matmul_parameters(runner.model),
+        token_operations=runner.token_operations,
     )
 
 
 class WorkLost(Exception):  # noqa: N818  (it is not an error)
     """A pass left undone, as another process does its work."""
-
-
-class _Stopped(Exception):  # noqa: N818  (it is not an error)
-    """A window left undone, as a signal to stop has come."""
 
 
 class WindowPass:
@@ -95,7 +90,7 @@ class WindowPass:
             mark=lambda window: window.texts.mark(),
         )
         chunks = self._rows.chunks(self._done)
-        with self._stop_signals() as stop, suppress(_Stopped), self._keeping():
+        with stopping(self._runner, ranks, self._tell_of_stop, self._lost) as stop, self._keeping():
             run_stages(
                 given.reading.windows(chunks, size, as_they_come=self._options.data == "-"),
                 tokenise=shared.tokenise,
@@ -125,6 +120,9 @@ class WindowPass:
         asked = self._request.submit(window.texts, self._stages.tokenise)()
         self._write(window, asked, np.zeros((0, self._given.checked.space.num_outputs), np.float32))
 
+    def _tell_of_stop(self) -> None:
+        self._callbacks.stage("stopping: what is answered is written")
+
     @contextmanager
     def _keeping(self) -> Iterator[None]:
         """Within, memory that runs out for good costs no answer that was written."""
@@ -137,19 +135,6 @@ class WindowPass:
             again = "the same command" if self._options.claim else "--resume"
             hint = f"{error.hint}; {again} goes on after them"
             raise MemoryFullError(f"{error}; the answers of {done:,} rows are kept", hint=hint) from error
-
-    def _stop_signals(self) -> StopSignals:
-        """Signals to stop, answered at once; on a CPU the window that is computed is left undone."""
-        said = "stopping: what is answered is written"
-        stop = StopSignals(lambda: self._callbacks.stage(said), ranks=self._ready.ranks)
-
-        def leave() -> None:
-            if stop.received is not None or self._lost():
-                raise _Stopped
-
-        if self._runner.precision.device.type == "cpu":
-            self._runner.forward.after_pass = leave
-        return stop
 
     def _write(self, window: Window, asked: Asked, logits_PC: npt.NDArray[np.float32]) -> None:
         table, counts = answered(window, self._request, asked, logits_PC)

@@ -67,6 +67,8 @@ def evaluate_answers(options: EvaluateOptions, *, command: str, callbacks: Callb
     began = time.perf_counter()
     callbacks.stage(f"reading {options.model}")
     rows = read_rows(options.model, FileFormat.of(options))
+    for note in rows.notes:
+        callbacks.note(note)
     for warning in rows.warnings:
         callbacks.warning(warning)
     record = _record_of(Path(options.model).expanduser())

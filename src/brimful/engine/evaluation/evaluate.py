@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +43,15 @@ from brimful.engine.classification.rank_windows import (
 )
 from brimful.engine.classification.ready import begun_processes, gpu_workers
 from brimful.engine.classification.request import Asked, TextRequest, Texts
-from brimful.engine.classification.runner import Checked, check_model
+from brimful.engine.classification.runner import Checked, Runner, check_model
 from brimful.engine.classification.stages import Busy, Stages, run_stages
+from brimful.engine.classification.stopping import stopping
 from brimful.engine.classification.verify import Verified, rows_to_compare, verified_runner
 from brimful.engine.classification.windows import Reading, WindowSize
 from brimful.engine.evaluation.truth import Truth, read_truth
 from brimful.engine.read_examples import report_columns
 from brimful.engine.scoring import PredictionFile, evaluation_of, mistakes_of, prediction_form, truth_column
-from brimful.engine.signals import StopSignals, passing_on
+from brimful.engine.signals import passing_on
 from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
 from brimful.hardware.meeting import coming
@@ -112,11 +114,10 @@ def evaluate_model(
         begin(ranks, Begin(job=job))
         if ranks.count > 1:
             callbacks.note(f"{ranks.count} processes share the rows")
-        run = _Pass(options, given, request, workers, ranks, log, callbacks, precision.device.type)
+        run = _Pass(options, given, request, runner, workers, ranks, log, callbacks)
         stack.callback(run.discard)
         callbacks.stage("evaluating")
-        with StopSignals(ranks=ranks) as stop:
-            run.through(stop)
+        run.through()
         scored = run.scorer.result()
         _check_answers(options, scored, callbacks)
         run.finish()
@@ -202,7 +203,7 @@ def _follow(
         runner, heard = runner_of(order, checked, precision.device)
         record = take_part(
             ranks,
-            WindowSize.on(precision.device.type, sequences_per_row=1).cut(given.texts),
+            _windows(given, runner),
             tokenise=lambda part: request.submit(part, Busy()),
             compute=lambda found: runner.submit(found.sequences),
             mark=lambda part: part.mark(),
@@ -235,6 +236,8 @@ def _read(
     rows = read_rows(options.data, FileFormat.of(options), tables)
     if options.output is not None:
         check_output(Path(options.output), options.data, map(Path, rows.files))
+    for note in rows.notes:
+        callbacks.note(note)
     for warning in rows.warnings:
         callbacks.warning(warning)
     inputs = checked.facts.inputs
@@ -296,16 +299,23 @@ def _check_not_answers(rows: Rows, labels: tuple[str, ...]) -> None:
             )
 
 
+def _windows(given: _Given, runner: Runner) -> Iterator[Texts]:
+    """The texts in windows, the same in every process."""
+    operations = runner.token_operations
+    return WindowSize.on(runner.precision.device.type, sequences_per_row=1, token_operations=operations).cut(
+        given.texts
+    )
+
+
 class _Pass:
     """All windows through all stages, into the scorer and the file of answers."""
 
     def __init__(
-        self, options: EvaluateOptions, given: _Given, request: TextRequest, workers: GpuWorkers, ranks: Ranks,
-        log: OutOfMemoryLog, callbacks: Callbacks, device_type: str,
+        self, options: EvaluateOptions, given: _Given, request: TextRequest, runner: Runner, workers: GpuWorkers,
+        ranks: Ranks, log: OutOfMemoryLog, callbacks: Callbacks,
     ) -> None:  # fmt: skip
-        self._options, self._given, self._request = options, given, request
+        self._options, self._given, self._request, self._runner = options, given, request, runner
         self._workers, self._ranks, self._log, self._callbacks = workers, ranks, log, callbacks
-        self._device_type = device_type
         truth = given.truth
         named = {"seed": options.seed, "resamples": options.resamples, "threshold": options.threshold}
         self.scorer = make_scorer(truth.space, truth.targets_N, **named)  # type: ignore[arg-type]
@@ -313,7 +323,7 @@ class _Pass:
         self._file = None if options.output is None else PredictionFile(Path(options.output), given.rows)
         self._done = self._num_truncated = 0
 
-    def through(self, stop: StopSignals) -> None:
+    def through(self) -> None:
         """Every window. Raises: Interrupted when told to stop."""
         stages, request, others = Stages(), self._request, self._ranks.count - 1
         shared = SharedStages(
@@ -324,17 +334,18 @@ class _Pass:
             hear=self._log,
             mark=lambda part: part.mark(),
         )
-        run_stages(
-            WindowSize.on(self._device_type, sequences_per_row=1).cut(self._given.texts),
-            tokenise=shared.tokenise,
-            compute=shared.compute,
-            write=shared.write,
-            stages=stages,
-            stop=lambda: stop.received is not None,
-            devices=lambda: self._workers.num_ready + others,
-            most_devices=len(self._workers) + others,
-        )
-        if stop.received is not None and self._done < len(self._given.texts):
+        with stopping(self._runner, self._ranks, lambda: self._callbacks.stage("stopping")) as stop:
+            run_stages(
+                _windows(self._given, self._runner),
+                tokenise=shared.tokenise,
+                compute=shared.compute,
+                write=shared.write,
+                stages=stages,
+                stop=lambda: stop.received is not None,
+                devices=lambda: self._workers.num_ready + others,
+                most_devices=len(self._workers) + others,
+            )
+        if stop.received is not None:
             raise Interrupted(
                 f"stopped after {self._done:,} of {len(self._given.texts):,} rows",
                 signal_number=stop.received,

@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 
 from brimful.core.callbacks import Progress
 from brimful.core.errors import (
@@ -52,13 +52,15 @@ _IN_FLIGHT = 2
 _MOST_NON_FINITE = 5
 #: Most seconds for a checkpoint that is being written when another process is lost.
 _LAST_CHECKPOINT_S = 20.0
+#: Seconds that a step on a CPU has to end after a signal to stop; a longer one is left undone.
+_FINISH_S = 1.0
 #: Seconds between lines of the log that say where the time went.
 _TIME_EVERY_S = 10.0
-_STOPPING = "stopping after this step, with a checkpoint; another Ctrl-C leaves at once"
+_STOPPING = "stopping with a checkpoint; another Ctrl-C leaves at once"
 
 
 class _ToldToStopError(Exception):
-    """A signal to stop has come while weights are read."""
+    """A signal to stop has come while weights are read, or within a step."""
 
 
 class TrainingLoop:
@@ -77,6 +79,7 @@ class TrainingLoop:
         self._saving = Saving(context)
         self._evaluations = Evaluations(context, self._memory, self._out_of_memory)
         self._signals = StopSignals(lambda: self._callbacks.stage(_STOPPING), ranks=self._ranks)
+        self._leave_at = math.inf
         self._flying: deque[Pending] = deque()
         self._compilations = self._built.compilations
         self._compilations.look(0)
@@ -123,7 +126,8 @@ class TrainingLoop:
             device, start, stop = self._built.step.device, self._state.consumed, self._prepared.num_batches
             with Feed(source, device, start=start, stop=stop, ahead=self._options.prefetch) as feed:
                 try:
-                    self._train(feed)
+                    with self._interruptible():
+                        self._train(feed)
                 except DataError:
                     self._stop_if_told()  # the workers of a transform may have ended of the same signal
                     raise
@@ -162,7 +166,7 @@ class TrainingLoop:
             with self._ranks.together(Order.STEP, batch.number, agreed=True):
                 self._ranks.pulse.begin(batch.number + 1, **own_work(batch))
                 self._work.add(batch)
-                self._flying.append(self._fitted.run(batch))
+                self._flying.append(self._begun(batch))
             if self._compilations.look(batch.number + 1):
                 self._phases.move(time.perf_counter() - began, "capture")
             self._phases.enter("steps")
@@ -176,6 +180,22 @@ class TrainingLoop:
                 if self._ended():
                     return
             self._ranks.pulse.await_input()
+
+    def _interruptible(self) -> AbstractContextManager[None]:
+        """The context of steps that a signal to stop may leave undone: on a CPU, where one may take half a minute."""
+        step = self._built.step
+        if step.device.type != "cpu" or self._ranks.count > 1:
+            return nullcontext()
+        return step.interruptible(self._leave_if_long)
+
+    def _begun(self, batch: Batch) -> Pending:
+        """One more step under way. Raises: Interrupted where it is left undone, as a signal to stop has come."""
+        try:
+            return self._fitted.run(batch)
+        except _ToldToStopError:
+            self._built.step.abandon()
+            self._stop_if_told()
+            raise
 
     def _out_of_memory(self, found: OutOfMemory) -> None:
         """Says and writes down that memory ran out, and has batches to come made as the run goes on."""
@@ -356,9 +376,16 @@ class TrainingLoop:
         return state.ended_early or (most_batches is not None and state.consumed >= most_batches)
 
     def _leave_if_told(self) -> None:
-        """Raises: _ToldToStopError if a signal to stop has come: weights that are read are not those to be saved."""
+        """Raises: _ToldToStopError if a signal to stop has come: what is under way is not to be saved."""
         if self._signals.received is not None:
             raise _ToldToStopError
+
+    def _leave_if_long(self) -> None:
+        """Raises: _ToldToStopError if the step has not ended some time after a signal to stop."""
+        if self._signals.received is not None:
+            self._leave_at = min(self._leave_at, time.monotonic() + _FINISH_S)
+            if time.monotonic() >= self._leave_at:
+                raise _ToldToStopError
 
     def _stop_if_told(self) -> None:
         """Raises: Interrupted if a signal to stop has come, when all is saved."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from brimful.core.errors import CheckpointError, OutputError, printable
 from brimful.core.options.checks import flag
-from brimful.core.options.train import TrainOptions, differences
-from brimful.core.records import ADAPTER_FILE, TOKENIZER, LabelSpace, Recipe, Run
+from brimful.core.options.train import TrainOptions, differences, differences_in_rows
+from brimful.core.records import ADAPTER_FILE, CHOSEN_ROWS, TOKENIZER, LabelSpace, Recipe, Run
 from brimful.engine.learning import learning_of
 
 if TYPE_CHECKING:  # they import torch, which options are checked without
@@ -24,14 +24,29 @@ _ONCE_UNRECORDED = (ADAPTER_FILE, TOKENIZER)
 _HINT = "resume with what the run was started with, or start another one in a new folder"
 
 
-def check_options(run: Run, options: TrainOptions) -> None:
-    """Check that the options are those of the run, but for those that change nothing learned. Needs no data.
+def check_options(run: Run, options: TrainOptions, precision: str | None = None) -> None:
+    """Check that the options are those of the run, or mean the same, but for those that change nothing learned.
 
-    Raises: OutputError naming what differs.
+    precision: that products will be in, None where it is not known yet. Needs no data: what is read is compared by
+    `check_data`. Raises: OutputError naming what differs.
     """
     rate = None if options.learning_rate is None else learning_of(run).learning_rate
-    if changed := differences(dict(run.options) | {"learning_rate": rate}, options):
+    before = dict(run.options) | {"learning_rate": rate}
+    if changed := differences(before, options, alike=_alike(run, options, precision)):
         raise _refused(options, changed)
+
+
+def _alike(run: Run, options: TrainOptions, precision: str | None) -> list[str]:
+    """Options that mean for the run what it was started with: what `auto` chose, a folder by another name."""
+    found, used = [], run.recipe.value("precision")
+    chosen = precision if options.precision == "auto" else options.precision
+    if chosen in (used, None) and "fp8" not in (options.precision, run.options.get("precision")):
+        found.append("precision")
+    if Path(options.model).expanduser().resolve() == Path(str(run.options.get("model"))).expanduser().resolve():
+        found.append("model")
+    if run.labels.task != "regression" or (run.target_scale is None and options.target_scaling == "off"):
+        found.append("target_scaling")
+    return found
 
 
 def check_data(
@@ -45,18 +60,26 @@ def check_data(
 ) -> None:
     """Check that data, labels, the longest sequence and the files behind options are those of the run.
 
-    sha256: of these files. Raises: OutputError naming what differs.
+    sha256: of these files, and of the choice of rows. Raises: OutputError naming what differs.
     """
+    rows, _, eval_rows = fingerprint.partition("+")
+    rows_before, _, eval_rows_before = run.data_fingerprint.partition("+")
     changed = []
-    if fingerprint != run.data_fingerprint:
+    if rows != rows_before:
         changed.append("the data have changed")
+    elif eval_rows != eval_rows_before:
+        changed.append("the evaluation rows have changed")
     if space != run.labels:
         changed.append("what the model's outputs mean has changed")
     if max_length != run.data.get("max_length", max_length):
         changed.append(f"{flag('max_length')} was {run.data['max_length']}, is {max_length}")
     before = run.data.get("sha256") or {}
-    known = [name for name in sha256 if name in before or name not in _ONCE_UNRECORDED]
+    files = [name for name in sha256 if name != CHOSEN_ROWS]
+    known = [name for name in files if name in before or name not in _ONCE_UNRECORDED]
     changed += [f"the {name} has changed" for name in known if sha256[name] != before.get(name)]
+    if sha256[CHOSEN_ROWS] != before.get(CHOSEN_ROWS):
+        by_options = differences_in_rows(run.options, options)
+        changed += by_options or ([f"the {CHOSEN_ROWS} has changed"] if CHOSEN_ROWS in before and not changed else [])
     if changed:
         raise _refused(options, changed)
 

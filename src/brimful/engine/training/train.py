@@ -126,7 +126,7 @@ def _train_on(
     check = None
     if found is not None:
         options = resumed(options, found)
-        check_options(found, options)
+        check_options(found, options, precision.value)
         check = partial(check_data, found, options)
     prepared = prepare(options, callbacks, phases, check, tables, found)
     if not _is_finished(found, path, prepared):
@@ -140,7 +140,7 @@ def _train_on(
         check_free(path, resume=options.resume)  # again: another process may have been here since, and gone
         before = folder.read() if options.resume else None
         if before is not None:
-            check_options(before, options)
+            check_options(before, options, precision.value)
             if _is_finished(before, path, prepared):
                 callbacks.note("this run had finished; nothing was changed")
                 return dataclasses.replace(before, options=dataclasses.asdict(options))  # it may have been moved
