@@ -32,7 +32,7 @@ _OF_NARROW, _OF_ADAPTER, _OF_HEAD, _OF_LION = 2.0, 10.0, 20.0, 0.2
 #: Optimizers that the table says nothing of.
 _UNKNOWN = ("sgd", "schedule_free_sgd", "adafactor", "adagrad", "rmsprop")
 #: Epochs of many rows, and of the fewest; steps that are enough, and those besides for each output.
-_FEWEST_EPOCHS, _MOST_EPOCHS, _ENOUGH_STEPS, _STEPS_OF_OUTPUT = 3, 40, 150, 20
+_FEWEST_EPOCHS, _MOST_EPOCHS, _ENOUGH_STEPS, _STEPS_OF_OUTPUT = 3, 40, 150, 25
 _MOST_OUTPUTS = 200
 _WARMUP = 0.1
 #: Most steps of a run: the learning rate of each is in memory.
