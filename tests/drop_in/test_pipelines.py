@@ -188,6 +188,11 @@ def test_zero_shot(both: Make, name: str) -> None:
     assert ours.entailment_id == theirs.entailment_id
     found, expected = ours(iter_texts(), candidate_labels=LABELS), theirs(iter_texts(), candidate_labels=LABELS)
     same(list(itertools.islice(found, 3)), list(itertools.islice(expected, 3)))
+    for labels in (["good", "good"], [1, 2]):
+        ours._said.clear()
+        with pytest.warns(UserWarning, match="answers such calls: labels are numbers, or one is there twice"):
+            found = ours(TEXTS[:2], labels)
+        same(found, theirs(TEXTS[:2], labels))
     kept = both(name, "zero-shot-classification", candidate_labels=LABELS, multi_label=True)
     same(*(each(TEXTS[0]) for each in kept))
     for wrong in (
@@ -368,6 +373,58 @@ def test_a_model_in_memory_keeps_its_weights_of_now(models: dict[str, Path]) -> 
         ours = brimful.pipeline("text-classification", model=each, **given)
         assert isinstance(ours, TextPipeline)
         same(ours(TEXTS, top_k=None), expected)
+
+
+def renamed(model: Any) -> None:
+    model.config.id2label = {0: "a", 1: "b", 2: "c"}
+
+
+def several(model: Any) -> None:
+    model.config.problem_type = "multi_label_classification"
+
+
+def leaning(model: Any) -> None:
+    with torch.no_grad():
+        model.classifier.bias[0] += 5
+
+
+def doubled(model: Any) -> None:
+    model.register_forward_hook(lambda module, given, found: type(found)(logits=2 * found.logits))
+
+
+@pytest.mark.parametrize("change", [renamed, several, leaning, doubled])
+def test_answers_follow_the_model_that_was_asked_for(models: dict[str, Path], change: Callable[[Any], None]) -> None:
+    """Its configuration and its weights; what no file holds leads to transformers."""
+    given: dict[str, Any] = {"model": str(models["classes"]), "device": "cpu", "top_k": 2}
+    ours, theirs = (make("text-classification", **given) for make in (brimful.pipeline, transformers.pipeline))
+    before = ours(TEXTS)
+    for each in (ours, theirs):
+        change(each.model)
+    if change is doubled:
+        with pytest.warns(UserWarning, match="transformers' own pipeline answers such calls: the model has forward"):
+            found = ours(TEXTS)
+    else:
+        found = ours(TEXTS)
+    assert found != before
+    same(found, theirs(TEXTS))
+    same(ours(TEXTS[0]), theirs(TEXTS[0]))
+
+
+def test_what_callers_use_besides_calls(both: Make, tmp_path: Path) -> None:
+    for task, name in (("text-classification", "classes"), ("zero-shot-classification", "nli")):
+        ours, theirs = both(name, task)
+        assert (ours.dtype, ours.torch_dtype) == (theirs.dtype, theirs.dtype)
+        before, labels = ours.call_count, [["good", "bad"]] if name == "nli" else []
+        ours(TEXTS[0], *labels)
+        assert ours.call_count == before + 1
+        ours.save_pretrained(tmp_path / name)
+        again = transformers.pipeline(task, model=str(tmp_path / name), device="cpu")
+        same(ours(TEXTS[:2], *labels), again(TEXTS[:2], *labels))
+        with pytest.raises(AttributeError, match="has no attribute 'framework'"):
+            _ = ours.framework
+    ours, theirs = both("classes")
+    same(*(each.postprocess(each.forward(each.preprocess(TEXTS[0]))) for each in (ours, theirs)))
+    same(ours(TEXTS, top_k=-1), theirs(TEXTS, top_k=-1))
 
 
 @pytest.mark.parametrize(

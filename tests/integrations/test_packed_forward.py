@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModelForSequenceClassification
 
 import brimful
@@ -335,6 +336,91 @@ def test_hooks_see_what_they_see_in_the_plain_model() -> None:
     hook.remove()
     ours(**batch_of(model))
     assert counts(ours) == (2, 1)
+    everywhere = register_module_forward_hook(lambda module, given, found: seen.append(module))
+    try:
+        ours(**batch_of(model))
+    finally:
+        everywhere.remove()
+    assert ours.base_model in seen
+    assert counts(ours) == (2, 2)
+
+
+def with_squares(model: Any) -> None:
+    model.loss_function = lambda labels=None, pooled_logits=None, **_: pooled_logits.square().sum()
+
+
+def with_means(model: Any) -> None:
+    model.config.classifier_pooling = "mean"
+
+
+def with_eager_attention(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize(
+    ("family", "change"), [("llama", with_squares), ("modernbert", with_means), ("bert", with_eager_attention)]
+)
+def test_what_the_owner_sets_between_calls_holds(family: str, change: Any) -> None:
+    model = FAMILIES[family].model().eval()
+    batch = batch_of(model, LABELS["single_label_classification"])
+    ours = brimful.packed(copy.deepcopy(model))
+    before = ours(**batch).loss
+    for each in (model, ours):
+        change(each)
+    found, expected = ours(**batch), model(**batch)
+    assert difference(found.logits, expected.logits) < MODEL_FP32
+    assert difference(found.loss, expected.loss) < MODEL_FP32
+    assert (difference(before, expected.loss) > 1e-3) == (family != "bert")
+    assert ours.config._attn_implementation == model.config._attn_implementation
+    assert counts(ours) == (2, 0)
+    execution = vars(ours)["_brimful_packed"]._execution
+    ours.number_of_step = 3  # of a loop, which sets it in each
+    ours(**batch)
+    assert vars(ours)["_brimful_packed"]._execution is execution
+
+
+class _Logits(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        found: Tensor = self.model(input_ids=ids_BL, attention_mask=mask_BL).logits
+        return found
+
+
+def traced(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> Any:
+    return torch.jit.trace(_Logits(model), (ids_BL, mask_BL), check_trace=False)
+
+
+def exported(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> Any:
+    return torch.export.export(_Logits(model), (ids_BL, mask_BL)).module()
+
+
+def gradients(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> Any:
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def first_logit(weights: Any, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        given = {"input_ids": ids_BL, "attention_mask": mask_BL}
+        return torch.func.functional_call(model, weights, (), given).logits[0, 0]
+
+    return lambda *given: torch.func.grad(first_logit)(weights, *given)["classifier.weight"]
+
+
+@pytest.mark.parametrize("made", [traced, exported, gradients])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:", "ignore:brimful.packed")
+def test_what_is_made_of_a_call_holds_for_others(made: Any) -> None:
+    """Traces, exports and transforms see the model's own forward: a packed row is of one example's shape."""
+    model = FAMILIES["bert"].model().eval()
+    batch = batch_of(model)
+    example = (batch["input_ids"], batch["attention_mask"])
+    other = (example[0].flip(0), example[1].flip(0))
+    ours = brimful.packed(copy.deepcopy(model))
+    found, expected = made(ours, *example)(*other), made(model, *example)(*other)
+    assert difference(found, expected) < MODEL_FP32
+    assert counts(ours)[0] == 0
+    assert difference(ours(**batch).logits, model(**batch).logits) < MODEL_FP32
+    assert counts(ours)[0] == 1
 
 
 def test_an_inner_forward_that_is_replaced_is_checked_again() -> None:

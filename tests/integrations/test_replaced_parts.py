@@ -162,6 +162,32 @@ def test_those_that_come_between_updates(change: Callable[[Any], None], tmp_path
     assert abs(losses[0] - losses[1]) > 1e-3  # which is seen
 
 
+def attend_eagerly(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+def pool_by_means(model: Any) -> None:
+    model.config.classifier_pooling = "mean"
+
+
+def cut_gradients(model: Any) -> None:
+    model.head.dense.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+@pytest.mark.parametrize("change", [attend_eagerly, pool_by_means, cut_gradients])
+def test_changes_that_our_step_follows(change: Callable[[Any], None], tmp_path: Path, tokenizer: Any) -> None:
+    """Of the attention, which is the model's between steps; of its configuration; and hooks on whole gradients."""
+    model, given = FAMILIES["modernbert"].model(), {"max_steps": 4, "eval_strategy": "no"}
+    runs = [
+        trained(kind, model, tmp_path, tokenizer, callbacks=[_Changes(change)], **given)
+        for kind in (brimful.Trainer, transformers.Trainer)
+    ]
+    assert runs[0].stock_reason is None
+    assert_same_history(*runs)
+    attentions = [each.model.config._attn_implementation for each in runs]
+    assert attentions[0] == attentions[1] == ("eager" if change is attend_eagerly else "sdpa")
+
+
 def test_a_hook_that_comes_between_micro_batches(tmp_path: Path, tokenizer: Any) -> None:
     rows: list[int] = []
 

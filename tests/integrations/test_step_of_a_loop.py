@@ -102,6 +102,74 @@ def test_an_optimizer_and_a_schedule_of_ones_own(name: str) -> None:
     assert step.first_batch.passed
 
 
+def test_weights_that_are_released_and_frozen_midway() -> None:
+    """They learn what they do in a plain loop, and the optimizer goes on with the states that it had."""
+    plain = FAMILIES["bert"].model().train()
+    plain.bert.requires_grad_(False)
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (plain, model)]
+    step = brimful.Step(model, optimizers[1], max_grad_norm=0.5, **SETTINGS)
+    for number, trained in enumerate([False, True, True, False, True]):
+        for each in (plain, model):
+            each.bert.requires_grad_(trained)
+        loss = plain(**batch_of(number)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        assert step(batch_of(number)).loss == pytest.approx(loss.item(), rel=10 * RUN_LOSS_FP32)
+        assert step.first_batch is not None
+        assert step.first_batch.passed
+    steps = [[state["step"] for state in each.state_dict()["state"].values()] for each in optimizers]
+    assert steps[0] == steps[1]
+    assert step.state().counters.batches == 5
+    assert difference(weights(step.release()), weights(plain)) < 1e-4
+
+
+def test_a_group_that_is_added_midway() -> None:
+    plain = FAMILIES["bert"].model().train()
+    model, optimizers = copy.deepcopy(plain), []
+    for each in (plain, model):
+        optimizers.append(torch.optim.SGD(each.classifier.parameters(), lr=0.1, momentum=0.9))
+    step = brimful.Step(model, optimizers[1], **SETTINGS)
+    for number in range(3):
+        if number == 1:
+            for each, optimizer in zip((plain, model), optimizers, strict=True):
+                optimizer.add_param_group({"params": list(each.bert.parameters()), "lr": 0.01})
+        plain(**batch_of(number)).loss.backward()
+        optimizers[0].step()
+        plain.zero_grad()
+        step(batch_of(number))
+    assert difference(weights(step.release()), weights(plain)) < 1e-5
+
+
+def test_a_hook_on_a_gradient_is_called_with_all_of_it() -> None:
+    """Once for each update, however its rows are laid out; the comparison with the plain model is without it."""
+    plain, calls = FAMILIES["bert"].model().train(), list[int]()
+    model = copy.deepcopy(plain)
+
+    def cut(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return gradient.clamp(-1e-3, 1e-3)
+
+    for each in (plain, model):
+        each.classifier.weight.register_hook(cut)
+    plain(**batch_of(0, size=16)).loss.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    calls.clear()
+    step = brimful.Step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), token_budget=64, **SETTINGS | {"batch_size": 16}
+    )
+    assert len(step.batch(batch_of(0, size=16), number=0).micro_batches) > 1
+    step(batch_of(0, size=16))
+    assert len(calls) == 1
+    assert step.first_batch is not None
+    assert step.first_batch.passed
+    assert difference(weights(step.release()), weights(plain)) < 1e-5
+    with pytest.raises(brimful.OptionError, match=r"a hook on the gradient of classifier\.weight, and a step sums"):
+        brimful.Step(model, "sgd", num_steps=4, **SETTINGS)
+
+
 def test_an_optimizer_by_name() -> None:
     model = FAMILIES["bert"].model().train()
     step = brimful.Step(model, "sgd", num_steps=4, learning_rate=1e-2, **SETTINGS)
@@ -109,6 +177,11 @@ def test_an_optimizer_by_name() -> None:
     assert outcome.updated
     assert outcome.applied
     assert step.recipe.value("optimizer") == "sgd"
+    before = model.bert.embeddings.word_embeddings.weight.detach().clone()
+    model.bert.requires_grad_(False)
+    assert step(batch_of(1)).applied
+    assert torch.equal(model.bert.embeddings.word_embeddings.weight, before)
+    assert step.state().counters.applied == 2
     with pytest.raises(brimful.OptionError, match="num_steps is missing"):
         brimful.Step(model, "sgd", **SETTINGS)
 
@@ -262,9 +335,11 @@ def test_a_packed_model_is_packed_again_afterwards() -> None:
 def test_what_it_cannot_take() -> None:
     model = FAMILIES["bert"].model()
     other = torch.optim.SGD(FAMILIES["bert"].model().parameters(), lr=0.1)
+    frozen = FAMILIES["bert"].model().requires_grad_(False)
     cases: list[tuple[Any, Any, str]] = [
         (model, other, "parameters that are not the model's"),
         (model, [1], "the optimizer is a list"),
+        (frozen, torch.optim.SGD(frozen.parameters()), "all weights of the model are frozen"),
         (torch.nn.DataParallel(model), other, "wrapped in DataParallel"),
         (torch.compile(model), other, "wrapped in OptimizedModule"),
     ]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import brimful
 from integrations.test_trainer import _Rows, arguments, assert_same_history, dataset_of, tokenizer, trained, weights
-from tiny import FAMILIES
+from tiny import FAMILIES, VOCABULARY
 
 __all__ = ["tokenizer"]  # a fixture
 
@@ -92,3 +92,26 @@ def test_a_resumed_run_is_one_that_was_not_interrupted(case: str, tmp_path: Path
     assert torch.equal(weights(again.model), weights(whole.model))
     losses = [[line["loss"] for line in each.state.log_history if "loss" in line] for each in (whole, again)]
     assert losses[0] == losses[1]
+
+
+def test_rows_longer_than_the_configuration_says(tmp_path: Path, tokenizer: Any) -> None:
+    """Of a model whose positions are angles: transformers trains them, and so does its own step here."""
+    rows = [{"input_ids": [5 + index] * (100 if index == 9 else 7), "labels": index % 3} for index in range(12)]
+    given: dict[str, Any] = {"train_dataset": rows, "train_sampling_strategy": "sequential"}
+    stock = trained(transformers.Trainer, FAMILIES["qwen3"].model(), tmp_path, tokenizer, **QUICK | given)
+    with pytest.warns(UserWarning, match="a row has 100 tokens, and max_position_embeddings of the model is 80"):
+        ours = trained(brimful.Trainer, FAMILIES["qwen3"].model(), tmp_path, tokenizer, **QUICK | given)
+    assert_same_history(ours, stock)
+
+
+def test_labels_in_a_column_and_an_embedding_that_was_made_larger(tmp_path: Path, tokenizer: Any) -> None:
+    """transformers' loss reads (N, 1) labels as (N,), and its model what its embedding has."""
+    rows = [{"input_ids": [VOCABULARY + 3, 5, 6 + index], "labels": [index % 3]} for index in range(12)]
+    runs = []
+    for kind in (brimful.Trainer, transformers.Trainer):
+        model = FAMILIES["bert"].model()
+        torch.manual_seed(0)
+        model.set_input_embeddings(torch.nn.Embedding(VOCABULARY + 9, 16, padding_idx=0))
+        runs.append(trained(kind, model, tmp_path, tokenizer, train_dataset=rows, **QUICK))
+    assert runs[0].stock_reason is None
+    assert_same_history(*runs)

@@ -43,6 +43,19 @@ def refuse_changed(model: Any) -> None:
         raise NotHere(f"{printable(different)} is not that of a {registered.__name__} with the model's configuration")
 
 
+def model_state(model: Any) -> Any:
+    """Return what changes where somebody changes a model: its configuration, its modules with hooks and forwards, its
+    weights and how often torch wrote them.
+
+    Writing to a tensor's `data` is not among it.
+    """
+    hooks = [[*module._forward_hooks, *module._forward_pre_hooks] for module in model.modules()]
+    modules = [(id(module), id(vars(module).get("forward"))) for module in model.modules()]
+    tensors = (*model.parameters(), *model.buffers())
+    written = [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+    return model.config.to_dict(), hooks, modules, written
+
+
 def _different_module(model: Any) -> str | None:
     """Name of the first module, parameter or buffer that the model's configuration does not give; None without any."""
     plain = empty_model(Path(model.config.name_or_path), model.config, False)

@@ -23,7 +23,7 @@ from brimful.core.callbacks import PythonWarnings, warn_caller
 from brimful.core.errors import ArgumentError, printable
 from brimful.data.readers.in_memory import is_table
 from brimful.drop_in.model_files import Parts, model_folder, tokenizer_settings
-from brimful.drop_in.models_in_memory import NotHere
+from brimful.drop_in.models_in_memory import NotHere, model_state
 from brimful.drop_in.pipeline_calls import (
     Answers,
     Cut,
@@ -46,6 +46,11 @@ _TASKS = {TEXT: TEXT, "sentiment-analysis": TEXT, ZERO_SHOT: ZERO_SHOT}
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 #: Options of `Classifier` that a pipeline takes besides transformers' own.
 _OURS = frozenset({"allow_pickle", "execution", "packing", "token_budget", "verify"})
+#: Attributes of transformers' pipelines that are those of one with the same model and tokenizer.
+_THEIRS = frozenset(
+    {"save_pretrained", "push_to_hub", "preprocess", "forward", "postprocess", "ensure_tensor_on_device"}
+    | {"binary_output", "function_to_apply", "feature_extractor", "image_processor", "processor"}
+)
 #: Texts of a stream that are answered together at most.
 _MOST_TOGETHER = 1024
 
@@ -156,7 +161,7 @@ class _TellsOfCuts(PythonWarnings):
 
 
 class _Pipeline:
-    """A pipeline of one model. kwargs: arguments of calls, where those have no other."""
+    """A pipeline of one model. kwargs: arguments of calls, where those have no other. call_count: calls so far."""
 
     task: str
     #: Arguments of a call by name.
@@ -168,6 +173,10 @@ class _Pipeline:
         self._classifier: Classifier | None = None
         self._made_for: Any = None  # where it cuts texts, and settings of the tokenizer
         self._parts_of_now: Parts | None = None  # once the tokenizer is not that of `parts` any more
+        self._model_source: Any = facts.source
+        self._model_written: Any = None  # the plain model's state that answers are of, once it was asked for
+        self._said = set[str]()
+        self.call_count = 0
         self._tokenizer = parts.tokenizer
         self._written = None if parts.tokenizer is None else tokenizer_settings(parts.tokenizer)
         self.device = choose_device(options["device"])
@@ -188,9 +197,30 @@ class _Pipeline:
     def model(self) -> Any:
         """The plain model, loaded when it is asked for, on the CPU: answers come from another one.
 
-        An adapter is merged into it.
+        An adapter is merged into it. Its configuration and weights may be changed: later calls follow them.
         """
-        return self._plain_model()
+        made = self._plain_model()
+        self._model_written = model_state(made)
+        return made
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision that it answers in."""
+        return next(dtype for dtype, name in _PRECISIONS.items() if name == self._options["precision"])
+
+    torch_dtype = dtype
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what callers of transformers' pipelines use besides calls, of one with the plain model."""
+        if name not in _THEIRS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(self._stock(), name)
+
+    def _stock(self, device: Any = "cpu", **given: Any) -> Any:
+        """transformers' own pipeline of the plain model."""
+        import transformers
+
+        return transformers.pipeline(self.task, model=self.model, tokenizer=self.tokenizer, device=device, **given)
 
     def _plain_model(self) -> Any:
         from transformers import AutoModelForSequenceClassification
@@ -224,7 +254,13 @@ class _Pipeline:
         return answer(list(inputs))
 
     def _classifier_for(self, cut: Cut) -> Classifier:
-        """The one of all calls, or another where texts are cut elsewhere than before, or tokenised differently."""
+        """The one of all calls, or another where texts are cut elsewhere than before, tokenised differently, or where
+        the plain model was changed.
+
+        Raises: NotHere where it was changed to what no file holds.
+        """
+        self.call_count += 1
+        self._follow_model()
         limit, asked = self._facts.max_positions, MOST_READ if cut.longest is None else cut.longest
         longest = asked if limit is None else min(asked, limit)
         wanted = (longest, cut.longest is None, tokenizer_settings(self.tokenizer))
@@ -236,12 +272,36 @@ class _Pipeline:
             self._classifier, self._made_for = made, wanted
         return self._classifier
 
+    def _follow_model(self) -> None:
+        """Take the plain model as whoever asked for it has left it."""
+        model = vars(self).get("model")
+        now = None if model is None else model_state(model)
+        if now == self._model_written:
+            return
+        self._model_source = model
+        self._save_parts()
+        assert self._parts_of_now is not None
+        trust, pickles = self._options["trust_remote_code"], bool(self._options.get("allow_pickle"))
+        name = str(self._parts_of_now.path)
+        self._facts = inspect_model(name, trust_remote_code=trust, allow_pickle=pickles)
+        self._model_written, self._made_for = now, None
+
+    def _save_parts(self) -> None:
+        trust = self._options["trust_remote_code"]
+        self._parts_of_now = model_folder(self._model_source, self.tokenizer, trust_remote_code=trust)
+        self._written = tokenizer_settings(self.tokenizer)
+
+    def _by_transformers(self, reason: str, inputs: Any, kwargs: Mapping[str, Any]) -> Any:
+        """The answer of transformers' own pipeline of the plain model to one call. reason: said once."""
+        if reason not in self._said:
+            self._said.add(reason)
+            warn_caller(f"transformers' own pipeline answers such calls: {reason}")
+        return self._stock(self.device, **self._given)(inputs, **kwargs)
+
     def _folder(self) -> Path | str:
         """The model's folder, with the tokenizer as it is now."""
         if tokenizer_settings(self.tokenizer) != self._written:
-            trust = self._options["trust_remote_code"]
-            self._parts_of_now = model_folder(self._facts.source, self.tokenizer, trust_remote_code=trust)
-            self._written = tokenizer_settings(self.tokenizer)
+            self._save_parts()
         return self._facts.source if self._parts_of_now is None else self._parts_of_now.path
 
 
@@ -264,7 +324,13 @@ class TextPipeline(_Pipeline):
         form = {"top_k": given.get("top_k", ""), "function_to_apply": given.get("function_to_apply")}
         cut = given_cut(given, self.tokenizer)
         require_room(cut, self.tokenizer, pairs=False)
-        classifier = self._classifier_for(cut)
+        last: int | None = None
+        if isinstance(form["top_k"], int) and form["top_k"] < 0:  # all but so many, as a slice has it
+            form["top_k"], last = None, form["top_k"]
+        try:
+            classifier = self._classifier_for(cut)
+        except NotHere as reason:
+            return self._by_transformers(f"{reason}", inputs, kwargs)
 
         def answer(each: Sequence[Any]) -> list[Any]:
             texts, pairs = as_pairs(each)
@@ -276,6 +342,8 @@ class TextPipeline(_Pipeline):
                     seconds = None if pairs[rows[0]] is None else [pairs[i] for i in rows]
                     with refusing():
                         answers = classifier([texts[i] for i in rows], pairs=seconds, **form)
+                    if last is not None:
+                        answers = [said[:last] for said in answers]
                     for row, said in zip(rows, answers, strict=True):
                         found[row] = said
             return found
@@ -320,9 +388,15 @@ class ZeroShotPipeline(_Pipeline):
             "multi_label": bool(given.get("multi_label", False)),
             "hypothesis_template": given.get("hypothesis_template", DEFAULT_TEMPLATE),
         }
+        call = {"candidate_labels": asked, **form}
+        if any(isinstance(label, int) for label in asked) or len(set(map(str, asked))) < len(asked):
+            return self._by_transformers("labels are numbers, or one is there twice", sequences, call)
+        try:
+            classifier = self._classifier_for(given_cut({"truncation": True}, self.tokenizer))
+        except NotHere as reason:
+            return self._by_transformers(f"{reason}", sequences, call)
         with refusing():
             zero_shot_form(self._facts.config, template=form["hypothesis_template"])
-        classifier = self._classifier_for(given_cut({"truncation": True}, self.tokenizer))
 
         def answer(texts: Sequence[Any]) -> list[Any]:
             try:
@@ -331,7 +405,8 @@ class ZeroShotPipeline(_Pipeline):
             except ArgumentError:
                 if not self._leave_no_room(texts, asked, form["hypothesis_template"]):
                     raise
-            return cast(list[Any], self._theirs(list(texts), candidate_labels=asked, **form))
+            said = "a label leaves no room for its text, and is read whole as the text is"
+            return cast(list[Any], self._by_transformers(said, list(texts), call))
 
         if isinstance(sequences, str):
             return answer([sequences])[0]
@@ -351,11 +426,3 @@ class ZeroShotPipeline(_Pipeline):
         empty = [len(ids) for ids in self.tokenizer([""] * len(labels), hypotheses)["input_ids"]]
         longest = max(len(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
         return max(empty) >= limit and (most is None or max(empty) + longest <= most)
-
-    @cached_property
-    def _theirs(self) -> Any:
-        import transformers
-
-        said = "a label leaves no room for its text, and is read whole as the text is"
-        warn_caller(f"transformers' own pipeline answers such calls: {said}")
-        return transformers.pipeline(ZERO_SHOT, model=self._plain_model(), tokenizer=self.tokenizer, device=self.device)

@@ -1,6 +1,7 @@
 """The step of a training loop of your own: a model and an optimizer in memory, tokenised rows in, optimizer steps out.
 
-step = brimful.Step(model, torch.optim.AdamW(model.parameters(), lr=2e-5), accumulation=4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+step = brimful.Step(model, optimizer, accumulation=4, max_grad_norm=1.0)  # without it, nothing is clipped
 for batch in loader:                   # dictionaries, or padded tensors
     outcome = step(batch)              # every fourth call updates, with the gradient of all four batches
     if outcome.updated:
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from brimful.core.callbacks import Callbacks, PythonWarnings
-from brimful.core.errors import OptionError
+from brimful.core.errors import OptionError, printable
 from brimful.core.options.checks import ADAMW_ONLY
 from brimful.core.options.train import TrainOptions
 from brimful.core.records import FirstBatch, LabelSpace, Learning, Recipe, TaskName
@@ -35,6 +36,7 @@ from brimful.engine.sequence_lengths import DEFAULT_MAX_LENGTH
 from brimful.hardware.probe import choose_device
 from brimful.integrations.expected_lengths import expected_batches
 from brimful.integrations.left_padding import left_is_right
+from brimful.integrations.module_hooks import COMPLETE, hooked_gradient, num_gradient_hooks
 from brimful.integrations.rows import ReadRows, RowReader, Rows, joined
 from brimful.integrations.step_parts import (
     ClassWeights,
@@ -48,7 +50,7 @@ from brimful.integrations.step_parts import (
 )
 from brimful.levers.precision import choose_precision
 from brimful.models.fp32_outputs import answer_as_before
-from brimful.models.hub.inspection import max_positions
+from brimful.models.hub.inspection import max_positions, num_embedded
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.layer_calls import remove_calls
 from brimful.models.packed.packed_forward import has_token_types
@@ -93,7 +95,8 @@ class Step:
     """One optimizer step of an `AutoModelForSequenceClassification`, packed where the equivalence check allows it.
 
     optimizer: an optimizer of torch, whose groups' learning rates hold at each step, so that any schedule can set them;
-    or a name of transformers' `optim`, with the learning rate and schedule that the options say. accumulation: calls
+    or a name of transformers' `optim`, with the learning rate and schedule that the options say. Gradients are clipped
+    at `max_grad_norm`: by default at 1.0, and with an optimizer of your own not at all. accumulation: calls
     that make one update, whose gradient is that of their batches as one. num_steps: of the learning-rate schedule; with
     an optimizer of your own, about how many there will be. lengths: tokens of the sequences to come, by which token
     budgets and kernels are chosen; by default all lengths up to `max_length` are expected alike. class_weights: of the
@@ -103,7 +106,8 @@ class Step:
     model: it may be in peft's wrapper, which then is what is trained, or prepared by Accelerate for one process, whose
     mixed precision then holds. It is moved to the device, its weights are in fp32, and until `release` it belongs to
     the step: logits come from `predict`. A model in eval mode is put in train mode; in a model in train mode,
-    submodules keep their modes.
+    submodules keep their modes. Weights may be frozen and released between calls, and the optimizer may get groups: the
+    step is then assembled anew, with the states that there are.
     Before the first update its batch goes through the very step, and through the plain model; where they differ a
     slower path runs. first_batch: the comparison.
     longest: most tokens of a row.
@@ -129,6 +133,8 @@ class Step:
             raise OptionError(f"accumulation is {accumulation}, and an update is made of one call at least")
         if isinstance(optimizer, str):
             options, optimizer = options | {"optim": optimizer}, None
+        if optimizer is not None:  # a loop of one's own clips where it says so
+            options = {"max_grad_norm": 0.0} | options
         if num_steps is None and optimizer is None:
             raise OptionError(
                 "num_steps is missing, and the learning-rate schedule ends there",
@@ -173,7 +179,9 @@ class Step:
         return unwrapped_optimizer(optimizer)
 
     def _assembled(self, options: TrainOptions, precision: Precision, eager_attention: bool) -> Assembled:
-        asked, longest = options, self.longest
+        if not any(parameter.requires_grad for parameter in self._given.model.parameters()):
+            raise OptionError("all weights of the model are frozen", hint="set requires_grad of those to train")
+        asked, longest = self._as_hooks_allow(options), self.longest
         return assemble(
             self._given.model.float(),
             asked,
@@ -195,11 +203,61 @@ class Step:
             optimizer=self._optimizer,
         )
 
+    def _as_hooks_allow(self, options: TrainOptions) -> TrainOptions:
+        """The options, with steps launched kernel by kernel where the owner has hooks on gradients.
+
+        Raises: OptionError for hooks that are called within each of a batch's passes.
+        """
+        model = self._given.model
+        if (name := hooked_gradient(model)) is None:
+            return options
+        calls_once = isinstance(self._optimizer, torch.optim.Optimizer) or self._optimizer == "elsewhere"
+        if not calls_once or hooked_gradient(model, COMPLETE) is not None:
+            raise OptionError(
+                f"there is a hook on the gradient of {printable(name)}, and a step sums that of several passes",
+                hint="with an optimizer of torch, hooks of register_hook are called once; brimful.packed takes any",
+            )
+        if choose_device(options.device).type == "cpu" or options.execution == "eager":
+            return options
+        said = f"there is a hook on the gradient of {printable(name)}, which no replayed step calls"
+        self._callbacks.warning(f"{said}; steps are launched kernel by kernel")
+        return dataclasses.replace(options, execution="eager")
+
     def _take(self, built: Assembled) -> None:
         """Run this from now on."""
         self._built, self._fitted = built, FittedStep(built, self._log)
         self._forward = evaluation_forward(built, most_rows=self._options.batch_size, note=self._callbacks.warning)
         self._forward.hear = self._log
+        self._parameters = list(built.model.parameters())
+        self._trained = self._what_trains()
+
+    def _what_trains(self) -> tuple[list[Any], ...]:
+        """Weights that are trained, hooks on their gradients, and weights of each group of the owner's optimizer."""
+        owners = isinstance(self._optimizer, torch.optim.Optimizer)
+        groups = [list(map(id, each["params"])) for each in (self._optimizer.param_groups if owners else ())]
+        return [p.requires_grad for p in self._parameters], num_gradient_hooks(self._parameters), groups
+
+    def _follow(self) -> None:
+        """Assemble anew where weights were frozen or released since, or the owner's optimizer has other groups.
+
+        States of the optimizer and numbers of steps stay, and the next batch is compared with the plain model again.
+        """
+        if self._what_trains() == self._trained:
+            return
+        self._callbacks.note("other weights are trained from now on: the step is assembled anew")
+        step, precision, limit = self._built.step, self._built.precision, self._fitted.limit
+        state = step.state()
+        kept = dict(self._optimizer.state) if isinstance(self._optimizer, torch.optim.Optimizer) else {}
+        step.release()
+        self._put_back()
+        self._take(self._assembled(self._options, precision, eager_attention=False))
+        if limit is not None:
+            self._fitted.limit_to(limit)
+        update = self._built.step.update
+        self._built.step.load_state(dataclasses.replace(state, weights=update.weights(), groups=()))
+        if kept:  # of weights that are frozen now, too
+            self._optimizer.state.update(kept)
+        self.first_batch = None
 
     @property
     def device(self) -> torch.device:
@@ -271,6 +329,7 @@ class Step:
         Where memory runs out, the batch is run in smaller micro-batches, as are all that follow: callbacks hear it.
         Raises: MemoryFullError if it cannot be split any further; the weights are those of before.
         """
+        self._follow()
         if self.first_batch is None:
             self._compare(batch)
         pending = self._fitted.run(batch)
@@ -393,7 +452,7 @@ def _reader(model: Any, options: TrainOptions) -> RowReader:
         raise OptionError(f"max_length is {options.max_length}, and the model has positions for {limit} tokens")
     return RowReader(
         max_length=options.max_length or min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH),
-        vocab_size=getattr(config.get_text_config(), "vocab_size", None) or 1 << 31,
+        vocab_size=num_embedded(model) or 1 << 31,  # a table that was made larger is, not its configuration
         padding_id=getattr(config.get_text_config(), "pad_token_id", None),
         with_types=has_token_types(config),
         types_are_words=getattr(config, "type_vocab_size", None) is None,

@@ -52,6 +52,9 @@ class GradientStep(Step):
     def _owner(self, optimizer: Any) -> Any:
         return "elsewhere" if self._adamw is None else OwnersAdamW(optimizer=self._adamw)
 
+    def _follow(self) -> None:
+        """Nothing: the loop makes another step where other weights are trained."""
+
     @property
     def update(self) -> GivenAdamW | None:
         """The update that is part of the step; None where it is the loop's."""
@@ -102,6 +105,7 @@ class GradientStep(Step):
     def _at_work(self) -> Iterator[None]:
         """Within, the model's modules are called as the step calls them."""
         own = self._given.model
+        self._resting = [(config, config._attn_implementation) for config, _ in self._resting]
         for config, name in self._working:
             config._attn_implementation = name
         for module, call in self._calls:

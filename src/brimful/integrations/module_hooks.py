@@ -6,9 +6,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 #: Places of a module's hooks.
 PLACES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Hooks of all modules there are, as torch's `register_module_forward_hook` and others put them.
+OF_ALL: tuple[Any, ...] = tuple(getattr(torch_module, f"_global{place}") for place in PLACES)
+#: Places of a parameter's hooks: those that are called when its gradient is complete, and all.
+COMPLETE = ("_post_accumulate_grad_hooks",)
+_OF_GRADIENTS = ("_backward_hooks", *COMPLETE)
 #: Hooks of transformers that do nothing to a pass: for recomputed layers, and for outputs that a call asks for.
 _IDLE = frozenset({"make_inputs_require_grads", "output_capturing_hook"})
 
@@ -29,7 +35,19 @@ def gathers_weights(modules: Iterable[nn.Module]) -> bool:
 
 def hooks_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Yield the hooks of modules, which see what these are called with."""
-    return (hook for module in modules for place in PLACES for hook in vars(module)[place].values())
+    yield from (hook for module in modules for place in PLACES for hook in vars(module)[place].values())
+    yield from (hook for hooks in OF_ALL for hook in hooks.values())
+
+
+def num_gradient_hooks(parameters: Iterable[Any]) -> list[int]:
+    """Count the hooks on the gradient of each parameter."""
+    return [len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in parameters]
+
+
+def hooked_gradient(model: nn.Module, places: Iterable[str] = _OF_GRADIENTS) -> str | None:
+    """Return the name of a trained parameter that has a hook on its gradient; None where none has."""
+    named = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return next((name for name, p in named if any(getattr(p, place) for place in places)), None)
 
 
 def _gathers(hook: Any) -> bool:

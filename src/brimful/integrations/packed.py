@@ -27,6 +27,7 @@ from brimful.core.errors import ModelError, OptionError
 from brimful.engine.sequence_lengths import DEFAULT_MAX_LENGTH
 from brimful.hardware.memory import is_out_of_memory
 from brimful.hardware.process_settings import products_are_full
+from brimful.integrations.model_structure import settings_of
 from brimful.integrations.module_hooks import foreign_hook
 from brimful.integrations.packed_execution import PackedExecution, find_left_positions, no_autocast
 from brimful.integrations.packed_graphs import Call, PackedGraphs, captures
@@ -50,6 +51,8 @@ _READ = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_id
 _FOR_HEAD = frozenset({"labels", "num_items_in_batch"})
 #: Arguments that ask for nothing where they are false.
 _SWITCHES = frozenset({"output_attentions", "output_hidden_states", "use_cache"})
+#: Attributes of a model that its head is not a copy of.
+_READ_FROM_MODEL = frozenset({"training", "forward"})
 #: Classes around a model that several processes or devices need.
 WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -169,6 +172,8 @@ class _Behind:
         self._typical: int | None = None
         self._left: tuple[LeftPositions | None, ...] = ()  # empty before it was looked for
         self._structure: tuple[int, ...] = ()
+        self._settings: dict[str, Any] = {}
+        self._attributes: dict[str, Any] = {}
         self._limit: int | None = None
         self._checked: dict[tuple[str, str, int], Equivalence] = {}
         self._alone = threading.RLock()
@@ -214,12 +219,24 @@ class _Behind:
         return self._checked[key]
 
     def _look(self, model: Any) -> None:
-        """Forget all that was found of other modules: peft, and others, replace some."""
+        """Forget all that was found of other modules, or by another configuration: peft, and others, replace some."""
         modules = list(model.modules())
         structure = (id(model), *map(id, modules), *(id(vars(module).get("forward")) for module in modules[1:]))
-        if structure != self._structure:
-            self._structure, self._limit = structure, max_positions(model.config, model)
+        settings = settings_of(model.config)
+        if structure != self._structure or settings != self._settings:
+            self._structure, self._settings, self._limit = structure, settings, max_positions(model.config, model)
             self._execution, self._graphs, self._checked, self._left = None, None, {}, ()
+        self._look_at_head(model)
+
+    def _look_at_head(self, model: Any) -> None:
+        """Forget the head where its owner set attributes of the model since, such as a loss.
+
+        Those that the model had at first are looked at: others that come later are not read by its class.
+        """
+        names = self._attributes.keys() or {*vars(model), "_loss_function"} - _READ_FROM_MODEL
+        found = {name: vars(model).get(name) for name in names}
+        if any(found[name] is not self._attributes.get(name) for name in names):
+            self._attributes, self._execution, self._graphs = found, None, None
 
     def _packed_call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = _bound(model._signature, model, args, kwargs)

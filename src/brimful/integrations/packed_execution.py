@@ -69,6 +69,9 @@ class PackedExecution(PackedModel):
     def outputs(self, inputs: Any, positions_T: Tensor | None, arguments: Mapping[str, Any]) -> Any:
         """Return what the model's own forward returns. arguments: labels, and others of the head."""
         self._positions, self._arguments, self._found = positions_T, dict(arguments), None
+        now = [(config, config._attn_implementation) for config, _ in self._own]
+        if now != self._in_row:  # as it is in a layer that is recomputed
+            self._own = now
         self.attend(inputs)
         try:
             with self._recomputed_in_context(inputs):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from brimful.kernels.layout import PackedInputs, PackedShape, pack_numbers, packed_inputs
 from brimful.models.packed.packed_forward import PackedForm, has_token_types, padding_id_of
@@ -36,6 +37,17 @@ class CannotPackError(Exception):
     """A batch whose plain answer no packed row gives. Its message is the reason."""
 
 
+def _without_numbers(ids_BL: Tensor) -> str | None:
+    """Return why the numbers of a call cannot be read, or must not be: what is made of it is to hold for others."""
+    if torch._C._is_tracing():
+        return "torch.jit traces the call, and a packed row has the example's shape"
+    if torch.compiler.is_exporting() or isinstance(ids_BL, FakeTensor) or ids_BL.is_meta:
+        return "the call is exported, or of tensors without numbers"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func transforms the call"
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class PaddedBatch:
     """Rows of a padded batch on the host. types_BL, positions_BL: None where the call had none.
@@ -54,6 +66,8 @@ class PaddedBatch:
         ids_BL = given.get("input_ids")
         if not isinstance(ids_BL, Tensor) or ids_BL.ndim != 2 or not ids_BL.numel():
             raise CannotPackError("input_ids are not rows of tokens")
+        if (why := _without_numbers(ids_BL)) is not None:
+            raise CannotPackError(why)
         names = ("attention_mask", "token_type_ids", "position_ids")
         others = {name: given[name] for name in names if given.get(name) is not None}
         for name, value in others.items():

@@ -126,6 +126,7 @@ class RowReader:
             raise OptionError(f"there are {len(labels)} labels of {number} rows")
         outputs = self.space.num_outputs
         if self.space.task == "single_label":
+            labels = labels[:, 0] if labels.shape[1:] == (1,) else labels  # as transformers' loss reads them
             if labels.ndim > 1 or not np.issubdtype(labels.dtype, np.integer):
                 raise OptionError("labels are not one integer a row", hint=_TASK_HINT)
             if not 0 <= labels.min() <= labels.max() < outputs:

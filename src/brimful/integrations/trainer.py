@@ -23,6 +23,7 @@ from brimful.core.errors import OptionError
 from brimful.hardware.process_settings import products_are_full
 from brimful.integrations.gradient_step import GradientStep, OutgrownError
 from brimful.integrations.model_structure import ModelStructure
+from brimful.integrations.module_hooks import hooked_gradient
 from brimful.integrations.packed import WRAPPERS
 from brimful.integrations.problem_type import problem_of
 from brimful.integrations.process_group import ProcessGroup
@@ -189,7 +190,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """The optimizer, if our step may clip and update by it: Trainer made it, and nobody sees gradients before."""
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
         within = self._updates_within and self._made_optimizer and self._group is None
-        if not within or reason_of_update(self, Trainer) is not None:
+        if not within or hooked_gradient(model) is not None or reason_of_update(self, Trainer) is not None:
             return None
         return inner if can_take(model, inner) else None
 

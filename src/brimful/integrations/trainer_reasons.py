@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from brimful.core.errors import OptionError
 from brimful.integrations.left_padding import is_on_the_left, left_is_right
-from brimful.integrations.module_hooks import foreign_hook
+from brimful.integrations.module_hooks import COMPLETE, foreign_hook, hooked_gradient
 from brimful.integrations.problem_type import problem_of
 from brimful.integrations.replaced_parts import replaced_part
 from brimful.models.hub.adapters import unwrapped
@@ -97,6 +97,8 @@ def reason_of_model(model: Any) -> str | None:
         return f"weights are in {other}, and a step of ours keeps fp32; load the model with dtype=torch.float32"
     if (hook := foreign_hook(model.modules())) is not None:
         return f"there is a hook on its modules ({hook}), which no replayed step calls"
+    if (hooked := hooked_gradient(model, COMPLETE)) is not None:
+        return f"a hook is called when the gradient of {hooked} is complete, and a step of ours sums several passes"
     if replaced := [name for name, part in inner.named_modules() if part is not inner and "forward" in vars(part)]:
         return f"the forward of {replaced[0]} was replaced, and a step of ours gives it packed rows"
     return None
@@ -126,8 +128,21 @@ def reason_of_batch(inputs: Any, model: Any, *, smooths: bool) -> str | None:
             return "attention_mask leaves out tokens between others"
         if not left_is_right(model):
             return "the model reads padding on the left; the tokenizer's padding_side decides where it is"
+    if (long := _beyond_its_positions(mask_BL, model)) is not None:
+        return long
     if smooths and problem_of(model.config, given["labels"]) != "single_label_classification":
         return "label smoothing of Trainer is of single labels"
     if bool((given["labels"] == -100).any()):
         return "labels of -100 leave rows out of the loss"
     return None
+
+
+def _beyond_its_positions(mask_BL: Tensor, model: Any) -> str | None:
+    """Return that a row is longer than the configuration says, of a model whose positions are angles: it reads it."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int) or not 0 < limit < mask_BL.shape[1]:
+        return None
+    longest = int((mask_BL != 0).sum(dim=1).max())
+    if longest <= limit or not any(type(each).__name__.endswith("RotaryEmbedding") for each in model.modules()):
+        return None
+    return f"a row has {longest:,} tokens, and max_position_embeddings of the model is {limit:,}"

@@ -124,7 +124,7 @@ def inspect_model(name: str, *, trust_remote_code: bool, allow_pickle: bool) -> 
         weight_files=weights.files,
         weight_bytes=weights.total_bytes,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        num_embedded=_num_embedded(model),
+        num_embedded=num_embedded(model),
         runs_own_code=own_code,
         inputs=read_trained_inputs(given),
         adapter=adapter,
@@ -268,7 +268,8 @@ def _label_names(config: PreTrainedConfig) -> tuple[str, ...] | None:
     return tuple(str(names[index]) for index in range(len(names)))
 
 
-def _num_embedded(model: PreTrainedModel) -> int | None:
+def num_embedded(model: PreTrainedModel) -> int | None:
+    """Return how many tokens a model has embeddings of; None where it does not say."""
     try:
         weight = getattr(model.get_input_embeddings(), "weight", None)
     except (AttributeError, NotImplementedError):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +71,15 @@ class GivenUpdate(TorchUpdate):
             for group, value in zip(self._owners.param_groups, before, strict=True):
                 group["lr"] = value
 
+    def around_backward(self) -> AbstractContextManager[None]:
+        """As `Update` has it. The owner's hooks on gradients wait until all passes of the batch are made."""
+        return _hooks_waiting(self.parameters)
+
+    def apply(self, *, gathered: bool) -> Tensor:
+        """As `Update` has it, from gradients as the owner's hooks leave them."""
+        _call_hooks(self.parameters)
+        return super().apply(gathered=gathered)
+
     def _prepare(self, used: Any) -> None:
         with self._lent_rates():
             super()._prepare(used)
@@ -93,6 +102,28 @@ class GivenUpdate(TorchUpdate):
             vars(self._owners).pop(name, None)
         for parameter in self.parameters:
             parameter.grad = None
+
+
+@contextmanager
+def _hooks_waiting(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Within, no hook on the gradient of a parameter is called: a pass has a part of the gradient."""
+    hooked = [(parameter, hooks) for parameter in parameters if (hooks := parameter._backward_hooks)]
+    for parameter, _ in hooked:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks
+
+
+def _call_hooks(parameters: Sequence[Tensor]) -> None:
+    """Call the hooks on gradients with those that there are, and put in their place what hooks return."""
+    with torch.no_grad():
+        for parameter in parameters:
+            for hook in tuple((parameter._backward_hooks or {}).values()):
+                if parameter.grad is not None and (changed := hook(parameter.grad)) is not None:
+                    parameter.grad.copy_(changed)
 
 
 def _follow(optimizer: torch.optim.Optimizer) -> None:
@@ -139,8 +170,13 @@ class Gradients(Update):
         if self._memory:
             torch._foreach_zero_(list(self._memory.values()))
 
+    def around_backward(self) -> AbstractContextManager[None]:
+        """As `Update` has it. The owner's hooks on gradients wait until all passes of the batch are made."""
+        return _hooks_waiting(self.parameters)
+
     def apply(self, *, gathered: bool) -> Tensor:
-        """Read the loss, and leave everything else to the loop. The norm is not computed here."""
+        """Read the loss, and leave everything but the owner's hooks to the loop. The norm is not computed here."""
+        _call_hooks(self.parameters)
         zero = torch.zeros_like(self.loss).double()
         readings = torch.stack([self.loss.double(), zero, zero, zero + 1.0, zero])
         self.committed = True
