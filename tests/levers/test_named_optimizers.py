@@ -183,12 +183,15 @@ def test_settings_that_it_does_not_take_are_refused() -> None:
     asked = {"weight_decay": 0.0, "learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
     with pytest.raises(OptionError, match="--optim rmsprop with --optim-args alpha=much does not work"):
         make_optimizers("rmsprop", groups, [], asked | {"optim_args": "alpha=much"})
-    for name, given in (("sgd", "momntum=0.9"), ("adafactor", "scale_parameter=True,warm=1")):
+    for name, given in (("sgd", "momntum=0.9"), ("adafactor", "scale_parameter=False,warm=1")):
         with pytest.raises(OptionError, match=f"--optim {name} does not take (momntum|warm)"):  # transformers would
             make_optimizers(name, groups, [], asked | {"optim_args": given, "warmup_steps": 0})
     assert make_optimizers("sgd", groups, [], asked | {"optim_args": "momentum=0.0", "warmup_steps": 0})
     with pytest.raises(OptionError, match="maximize in --optim-args has no effect: transformers does not pass it on"):
         make_optimizers("sgd", groups, [], asked | {"optim_args": "momentum=0.5,maximize=True", "warmup_steps": 0})
+    for given in ("scale_parameter=True", "relative_step=True"):  # which transformers sets itself
+        with pytest.raises(OptionError, match="has no effect: transformers does not pass it on to --optim adafactor"):
+            make_optimizers("adafactor", groups, [], asked | {"optim_args": given, "warmup_steps": 0})
     for given, option in (("momentum=0.9, lr=5", "--learning-rate"), ("weight_decay=5", "--weight-decay")):
         with pytest.raises(OptionError, match="in --optim-args has no effect") as caught:
             brimful.train("x.csv", model="x", output="y", optim="sgd", optim_args=given, device="cpu")

@@ -282,13 +282,31 @@ def test_the_plan_counts_frozen_weights_once() -> None:
 
 
 @pytest.mark.parametrize("method", ["ia3", "loha", "dora", "rslora", "vera"])
-def test_its_kin_run_packed_and_merge(method: str) -> None:
+def test_its_kin_run_packed_load_and_merge(method: str, tmp_path: Path) -> None:
     model = FAMILIES["bert"].model(initializer_range=0.2)
     wrapped = choose_part(model, asked(peft=method), new_parameters=(), base="base")
     equivalence = check_equivalence(model, max_length=32, device=CPU, precision="fp32", cache=False)
     assert equivalence.packed, equivalence.reason
     before = logits_of(model)
+    wrapped.save_pretrained(tmp_path, save_embedding_layers=False)
+    plain = FAMILIES["bert"].model(initializer_range=0.2)
+    assert torch.allclose(
+        logits_of(peft.PeftModel.from_pretrained(plain, tmp_path).get_base_model()), before, atol=1e-5
+    )
     assert torch.allclose(logits_of(merge_adapter(wrapped)), before, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"peft": "lora", "lora_modules_to_save": "poooler"}, "no module of that name"),
+        ({"peft": "lora", "lora_modules_to_save": "embeddings"}, "peft could not load what it would save"),
+        ({"peft": "ln_tuning"}, "--peft does not work on this model"),
+    ],
+)
+def test_an_adapter_that_could_not_be_loaded_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        choose_part(FAMILIES["bert"].model(), asked(**options), new_parameters=(), base="base")
 
 
 def test_a_config_file_says_it_all(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def tasks() -> dict[str, tuple[Task, np.ndarray]]:
 class Case:
     """A run of four steps. tokens: most of a micro-batch. half: gradients in bf16 on their way. fused: our AdamW.
 
-    same_shapes: of micro-batches in all processes; else one without rows has none.
+    same_shapes: of micro-batches in all processes; else one without rows has none. bf16: products in it, in fp32 else.
     """
 
     kind: str = "single_label"
@@ -70,6 +70,7 @@ class Case:
     adamw: bool = False
     offload: bool = False
     same_shapes: bool = True
+    bf16: bool = False
 
 
 CASES = [
@@ -92,6 +93,7 @@ CASES = [
 OF_WEIGHTS = [
     Case(sharding="parameters", adamw=True, tokens=48),
     Case(sharding="parameters", packed=False),
+    Case(sharding="parameters", bf16=True),  # the pooler is used twice in a packed pass
     Case(sharding="parameters", adamw=True, frozen=True, offload=True),
 ]
 OF_OURS = [
@@ -107,11 +109,11 @@ def trained(ranks: Ranks, case: Case, make: Callable[..., Step] = Step, rounds: 
     torch.set_num_threads(1)
     task, targets = tasks()[case.kind]
     model = FAMILIES["bert"].model(3).train()
-    model = model if case.fused else model.double()
+    model = model if case.fused or case.bf16 else model.double()
     if case.frozen:
         model.bert.embeddings.requires_grad_(False)
         model.bert.encoder.layer[0].attention.requires_grad_(False)
-    precision = Precision(value="fp32", device=CPU, reason="a test")
+    precision = Precision(value="bf16" if case.bf16 else "fp32", device=CPU, reason="a test")
     adamw = Optimizer(value="adamw_torch", fused=case.fused, epsilon=1e-3, weight_decay=0.1)
     optimizer = adamw if case.fused or case.adamw else Optimizer(value="sgd")
     savings = Savings(on_host=True) if case.offload and ranks.count > 1 else None
@@ -172,7 +174,7 @@ def test_several_processes_learn_what_one_does(count: int, tmp_path: Path) -> No
     found = Forked(tmp_path, count, work).results()
     for number, case in enumerate(cases):
         expected = trained(ALONE, case)
-        weights, told = (1e-3, 1e-2) if case.half else (1e-5, 1e-4) if case.fused else (STEP_FP64, 1e-9)
+        weights, told = (1e-3, 1e-2) if case.half or case.bf16 else (1e-5, 1e-4) if case.fused else (STEP_FP64, 1e-9)
         for each in (rank[number] for rank in found):
             assert difference(each["weights"], expected["weights"]) < weights, case
             np.testing.assert_allclose(each["told"], expected["told"], rtol=told)

@@ -6,9 +6,11 @@ rounded, and so are taken only where they are asked for.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -129,14 +131,21 @@ def _check_all_used(name: str, arguments: Any, kind: type, settings: Mapping[str
     given = [part for part in str(arguments.optim_args or "").replace(" ", "").split(",") if part]
     for part in given:
         without = SimpleNamespace(**vars(arguments) | {"optim_args": ",".join(p for p in given if p != part) or None})
-        asked = part.split("=")[0]
-        if asked not in settings and Trainer.get_optimizer_cls_and_kwargs(cast(Any, without))[1] == settings:
+        asked, _, value = part.partition("=")
+        if Trainer.get_optimizer_cls_and_kwargs(cast(Any, without))[1] == settings and not _is(settings, asked, value):
             known = [*settings, *inspect.signature(kind).parameters]
             if asked in known:
                 said = f"{asked} in --optim-args has no effect: transformers does not pass it on to --optim {name}"
                 raise OptionError(said, hint="leave it out")
             said = f"--optim {name} does not take {printable(asked)}, which --optim-args has"
             raise OptionError(said, hint=did_you_mean(asked, known) or "leave it out")
+
+
+def _is(settings: Mapping[str, Any], name: str, value: str) -> bool:
+    """Return whether an optimizer has this setting without being asked for it. value: as it was given."""
+    with suppress(ValueError, SyntaxError):
+        return name in settings and bool(settings[name] == ast.literal_eval(value))
+    return name in settings and str(settings[name]) == value
 
 
 def _make(

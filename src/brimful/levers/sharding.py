@@ -88,6 +88,9 @@ class Sharding(Lever):
             return Verdict(ok=False, because="processes would wait for experts that their own tokens do not reach")
         if assembly.adapter is not None or getattr(options, "peft", None) is not None:
             return Verdict(ok=False, because="weights are cut of models without adapters")
+        held = [id(p) for module in assembly.model.modules() for p in module._parameters.values() if p is not None]
+        if len(held) != len(set(held)):
+            return Verdict(ok=False, because="modules share a weight, and each is put together for its own turn")
         if recomputes(options) and options.gradient_checkpointing != "full":  # type: ignore[arg-type, union-attr]
             return Verdict(ok=False, because="layers are computed again all or none: --gradient-checkpointing full")
         return Verdict(ok=True, because="each layer is put together for its turn")

@@ -52,9 +52,10 @@ class Precision:
         return AUTOCAST.get(self.value)
 
     @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Settings of torch that forward passes run in."""
-        with self.apply(), torch.autocast(self.device.type, self.half or torch.bfloat16, enabled=self.half is not None):
+    def autocast(self, *, caches: bool = True) -> Iterator[None]:
+        """Settings of torch that forward passes run in. caches: whether a weight is cast once for all its uses."""
+        is_half, dtype = self.half is not None, self.half or torch.bfloat16
+        with self.apply(), torch.autocast(self.device.type, dtype, enabled=is_half, cache_enabled=caches):
             yield
 
     def context(self, side_stream: SideStream | None = None, *, seeded_dropout: bool = False) -> ForwardContext:

@@ -84,3 +84,28 @@ def test_passes_of_the_plain_model_are_of_half_as_many_tokens(monkeypatch: pytes
     assert compare(step._built, SAMPLE).passed
     assert max(sizes) <= 40
     assert len(sizes) > 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer_offload": True},
+        {"optimizer_state_dtype": "8bit"},
+        {"weight_dtype": "bf16", "precision": "bf16"},
+        {"optimizer_in_backward": True},
+        {"optimizer_in_backward": True, "stream_weights": "host"},
+    ],
+)
+def test_the_comparison_leaves_no_gradient_to_the_first_update(settings: dict[str, Any]) -> None:
+    """The gradient's norm is the same of a batch in one piece and in two, which are added up."""
+    rows = [{"input_ids": list(range(3, 43)), "labels": i % 2} for i in range(4)]
+    found = []
+    for budget in (200, 80):
+        model = FAMILIES["bert"].model()
+        step = with_sgd(model, optim="adamw_torch", max_grad_norm=0.0, token_budget=budget, **settings)
+        batch = step.batch(rows)
+        assert len(batch.micro_batches) == (1 if budget == 200 else 2)
+        found.append(step.run(batch).read().grad_norm)
+        assert step.first_batch is not None
+        assert step.first_batch.passed
+    assert found[0] == pytest.approx(found[1], rel=1e-2 if "weight_dtype" in settings else 1e-5)

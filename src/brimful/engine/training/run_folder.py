@@ -116,8 +116,8 @@ def differences_of_machine(before: Run, now: Run) -> list[str]:
         return {**machine.versions, "CPU": machine.cpu, "CPU cores": machine.num_cores, "GPU": gpus, **levers}
 
     was, is_now = facts(before), facts(now)
-    names = [name for name in {**is_now, **was} if was.get(name) != is_now.get(name)]
-    return [f"{name} was {was.get(name) or 'none'}, is {is_now.get(name) or 'none'}" for name in names]
+    told = [(name, was.get(name) or "none", is_now.get(name) or "none") for name in {**is_now, **was}]
+    return [f"{name} was {before}, is {after}" for name, before, after in told if before != after]
 
 
 def check_space(path: Path, options: TrainOptions, num_parameters: int, state_bytes: int) -> None:

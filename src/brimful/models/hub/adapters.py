@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from brimful.core.atomic_files import path_text
-from brimful.core.errors import ModelError, OptionError, listed, printable
+from brimful.core.errors import ModelError, OptionError, did_you_mean, listed, printable
 from brimful.core.options.checks import flag, split_names
 from brimful.core.options.train import TrainOptions
 from brimful.core.trained_part import ADAPTER_SETTINGS, REGEX
@@ -49,6 +49,8 @@ _NEED_CALLS = {
 #: Modules that peft trains in every sequence classifier.
 _ALWAYS_SAVED = ("classifier", "score")
 _ALL_LINEAR = "all-linear"
+#: Methods that peft chooses the modules of, or asks for them: not every linear one has a place in them.
+_CHOOSE = ("IA3", "LN_TUNING")
 #: Numbers of each parameter that are looked at.
 _LOOKED_AT = 1000
 
@@ -172,6 +174,7 @@ def add_adapter(
         import peft
 
     _save_head(config, head, new_parameters)
+    _check_names(config.modules_to_save if hasattr(config, "modules_to_save") else None, model)
     if getattr(config, "target_modules", "") is None and not _has_default(config, model):
         config.target_modules = _ALL_LINEAR
     before = [(name, p, _some_of(p).clone()) for name, p in model.named_parameters()]
@@ -182,8 +185,10 @@ def add_adapter(
     except Exception as error:  # peft raises what it likes: ValueError for targets, TypeError for modules
         raise OptionError(
             f"--peft does not work on this model: {first_line(error)}",
-            hint="name the modules: --lora-target-modules all-linear, or ends of their names",
+            hint="name the modules: --lora-target-modules with ends of their names"
+            + ("" if _kind_of(config) in _CHOOSE else ", or all-linear"),
         ) from error
+    _check_loads(wrapped)
     wrapped.peft_config["default"].base_model_name_or_path = base  # peft takes the model's own, which was given weights
     if changed := [name for name, p, some in before if not torch.equal(_some_of(p), some)]:
         raise OptionError(
@@ -223,7 +228,36 @@ def _has_default(config: Any, model: Any) -> bool:
 
     tuner = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
     known = getattr(tuner, "target_module_mapping", None) or {}
-    return model.config.model_type in known
+    return _kind_of(config) in _CHOOSE or model.config.model_type in known
+
+
+def _kind_of(config: Any) -> str:
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+def _check_names(names: Sequence[str] | None, model: Any) -> None:
+    """Check that each of --lora-modules-to-save is a module. Raises: OptionError."""
+    known = [name for name, _ in model.named_modules()]
+    for name in names or ():
+        if name not in _ALWAYS_SAVED and not any(each.endswith(name) for each in known):
+            said = f"--lora-modules-to-save has '{printable(name)}', and the model has no module of that name"
+            ends = sorted({each.rpartition(".")[2] for each in known})
+            raise OptionError(said, hint=did_you_mean(name, ends) or "leave it out")
+
+
+def _check_loads(wrapped: Any) -> None:
+    """Check that what is saved of an adapter can be loaded: before the training, not after it. Raises: OptionError."""
+    with _quiet_peft():
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    try:
+        with _quiet_peft():
+            set_peft_model_state_dict(wrapped, get_peft_model_state_dict(wrapped, save_embedding_layers=False))
+    except Exception as error:  # peft raises what it likes, KeyError for modules that hold others
+        raise OptionError(
+            f"peft could not load what it would save of this adapter: {printable(error, 200)}",
+            hint="name modules without others in them in --lora-modules-to-save, as word_embeddings",
+        ) from error
 
 
 def unwrapped(model: Any) -> Any:

@@ -386,11 +386,14 @@ class BucketedAdamW(Update):
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """As `Update` has it: nothing is updated within a backward pass."""
+        """As `Update` has it: nothing is updated within a backward pass, and sums over micro-batches are dropped."""
         self._is_held = True
         try:
             with super().undisturbed():
-                yield
+                try:
+                    yield
+                finally:
+                    self._end(gathered=True)
         finally:
             self._is_held = False
             self._left = {}

@@ -27,6 +27,9 @@ class FullyShardedUpdate(PartsUpdate):
     offload: whether weights, gradients and states are in host memory, and weights come to the device for their turn.
     """
 
+    #: A second use's cast would be the first's, whose gradient then comes after its weight was summed: a pooler's.
+    casts_once = False
+
     def __init__(self, model: nn.Module, schedule: Tensor, *, offload: bool, **given: Any) -> None:
         super().__init__(model, schedule, **given)
         self._offload = offload

@@ -72,6 +72,8 @@ class Update:
 
     #: Memory of others that it may use, where it can.
     peers: Peers | None = None
+    #: Whether a weight may be cast once for all its uses in a pass: not where it is put together for each.
+    casts_once = True
 
     def share(self, ranks: Ranks, *, half: bool = False, overlap: bool = True) -> None:
         """Sum gradients over these processes from now on. half: in bf16 on the way. overlap: within backward passes."""
