@@ -275,3 +275,21 @@ def test_memory_that_runs_out_while_weights_change_is_the_end() -> None:
     with pytest.raises(MemoryFullError, match="while weights were being changed") as caught:
         session.run()
     assert not caught.value.resumable
+
+
+@pytest.mark.parametrize("place", [0.3, 0.6, 0.9])
+def test_a_batch_that_is_begun_again_is_counted_once(place: float) -> None:
+    """Running means of BatchNorm, wherever memory runs out: rows that must stay together are tried once more."""
+
+    def learned(*fail_at: int) -> tuple[dict[str, torch.Tensor], FailingAllocator]:
+        session = Session(layout=replace(PADDED, split=False))
+        session.model.classifier = torch.nn.Sequential(torch.nn.BatchNorm1d(16), session.model.classifier)
+        with (allocator := FailingAllocator(fail_at)):
+            session.fitted.run(session.batch(0))
+        return dict(session.model.named_buffers()), allocator
+
+    expected, whole = learned()
+    found, allocator = learned(round(place * whole.num_allocations))
+    assert len(allocator.failed) == 1
+    assert found["classifier.0.num_batches_tracked"] == 1
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -12,6 +12,7 @@ import torch
 from transformers import TrainingArguments
 
 import brimful
+from heads.tiny_heads import tiny_model
 from tiny import FAMILIES
 
 IDS = torch.tensor([[5, 6, 7], [8, 9, 0]])
@@ -120,6 +121,20 @@ def test_labels_that_are_floats_for_classes(tmp_path: Path) -> None:
     refused(message, lambda: packed(**floats))
     with pytest.raises(ValueError, match="3 classes"):  # what the plain model raises, too
         packed(**floats)
+
+
+def test_rows_that_are_not_read_at_their_last_token() -> None:
+    """BART's head reads the last end token, 2, of rows that hold as many of them; packed rows are read at their end."""
+    ended, goes_on, twice = ({"input_ids": ids, "labels": 0} for ids in ([5, 6, 7, 2], [5, 2, 7, 8], [5, 2, 7, 2]))
+    step = step_of(tiny_model("bart"))
+    step([ended, ended])
+    assert step.packed
+    refused("row 0 goes on after its end token (2)", lambda: step([goes_on, ended]))
+    refused("row 1 goes on after its end token (2)", lambda: step.predict([ended, goes_on]))
+    refused("row 0 has 1 end tokens (2) and row 1 has 2", lambda: step([ended, twice]))
+    refused("row 0 has no end token (2)", lambda: step([{"input_ids": [5, 6], "labels": 0}]))
+    assert step([twice, twice]).updated
+    assert step.predict([ended, twice]).shape == (2, 3)
 
 
 def test_a_dataset_without_length(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import get_scheduler
+from transformers import AutoModelForSequenceClassification, FNetConfig, get_scheduler
 
 import brimful
 from plain import padded
@@ -94,6 +94,17 @@ def test_it_learns_what_a_plain_loop_learns(family: str, task: str, options: dic
     one, other = (torch.cat([p.detach().flatten() for n, p in m.named_parameters() if "key.bias" not in n])
                   for m in (plain, ours))  # fmt: skip
     assert (one - other).norm() < 1e-3 * one.norm()
+
+
+def test_rows_are_answered_as_alone_where_padding_is_read() -> None:
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2}
+    config = FNetConfig(**sizes, intermediate_size=24, max_position_embeddings=80, num_labels=3, initializer_range=0.5)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    rows = rows_of(0, "single_label", with_types=False)
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=torch.tensor([row["input_ids"]])).logits for row in rows])
+    step = brimful.Step(copy.deepcopy(model), **SETTINGS)
+    np.testing.assert_allclose(step.predict(rows), alone.numpy(), atol=1e-4)
 
 
 def test_one_batch_has_the_gradient_of_the_plain_one() -> None:

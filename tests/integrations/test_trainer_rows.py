@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 from torch.utils.data import DataLoader, IterableDataset
 
 import brimful
+from heads.tiny_heads import tiny_model
 from integrations.test_trainer import _Rows, arguments, assert_same_history, dataset_of, tokenizer, trained, weights
 from tiny import FAMILIES, VOCABULARY
 
@@ -102,6 +104,43 @@ def test_rows_longer_than_the_configuration_says(tmp_path: Path, tokenizer: Any)
     with pytest.warns(UserWarning, match="a row has 100 tokens, and max_position_embeddings of the model is 80"):
         ours = trained(brimful.Trainer, FAMILIES["qwen3"].model(), tmp_path, tokenizer, **QUICK | given)
     assert_same_history(ours, stock)
+
+
+def test_rows_that_go_on_after_their_end_token(tmp_path: Path, tokenizer: Any) -> None:
+    """BART's head reads the last end token, which need not be the last token."""
+    rows = [{"input_ids": [5 + n, 2, 7, 8] if n == 9 else [5 + n, 6, 7, 2], "labels": n % 3} for n in range(12)]
+    given: dict[str, Any] = {"train_dataset": rows, "train_sampling_strategy": "sequential", "eval_strategy": "no"}
+    model = _without_dropout(tiny_model("bart"))
+    stock = trained(transformers.Trainer, model, tmp_path, tokenizer, **given)
+    with pytest.warns(UserWarning, match=r"rows go on after their end token \(2\)"):
+        ours = trained(brimful.Trainer, model, tmp_path, tokenizer, **given)
+    assert_same_history(ours, stock)
+
+
+@pytest.mark.parametrize("labels", [[0.2, 0.3, 0.5], [1, 0, 1], 1])
+def test_the_loss_of_deberta_where_no_problem_type_is_set(labels: Any, tmp_path: Path, tokenizer: Any) -> None:
+    """Of rows of labels it is soft cross entropy; the configuration stays as it was, by classes too."""
+    rows = [{"input_ids": [5 + n, 6, 7], "labels": labels} for n in range(8)]
+    model = _without_dropout(tiny_model("deberta-v2"))
+    given: dict[str, Any] = {"train_dataset": rows, "eval_strategy": "no"}
+    stock = trained(transformers.Trainer, model, tmp_path, tokenizer, **given)
+    warned = pytest.warns(UserWarning, match="a loss of its own") if isinstance(labels, list) else nullcontext()
+    with warned:
+        ours = trained(brimful.Trainer, model, tmp_path, tokenizer, **given)
+    assert (ours.stock_reason is None) == isinstance(labels, int)
+    assert ours.model.config.problem_type is stock.model.config.problem_type is None
+    assert_same_history(ours, stock)
+
+
+def _without_dropout(model: Any) -> Any:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    for name in ("dropout", "attention_dropout", "activation_dropout", "classifier_dropout"):
+        for module in model.modules():
+            if isinstance(vars(module).get(name), float):
+                setattr(module, name, 0.0)
+    return model
 
 
 def test_labels_in_a_column_and_an_embedding_that_was_made_larger(tmp_path: Path, tokenizer: Any) -> None:

@@ -63,9 +63,27 @@ def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str]
         )
     else:
         tokens = layout.most_tokens if isinstance(layout, PackedLayout) else _PADDED_TOKENS
-        forward = LayoutForward(built.execution, layout, built.precision, batch_tokens=tokens, most_rows=most_rows)
+        apart, alike = _company(built)
+        forward = LayoutForward(
+            built.execution,
+            layout,
+            built.precision,
+            batch_tokens=tokens,
+            most_rows=1 if apart else most_rows,
+            alike=alike,
+        )
     forward.compiled, forward.where = False, "evaluation"
     return forward
+
+
+def _company(built: Assembled) -> tuple[bool, bool]:
+    """Return whether rows are read one by one, and whether only rows of one length are read together.
+
+    An answer is that of the row alone, whatever the model does in train mode.
+    """
+    found = built.packing.equivalence
+    independent = found.independent or found.mixes_in_training
+    return not (independent or found.alike_independent), not independent
 
 
 def _most_tokens(built: Assembled) -> int:

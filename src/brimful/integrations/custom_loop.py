@@ -49,6 +49,7 @@ from brimful.integrations.step_parts import (
     unwrapped_optimizer,
 )
 from brimful.levers.precision import choose_precision
+from brimful.models.end_tokens import end_token_of
 from brimful.models.fp32_outputs import answer_as_before
 from brimful.models.hub.inspection import max_positions, num_embedded
 from brimful.models.model_stats import layers_of
@@ -327,11 +328,14 @@ class Step:
         """Run one optimizer step. Return at once; `read()` of the result waits for the outcome.
 
         Where memory runs out, the batch is run in smaller micro-batches, as are all that follow: callbacks hear it.
-        Raises: MemoryFullError if it cannot be split any further; the weights are those of before.
+        Raises: MemoryFullError if it cannot be split any further; the weights are those of before. OptionError
+        for packed rows that a head which looks for their end token would read elsewhere.
         """
         self._follow()
         if self.first_batch is None:
             self._compare(batch)
+        if self.packed and batch.rows is not None:
+            self._reader.require_last_ends(batch.rows.ids)
         pending = self._fitted.run(batch)
         self._num_run = max(self._num_run, batch.number + 1)
         return pending
@@ -358,6 +362,8 @@ class Step:
     def predict(self, rows: Rows) -> np.ndarray:
         """(N, C) fp32 logits of any number of rows, in their order, by the weights of now. Labels are not needed."""
         ids, types = self._reader.sequences(rows)
+        if self.packed:
+            self._reader.require_last_ends(ids)
         tokens = Tokens(
             ids=np.concatenate(ids).astype(np.int32),
             offsets=offsets_of(np.array([len(each) for each in ids])),
@@ -458,6 +464,7 @@ def _reader(model: Any, options: TrainOptions) -> RowReader:
         types_are_words=getattr(config, "type_vocab_size", None) is None,
         space=_label_space(config, options),
         left_is_right=functools.partial(left_is_right, model),
+        end_id=end_token_of(model),
     )
 
 

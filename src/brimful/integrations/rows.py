@@ -14,10 +14,12 @@ from torch import Tensor
 
 from brimful.core.errors import OptionError
 from brimful.core.records import LabelSpace
+from brimful.models.end_tokens import count_ends
 
 #: Tokenised rows: a dictionary each, with `input_ids`, or columns of them such as padded tensors.
 Rows = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
+_END_HINT = "let the tokenizer end each row with it, and leave it out of texts"
 _TASK_HINT = 'is it task="multi_label" or "regression"?'
 
 
@@ -56,6 +58,7 @@ class RowReader:
     """Reads rows for one model. with_types: it has token types. Raises: OptionError for rows that it cannot take.
 
     left_is_right: asked where rows are padded on the left, whether the model answers them as it does without padding.
+    end_id: the token that its head looks for, if it looks for one.
     """
 
     max_length: int
@@ -65,10 +68,12 @@ class RowReader:
     types_are_words: bool
     space: LabelSpace
     left_is_right: Callable[[], bool] = lambda: False
+    end_id: int | None = None
 
     def read(self, rows: Rows) -> ReadRows:
         """Rows with their targets."""
         ids, types = self.sequences(rows)
+        self._require_alike_ends(ids)
         return ReadRows(
             ids=ids, types=types, targets_N=self._targets(rows, len(ids)), weights_N=_weights_N(rows, len(ids))
         )
@@ -102,6 +107,31 @@ class RowReader:
                     f"row {number} has a token outside of the model's vocabulary of {self.vocab_size}",
                     hint="use the model's own tokenizer",
                 )
+
+    def _require_alike_ends(self, ids: list[np.ndarray]) -> None:
+        """Refuse rows that hold different numbers of end tokens, as the head that looks for them does."""
+        if self.end_id is None or not ids:
+            return
+        ends_N = count_ends(ids, self.end_id)
+        if not ends_N[0]:
+            raise OptionError(f"row 0 has no end token ({self.end_id}), where the model's head reads", hint=_END_HINT)
+        if (other_N := np.flatnonzero(ends_N != ends_N[0])).size:
+            row = int(other_N[0])
+            raise OptionError(
+                f"row 0 has {ends_N[0]} end tokens ({self.end_id}) and row {row} has {ends_N[row]}: the model's head"
+                " takes rows that have as many",
+                hint=_END_HINT,
+            )
+
+    def require_last_ends(self, ids: Sequence[np.ndarray]) -> None:
+        """Refuse rows whose last token is not the end token that the head looks for: packed, the last one is read."""
+        if self.end_id is None:
+            return
+        if (row := next((n for n, each in enumerate(ids) if each[-1] != self.end_id), None)) is not None:
+            raise OptionError(
+                f"row {row} goes on after its end token ({self.end_id}), and packed rows are read at their last token",
+                hint='end rows with it, or pass packing="off"',
+            )
 
     def _require_mask(self, rows: Rows) -> None:
         """Refuse padded columns that do not say where rows end."""

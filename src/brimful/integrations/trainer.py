@@ -25,7 +25,7 @@ from brimful.integrations.gradient_step import GradientStep, OutgrownError
 from brimful.integrations.model_structure import ModelStructure
 from brimful.integrations.module_hooks import hooked_gradient
 from brimful.integrations.packed import WRAPPERS
-from brimful.integrations.problem_type import problem_of
+from brimful.integrations.problem_type import keeps_problem_type, problem_of
 from brimful.integrations.process_group import ProcessGroup
 from brimful.integrations.quick_padding import quick_padding
 from brimful.integrations.trainer_data import rows_to_come
@@ -209,7 +209,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _make_step(self, model: Any, batches: list[Any]) -> GradientStep:
         args, labels = self.args, batches[0]["labels"]
         problem = problem_of(model.config, labels)
-        if self.label_smoother is None:  # as heads of transformers set it when they first see labels
+        # As heads of transformers set it when they first see labels.
+        if self.label_smoother is None and not keeps_problem_type(model.config):
             model.config.problem_type = problem
         here_N = np.concatenate([each["attention_mask"].sum(dim=1).cpu().numpy() for each in batches])
         rows = rows_to_come(self, here_N)

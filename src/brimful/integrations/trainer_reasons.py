@@ -16,8 +16,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from brimful.core.errors import OptionError
 from brimful.integrations.left_padding import is_on_the_left, left_is_right
 from brimful.integrations.module_hooks import COMPLETE, foreign_hook, hooked_gradient
-from brimful.integrations.problem_type import problem_of
+from brimful.integrations.problem_type import has_own_loss, problem_of
 from brimful.integrations.replaced_parts import replaced_part
+from brimful.models.end_tokens import end_token_of
 from brimful.models.hub.adapters import unwrapped
 
 #: Methods whose overriding may be of the loss, or of how it is computed.
@@ -130,11 +131,28 @@ def reason_of_batch(inputs: Any, model: Any, *, smooths: bool) -> str | None:
             return "the model reads padding on the left; the tokenizer's padding_side decides where it is"
     if (long := _beyond_its_positions(mask_BL, model)) is not None:
         return long
+    if (elsewhere := _read_elsewhere(given["input_ids"], mask_BL, model)) is not None:
+        return elsewhere
+    if has_own_loss(model.config, given["labels"]):
+        return f"{type(model).__name__} computes a loss of its own where problem_type is not set and labels are floats"
     if smooths and problem_of(model.config, given["labels"]) != "single_label_classification":
         return "label smoothing of Trainer is of single labels"
     if bool((given["labels"] == -100).any()):
         return "labels of -100 leave rows out of the loss"
     return None
+
+
+def _read_elsewhere(ids_BL: Tensor, mask_BL: Tensor, model: Any) -> str | None:
+    """Return that a head which looks for end tokens reads a row elsewhere than at its end, or refuses the batch."""
+    if (end_id := end_token_of(model)) is None:
+        return None
+    ends_BL = (ids_BL == end_id) & (mask_BL != 0)
+    ends_B, last_B1 = ends_BL.sum(dim=1), (mask_BL != 0).sum(dim=1, keepdim=True) - 1
+    if bool(ends_BL.gather(1, last_B1).all()) and bool((ends_B == ends_B[:1]).all()):
+        return None
+    return (
+        f"rows go on after their end token ({end_id}), or have different numbers of it, and the model's head reads it"
+    )
 
 
 def _beyond_its_positions(mask_BL: Tensor, model: Any) -> str | None:

@@ -19,7 +19,8 @@ from brimful.data.batches.batch import Layout, PaddedLayout
 from brimful.data.tokens.encoder import Tokens
 from brimful.hardware.read_back import ReadBack
 from brimful.kernels.layout import Inputs, map_tensors
-from brimful.models.packed.packed_forward import LayoutModel
+from brimful.models.end_tokens import count_ends, end_token_of
+from brimful.models.packed.packed_forward import LayoutModel, PaddedModel
 from brimful.step.precision import Precision
 from brimful.step.recovery import until_it_fits
 
@@ -73,6 +74,7 @@ class Forward:
     def __init__(self, execution: LayoutModel, precision: Precision) -> None:
         self.execution, self.precision = execution, precision
         self.num_outputs = int(execution.model.config.num_labels)
+        self._end_id = end_token_of(execution.model) if isinstance(execution, PaddedModel) else None
         self.hear: Callable[[OutOfMemory], None] = lambda found: None
 
     def windows(self, lengths_N: np.ndarray) -> Iterator[np.ndarray]:
@@ -112,11 +114,12 @@ class Forward:
             since.record()
         began, rows, found = time.perf_counter(), [], []
         with torch.inference_mode():
-            for members, logits_SC in self._passes(tokens):
-                if self.after_pass is not None:
-                    self.after_pass()
-                rows.append(members)
-                found.append(logits_SC[: len(members)])
+            for part in _of_alike_ends(tokens, self._end_id):
+                for members, logits_SC in self._passes(part):
+                    if self.after_pass is not None:
+                        self.after_pass()
+                    rows.append(members)
+                    found.append(logits_SC[: len(members)])
             logits_MC = (
                 torch.cat(found) if found else torch.zeros(0, self.num_outputs, dtype=torch.float32, device=device)
             )
@@ -221,6 +224,19 @@ def chunks(lengths: np.ndarray, batch_tokens: int, most_rows: int) -> Iterator[n
         stop = min(max(stop, start + 1), start + most_rows)
         yield order[start:stop]
         start = stop
+
+
+def _of_alike_ends(tokens: Tokens, end_id: int | None) -> list[Tokens]:
+    """The same window once for each number of end tokens, without the rows that have another: a head that looks for
+    them takes no others together. end_id: the end token, None where the head looks for none."""
+    if end_id is None:
+        return [tokens]
+    ends_N = count_ends([tokens.sequence(row) for row in range(len(tokens))], end_id)
+    asked_N = tokens.lengths > 0
+    numbers = np.unique(ends_N[asked_N])
+    if len(numbers) < 2:
+        return [tokens]
+    return [tokens.without(np.flatnonzero(ends_N != number).tolist()) for number in numbers]
 
 
 def _of_one_length(rows: np.ndarray, lengths_N: np.ndarray) -> list[np.ndarray]:

@@ -174,12 +174,12 @@ class Step:
         self.update.begin()
         self.tell_update(whole=not (several or self.is_shared))
         rows: list[Tensor] = []
-        if self.is_shared:
-            self._accumulate_together(batch, rows)
-        else:
-            with self._buffers_kept():
+        with self._buffers_kept():
+            if self.is_shared:
+                self._accumulate_together(batch, rows)
+            else:
                 self._accumulate_all(batch, rows, gather_last=several)
-        readings = self.apply_update(gathered=several or self.is_shared)
+            readings = self.apply_update(gathered=several or self.is_shared)
         return self._pending(batch, readings, rows, room)
 
     def tell_update(self, *, whole: bool) -> None:
@@ -223,18 +223,27 @@ class Step:
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
-        """Within, a step that may be left undone leaves the model's buffers as they were."""
-        buffers = [] if self._between is None else self._copied_buffers()
+        """Within, a step that is left undone, as where memory runs out, leaves the model's buffers as they were.
+
+        Of one that is only left so for want of memory, those that are saved: the others are constants, such as masks.
+        """
+        buffers = self._copied_buffers(saved=self._between is None)
         try:
             yield
         except BaseException:
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            if not self.update.committed:  # or it is not taken again
+                for buffer, value in buffers:
+                    buffer.copy_(value)
             raise
 
-    def _copied_buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """The model's buffers, and copies: one that changes need not say so, as statistics of batches do not."""
-        return [(buffer, buffer.clone()) for buffer in self.execution.model.buffers() if not buffer.is_inference()]
+    def _copied_buffers(self, *, saved: bool = False) -> list[tuple[Tensor, Tensor]]:
+        """The model's buffers, and copies: one that changes need not say so, as statistics of batches do not.
+
+        saved: only those that a checkpoint has.
+        """
+        model = self.execution.model
+        found = _saved_buffers(model) if saved else model.buffers()
+        return [(buffer, buffer.clone()) for buffer in found if not buffer.is_inference()]
 
     def _accumulate_together(self, batch: Batch, rows: list[Tensor]) -> None:
         """As `_accumulate_all`, summed over processes; one that memory runs out in does not keep the others waiting."""
@@ -330,7 +339,7 @@ class Step:
 
     def loss_rows_S(self, micro: MicroBatch) -> Tensor:
         """Each slot's addend to the loss sum; 0 in empty slots."""
-        with self.precision.autocast():
+        with self.precision.autocast(caches=self.update.casts_once):
             context = self.precision.context(self.update.side_stream, seeded_dropout=self.seeded_dropout)
             context = replace(context, keeps_all=self._keeps_all, seed=self._mask_seed)
             logits_SC = self.execution(micro.inputs, context).logits
@@ -471,6 +480,17 @@ class Step:
             if together:
                 self.update.collect()
             self.update.release()
+
+
+def _saved_buffers(model: torch.nn.Module) -> list[Tensor]:
+    """Buffers that are part of a model's state, each once."""
+    found = {
+        id(buffer): buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+    return list(found.values())
 
 
 def _mix(*words: int) -> int:

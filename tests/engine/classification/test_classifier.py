@@ -30,6 +30,7 @@ from brimful.models import onednn_prepack
 from brimful.models.packed import packed_forward
 from brimful.step.forward import LayoutForward
 from failing_allocator import FailingAllocator
+from heads.tiny_heads import save_head
 from same import SCORE, same_objects
 from tiny import FAMILIES
 from tiny_files import BAD, GOOD, review, save_base, save_classifier, save_tokenizer
@@ -129,6 +130,18 @@ def test_texts_of_one_length_share_a_batch_where_padding_changes_answers(
         with pytest.warns(UserWarning, match="memory ran out in classification"), FailingAllocator([5]):
             found = classifier.logits(TEXTS * 3)
         np.testing.assert_allclose(found, whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("packing", ["auto", "off"])
+@pytest.mark.parametrize("model_type", ["bart", "t5"])
+def test_a_text_that_holds_the_end_token(model_type: str, packing: str, tmp_path: Path) -> None:
+    """An encoder-decoder's head takes rows together only where they hold as many of them."""
+    model = save_head(tmp_path, model_type)
+    end = transformers.AutoTokenizer.from_pretrained(model).eos_token
+    texts = [*TEXTS[:6], f"good {end} the film", f"bad {end} {end} was", *TEXTS[6:9]]
+    plain = pipeline(model)
+    with fp32(model, packing=packing) as classifier:
+        same_objects(classifier(texts), [plain(text)[0] for text in texts])
 
 
 @pytest.mark.parametrize("packing", ["auto", "off"])

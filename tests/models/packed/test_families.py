@@ -318,6 +318,19 @@ def test_refused_with_a_reason(config: str, settings: dict[str, Any], independen
     assert "\n" not in found.reason
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_special_tokens_do_is_found(scaled: bool) -> None:
+    """ESM scales embeddings by the share of <mask> in a row."""
+    config = transformers.EsmConfig(
+        **_SMALL | {"vocab_size": 1000, "pad_token_id": 1}, mask_token_id=32, token_dropout=scaled, num_labels=3,
+        position_embedding_type="rotary", emb_layer_norm_before=False, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    found = check_here(transformers.EsmForSequenceClassification(config))
+    assert found.packed is not scaled, found.reason
+    assert found.independent
+
+
 def test_a_model_whose_layers_differ_by_number_is_tried_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FAMILIES["gpt2"].model(n_layer=3, scale_attn_by_inverse_layer_idx=True)
     assert len(one_layer_of_each_kind(model).transformer.h) == 3

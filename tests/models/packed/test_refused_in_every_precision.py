@@ -127,6 +127,27 @@ def test_dropout_is_no_reason(name: str) -> None:
     assert not found.draws_in_training
 
 
+class DropPath(torch.nn.Module):
+    """Leaves out whole rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop_prob = 0.3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.rand(len(x), *[1] * (x.ndim - 1)) >= self.drop_prob
+        return x * kept if self.training else x
+
+
+@pytest.mark.parametrize("kind", [DropPath, torch.nn.Dropout1d, torch.nn.AlphaDropout])
+def test_dropout_of_whole_rows_is_one(kind: type[torch.nn.Module]) -> None:
+    model = FAMILIES["bert"].model(dropout=0.3)
+    model.bert.encoder.layer[0].output.dense = torch.nn.Sequential(model.bert.encoder.layer[0].output.dense, kind())
+    found = check_here(model, "fp32")
+    assert found.packed  # for reading it
+    assert found.draws_in_training == (kind is not torch.nn.AlphaDropout)
+
+
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 

@@ -82,7 +82,7 @@ _LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_numbe
 
 def make_sequences(whole_config: Any, max_length: int) -> list[np.ndarray]:
     """Random token ids without padding and end tokens: short ones, and one longer than any window that can matter, or
-    than the distances that a bias tells apart.
+    than the distances that a bias tells apart. The last one has the other special tokens, such as the mask.
 
     Encoder-decoders get one end token each: it is what their heads read.
     """
@@ -90,15 +90,38 @@ def make_sequences(whole_config: Any, max_length: int) -> list[np.ndarray]:
     windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_window")]
     windows += [getattr(config, "window_size", None), farthest_bucket(whole_config), full_attention_limit(whole_config)]
     longest = max([48, *(w + 40 for w in windows if isinstance(w, int))])
-    return random_sequences(whole_config, [min(n, max_length) for n in (5, 17, longest, 2, 31)])
+    sequences = random_sequences(whole_config, [min(n, max_length) for n in (5, 17, longest, 2, 31)])
+    inner, special = sequences[-1][1:-1], _special_ids(whole_config)
+    inner[: len(special)] = special[: len(inner)]
+    return sequences
+
+
+def _special_ids(whole_config: Any) -> list[int]:
+    """Ids that the configuration names and that may stand within a text: what a model makes of them is seen, too."""
+    text = whole_config.get_text_config()
+    named = {
+        name: value
+        for config in (whole_config, text)
+        for name, value in vars(config).items()
+        if name.endswith("_token_id") and type(value) is int
+    }
+    known = range(getattr(text, "vocab_size", None) or _LETTERS)
+    return sorted({value for value in named.values() if value in known} - _avoided(text))
+
+
+def _avoided(config: Any) -> set[int]:
+    """Ids of padding, and of a text's ends."""
+    found = {getattr(config, name, None) for name in ("pad_token_id", "bos_token_id")}
+    ends = getattr(config, "eos_token_id", None)
+    found |= set(ends) if isinstance(ends, list | tuple) else {ends}
+    return {each for each in found if isinstance(each, int)}
 
 
 def random_sequences(whole_config: Any, lengths: Iterable[int]) -> list[np.ndarray]:
     """Random token ids as `make_sequences` has them, of these lengths."""
     config = whole_config.get_text_config()
-    avoided = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
     ids = np.arange(getattr(config, "vocab_size", None) or _LETTERS)
-    allowed = np.setdiff1d(ids, [a for a in avoided if isinstance(a, int)])
+    allowed = np.setdiff1d(ids, list(_avoided(config)))
     random = np.random.default_rng(0)
     sequences = [random.choice(allowed, size=length) for length in lengths]
     if whole_config.is_encoder_decoder and isinstance(config.eos_token_id, int):

@@ -114,7 +114,7 @@ class Equivalence:
             why = "in train mode the result of a row depends on the other rows of its batch (as in BatchNorm)"
             return replace(self, packed=False, independent=False, reason=why)
         if self.draws_in_training:
-            why = "in train mode it draws random numbers of its own (as LayerDrop does), once for a whole batch"
+            why = "in train mode it draws random numbers of its own (as LayerDrop does), once for a whole batch or row"
             return replace(self, packed=False, reason=why)
         return self
 
@@ -166,7 +166,7 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
     small = one_layer_of_each_kind(model).to("cpu", torch.float32).eval().requires_grad_(True)
     wake(small)
     sequences = make_sequences(small.config, max_length)
-    with matmul_precision("highest"), without_dropout(small):
+    with matmul_precision("highest"), without_dropout(small, only_of_numbers=True):
         padded = PaddedModel(small, "eager")
         try:
             plain = padded(padded_rows(sequences, small.config)).logits.detach()

@@ -21,11 +21,13 @@ from brimful.kernels.layout import Inputs
 
 
 @contextmanager
-def without_dropout(model: Any, *, but: Sequence[nn.Module] = ()) -> Iterator[None]:
+def without_dropout(model: Any, *, but: Sequence[nn.Module] = (), only_of_numbers: bool = False) -> Iterator[None]:
     """Within, every dropout of a model in train mode keeps all: modules, and probabilities under names of their own.
 
     but: modules left as they are, with all that is in them. LayerDrop and noise stay: they are no dropout of numbers.
+    only_of_numbers: whether dropout stays, too, that may have one mask for a whole row, as DropPath and Dropout1d have.
     """
+    is_dropout = _is_dropout_of_numbers if only_of_numbers else _is_dropout
     left = {id(module) for each in but for module in each.modules()}
     owners = [module for module in model.modules() if id(module) not in left]
     settings = {id(config): config for config in (getattr(owner, "config", None) for owner in owners) if config}
@@ -33,7 +35,7 @@ def without_dropout(model: Any, *, but: Sequence[nn.Module] = ()) -> Iterator[No
         (owner, name, value)
         for owner in (*owners, *(settings.values() if not but else ()))
         for name, value in vars(owner).items()
-        if isinstance(value, float) and value > 0 and _is_dropout(owner, name)
+        if isinstance(value, float) and value > 0 and is_dropout(owner, name)
     ]
     for owner, name, _ in changed:
         object.__setattr__(owner, name, 0.0)
@@ -50,6 +52,15 @@ def _is_dropout(owner: object, name: str) -> bool:
     if isinstance(owner, nn.Module) and "Dropout" in type(owner).__name__:  # of a family's own making
         return name in ("p", "drop_prob")
     return "dropout" in name or name.endswith(("pdrop", "drop_prob"))
+
+
+def _is_dropout_of_numbers(owner: object, name: str) -> bool:
+    """Return whether this is the probability of a dropout known to have a mask of its own for each number."""
+    if isinstance(owner, _DropoutNd):
+        return name == "p" and isinstance(owner, nn.Dropout | nn.AlphaDropout)
+    if type(owner).__name__ == "StableDropout":  # of DeBERTa
+        return name == "drop_prob"
+    return "dropout" in name or name.endswith("pdrop")
 
 
 class _Fixed(TorchDispatchMode):
