@@ -22,6 +22,7 @@ from brimful.data.batches.prefetch import Source
 from brimful.data.batches.shares import shares_of
 from brimful.data.tokens.augment import Augmenter
 from brimful.engine.compilations import CompilationWatch
+from brimful.engine.own_loss import own_loss_doubt
 from brimful.engine.prepare import Prepared
 from brimful.engine.target_scale import check_fold
 from brimful.hardware.peers import Peers, peers_of
@@ -121,6 +122,8 @@ def build(
     model = load_model(prepared.facts, prepared.space, head=prepared.alignment.head, seed=options.seed)
     if prepared.target_scale is not None:
         check_fold(model, prepared.target_scale)
+    if prepared.facts.runs_own_code and (doubt := own_loss_doubt(model, prepared.space)) is not None:
+        callbacks.warning(doubt)
     phases.enter("setup")
     lengths, order = prepared.training.tokens.lengths, prepared.order
     looked_at = min(_LOOKED_AT, prepared.num_batches or prepared.num_steps)
