@@ -80,17 +80,22 @@ _NUMBERS_OF_LAYERS = frozenset({"num_hidden_layers", "n_layers", "n_layer", "num
 _LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"})
 
 
+#: Names of the tokens that attention reaches, or keeps of those that it could: longer texts are computed otherwise.
+_WINDOWS = ("sliding_window", "local_attention", "attention_window", "window_size", "keep_window_size", "index_topk")
+
+
 def make_sequences(whole_config: Any, max_length: int) -> list[np.ndarray]:
-    """Random token ids without padding and end tokens: short ones, and one longer than any window that can matter, or
-    than the distances that a bias tells apart. The last one has the other special tokens, such as the mask.
+    """Random token ids without padding and end tokens: short ones, and two longer than any window that can matter, or
+    than the distances that a bias tells apart, of which one is padded beside the other. The last one has the other
+    special tokens, such as the mask.
 
     Encoder-decoders get one end token each: it is what their heads read.
     """
     config = whole_config.get_text_config()
-    windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_window")]
-    windows += [getattr(config, "window_size", None), farthest_bucket(whole_config), full_attention_limit(whole_config)]
+    windows = [getattr(config, name, None) for name in _WINDOWS]
+    windows += [farthest_bucket(whole_config), full_attention_limit(whole_config)]
     longest = max([48, *(w + 40 for w in windows if isinstance(w, int))])
-    sequences = random_sequences(whole_config, [min(n, max_length) for n in (5, 17, longest, 2, 31)])
+    sequences = random_sequences(whole_config, [min(n, max_length) for n in (5, 17, longest, 2, longest - 9)])
     inner, special = sequences[-1][1:-1], _special_ids(whole_config)
     inner[: len(special)] = special[: len(inner)]
     return sequences
