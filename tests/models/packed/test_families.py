@@ -332,13 +332,15 @@ def test_what_special_tokens_do_is_found(scaled: bool) -> None:
 
 
 def test_keys_that_are_kept_of_a_row_are_found() -> None:
-    """Doge keeps so many keys of a row that has more, and so of a packed row."""
+    """Doge keeps so many keys of a row that has more: of a packed row, and of a padded one."""
     config = transformers.DogeConfig(
         vocab_size=1000, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=24, keep_window_size=64, pad_token_id=0, num_labels=3, initializer_range=0.2,
     )  # fmt: skip
     torch.manual_seed(0)
-    assert not check_here(transformers.DogeForSequenceClassification(config), max_length=200).packed
+    found = check_here(transformers.DogeForSequenceClassification(config), max_length=200)
+    assert not found.packed
+    assert not found.independent
 
 
 def test_a_model_whose_layers_differ_by_number_is_tried_whole(monkeypatch: pytest.MonkeyPatch) -> None:
