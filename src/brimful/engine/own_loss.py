@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from brimful.core.records import LabelSpace
 from brimful.hardware.process_settings import unchanged_random_streams
 from brimful.models.hub.quiet import quiet_transformers
 from brimful.models.packed.check_inputs import make_sequences
+from brimful.tasks.task import make_task
 
 _TOKENS = 8
 _NAMES = {"single_label": "cross entropy", "multi_label": "binary cross entropy", "regression": "the squared error"}
@@ -48,9 +48,6 @@ def _labels(space: LabelSpace) -> Tensor:
 
 
 def _plain_loss(logits_1C: Tensor, space: LabelSpace) -> Tensor:
-    labels = _labels(space)
-    if space.task == "single_label":
-        return F.cross_entropy(logits_1C, labels)
-    if space.task == "multi_label":
-        return F.binary_cross_entropy_with_logits(logits_1C, labels)
-    return F.mse_loss(logits_1C, labels)
+    targets = _labels(space)
+    task = make_task(space, targets.numpy())
+    return task.loss_rows_S(logits_1C, targets).sum() / task.denominator(targets.numpy())

@@ -31,6 +31,7 @@ from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
 from brimful.models.packed.recompute import all_kept_in, keep_all
 from brimful.models.packed.streamed_layers import StreamedLayers
 from brimful.models.packed.training_check import without_dropout
+from brimful.step.kept_buffers import put_back
 from brimful.step.precision import Precision
 from brimful.step.step import Probed
 from brimful.tasks.task import Task
@@ -94,29 +95,24 @@ def plain(made: Assembled, rows: Rows, precision: Precision) -> Probed:
     task, device = step.task, step.device
     denominator = task.denominator(rows.targets_N, rows.weights_N)
     losses_N = torch.zeros(len(rows.ids), dtype=torch.float64)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_inference()]
     whole = not (made.packing.packed or made.packing.equivalence.independent)
     update = step.update
-    try:
-        with ExitStack() as stack:
-            for context in (_plain_form(model), without_dropout(model), torch.enable_grad(), _no_kept_casts()):
-                stack.enter_context(context)
-            stack.enter_context(widened.taking_turns())
-            if streamed is not None:
-                stack.enter_context(update.undisturbed())
-                stack.enter_context(streamed.widened())
-            for members in [np.arange(len(rows.ids))] if whole else _cut(rows.ids, made.layout.most_tokens // 2):
-                update.before()
-                form = _Plain(model, precision, task, denominator)
-                rows_R = _plain_losses(form, weights, rows, members, device, elsewhere)
-                losses_N[torch.from_numpy(members)] = rows_R.double().cpu()
-            if moved:
-                found = dict(zip(update.named, update.gradients(gathered=False), strict=True))
-                taken |= {name: found[name] for name in moved}
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+    with ExitStack() as stack:
+        stack.enter_context(put_back(model.buffers()))
+        for context in (_plain_form(model), without_dropout(model), torch.enable_grad(), _no_kept_casts()):
+            stack.enter_context(context)
+        stack.enter_context(widened.taking_turns())
+        if streamed is not None:
+            stack.enter_context(update.undisturbed())
+            stack.enter_context(streamed.widened())
+        for members in [np.arange(len(rows.ids))] if whole else _cut(rows.ids, made.layout.most_tokens // 2):
+            update.before()
+            form = _Plain(model, precision, task, denominator)
+            rows_R = _plain_losses(form, weights, rows, members, device, elsewhere)
+            losses_N[torch.from_numpy(members)] = rows_R.double().cpu()
+        if moved:
+            found = dict(zip(update.named, update.gradients(gathered=False), strict=True))
+            taken |= {name: found[name] for name in moved}
     gradients = (taken.get(name, torch.zeros(p.shape)) for name, p in update.named.items())
     return Probed(losses_N=losses_N, gradients=[g.float() for g in gradients])
 

@@ -30,6 +30,7 @@ from brimful.measurement.memory import PhaseMemory
 from brimful.models.packed.layer_calls import compiled_modules
 from brimful.models.packed.packed_forward import LayoutModel
 from brimful.models.packed.training_check import without_dropout
+from brimful.step.kept_buffers import put_back, state_buffers
 from brimful.step.precision import Precision
 from brimful.step.state import StepState
 from brimful.step.updates.update import Update
@@ -174,7 +175,9 @@ class Step:
         self.update.begin()
         self.tell_update(whole=not (several or self.is_shared))
         rows: list[Tensor] = []
-        with self._buffers_kept():
+        model = self.execution.model  # it may be left undone for want of memory, or wherever `between` says so
+        kept = state_buffers(model) if self._between is None else model.buffers()
+        with put_back(kept, when=lambda raised: raised is not None and not self.update.committed):
             if self.is_shared:
                 self._accumulate_together(batch, rows)
             else:
@@ -220,30 +223,6 @@ class Step:
             self._between = None
             for hook in hooks:
                 hook.remove()
-
-    @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
-        """Within, a step that is left undone, as where memory runs out, leaves the model's buffers as they were.
-
-        Of one that is only left so for want of memory, those that are saved: the others are constants, such as masks.
-        """
-        buffers = self._copied_buffers(saved=self._between is None)
-        try:
-            yield
-        except BaseException:
-            if not self.update.committed:  # or it is not taken again
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-            raise
-
-    def _copied_buffers(self, *, saved: bool = False) -> list[tuple[Tensor, Tensor]]:
-        """The model's buffers, and copies: one that changes need not say so, as statistics of batches do not.
-
-        saved: only those that a checkpoint has.
-        """
-        model = self.execution.model
-        found = _saved_buffers(model) if saved else model.buffers()
-        return [(buffer, buffer.clone()) for buffer in found if not buffer.is_inference()]
 
     def _accumulate_together(self, batch: Batch, rows: list[Tensor]) -> None:
         """As `_accumulate_all`, summed over processes; one that memory runs out in does not keep the others waiting."""
@@ -355,22 +334,18 @@ class Step:
 
         Weights, gradients, buffers and the batch are as they were. wait: False to wait for the kernels later.
         """
-        parameters = self.update.parameters
+        parameters, model = self.update.parameters, self.execution.model
         self.tell_update(whole=len(batch.micro_batches) == 1)
-        buffers = self._copied_buffers()
         first_of = {micro.shape: index for index, micro in reversed(list(enumerate(batch.micro_batches)))}
-        try:
-            with precompiled(wait=wait) as compiling, self.update.undisturbed():  # gradients may be left in host memory
-                for index in first_of.values():
-                    for parameter in parameters:
-                        parameter.grad = None
-                    with self.settings(batch, index):
-                        rows_S = self.loss_rows_S(copy.deepcopy(batch.arrived(index)))
-                        rows_S.sum().backward()  # type: ignore[no-untyped-call]
-                self.update.compile_kernels(gathered=len(batch.micro_batches) > 1 or self.is_shared)
-        finally:
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        # Gradients may be left in host memory.
+        with put_back(model.buffers()), precompiled(wait=wait) as compiling, self.update.undisturbed():
+            for index in first_of.values():
+                for parameter in parameters:
+                    parameter.grad = None
+                with self.settings(batch, index):
+                    rows_S = self.loss_rows_S(copy.deepcopy(batch.arrived(index)))
+                    rows_S.sum().backward()  # type: ignore[no-untyped-call]
+            self.update.compile_kernels(gathered=len(batch.micro_batches) > 1 or self.is_shared)
         self.precision.after_update()  # copies of the weights that were made within
         return compiling
 
@@ -387,11 +362,10 @@ class Step:
         """
         self._prepare(batch)
         model, update = self.execution.model, self.update
-        buffers = self._copied_buffers()
         compiled = compiled_modules(model)
         self._keeps_all = True
         try:
-            with update.undisturbed(), without_dropout(model, but=compiled):
+            with put_back(model.buffers()), update.undisturbed(), without_dropout(model, but=compiled):
                 self._hold_scale()
                 if compiled and self._differs_by_seed(batch):  # torch's compiler has dropout in its code: other code
                     with without_dropout(model):
@@ -400,9 +374,6 @@ class Step:
                     rows, gradients = self._probed(batch)
         finally:
             self._keeps_all = update.committed = False
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
             self.precision.after_update()
         micros = zip(batch.micro_batches, rows, strict=True)
         losses_N = torch.cat([rows_S[: len(micro.samples)].double().cpu() for micro, rows_S in micros])
@@ -480,17 +451,6 @@ class Step:
             if together:
                 self.update.collect()
             self.update.release()
-
-
-def _saved_buffers(model: torch.nn.Module) -> list[Tensor]:
-    """Buffers that are part of a model's state, each once."""
-    found = {
-        id(buffer): buffer
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
-    return list(found.values())
 
 
 def _mix(*words: int) -> int:
