@@ -31,7 +31,7 @@ from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
 from brimful.models.packed.recompute import all_kept_in, keep_all
 from brimful.models.packed.streamed_layers import StreamedLayers
 from brimful.models.packed.training_check import without_dropout
-from brimful.step.kept_buffers import put_back
+from brimful.step.kept_buffers import buffers_of, put_back
 from brimful.step.precision import Precision
 from brimful.step.step import Probed
 from brimful.tasks.task import Task
@@ -98,7 +98,7 @@ def plain(made: Assembled, rows: Rows, precision: Precision) -> Probed:
     whole = not (made.packing.packed or made.packing.equivalence.independent)
     update = step.update
     with ExitStack() as stack:
-        stack.enter_context(put_back(model.buffers()))
+        stack.enter_context(put_back(buffers_of(model)))
         for context in (_plain_form(model), without_dropout(model), torch.enable_grad(), _no_kept_casts()):
             stack.enter_context(context)
         stack.enter_context(widened.taking_turns())

@@ -8,24 +8,32 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+#: A module's buffers, and the name of one of them.
+Place = tuple[dict[str, Tensor | None], str]
 
-def state_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the buffers that are part of a model's state: others of transformers' are constants, such as masks."""
+
+def buffers_of(model: nn.Module) -> Iterator[Place]:
+    """Yield the places of a model's buffers."""
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield buffer
+        for name in module._buffers:
+            yield module._buffers, name
+
+
+def state_buffers(model: nn.Module) -> Iterator[Place]:
+    """Yield those that are part of a model's state: others of transformers' are constants, such as masks."""
+    for module in model.modules():
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            yield module._buffers, name
 
 
 @contextmanager
-def put_back(
-    buffers: Iterable[Tensor], when: Callable[[BaseException | None], bool] = lambda _: True
-) -> Iterator[None]:
-    """Copy buffers, and put them back after the block: one that changes need not say so.
+def put_back(places: Iterable[Place], when: Callable[[BaseException | None], bool] = lambda _: True) -> Iterator[None]:
+    """Copy buffers, and put them back after the block: those that it wrote, and those that it replaced.
 
     when: asked with what the block raised, None where it ended.
     """
-    copies = [(buffer, buffer.clone()) for buffer in buffers if not buffer.is_inference()]
+    there = [(holder, name, holder[name]) for holder, name in places]
+    copies = {id(each): (each, each.clone()) for *_, each in there if each is not None and not each.is_inference()}
     raised: BaseException | None = None
     try:
         yield
@@ -35,5 +43,7 @@ def put_back(
     finally:
         if when(raised):
             with torch.no_grad():
-                for buffer, value in copies:
+                for buffer, value in copies.values():
                     buffer.copy_(value)
+            for holder, name, found in there:
+                holder[name] = found

@@ -30,7 +30,7 @@ from brimful.measurement.memory import PhaseMemory
 from brimful.models.packed.layer_calls import compiled_modules
 from brimful.models.packed.packed_forward import LayoutModel
 from brimful.models.packed.training_check import without_dropout
-from brimful.step.kept_buffers import put_back, state_buffers
+from brimful.step.kept_buffers import buffers_of, put_back, state_buffers
 from brimful.step.precision import Precision
 from brimful.step.state import StepState
 from brimful.step.updates.update import Update
@@ -176,7 +176,7 @@ class Step:
         self.tell_update(whole=not (several or self.is_shared))
         rows: list[Tensor] = []
         model = self.execution.model  # it may be left undone for want of memory, or wherever `between` says so
-        kept = state_buffers(model) if self._between is None else model.buffers()
+        kept = state_buffers(model) if self._between is None else buffers_of(model)
         with put_back(kept, when=lambda raised: raised is not None and not self.update.committed):
             if self.is_shared:
                 self._accumulate_together(batch, rows)
@@ -338,7 +338,7 @@ class Step:
         self.tell_update(whole=len(batch.micro_batches) == 1)
         first_of = {micro.shape: index for index, micro in reversed(list(enumerate(batch.micro_batches)))}
         # Gradients may be left in host memory.
-        with put_back(model.buffers()), precompiled(wait=wait) as compiling, self.update.undisturbed():
+        with put_back(buffers_of(model)), precompiled(wait=wait) as compiling, self.update.undisturbed():
             for index in first_of.values():
                 for parameter in parameters:
                     parameter.grad = None
@@ -365,7 +365,7 @@ class Step:
         compiled = compiled_modules(model)
         self._keeps_all = True
         try:
-            with put_back(model.buffers()), update.undisturbed(), without_dropout(model, but=compiled):
+            with put_back(buffers_of(model)), update.undisturbed(), without_dropout(model, but=compiled):
                 self._hold_scale()
                 if compiled and self._differs_by_seed(batch):  # torch's compiler has dropout in its code: other code
                     with without_dropout(model):

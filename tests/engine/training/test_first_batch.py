@@ -293,6 +293,28 @@ def test_statistics_of_batches_are_as_before() -> None:
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
+def test_a_buffer_that_a_module_replaces_is_as_before() -> None:
+    class Counting(torch.nn.Module):
+        """Keeps how often it was called in a buffer that it makes anew."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return x
+
+    model = FAMILIES["bert"].model()
+    model.classifier = torch.nn.Sequential(counting := Counting(), model.classifier)
+    step = make_step(model)
+    before = counting.calls
+    found = compare(step._built, SAMPLE)
+    assert found.passed, found.reason
+    assert counting.calls is before
+    assert before == 0
+
+
 def test_the_plain_model_keeps_inputs_of_layers_alone_and_is_left_as_it_was() -> None:
     """By torch's checkpointing: each layer is called twice, and the gradient is that of all activations kept."""
     step, calls = make_step(FAMILIES["bert"].model()), list[str]()
