@@ -62,6 +62,7 @@ def measure_work(work: Any, plan: dict[str, Any], inputs: Path) -> Iterator[dict
             execution=settings["execution"],
         )
         callbacks = _Warnings()
+        began = time.perf_counter()
         precision = choose_precision(options.precision, choose_device(options.device))
         prepared = prepare(options, callbacks)
         with precision.apply(), freed_memory_kept(precision.device):  # as in a run
@@ -69,7 +70,7 @@ def measure_work(work: Any, plan: dict[str, Any], inputs: Path) -> Iterator[dict
             warm_up, steps, rounds = plan["warm_up"], plan["steps"], plan["rounds"]
             if options.batch_size > 32:
                 warm_up, steps = warm_up // 2, steps // 2
-            began = time.perf_counter()
+            built_s = time.perf_counter() - began
             marks, cpu_marks, graphs, computed, wait_s = _run(built, warm_up, steps, rounds)
         lengths = prepared.training.tokens.lengths
         found = []
@@ -90,7 +91,8 @@ def measure_work(work: Any, plan: dict[str, Any], inputs: Path) -> Iterator[dict
         yield {
             "settings": settings,
             "rounds": found,
-            "warm_up_s": marks[0] - began,
+            "built_s": built_s,
+            "warm_up_s": marks[0] - began - built_s,
             "peak_allocated_bytes": torch.cuda.max_memory_allocated() if cuda else None,
             "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
             "steps_per_round": steps,
