@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 from brimful.models.model_stats import embeddings_of, layer_lists, layers_of
 from brimful.models.packed.layer_calls import as_they_were
@@ -30,7 +31,7 @@ def compile_padded_layers(execution: LayoutModel, *, note: Callable[[str], None]
 def compile_layers(
     execution: LayoutModel, *, fused: bool, note: Callable[[str], None], forward_only: bool = False
 ) -> None:
-    """Compile the model's layers and embeddings in place.
+    """Compile the model's layers and embeddings in place: recorded where our kernels cover them, else by dynamo.
 
     fused: whether layers can be fused around the attention that they will be given. Then, where the head reads the
     first token only, the last layer leaves out what it does not read. note: hears of layers that turn out not to
@@ -43,19 +44,27 @@ def compile_layers(
     if isinstance(execution, PackedModel):
         execution.run_whole()  # one trace for all layers
     # Imported where it is needed: Triton comes with torch for GPUs, and is missing beside torch for CPUs.
-    from brimful.models.fusion import embedding_backend, layer_backend
+    from brimful.models.fusion import cover_embeddings, embedding_backend, fuse, layer_backend
     from brimful.models.fusion.last_layer import ShorteningBackend
+    from brimful.models.fusion.recording import record_calls
 
     own = _own_parameters(layers)
     fusible = own or forward_only
+    cover: Any = fuse if fusible else _uncovered
     backend: Any = partial(layer_backend, note=note) if fusible else "inductor"
     if own and fused and isinstance(execution, PackedModel) and execution.form.pooling == "first":
         backend = execution.last = ShorteningBackend(layers[-1], note)
-    for layer in layers:
-        layer.compile(dynamic=True, backend=backend)
+        cover = backend.cover
+    record_calls(layers, cover, backend=backend)
     embeddings = embeddings_of(model)
     if embeddings is not None:
-        embeddings.compile(dynamic=True, backend=partial(embedding_backend, before_fused=fusible and fused))
+        before = fusible and fused
+        cover = partial(cover_embeddings, before_fused=before)
+        record_calls([embeddings], cover, backend=partial(embedding_backend, before_fused=before))
+
+
+def _uncovered(_: GraphModule) -> None:
+    """No graph on our functions: gradients of what two layers share must meet where autograd adds them."""
 
 
 @contextmanager

@@ -11,6 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
+#: Names under which a layer's modules keep its number.
+LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"})
+
 
 def layers_of(model: Any) -> nn.ModuleList | None:
     """The list of a model's transformer layers, those for text; None where layers are shared or nested (ALBERT)."""

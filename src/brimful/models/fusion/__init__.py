@@ -1,6 +1,6 @@
 """Transformer layers and embeddings rewritten onto fused kernels, found by what they compute and not by their names.
 
-A layer is traced once by torch's dynamo; its graph serves all layers of one kind and every number of tokens. In it
+A layer's code is recorded (`recording.py`), or traced by torch's dynamo; its graph serves every number of tokens. In it
 
     sum of embeddings -> layer_norm -> dropout
     linear -> dropout -> + residual -> layer_norm
@@ -94,7 +94,14 @@ def embedding_backend(graph_module: GraphModule, inputs: Sequence[Any], *, befor
 
     before_fused: whether layers that read them may be fused, by their attention. Others sum in fp32, all of them.
     """
-    fused: Callable[..., Any] = fuse(graph_module) or graph_module
+    return cover_embeddings(graph_module, before_fused=before_fused) or graph_module
+
+
+def cover_embeddings(graph_module: GraphModule, *, before_fused: bool) -> Callable[..., Any] | None:
+    """The embeddings on our functions; None if they do not cover them. before_fused: as of `embedding_backend`."""
+    fused = fuse(graph_module)
+    if fused is None:
+        return None
 
     def run(*arguments: Any) -> Any:
         with replace(current(), half_residuals=before_fused and current().half_residuals).active():

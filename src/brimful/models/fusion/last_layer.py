@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from brimful.kernels.layers import postnorm_ops
 from brimful.kernels.layers.cls_attention import first_rows, projected_first_attention
 from brimful.models.fusion import fuse, layer_backend
-from brimful.models.fusion.nodes import is_parameter
+from brimful.models.fusion.nodes import is_parameter, is_symbol
 
 
 class ShorteningBackend:
@@ -33,9 +33,15 @@ class ShorteningBackend:
         self.pooled, self.shared = False, 0
 
     def __call__(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self.cover(graph_module) or self._as_it_is(layer_backend(graph_module, inputs, note=self._note))
+
+    def cover(self, graph_module: GraphModule) -> Callable[..., Any] | None:
+        """The graph on our functions, in the last layer cut short; None if they do not cover it."""
         whole, short = fuse(graph_module), fuse(graph_module)
-        if whole is None or short is None or not pool_first(short):
-            return self._as_it_is(layer_backend(graph_module, inputs, note=self._note))
+        if whole is None or short is None:
+            return None
+        if not pool_first(short):
+            return self._as_it_is(whole)
         placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         weight = next(index for index, node in enumerate(placeholders) if is_parameter(node))
         shared = _shared_parameters(short)
@@ -71,7 +77,7 @@ def pool_first(fused: GraphModule) -> bool:
     _, _, scale, causal, window, softcap, dropout = settings
     if causal is not False or window != 0 or softcap != 0.0:
         return False
-    if not isinstance(x.meta["example_value"].shape[-2], torch.SymInt):
+    if not is_symbol(x.meta["example_value"].shape[-2]):
         return False  # the number of tokens stands in the graph as a constant
     after = _after(call)
     with graph.inserting_before(call):
@@ -124,4 +130,4 @@ def _has_tokens(node: Node, x: Any) -> bool:
 
 def _is_token_count(node: Node, x: Any) -> bool:
     made, count = node.meta.get("example_value"), x.meta["example_value"].shape[-2]
-    return isinstance(made, torch.SymInt) and str(made) == str(count)
+    return is_symbol(made) and str(made) == str(count)

@@ -1,4 +1,5 @@
-"""Reading dynamo's graphs: which node is which call, of what; and putting another in its place."""
+"""Reading graphs of layers, dynamo's or recorded ones: which node is which call, of what; and putting another in its
+place."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+#: The number of tokens that stands for any in a recorded graph, where dynamo has a symbol.
+TOKENS = 2_000_003
 _LINEAR = ("input", "weight", "bias")
 
 
@@ -125,6 +128,11 @@ def shape_of(node: Any) -> tuple[Any, ...]:
 def same_shape(node: Any, other: Any) -> bool:
     """True if two nodes make tensors of one shape."""
     return made(node) is not None and made(other) is not None and shape_of(node) == shape_of(other)
+
+
+def is_symbol(number: Any) -> bool:
+    """True for a number of tokens that stands for any."""
+    return isinstance(number, torch.SymInt) or (isinstance(number, int) and number == TOKENS)
 
 
 def is_parameter(node: Any) -> bool:

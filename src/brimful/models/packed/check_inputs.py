@@ -12,7 +12,7 @@ from torch import nn
 
 from brimful.kernels import float8
 from brimful.kernels.layout import Inputs, PackedShape, packed_inputs, padded_inputs
-from brimful.models.model_stats import layers_of
+from brimful.models.model_stats import LAYER_NUMBERS, layers_of
 from brimful.models.packed.family_forms import farthest_bucket, full_attention_limit
 from brimful.models.packed.packed_forward import padding_id_of
 from brimful.models.packed.recompute import all_kept_in
@@ -71,13 +71,12 @@ def module_settings(layer: nn.Module) -> str:
             (name, key, value)
             for name, module in layer.named_modules()
             for key, value in sorted(vars(module).items())
-            if isinstance(value, bool | int | float | str) and key not in _LAYER_NUMBERS
+            if isinstance(value, bool | int | float | str) and key not in LAYER_NUMBERS
         ]
     )
 
 
 _NUMBERS_OF_LAYERS = frozenset({"num_hidden_layers", "n_layers", "n_layer", "num_layers"})
-_LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"})
 
 
 #: Names of the tokens that attention reaches, or keeps of those that it could: longer texts are computed otherwise.

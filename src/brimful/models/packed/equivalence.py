@@ -74,6 +74,7 @@ class Equivalence:
     LayerDrop's, which differ from one part of a batch to the next, and which a captured graph would freeze.
     *_error: measured relative differences, None where the check did not get that far; kernel_error and float8_error are
     in units of the tolerance. half_weights: Linear weights may be stored in half precision.
+    recorded: on a GPU, our kernels cover the layers, whose code can be recorded: they cost no compilation.
     float8_error: of fused layers in fp8; None if fp8 was not asked for or our kernels do not cover the layers.
     float8_shapes: (N, K) of the weights that can be multiplied in fp8. float8_activated: those followed by GELU.
     """
@@ -92,6 +93,7 @@ class Equivalence:
     gradient_error: float | None = None
     kernel_error: float | None = None
     half_weights: bool = False
+    recorded: bool = False
     float8_error: float | None = None
     float8_shapes: tuple[tuple[int, int], ...] = ()
     float8_activated: tuple[tuple[int, int], ...] = ()
@@ -256,6 +258,7 @@ def _on_device(small: Any, case: _Case, found: Equivalence, precision: str) -> E
         skips_padding=case.form.skips_padding,
         kernel_error=kernel_error,
         half_weights=half_weights,
+        recorded=passed and _is_recorded(small, case),
         float8_error=float8_error,
         float8_shapes=tuple(shapes),
         float8_activated=tuple(shape for shape, activated in shapes.items() if activated),
@@ -388,8 +391,15 @@ def _float8_error(small: Any, case: _Case) -> tuple[float | None, dict[float8.Sh
             rounding = partial(float8.linear, weight=module.weight, bias=module.bias)
             module.forward = rounding  # type: ignore[method-assign]
     covered: list[bool] = []
-    for layer in layers:
-        layer.compile(dynamic=True, backend=partial(_fused_or_not, covered))
+    from brimful.models.fusion import fuse  # it needs Triton, which is missing beside torch for CPUs
+    from brimful.models.fusion.recording import record_calls
+
+    def cover(graph: GraphModule, inputs: Sequence[Any] = ()) -> Callable[..., Any]:
+        fused = fuse(graph)
+        covered.append(fused is not None)
+        return graph if fused is None else fused
+
+    record_calls(layers, cover, backend=cover)
     plan = float8.Plan()
     try:
         found = case.errors(fused, reference=False, plan=plan)
@@ -401,13 +411,33 @@ def _float8_error(small: Any, case: _Case) -> tuple[float | None, dict[float8.Sh
     return _in_tolerances(found, case.errors(rounded, reference=True), "fp8"), shapes
 
 
-def _fused_or_not(covered: list[bool], graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Backend of torch.compile that notes if our kernels cover a layer."""
-    from brimful.models.fusion import fuse  # it needs Triton, which is missing beside torch for CPUs
+def _is_recorded(small: Any, case: _Case) -> bool:
+    """Return whether the layers can be recorded, and our kernels cover them. None of these runs."""
+    layers, covered = layers_of(copied := copy.deepcopy(small)), list[bool]()
+    if layers is None or next(small.parameters()).device.type != "cuda":
+        return False
+    try:
+        from brimful.models.fusion import fuse
+        from brimful.models.fusion.recording import Recorded
+    except ImportError:  # without Triton
+        return False
 
-    fused = fuse(graph)
-    covered.append(fused is not None)
-    return graph if fused is None else fused
+    def cover(graph: GraphModule) -> Callable[..., Any]:
+        covered.append(fuse(graph) is not None)
+        return graph
+
+    def uncovered(layer: nn.Module) -> Callable[..., Any]:
+        covered.append(False)
+        return layer._call_impl
+
+    for layer in layers:
+        layer._compiled_call_impl = Recorded(layer, cover, uncovered)
+    try:
+        with torch.no_grad():
+            case._logits(copied, PackedModel(copied, replace(case.form, short=False)))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return bool(covered) and all(covered)
 
 
 def _takes_half_weights(small: Any, case: _Case) -> bool:

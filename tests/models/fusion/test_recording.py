@@ -1,0 +1,126 @@
+"""Recorded layers: the same step as the layers as they are, without torch's compiler; and what is left to it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from brimful.levers import compiled_layers
+from brimful.models.fusion import recording
+from models.fusion.test_fusion import LONG, PRENORM, SHORT, our_attention, settings_of
+from step.test_step import make_step
+from tiny import FAMILIES
+
+__all__ = ["our_attention"]
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_by_dynamo", lambda *_: pytest.fail("dynamo was asked"))
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize("family", ["bert", "roberta", "electra", "distilbert", *PRENORM])
+def test_a_recorded_step_is_the_plain_one(family: str) -> None:
+    model: Any = FAMILIES[family].model(**settings_of(family, num_layers=2 if family == "bert" else 1))
+    plain, recorded = make_step(copy.deepcopy(model), family=family), make_step(model, family=family)
+    compiled_layers.compile_layers(recorded.execution, fused=True, note=pytest.fail)
+    for batch in [LONG, SHORT] if family == "bert" else [SHORT]:
+        expected, found = plain.run(batch).read(), recorded.run(batch).read()
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+class _Layer(torch.nn.Module):
+    """A layer of which `change` is a part. It is called by its recording, or by what stands for dynamo."""
+
+    def __init__(self, change: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.dropout, self.change = torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), change
+        self.factor, self.by_dynamo, self.recorded = 1.0, 0, list[torch.fx.GraphModule]()
+        self.register_buffer("shift", torch.ones(8))
+        self._compiled_call_impl = recording.Recorded(self, self.cover, lambda module: module.compiled)
+
+    def forward(self, x: torch.Tensor, *, pair: tuple[torch.Tensor, torch.Tensor] | None = None) -> Any:
+        y = self.change(self, self.linear(x).view(1, x.shape[1], 2, -1).flatten(2) + self.shift)
+        return self.dropout(y), None if pair is None else pair[0] - pair[1]
+
+    def cover(self, graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        self.recorded.append(graph)
+        return graph
+
+    def compiled(self, *args: Any, **kwargs: Any) -> Any:
+        self.by_dynamo += 1
+        return self._call_impl(*args, **kwargs)
+
+
+def _plain(layer: _Layer, *args: Any, **kwargs: Any) -> Any:
+    return layer._call_impl(*args, **kwargs)
+
+
+def test_one_recording_serves_every_number_of_tokens_and_weights_as_they_are() -> None:
+    layer = _Layer(lambda layer, x: x * layer.factor * x.shape[1]).eval()
+    for count in (2, 7, 8, 61, 300):
+        x = torch.randn(1, count, 8)
+        for weight in (layer.linear.weight, torch.nn.Parameter(torch.randn(8, 8))):
+            layer.linear.weight = weight
+            for found, expected in zip(layer(x, pair=(x, x + 1)), _plain(layer, x, pair=(x, x + 1)), strict=True):
+                assert torch.equal(found, expected)
+    assert len(layer.recorded) == 1
+    assert layer.by_dynamo == 0
+
+
+def test_another_call_is_recorded_anew() -> None:
+    layer, x = _Layer(lambda layer, x: x * layer.factor).eval(), torch.randn(1, 5, 8)
+    layer(x)
+    layer.factor = 3.0
+    assert torch.equal(layer(x)[0], _plain(layer, x)[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x)[0], _plain(layer, x)[0])
+    with torch.inference_mode():
+        assert torch.equal(layer(x)[0], _plain(layer, x)[0])
+    layer.train()
+    assert (layer(torch.ones(1, 300, 8))[0] == 0).any()
+    assert len(layer.recorded) == 5
+    assert layer.by_dynamo == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer, x: x * 2 if x.shape[1] > 100 else x,
+        lambda layer, x: x / math.sqrt(x.shape[1]),
+        lambda layer, x: x.reshape(1, 2 * x.shape[1], -1).view(x.shape),
+        lambda layer, x: x + layer.other,
+        lambda layer, x: x.mul_(2),
+        lambda layer, x: x if x.sum() > 0 else -x,
+        lambda layer, x: torch.from_numpy(x.detach().numpy() * 2),
+    ],
+    ids=["branch", "root", "multiple", "elsewhere", "in place", "numbers", "numpy"],
+)
+def test_what_a_recording_does_not_show_is_left_to_the_compiler(change: Any) -> None:
+    layer, x = _Layer(change).eval(), torch.randn(1, 5, 8)
+    vars(layer)["other"] = torch.randn(8)
+    assert torch.equal(layer(x)[0], _plain(layer, x)[0])
+    assert layer.by_dynamo == 1
+    assert not layer.recorded
+
+
+def test_hooks_and_other_shapes_are_left_to_the_compiler() -> None:
+    layer, x = _Layer(lambda layer, x: x).eval(), torch.randn(1, 5, 8)
+    layer(x)
+    handle = layer.linear.register_forward_hook(lambda module, given, made: made * 2)
+    assert torch.equal(layer(x)[0], _plain(layer, x)[0])
+    handle.remove()
+    assert layer.by_dynamo == 1
+    layer(x, pair=[x, x])
+    layer(x[:, :1])
+    assert layer.by_dynamo == 2
+    assert len(layer.recorded) == 2
