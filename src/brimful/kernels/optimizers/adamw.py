@@ -83,6 +83,25 @@ def adamw_norm(BLOCKS, HALVES, ADDRESSES, PARTS, num_blocks, HALF: tl.constexpr,
 
 
 @triton.jit
+def sum_parts(FIRST, SECOND, SUM, PARTS, size, begins, SIZE: tl.constexpr):
+    """The sum of two processes' gradients, and its squares, which are added to each program's partial sum, or begin it.
+
+    So the norm needs no look at the gradients of its own. SECOND may be another GPU's memory.
+    """
+    total = tl.zeros([SIZE], tl.float32)
+    for start in range(tl.program_id(0) * SIZE, size, tl.num_programs(0) * SIZE):
+        places = start + tl.arange(0, SIZE)
+        mask = places < size
+        g = tl.load(FIRST + places, mask=mask, other=0.0) + tl.load(SECOND + places, mask=mask, other=0.0)
+        tl.store(SUM + places, g, mask=mask)
+        total += g * g
+    squares = tl.sum(total, 0)
+    if begins == 0:
+        squares += tl.load(PARTS + tl.program_id(0))
+    tl.store(PARTS + tl.program_id(0), squares)
+
+
+@triton.jit
 def adamw_decide(PARTS, ADDRESSES, IN_USE, STEPS, CORRECTIONS, LOSS, SCALE, APPLIED, SCHEDULE, CONTROL, READINGS,
                  GATHERED, num_parameters, num_parts, schedule_length, max_norm, LOG_BETA1: tl.constexpr,
                  LOG_BETA2: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip

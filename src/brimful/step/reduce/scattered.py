@@ -127,32 +127,37 @@ class PeerParts(OwnParts):
     """`OwnParts` by copies between processes' memory: parts of gradients are fetched, parts of weights are put there.
 
     gradients: memory that those of all parameters are in. No process writes gradients of a step before all have put
-    their weights of the last one there, and so have fetched what they need.
+    their weights of the last one there, and so have fetched what they need. add: the last sum of two parts into a third
+    memory, told whether it is the first of a step. What the last bucket needs is read where it is: nothing is left that
+    a copy could be beside.
     """
 
     def __init__(
         self, ranks: Ranks, parameters: Sequence[Tensor], buckets: Sequence[Bucket], gradients: PeerMemory,
-        fill: Callable[[Bucket], object], *, overlap: bool, side_stream: SideStream | None = None,
+        fill: Callable[[Bucket], object], add: Callable[[Tensor, Tensor, Tensor, bool], None], *, overlap: bool,
+        side_stream: SideStream | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             ranks, parameters, buckets, gradients.own, fill, half=False, overlap=overlap, side_stream=side_stream
         )  # fmt: skip
-        self._gradients = gradients
-        most = max(bucket.end - bucket.start for bucket in buckets) // ranks.count
+        self._gradients, self._add = gradients, add
+        most = max((bucket.end - bucket.start for bucket in buckets[:-1]), default=0) // ranks.count
         # Of one bucket at a time: each process's part of it but this one's.
         self._fetched_R = [gradients.own.new_zeros(0 if r == ranks.rank else most) for r in range(ranks.count)]
 
     def _sum(self, bucket: Bucket) -> Ending:
         part, own = own_part(bucket, self.ranks), self.own[self._places[bucket.number]]
         self._gradients.meet()
-        parts_R = []
-        for rank, (theirs, place) in enumerate(zip(self._gradients.all_R, self._fetched_R, strict=True)):
-            given = theirs[part]
-            parts_R.append(given if rank == self.ranks.rank else place[: len(own)].copy_(given))
-        first, second, *rest = parts_R
-        torch.add(first, second, out=own)
-        for each in rest:
-            own.add_(each)
+        parts_R = [theirs[part] for theirs in self._gradients.all_R]
+        if bucket.number < len(self.buckets) - 1:
+            parts_R = [
+                given if rank == self.ranks.rank else self._fetched_R[rank][: len(own)].copy_(given)
+                for rank, given in enumerate(parts_R)
+            ]
+        total, *between, last = parts_R
+        for each in between:
+            total = torch.add(total, each, out=own)
+        self._add(total, last, own, bucket.number == 0)
         return _at_once
 
     def spread(self, memory: Any, bucket: Bucket) -> None:

@@ -1,7 +1,8 @@
 """The update in three kernels of which each process makes a part: moments of that part alone are kept (ZeRO-1).
 
     backward pass     each bucket's gradients go to the processes that update parts of it
-    norm, decision    one small sum over processes: squares, the loss, and which parameters are used
+    norm, decision    one small sum over processes: squares, the loss, and which parameters are used. Where processes
+                      copy from one another's memory, squares are summed beside their gradients
     update            bucket by bucket; what is updated goes to all while the next one is
 
 Two processes take half the time of an update, and send three quarters of the bytes that sums of whole gradients take:
@@ -23,7 +24,7 @@ from brimful.hardware.ranks import Ranks
 from brimful.step.reduce.buckets import Bucket
 from brimful.step.reduce.scattered import OwnParts, PeerParts, own_segments, put_together
 from brimful.step.state import ParameterState, StepState
-from brimful.step.updates.fused_adamw import FusedAdamW
+from brimful.step.updates.fused_adamw import FusedAdamW, Launch
 
 try:
     from brimful.kernels.optimizers import adamw
@@ -59,7 +60,7 @@ class FusedShardedAdamW(FusedAdamW):
             self._copies_sent, self._masters_sent = self._copy, self._master
         else:
             gradients = self._move_to_peers(self.peers)
-            fetched = (self._buckets, gradients, self._gather_bucket)
+            fetched = (self._buckets, gradients, self._gather_bucket, self._add_parts)
             self._sums = PeerParts(ranks, self.parameters, *fetched, **beside)
         self.reduction = self._sums
         sizes = [parameter.numel() for parameter in self.parameters]
@@ -115,7 +116,8 @@ class FusedShardedAdamW(FusedAdamW):
             return super().apply(gathered=gathered)
         readings = self._readings()
         norm, decide, *updates = self._updating(readings, gathered=True)
-        norm.run()
+        if self.peers is None:
+            norm.run()
         self._tell()
         self.committed = True
         decide.run()
@@ -139,6 +141,18 @@ class FusedShardedAdamW(FusedAdamW):
     def compile_kernels(self, *, gathered: bool) -> None:
         """Compile the kernels, as `Update` has it."""
         super().compile_kernels(gathered=True)
+        if self.peers is not None:
+            own = self._sums.own
+            for begins in (True, False):
+                self._adding(own, own, own, begins=begins).compile()
+
+    def _add_parts(self, first: Tensor, second: Tensor, into: Tensor, begins: bool) -> None:
+        self._adding(first, second, into, begins=begins).run()
+
+    def _adding(self, first: Tensor, second: Tensor, into: Tensor, *, begins: bool) -> Launch:
+        """Sum two parts of a bucket, and its squares, of which the first bucket's begin."""
+        given = (first, second, into, self._parts, len(into), int(begins))
+        return Launch(adamw.sum_parts, (adamw.PARTIALS,), given, {"SIZE": adamw.BLOCK})
 
     @property
     def num_updated(self) -> int:
