@@ -11,7 +11,7 @@ import torch
 
 from brimful.core.errors import OptionError
 from brimful.data.batches.padding import PaddedShapes
-from brimful.levers.execution import ExecutionMode
+from brimful.levers.execution import ExecutionMode, saved_seconds
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.token_budget import TokenBudget
 from brimful.models.packed.packed_forward import PaddedModel
@@ -106,6 +106,18 @@ def test_batches_that_are_not_split_are_captured_where_lengths_repeat(
 def test_layers_are_compiled_where_the_run_is_long_enough(num_tokens: int, value: str, training: bool) -> None:
     assembly = assembly_of(FAMILIES["bert"].model(), training=training, device="cuda", num_tokens=num_tokens)
     assembly.levers[Optimizer] = Optimizer(value="sgd")
+    assert ExecutionMode.choose(assembly).value == value
+
+
+@pytest.mark.parametrize(("recorded", "value"), [(False, "captured"), (True, "compiled")])
+@pytest.mark.parametrize("training", [False, True])
+def test_recorded_layers_pay_in_short_runs(recorded: bool, value: str, training: bool) -> None:
+    """Two seconds that would be saved, where dynamo takes longer."""
+    model = FAMILIES["bert"].model()
+    equivalence = replace(EQUIVALENCE, recorded=recorded)
+    assembly = assembly_of(model, device="cuda", training=training, equivalence=equivalence)
+    assembly.num_tokens = 1
+    assembly.num_tokens = round(2.0 / saved_seconds(assembly))
     assert ExecutionMode.choose(assembly).value == value
 
 

@@ -28,6 +28,16 @@ def compile_padded_layers(execution: LayoutModel, *, note: Callable[[str], None]
             layer.compile(dynamic=None, backend=partial(inductor_backend, note=note))
 
 
+def fuse_padded_layers(lists: Iterable[nn.ModuleList]) -> None:
+    """Have layers on padded rows run on our kernels where these cover parts of them, without a compiler."""
+    from brimful.models.fusion import fuse_parts
+    from brimful.models.fusion.recording import record_calls
+
+    for layers in lists:
+        if _own_parameters(layers):
+            record_calls(layers, fuse_parts, fixed=True)
+
+
 def compile_layers(
     execution: LayoutModel, *, fused: bool, note: Callable[[str], None], forward_only: bool = False
 ) -> None:

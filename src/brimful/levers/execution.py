@@ -1,10 +1,11 @@
 """The way that the host launches a step.
 
     eager     one kernel after another
-    captured  as CUDA graphs: cheap, and it always pays
-    compiled  captured, with layers on fused kernels, ours or torch.compile's: takes seconds, and pays in long runs
+    captured  as CUDA graphs: cheap, and it always pays. Parts of layers on padded rows are on our kernels
+    compiled  captured, with layers on fused kernels, ours or torch.compile's. Where ours cover them, they are recorded
+              in a tenth of a second; otherwise it takes seconds, and pays in long runs
 
-One trace serves all layers and all token budgets: layers are the same code with other parameters, and the number of
+One graph serves all layers and all token budgets: layers are the same code with other parameters, and the number of
 tokens is a symbol.
 """
 
@@ -18,7 +19,7 @@ from torch import nn
 from brimful.core.errors import OptionError
 from brimful.levers.activations import compiled_for_less, fuses_layers
 from brimful.levers.checkpointing import Checkpointing
-from brimful.levers.compiled_layers import compile_layers, compile_padded_layers
+from brimful.levers.compiled_layers import compile_layers, compile_padded_layers, fuse_padded_layers
 from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer import Optimizer
@@ -38,6 +39,8 @@ _COMPILE_S, _SAVED = 10.0, 0.25
 _SAVED_IN_TRAINING, _SAVED_A_LAYER_S = 0.5, 120e-6
 #: The latter of padded rows, whose layers are of many small kernels (benchmarks/fallback).
 _SAVED_A_PADDED_LAYER_S = 300e-6
+#: Cold seconds of fused kernels of recorded layers, which later runs find on disk (benchmarks/whole_command).
+_RECORD_S = 1.0
 #: Cold seconds of fused kernels forward only (benchmarks/classification).
 _COMPILE_FORWARD_S = 4.0
 #: Cold seconds of layers of padded rows, by torch's compiler alone, for one length of rows, and for several
@@ -122,7 +125,9 @@ class ExecutionMode(Lever):
     @classmethod
     def _that_pays(cls, assembly: Assembly, *, has_layers: bool, fused: bool) -> ExecutionMode:
         packed = assembly.lever(Packing).packed
-        if not assembly.training:
+        if packed and fused and assembly.lever(Packing).equivalence.recorded:
+            compile_s = _RECORD_S
+        elif not assembly.training:
             compile_s = _COMPILE_FORWARD_S if packed else _COMPILE_PADDED_FORWARD_S
         elif packed:
             compile_s = _COMPILE_S
@@ -150,7 +155,11 @@ class ExecutionMode(Lever):
         execution = assembly.execution
         if self.captured and isinstance(execution, PaddedModel) and assembly.fact(recording_of).with_decisions:
             execution.decisions = HostDecisions(assembly.device)
-        if not self.compiled or execution is None:
+        if execution is None:
+            return
+        if self.value == "captured" and isinstance(execution, PaddedModel) and assembly.training:
+            fuse_padded_layers(lists_to_compile(assembly))
+        if not self.compiled:
             return
         if isinstance(execution, PackedModel):
             fused = fuses_layers(assembly)

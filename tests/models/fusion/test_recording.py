@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +14,14 @@ import torch
 pytest.importorskip("triton")
 
 from brimful.levers import compiled_layers
+from brimful.models import fusion
 from brimful.models.fusion import recording
+from brimful.models.model_stats import layer_lists
+from heads.tiny_heads import tiny_model
 from models.fusion.test_fusion import LONG, PRENORM, SHORT, our_attention, settings_of
-from step.test_step import make_step
+from step.test_step import ROWS, make_step
 from tiny import FAMILIES
+from tolerances import MODEL_FP32, difference
 
 __all__ = ["our_attention"]
 
@@ -36,6 +41,27 @@ def test_a_recorded_step_is_the_plain_one(family: str) -> None:
         expected, found = plain.run(batch).read(), recorded.run(batch).read()
         assert found.loss == pytest.approx(expected.loss, rel=1e-5)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+def test_nothing_of_a_step_outlives_it() -> None:
+    """A gradient function of a weight that is still there belongs to the stream of its step: no capture takes it."""
+
+    def is_alive(parameter: torch.nn.Parameter) -> bool:
+        for _ in range(2):  # a node that was made anew has no mark
+            ((node, _),) = parameter.view_as(parameter).grad_fn.next_functions  # type: ignore[union-attr]
+            found, node.metadata["seen"] = "seen" in node.metadata, True
+            del node
+        return found
+
+    model: Any = FAMILIES["bert"].model(**settings_of("bert"))
+    step = make_step(model)
+    compiled_layers.compile_layers(step.execution, fused=True, note=pytest.fail)
+    gc.disable()
+    try:
+        step.run(SHORT).read()
+        assert not [name for name, parameter in model.named_parameters() if is_alive(parameter)]
+    finally:
+        gc.enable()
 
 
 class _Layer(torch.nn.Module):
@@ -92,6 +118,18 @@ def test_another_call_is_recorded_anew() -> None:
     assert layer.by_dynamo == 0
 
 
+class _Twice(torch.autograd.Function):
+    """A function whose gradient is not that of what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 3
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -102,8 +140,9 @@ def test_another_call_is_recorded_anew() -> None:
         lambda layer, x: x.mul_(2),
         lambda layer, x: x if x.sum() > 0 else -x,
         lambda layer, x: torch.from_numpy(x.detach().numpy() * 2),
+        lambda layer, x: _Twice.apply(x),
     ],
-    ids=["branch", "root", "multiple", "elsewhere", "in place", "numbers", "numpy"],
+    ids=["branch", "root", "multiple", "elsewhere", "in place", "numbers", "numpy", "gradient"],
 )
 def test_what_a_recording_does_not_show_is_left_to_the_compiler(change: Any) -> None:
     layer, x = _Layer(change).eval(), torch.randn(1, 5, 8)
@@ -124,3 +163,29 @@ def test_hooks_and_other_shapes_are_left_to_the_compiler() -> None:
     layer(x[:, :1])
     assert layer.by_dynamo == 2
     assert len(layer.recorded) == 2
+
+
+@pytest.mark.parametrize("kind", ["bert", "nystromformer", "convbert", "lilt", "xlnet"])
+def test_parts_of_layers_on_padded_rows_are_ours(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and gradients are those of the layers as they are, for rows of two lengths."""
+    model, found = tiny_model(kind).train(), list[bool]()
+    plain, fused = make_step(copy.deepcopy(model), packed=False), make_step(model, packed=False)
+    fuse = fusion.fuse_parts
+
+    def counted(graph: torch.fx.GraphModule) -> Any:
+        made = fuse(graph)
+        found.append(made is not None)
+        return made
+
+    monkeypatch.setattr(fusion, "fuse_parts", counted)
+    compiled_layers.fuse_padded_layers(layer_lists(model))
+    for batch in (ROWS.batch(0, packed=False), ROWS.batch(1, packed=False)):
+        expected, gradient = plain.run(batch).read(), plain.probe(batch)
+        made = fused.run(batch).read()
+        assert made.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert made.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+        pairs = zip(fused.probe(batch).gradients, gradient.gradients, strict=True)
+        whole = [torch.cat([each.flatten() for each in some]) for some in zip(*pairs, strict=True)]
+        assert difference(*whole) < MODEL_FP32
+    assert found
+    assert all(found)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -127,6 +128,31 @@ def fuse(graph_module: GraphModule) -> GraphModule | None:
             _share(node)
     found.recompile()
     return found
+
+
+def fuse_parts(graph_module: GraphModule) -> Callable[..., Any] | None:
+    """A layer on padded rows, with what our functions cover of it; None if that is nothing. Residuals stay in fp32, as
+    the layer has them."""
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    found = GraphModule(graph_module, graph)
+    for pattern in (postnorm.add_norm, postnorm.gelu, postnorm.linear):
+        for node in list(found.graph.nodes):
+            pattern(found.graph, node)
+        found.graph.eliminate_dead_code()
+    if not any(node.op == "call_function" and node.target in _OURS for node in found.graph.nodes):
+        return None
+    for node in found.graph.find_nodes(op="placeholder"):
+        if is_parameter(node) and len(node.users) > 1:
+            _share(node)
+    found.recompile()
+
+    def run(*arguments: Any) -> Any:
+        dropout = SeededDropout() if current().seeded_dropout else nullcontext()
+        with replace(current(), half_residuals=False).active(), dropout:
+            return found(*arguments)
+
+    return run
 
 
 def _of_tokens(graph: Graph) -> set[Node]:

@@ -4,7 +4,8 @@ torch's dynamo makes the same graph of the code's bytecode, in a second or two; 
 follows layers whose inputs are (1, T, ...) and plain values. Layers of one kind share a recording: it is made twice, of
 two numbers of tokens and two numbers of the layer, and what differs between the two graphs must be the number of tokens
 itself. Code that asks for either is left to dynamo, as is all else that a recording does not show: hooks, changes in
-place, tensors from elsewhere, and layers that our kernels do not cover.
+place, tensors from elsewhere, and layers that our kernels do not cover. Layers on padded rows are recorded shape by
+shape.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from brimful.kernels.forward_context import active_context
 from brimful.models.fusion.nodes import TOKENS
@@ -36,7 +39,7 @@ _SETTINGS = (*_PLAIN, FunctionType, BuiltinFunctionType)
 _OPERATORS: dict[str, Any] = {
     "add": operator.add, "mul": operator.mul, "sub": operator.sub, "neg": operator.neg, "div": operator.truediv,
     "true_divide": operator.truediv, "matmul": operator.matmul, "__getitem__": operator.getitem,
-    "__iadd__": operator.iadd,
+    "__iadd__": operator.iadd, "add_": operator.iadd,
 }  # fmt: skip
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -51,15 +54,15 @@ class _CannotRecordError(Exception):
 class Recorded:
     """Stands where `nn.Module` looks for a compiled form of itself: its recorded code, rewritten.
 
-    cover: makes what runs of a graph, or None if it does not cover that. otherwise: makes what is called then. forms:
-    what was made, which modules may share.
+    cover: makes what runs of a graph, or None if it does not cover that. otherwise: makes what is called then. fixed:
+    whether each shape has a recording of its own. forms: what was made, which modules may share.
     """
 
     def __init__(
         self, module: nn.Module, cover: Callable[[GraphModule], Run | None], otherwise: Callable[[nn.Module], Run],
-        forms: dict[Any, Run | None] | None = None,
+        *, fixed: bool = False, forms: dict[Any, Run | None] | None = None,
     ) -> None:  # fmt: skip
-        self._module, self._cover, self._otherwise = weakref.ref(module), cover, otherwise
+        self._module, self._cover, self._otherwise, self._fixed = weakref.ref(module), cover, otherwise, fixed
         self._forms = {} if forms is None else forms
         self._other: Run | None = None
 
@@ -68,7 +71,7 @@ class Recorded:
         context = active_context()
         given = (args, kwargs, None if context is None else context.attention)
         try:
-            values, shown, tokens = _flat(given)
+            values, shown, tokens = _flat(given, fixed=self._fixed)
             key = (shown, _mode(values[0].device.type), *_settings(module))
             if key not in self._forms:
                 self._forms[key] = self._record(module, given, tokens)
@@ -83,18 +86,30 @@ class Recorded:
 
     def _record(self, module: nn.Module, given: Any, tokens: int) -> Run | None:
         try:
-            graph, other = (_graph_of(module, given, tokens, *counts) for counts in _COUNTS)
+            counts = ((0, further) for _, further in _COUNTS) if self._fixed else _COUNTS
+            graph, other = (_graph_of(module, given, tokens, *each) for each in counts)
         except Exception:  # whatever its code does that tensors without numbers cannot
             return None
         return self._cover(GraphModule(nn.Module(), graph)) if str(graph) == str(other) else None
 
 
-def record_calls(modules: Iterable[nn.Module], cover: Callable[[GraphModule], Run | None], *, backend: Any) -> None:
-    """Have modules called by what `cover` makes of their recorded code, otherwise compiled by dynamo for `backend`."""
+def record_calls(
+    modules: Iterable[nn.Module], cover: Callable[[GraphModule], Run | None], *, backend: Any = None,
+    fixed: bool = False,
+) -> None:  # fmt: skip
+    """Have modules called by what `cover` makes of their recorded code.
+
+    backend: of dynamo, that compiles them otherwise; without it they run as they are. fixed: as of `Recorded`.
+    """
     forms: dict[Any, Run | None] = {}
+    otherwise = _as_it_is if backend is None else partial(_by_dynamo, backend)
     for module in modules:
-        made: Any = Recorded(module, cover, partial(_by_dynamo, backend), forms)
+        made: Any = Recorded(module, cover, otherwise, fixed=fixed, forms=forms)
         module._compiled_call_impl = made
+
+
+def _as_it_is(module: nn.Module) -> Run:
+    return module._call_impl
 
 
 def _by_dynamo(backend: Any, module: nn.Module) -> Run:
@@ -136,37 +151,41 @@ def _parameters(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
             yield from ((tensors, name) for name, tensor in tensors.items() if tensor is not None)
 
 
-def _flat(given: Any) -> tuple[list[Tensor], Any, int]:
-    """The tensors of a call, what else it shows, and its tokens. Raises: _CannotRecordError for anything else in it."""
+def _flat(given: Any, *, fixed: bool) -> tuple[list[Tensor], Any, int]:
+    """The tensors of a call, what else it shows, and its tokens, 0 where shapes are `fixed`.
+
+    Raises: _CannotRecordError for anything else in it.
+    """
     values: dict[int, Tensor] = {}  # each once
-
-    def show(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            values.setdefault(id(value), value)
-            return list(values).index(id(value))
-        if isinstance(value, _PLAIN):
-            return type(value), value
-        if isinstance(value, list | tuple):
-            return type(value), *map(show, value)
-        if isinstance(value, dict):
-            return dict, *((name, show(each)) for name, each in value.items())
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return type(value), *(show(getattr(value, field.name)) for field in dataclasses.fields(value))
-        raise _CannotRecordError
-
-    shown = show(given)
+    shown = _shown(given, values)
     tensors = list(values.values())
-    tokens = next((t.shape[1] for t in tensors if t.ndim > 1 and t.shape[0] == 1), 0)
-    if tokens < 2 or any(type(t) not in (Tensor, nn.Parameter) for t in tensors):
+    tokens = 0 if fixed else next((t.shape[1] for t in tensors if t.ndim > 1 and t.shape[0] == 1), 0)
+    if not tensors or (not fixed and tokens < 2) or any(type(t) not in (Tensor, nn.Parameter) for t in tensors):
         raise _CannotRecordError
     kinds = tuple((t.dtype, t.device, t.requires_grad, _shape(t, tokens, -1)) for t in tensors)
     return tensors, (shown, kinds), tokens
 
 
+def _shown(value: Any, values: dict[int, Tensor]) -> Any:
+    """Return what a call shows of one argument: of a tensor its place among `values`, which it is added to."""
+    if isinstance(value, Tensor):
+        values.setdefault(id(value), value)
+        return list(values).index(id(value))
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, list | tuple):
+        return type(value), *(_shown(each, values) for each in value)
+    if isinstance(value, dict):
+        return dict, *((name, _shown(each, values)) for name, each in value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value), *(_shown(getattr(value, field.name), values) for field in dataclasses.fields(value))
+    raise _CannotRecordError
+
+
 def _shape(tensor: Tensor, tokens: int, count: int) -> tuple[int, ...]:
     """The shape of (1, T, ...), or of (T,), with another number of tokens; any other shape as it is."""
     shape, place = list(tensor.shape), 0 if tensor.ndim == 1 else 1
-    if tensor.ndim and shape[place] == tokens and (place == 0 or shape[0] == 1):
+    if tokens and tensor.ndim and shape[place] == tokens and (place == 0 or shape[0] == 1):
         shape[place] = count
     return tuple(shape)
 
@@ -176,7 +195,8 @@ def _graph_of(module: nn.Module, given: Any, tokens: int, count: int, further: i
 
     Placeholders: parameters and buffers, then the call's tensors.
     """
-    recorder, fakes, device = _Recorder(count), FakeTensorMode(), _flat(given)[0][0].device.type
+    tensors, *_ = _flat(given, fixed=not tokens)
+    recorder, fakes, device = _Recorder(count), FakeTensorMode(), tensors[0].device.type
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -188,7 +208,7 @@ def _graph_of(module: nn.Module, given: Any, tokens: int, count: int, further: i
         stack.enter_context(_swapped(places, inner))
         numbers = list(_numbers(module))
         stack.enter_context(_swapped(numbers, [holder[name] + further for holder, name in numbers]))
-        made = {id(t): recorder.placeholder(_empty(t, _shape(t, tokens, count))) for t in _flat(given)[0]}
+        made = {id(t): recorder.placeholder(_empty(t, _shape(t, tokens, count))) for t in tensors}
         args, kwargs, told = _with_tensors(given, made)
         context = active_context()
         if context is not None:
@@ -236,8 +256,25 @@ def _numbers(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
         yield from ((vars(each), name) for name in LAYER_NUMBERS & vars(each).keys() if vars(each)[name] is not None)
 
 
+def _gradients_of(out: Any) -> set[Any]:
+    """The functions by which autograd would go back from a call's results."""
+    found, left = set[Any](), [each.grad_fn for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
+    while left:
+        function = left.pop()
+        if function is not None and function not in found:
+            found.add(function)
+            left += [before for before, _ in function.next_functions]
+    return found
+
+
+def _is_written_out(function: Any) -> bool:
+    """True for a gradient that code of the model's own computes: the functions in it are not what it is of."""
+    own = isinstance(function, BackwardCFunction)
+    return own and not type(function).__name__.startswith("GeneratedBackwardFor_")  # of an operator
+
+
 class _Recorder(TorchFunctionMode):
-    """Writes down each function that is called on tensors. count: of tokens."""
+    """Writes down each function that is called on tensors. count: of tokens; 0 where it is a number like others."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -255,7 +292,9 @@ class _Recorder(TorchFunctionMode):
         return tensor
 
     def finished(self, out: Any) -> Graph:
-        """The graph with its output."""
+        """The graph with its output. Raises: _CannotRecordError where gradients are not those of its functions."""
+        if any(map(_is_written_out, _gradients_of(out))):
+            raise _CannotRecordError
         self.graph.output(self._argument(out))
         self.graph.lint()
         return self.graph
@@ -270,7 +309,7 @@ class _Recorder(TorchFunctionMode):
         if not several and not isinstance(out, Tensor):
             return out
         name = function.__name__
-        if name == "__get__" or (name.endswith("_") and name != "__getitem__" and name != "__iadd__"):
+        if name == "__get__" or (name.endswith("_") and name != "__getitem__" and not self._is_own_sum(name, args)):
             raise _CannotRecordError
         node = self._call(function, name, tuple(self._argument(each) for each in args),
                           {key: self._argument(each) for key, each in kwargs.items()})  # fmt: skip
@@ -282,6 +321,11 @@ class _Recorder(TorchFunctionMode):
             if isinstance(each, Tensor):
                 self._note(self.graph.call_function(operator.getitem, (node, index)), each)
         return out
+
+    def _is_own_sum(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Return whether something is added in place to a tensor that nobody has seen but who made it."""
+        node = self._nodes.get(id(args[0]))
+        return name in ("add_", "__iadd__") and node is not None and node.op != "placeholder" and not node.users
 
     def _call(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         is_method = type(function).__name__ in ("method_descriptor", "wrapper_descriptor")
@@ -310,7 +354,7 @@ class _Recorder(TorchFunctionMode):
             return {name: self._argument(each) for name, each in given.items()}
         if isinstance(given, slice):
             return slice(*(self._argument(each) for each in (given.start, given.stop, given.step)))
-        if isinstance(given, int) and not isinstance(given, bool) and given and given % self._count == 0:
+        if isinstance(given, int) and not isinstance(given, bool) and given and self._count and not given % self._count:
             if given != self._count:
                 raise _CannotRecordError  # it is made of that number
             return self._tokens()
