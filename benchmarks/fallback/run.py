@@ -51,7 +51,8 @@ def architecture(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> I
     for work in works:
         make_inputs(inputs, work, load_tokenizer(tokenizer, smoke=False))
     sides = [("brimful", {"batch_size": 32, "precision": plan["precision"], "execution": "auto"})]
-    kept = [settings for settings in _HF_SETTINGS if plan["compile"] or settings["compile"] is None]
+    kept = [_HF_SETTINGS[number] for number in plan["settings"]]
+    kept = [settings for settings in kept if plan["compile"] or settings["compile"] is None]
     sides += [("hf", settings | {"precision": plan["precision"]}) for settings in kept]
     if not torch.cuda.is_available():
         sides = [(side, settings) for side, settings in sides if not settings.get("workers")] * plan["repeats"]
@@ -64,7 +65,7 @@ def architecture(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> I
                 return
             if side == "brimful" and (found.get("recipe") or {}).get("execution") == "captured":
                 uncompiled.append(work)
-    for work in uncompiled if plan["compile"] else ():  # what a longer run would choose
+    for work in uncompiled if plan["compiled_too"] else ():
         found = _measured("brimful", work, sides[0][1] | {"execution": "compiled"}, plan, inputs)
         yield {"side": "brimful compiled", "shape": work.shape, **found, "versions": versions}
 
@@ -242,6 +243,7 @@ def _measure(session: Session, model: str) -> None:
     arguments = session.arguments
     say(model)
     plan = {"work": model, "scale": arguments.size, "shapes": arguments.shapes, "compile": arguments.compile}
+    plan |= {"settings": arguments.settings, "compiled_too": arguments.compiled_too}
     plan |= {"packed_too": arguments.packed_too, "repeats": arguments.repeats, "threads": arguments.threads}
     plan |= {"precision": "auto" if arguments.cpu else PRECISIONS.get(model, "bf16")}
     result = session.child(plan, arguments.timeout_s)
@@ -259,6 +261,10 @@ def _arguments() -> Namespace:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["short", "dense"], help="lengths of texts")
     parser.add_argument("--size", choices=SIZES, default="base", help="small and smoke are for a CPU")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="without Trainer's torch_compile")
+    settings = range(len(_HF_SETTINGS))
+    parser.add_argument("--settings", nargs="+", type=int, choices=settings, default=list(settings), metavar="N",
+                        help="Trainer's settings, by number; the third, CUDA graphs, has been the fastest so far")  # fmt: skip
+    parser.add_argument("--compiled-too", action="store_true", help="also what a longer run would choose")
     parser.add_argument("--packed-too", action="store_true", help="measure what runs packed, too")
     parser.add_argument("--cpu", action="store_true", help="leave the GPU alone")
     parser.add_argument("--repeats", type=int, default=1, help="on a CPU: how often both sides take turns")
