@@ -263,7 +263,7 @@ def _arguments() -> Namespace:
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="without Trainer's torch_compile")
     settings = range(len(_HF_SETTINGS))
     parser.add_argument("--settings", nargs="+", type=int, choices=settings, default=list(settings), metavar="N",
-                        help="Trainer's settings, by number; the third, CUDA graphs, has been the fastest so far")  # fmt: skip
+                        help="Trainer's settings, by number; 2, CUDA graphs, was the fastest so far")  # fmt: skip
     parser.add_argument("--compiled-too", action="store_true", help="also what a longer run would choose")
     parser.add_argument("--packed-too", action="store_true", help="measure what runs packed, too")
     parser.add_argument("--cpu", action="store_true", help="leave the GPU alone")
