@@ -199,6 +199,20 @@ def test_scores_of_a_sample_give_the_intervals_of_auc_and_all_give_its_value(mon
     assert (some.low, some.high) == (pytest.approx(full.low, abs=3e-3), pytest.approx(full.high, abs=3e-3))
 
 
+def test_labels_without_a_row_in_the_sample_count_in_the_mean_auc(monkeypatch: pytest.MonkeyPatch) -> None:
+    random, targets = np.random.default_rng(0), np.arange(4000) % 400
+    logits = random.normal(size=(4000, 400)).astype(np.float32)
+    logits[np.arange(4000), targets] += targets / 200  # some are told better than others
+    whole = scored("single_label", logits, targets, resamples=0)
+    monkeypatch.setattr(scorers, "MOST_KEPT", 400 * 50)
+    part = scored("single_label", logits, targets, resamples=0)
+    assert part.score_rows == 50
+    assert value(part.metrics["auc_macro"]) == pytest.approx(value(whole.metrics["auc_macro"]), abs=1e-4)
+    without = [each.metrics["auc"] for each in part.by_label if each.metrics["auc"].low is None]
+    assert len(without) >= 350
+    assert all(metric.value is not None for metric in without)
+
+
 def test_the_interval_of_auc_is_wide_where_labels_have_one_row_each() -> None:
     """Scores by chance: the area is 0.5. A single row shows no variance, and yet it is all that is known."""
     labels, held = np.arange(100), 0

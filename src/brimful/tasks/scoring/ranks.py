@@ -27,7 +27,8 @@ UNKNOWN: Ends = (float("nan"),) * 3
 class Aucs:
     """One-vs-rest AUC of each label and their mean, each with its interval. NaN for a label that no row, or each, has.
 
-    by_label: (C, 3) value, low, high. macro: of the labels that have one.
+    by_label: (C, 3) value, low, high; of a label whose rows are not in the sample there is no interval. macro: of the
+    labels that have a value.
     """
 
     by_label: Floats
@@ -48,15 +49,18 @@ def one_vs_rest_aucs(
     for label in range(num_labels):
         found = _auc(scores_NC[:, label], is_label_NC[:, label])
         if found is None:
+            by_label[label, 0] = np.nan if values_C is None else values_C[label]
             continue
         auc, of_rows_N = found
         auc = auc if values_C is None else float(values_C[label])
         by_label[label] = _on_logit_scale(auc, smaller * _error(of_rows_N), int(is_label_NC[:, label].sum()))
         influence_N += of_rows_N
         num_defined += 1
-    if not num_defined:
+    if not np.isfinite(by_label[:, 0]).any():
         return Aucs(by_label=by_label, macro=UNKNOWN)
     mean = float(np.nanmean(by_label[:, 0]))
+    if not num_defined:
+        return Aucs(by_label=by_label, macro=(mean, np.nan, np.nan))
     return Aucs(by_label=by_label, macro=_on_logit_scale(mean, smaller * _error(influence_N / num_defined), num_rows))
 
 
