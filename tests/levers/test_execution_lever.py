@@ -112,12 +112,12 @@ def test_layers_are_compiled_where_the_run_is_long_enough(num_tokens: int, value
 @pytest.mark.parametrize(("recorded", "value"), [(False, "captured"), (True, "compiled")])
 @pytest.mark.parametrize("training", [False, True])
 def test_recorded_layers_pay_in_short_runs(recorded: bool, value: str, training: bool) -> None:
-    """Two seconds that would be saved, where dynamo takes longer."""
+    """Three seconds that would be saved, where dynamo takes longer."""
     model = FAMILIES["bert"].model()
     equivalence = replace(EQUIVALENCE, recorded=recorded)
     assembly = assembly_of(model, device="cuda", training=training, equivalence=equivalence)
     assembly.num_tokens = 1
-    assembly.num_tokens = round(2.0 / saved_seconds(assembly))
+    assembly.num_tokens = round(3.0 / saved_seconds(assembly))
     assert ExecutionMode.choose(assembly).value == value
 
 
