@@ -39,8 +39,8 @@ _COMPILE_S, _SAVED = 10.0, 0.25
 _SAVED_IN_TRAINING, _SAVED_A_LAYER_S = 0.5, 120e-6
 #: The latter of padded rows, whose layers are of many small kernels (benchmarks/fallback).
 _SAVED_A_PADDED_LAYER_S = 300e-6
-#: Seconds that fused kernels of recorded layers cost, between 4 of a slow host that compiles them and 1 of one that finds
-#: them on disk (benchmarks/whole_command).
+#: Seconds that fused kernels of recorded layers cost: 4 on a slow host that compiles them, 1 on one that finds them on
+#: disk (benchmarks/whole_command).
 _RECORD_S = 2.5
 #: Cold seconds of fused kernels forward only (benchmarks/classification).
 _COMPILE_FORWARD_S = 4.0
