@@ -20,6 +20,7 @@ from brimful.kernels import precompile
 from brimful.kernels.attention.dispatch import triton_attention
 from brimful.levers.compiled_layers import compile_layers
 from brimful.levers.optimizer import Optimizer
+from brimful.models.fusion.recording import Recorded
 from brimful.models.packed import packed_forward
 from brimful.models.packed.packed_forward import PackedForm, PackedModel
 from brimful.step.precision import Precision
@@ -65,6 +66,8 @@ def main() -> None:
         num_labels=3,
     )  # fmt: skip
     packed = PackedModel(BertForSequenceClassification(config).train(), PackedForm(pooling="first", first_position=0))
+    recorded, record = list[Any](), Recorded._record
+    patch.setattr(Recorded, "_record", lambda self, *given: recorded.append(self) or record(self, *given))
     compile_layers(packed, fused=True, note=pytest.fail)
     precision = Precision(value="bf16", device=torch.device("cpu"), reason="a test")
     update = Optimizer(value="adamw_torch_fused", fused=True).update(
@@ -75,17 +78,17 @@ def main() -> None:
     failed: list[str] = []
     patch.setattr(precompile, "_compile", lambda asked: _compile(asked, failed))
     step.compile_kernels(batch)
-    before, traced = list(launched), [_traced()]
+    before, made = list(launched), [len(recorded)]
     compiled: list[str] = []
     knobs.runtime.jit_post_compile_hook = lambda **told: compiled.append(told["fn"].name)
     step.run(batch)
-    traced.append(_traced())
+    made.append(len(recorded))
     found = {
         "before": before,
         "failed": failed,
         "compiled": compiled,
         "launched": sorted(set(launched)),
-        "traced": traced,
+        "recorded": made,
     }
     print(json.dumps(found))
 
@@ -97,10 +100,6 @@ def _compile(asked: Any, failed: list[str]) -> None:
         function.preload(specialization).run  # noqa: B018
     except Exception as error:
         failed.append(f"{function.__name__}: {error!r}")
-
-
-def _traced() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def test_a_first_step_compiles_nothing_more(tmp_path: Path) -> None:
         print(found["failed"])
         found = first_step(tmp_path / "two")
     assert (found["before"], found["failed"], found["compiled"]) == ([], [], [])
-    assert found["traced"][0] == found["traced"][1] > 0
+    assert found["recorded"][0] == found["recorded"][1] > 0
     assert {"varlen_attention_backward", "norm_backward", "adamw_update", "gather_gradients"} <= set(found["launched"])
 
 

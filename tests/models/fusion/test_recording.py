@@ -138,11 +138,22 @@ class _Twice(torch.autograd.Function):
         lambda layer, x: x.reshape(1, 2 * x.shape[1], -1).view(x.shape),
         lambda layer, x: x + layer.other,
         lambda layer, x: x.mul_(2),
+        lambda layer, x: (x + 1) * x.add_(1),
         lambda layer, x: x if x.sum() > 0 else -x,
         lambda layer, x: torch.from_numpy(x.detach().numpy() * 2),
         lambda layer, x: _Twice.apply(x),
     ],
-    ids=["branch", "root", "multiple", "elsewhere", "in place", "numbers", "numpy", "gradient"],
+    ids=[
+        "branch",
+        "root",
+        "multiple",
+        "elsewhere",
+        "in place",
+        "in place after a look",
+        "numbers",
+        "numpy",
+        "gradient",
+    ],
 )
 def test_what_a_recording_does_not_show_is_left_to_the_compiler(change: Any) -> None:
     layer, x = _Layer(change).eval(), torch.randn(1, 5, 8)
