@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 
 pytest.importorskip("triton")
 
+from brimful.kernels.layout import Segments
 from brimful.levers import compiled_layers
 from brimful.models import fusion
 from brimful.models.fusion import recording
 from brimful.models.model_stats import layer_lists
+from brimful.models.packed import packed_forward
 from heads.tiny_heads import tiny_model
-from models.fusion.test_fusion import LONG, PRENORM, SHORT, our_attention, settings_of
+from models.fusion.test_fusion import LONG, PRENORM, SHORT, WIDE, our_attention, settings_of
 from step.test_step import ROWS, make_step
 from tiny import FAMILIES
 from tolerances import MODEL_FP32, difference
@@ -41,6 +44,25 @@ def test_a_recorded_step_is_the_plain_one(family: str) -> None:
         expected, found = plain.run(batch).read(), recorded.run(batch).read()
         assert found.loss == pytest.approx(expected.loss, rel=1e-5)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+def test_one_recording_serves_rows_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token budgets differ in tokens, segments, and the longest of these."""
+    recorded, record = list[Any](), recording.Recorded._record
+    monkeypatch.setattr(recording.Recorded, "_record", lambda *given: recorded.append(given) or record(*given))
+    model: Any = FAMILIES["bert"].model(**settings_of("bert", num_layers=2))
+    layer = model.bert.encoder.layer[1]
+    recording.record_calls([layer], fusion.fuse, backend="eager")
+    for num_tokens, lengths in ((32, [5, 27]), (48, [40, 7, 1]), (61, [59, 2])):
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        segments = Segments(cu_seqlens_N=offsets, segment_T=numbers, max_length=max(lengths), typical_length=9)
+        model.set_attn_implementation(packed_forward.PACKED)
+        x = torch.randn(1, num_tokens, WIDE["hidden_size"])
+        given = {"attention_mask": None, "segments": segments, "plain": False}
+        with torch.no_grad():
+            assert torch.allclose(layer(x, **given), layer._call_impl(x, **given), atol=1e-5)
+    assert len(recorded) == 1
 
 
 def test_nothing_of_a_step_outlives_it() -> None:

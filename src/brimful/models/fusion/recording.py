@@ -1,11 +1,11 @@
 """A layer's code as a graph of torch's functions, recorded as it runs on tensors without numbers.
 
 torch's dynamo makes the same graph of the code's bytecode, in a second or two; a recording takes some milliseconds. It
-follows layers whose inputs are (1, T, ...) and plain values. Layers of one kind share a recording: it is made twice, of
-two numbers of tokens and two numbers of the layer, and what differs between the two graphs must be the number of tokens
-itself. Code that asks for either is left to dynamo, as is all else that a recording does not show: hooks, changes in
-place, tensors from elsewhere, and layers that our kernels do not cover. Layers on padded rows are recorded shape by
-shape.
+follows layers whose inputs are (1, T, ...), vectors, and plain values. Layers of one kind share a recording: it is made
+twice, of two numbers of tokens, of segments and of the layer, and what differs between the two graphs must be such a
+number itself. Code that decides by one of them is left to dynamo, as is all else that a recording does not show: hooks,
+changes in place, tensors from elsewhere, and layers that our kernels do not cover. Layers on padded rows are recorded
+shape by shape.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -28,11 +29,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from brimful.kernels.forward_context import active_context
+from brimful.kernels.layout import Segments
 from brimful.models.fusion.nodes import TOKENS
 from brimful.models.model_stats import LAYER_NUMBERS
 
-#: Numbers of tokens that are recorded, both primes, of which widths are no multiples, and what is added to the layer's.
-_COUNTS = ((TOKENS, 0), (61, 1009))
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _SETTINGS = (*_PLAIN, FunctionType, BuiltinFunctionType)
 #: Methods by which Python's operators show, and the functions that dynamo has in their place.
@@ -42,6 +42,28 @@ _OPERATORS: dict[str, Any] = {
     "__iadd__": operator.iadd, "add_": operator.iadd,
 }  # fmt: skip
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """Numbers that a recording is made of: primes, of which widths are no multiples.
+
+    tokens, longest: of a row, and of its longest segment, 0 where they are what they are. others: lengths of vectors of
+    anything but tokens. further: what is added to the layer's number.
+    """
+
+    tokens: int = 0
+    longest: int = 0
+    others: int = 0
+    further: int = 0
+
+
+_TWO = (
+    _Sizes(tokens=TOKENS, longest=3_000_017, others=4_000_037),
+    _Sizes(tokens=61, longest=59, others=67, further=1009),
+)
+#: Of layers whose shapes are fixed.
+_AS_THEY_ARE = (_Sizes(), _Sizes(further=1009))
 
 #: What takes values in the order of a graph's placeholders, and gives what the layer gives.
 Run = Callable[..., Any]
@@ -71,23 +93,22 @@ class Recorded:
         context = active_context()
         given = (args, kwargs, None if context is None else context.attention)
         try:
-            values, shown, tokens = _flat(given, fixed=self._fixed)
-            key = (shown, _mode(values[0].device.type), *_settings(module))
+            call = _Call(given, fixed=self._fixed)
+            key = (call.shown, _mode(call.device), *_settings(module))
             if key not in self._forms:
-                self._forms[key] = self._record(module, given, tokens)
+                self._forms[key] = self._record(module, call)
             form = self._forms[key]
         except _CannotRecordError:
             form = None
         if form is not None:
-            return form(*(holder[name] for holder, name in _parameters(module)), *values)
+            return form(*(holder[name] for holder, name in _parameters(module)), *call.tensors, *call.longest)
         if self._other is None:
             self._other = self._otherwise(module)
         return self._other(*args, **kwargs)
 
-    def _record(self, module: nn.Module, given: Any, tokens: int) -> Run | None:
+    def _record(self, module: nn.Module, call: _Call) -> Run | None:
         try:
-            counts = ((0, further) for _, further in _COUNTS) if self._fixed else _COUNTS
-            graph, other = (_graph_of(module, given, tokens, *each) for each in counts)
+            graph, other = (_graph_of(module, call, sizes) for sizes in (_AS_THEY_ARE if self._fixed else _TWO))
         except Exception:  # whatever its code does that tensors without numbers cannot
             return None
         return self._cover(GraphModule(nn.Module(), graph)) if str(graph) == str(other) else None
@@ -151,52 +172,93 @@ def _parameters(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
             yield from ((tensors, name) for name, tensor in tensors.items() if tensor is not None)
 
 
-def _flat(given: Any, *, fixed: bool) -> tuple[list[Tensor], Any, int]:
-    """The tensors of a call, what else it shows, and its tokens, 0 where shapes are `fixed`.
+class _Call:
+    """What a call gives to a layer. Raises: _CannotRecordError for anything but tensors and plain values.
 
-    Raises: _CannotRecordError for anything else in it.
+    given: arguments, named ones, and what attention is told. tensors: each once. longest: the longest segment's length,
+    if there are any. tokens: of its row, 0 where shapes are fixed. shown: all by which its recording is another's.
     """
-    values: dict[int, Tensor] = {}  # each once
-    shown = _shown(given, values)
-    tensors = list(values.values())
-    tokens = 0 if fixed else next((t.shape[1] for t in tensors if t.ndim > 1 and t.shape[0] == 1), 0)
-    if not tensors or (not fixed and tokens < 2) or any(type(t) not in (Tensor, nn.Parameter) for t in tensors):
+
+    def __init__(self, given: Any, *, fixed: bool) -> None:
+        self.given, self._tensors, self._longest = given, dict[int, Tensor](), set[int]()
+        shown = self._show(given)
+        self.tensors, self.longest = list(self._tensors.values()), list(self._longest)
+        rows = (t for t in self.tensors if t.ndim > 1 and t.shape[0] == 1)
+        self.tokens = 0 if fixed else next((row.shape[1] for row in rows), 0)
+        others = any(type(t) not in (Tensor, nn.Parameter) for t in self.tensors)
+        if not self.tensors or others or len(self.longest) > 1 or (not fixed and self.tokens < 2):
+            raise _CannotRecordError
+        self.device = self.tensors[0].device.type
+        free = _Sizes() if fixed else _Sizes(tokens=-1, others=-1)
+        kinds = tuple((t.dtype, t.device, t.requires_grad, self._shape(t, free, by_length=False)) for t in self.tensors)
+        self.shown = (shown, kinds)
+
+    def _show(self, value: Any) -> Any:
+        """Return what is shown of an argument: of a tensor its place."""
+        if isinstance(value, Tensor):
+            self._tensors.setdefault(id(value), value)
+            return list(self._tensors).index(id(value))
+        if isinstance(value, _PLAIN):
+            return type(value), value
+        if isinstance(value, list | tuple):
+            return type(value), *map(self._show, value)
+        if isinstance(value, dict):
+            return dict, *((name, self._show(each)) for name, each in value.items())
+        if isinstance(value, Segments):
+            self._longest.add(value.max_length)
+            value = dataclasses.replace(value, max_length=0)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return type(value), *(self._show(getattr(value, field.name)) for field in dataclasses.fields(value))
         raise _CannotRecordError
-    kinds = tuple((t.dtype, t.device, t.requires_grad, _shape(t, tokens, -1)) for t in tensors)
-    return tensors, (shown, kinds), tokens
+
+    def _shape(self, tensor: Tensor, sizes: _Sizes, *, by_length: bool = True) -> tuple[int, ...]:
+        """The shape of (1, T, ...) or of a vector with other sizes; any other shape as it is.
+
+        by_length: whether a vector with as many numbers as there are tokens has one of each.
+        """
+        shape = list(tensor.shape)
+        if not self.tokens:
+            return tuple(shape)
+        if len(shape) == 1:
+            return (sizes.tokens if by_length and shape[0] == self.tokens else sizes.others,)
+        if len(shape) > 1 and shape[:2] == [1, self.tokens]:
+            shape[1] = sizes.tokens
+        return tuple(shape)
+
+    def empty(self, sizes: _Sizes) -> dict[int, Tensor]:
+        """Tensors of these sizes in the place of its own."""
+        found = {}
+        for each in self.tensors:
+            made = torch.empty(self._shape(each, sizes), dtype=each.dtype, device=each.device)
+            # No leaf: layers may add to it in place.
+            found[id(each)] = made.requires_grad_(True).clone() if each.requires_grad else made
+        return found
+
+    def over(self, made: dict[int, Tensor], sizes: _Sizes) -> Any:
+        """What is given, with other tensors."""
+        return self._over(self.given, made, sizes)
+
+    def _over(self, value: Any, made: dict[int, Tensor], sizes: _Sizes) -> Any:
+        if isinstance(value, Tensor):
+            return made[id(value)]
+        if isinstance(value, list | tuple):
+            return type(value)([self._over(each, made, sizes) for each in value])
+        if isinstance(value, dict):
+            return {name: self._over(each, made, sizes) for name, each in value.items()}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            fields = {name: self._over(each, made, sizes) for name, each in fields.items()}
+            fields |= {"max_length": sizes.longest} if isinstance(value, Segments) and sizes.longest else {}
+            return dataclasses.replace(value, **fields)
+        return value
 
 
-def _shown(value: Any, values: dict[int, Tensor]) -> Any:
-    """Return what a call shows of one argument: of a tensor its place among `values`, which it is added to."""
-    if isinstance(value, Tensor):
-        values.setdefault(id(value), value)
-        return list(values).index(id(value))
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, list | tuple):
-        return type(value), *(_shown(each, values) for each in value)
-    if isinstance(value, dict):
-        return dict, *((name, _shown(each, values)) for name, each in value.items())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value), *(_shown(getattr(value, field.name), values) for field in dataclasses.fields(value))
-    raise _CannotRecordError
+def _graph_of(module: nn.Module, call: _Call, sizes: _Sizes) -> Graph:
+    """The graph of a call of these sizes.
 
-
-def _shape(tensor: Tensor, tokens: int, count: int) -> tuple[int, ...]:
-    """The shape of (1, T, ...), or of (T,), with another number of tokens; any other shape as it is."""
-    shape, place = list(tensor.shape), 0 if tensor.ndim == 1 else 1
-    if tokens and tensor.ndim and shape[place] == tokens and (place == 0 or shape[0] == 1):
-        shape[place] = count
-    return tuple(shape)
-
-
-def _graph_of(module: nn.Module, given: Any, tokens: int, count: int, further: int) -> Graph:
-    """The graph of a call with `count` tokens, of a layer whose number is higher by `further`.
-
-    Placeholders: parameters and buffers, then the call's tensors.
+    Placeholders: parameters and buffers, the call's tensors, and the length of the longest segment if there are any.
     """
-    tensors, *_ = _flat(given, fixed=not tokens)
-    recorder, fakes, device = _Recorder(count), FakeTensorMode(), tensors[0].device.type
+    recorder, fakes, device = _Recorder(sizes), FakeTensorMode(), call.device
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -207,34 +269,19 @@ def _graph_of(module: nn.Module, given: Any, tokens: int, count: int, further: i
         stack.enter_context(fakes)
         stack.enter_context(_swapped(places, inner))
         numbers = list(_numbers(module))
-        stack.enter_context(_swapped(numbers, [holder[name] + further for holder, name in numbers]))
-        made = {id(t): recorder.placeholder(_empty(t, _shape(t, tokens, count))) for t in tensors}
-        args, kwargs, told = _with_tensors(given, made)
+        stack.enter_context(_swapped(numbers, [holder[name] + sizes.further for holder, name in numbers]))
+        made = call.empty(sizes)
+        for tensor in made.values():
+            recorder.placeholder(tensor)
+        if call.longest:
+            recorder.place_longest()
+        args, kwargs, told = call.over(made, sizes)
         context = active_context()
         if context is not None:
             stack.enter_context(dataclasses.replace(context, attention=told).active())
         with recorder:
             out = module._call_impl(*args, **kwargs)
     return recorder.finished(out)
-
-
-def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    made = torch.empty(shape, dtype=like.dtype, device=like.device)
-    return made.requires_grad_(True).clone() if like.requires_grad else made  # no leaf: layers may add to it in place
-
-
-def _with_tensors(given: Any, made: dict[int, Tensor]) -> Any:
-    """The same arguments with other tensors."""
-    if isinstance(given, Tensor):
-        return made[id(given)]
-    if isinstance(given, list | tuple):
-        return type(given)([_with_tensors(each, made) for each in given])
-    if isinstance(given, dict):
-        return {name: _with_tensors(each, made) for name, each in given.items()}
-    if dataclasses.is_dataclass(given) and not isinstance(given, type):
-        fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-        return dataclasses.replace(given, **{name: _with_tensors(each, made) for name, each in fields.items()})
-    return given
 
 
 @contextmanager
@@ -274,14 +321,20 @@ def _is_written_out(function: Any) -> bool:
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down each function that is called on tensors. count: of tokens; 0 where it is a number like others."""
+    """Writes down each function that is called on tensors."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, sizes: _Sizes) -> None:
         super().__init__()
-        self.graph, self._count = Graph(), count
+        self.graph, self._sizes = Graph(), sizes
         self._nodes: dict[int, Node] = {}
         self._kept: list[Tensor] = []  # no other tensor is to have the id of one
         self._num_tokens: Node | None = None
+        self._longest: Node | None = None
+
+    def place_longest(self) -> None:
+        """Have the length of the longest segment as an input of the graph."""
+        self._longest = self.graph.placeholder("longest")
+        self._longest.meta["example_value"] = self._sizes.longest
 
     def placeholder(self, tensor: Tensor) -> Tensor:
         """An input of the graph; the tensor itself, or what is known in its place."""
@@ -354,18 +407,24 @@ class _Recorder(TorchFunctionMode):
             return {name: self._argument(each) for name, each in given.items()}
         if isinstance(given, slice):
             return slice(*(self._argument(each) for each in (given.start, given.stop, given.step)))
-        if isinstance(given, int) and not isinstance(given, bool) and given and self._count and not given % self._count:
-            if given != self._count:
-                raise _CannotRecordError  # it is made of that number
+        return self._number(given) if type(given) is int and given else given
+
+    def _number(self, given: int) -> Any:
+        """A number as the graph has it. Raises: _CannotRecordError for one that is made of those that may change."""
+        if given == self._sizes.tokens:
             return self._tokens()
+        if given == self._sizes.longest and self._longest is not None:
+            return self._longest
+        if any(size and given % size == 0 for size in (self._sizes.tokens, self._sizes.longest, self._sizes.others)):
+            raise _CannotRecordError
         return given
 
     def _tokens(self) -> Node:
         """The number of tokens, of the first input that has one a token."""
         if self._num_tokens is None:
             inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
-            first = next(node for node in inputs if node.meta["example_value"].shape[:2] == (1, self._count))
+            first = next(node for node in inputs if node.meta["example_value"].shape[:2] == (1, self._sizes.tokens))
             with self.graph.inserting_after(inputs[-1]):
                 self._num_tokens = self.graph.call_method("size", (first, 1))
-            self._num_tokens.meta["example_value"] = self._count
+            self._num_tokens.meta["example_value"] = self._sizes.tokens
         return self._num_tokens
