@@ -173,7 +173,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 class _Call:
-    """What a call gives to a layer. Raises: _CannotRecordError for anything but tensors and plain values.
+    """A call of a layer, by what it gives. Raises: _CannotRecordError for anything but tensors and plain values.
 
     given: arguments, named ones, and what attention is told. tensors: each once. longest: the longest segment's length,
     if there are any. tokens: of its row, 0 where shapes are fixed. shown: all by which its recording is another's.
