@@ -235,7 +235,7 @@ class _Call:
         return found
 
     def over(self, made: dict[int, Tensor], sizes: _Sizes) -> Any:
-        """What is given, with other tensors."""
+        """The given arguments with other tensors."""
         return self._over(self.given, made, sizes)
 
     def _over(self, value: Any, made: dict[int, Tensor], sizes: _Sizes) -> Any:
