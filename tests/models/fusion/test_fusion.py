@@ -26,6 +26,7 @@ from brimful.kernels import float8
 from brimful.kernels.attention.dispatch import Attention, relative_attention, triton_attention
 from brimful.kernels.attention.pattern import Pattern
 from brimful.models import fusion
+from brimful.models.fusion.recording import record_calls
 from brimful.models.model_stats import embeddings_of, layers_of
 from brimful.models.packed import check_inputs, equivalence, packed_forward
 from brimful.step.step import Step
@@ -40,7 +41,9 @@ WIDE = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
 
 ONE_LAYER = WIDE | {"num_hidden_layers": 1}
 #: Every token is interpreted in each layer: few of them, in two shapes with a tail of padding.
-FEW = dataclasses.replace(PACKED, budgets=Budgets(tokens=(32, 48), fill=1.0), num_slots=4, max_length=32)
+FEW = dataclasses.replace(
+    PACKED, budgets=Budgets(tokens=(32, 48), fill=1.0), num_slots=4, max_length=32, groups=False
+)  # fmt: skip
 
 
 def batch_of(*lengths: int) -> Batch:
@@ -63,19 +66,19 @@ def our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compiled(model: Any) -> list[bool]:
-    """Compiles a model's layers and embeddings; the list gets, for each graph, whether it was covered."""
+    """Has a model's layers and embeddings recorded, or traced by dynamo where they cannot be; the list gets, for each
+    graph, whether it was covered."""
     covered: list[bool] = []
 
-    def backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def cover(graph_module: GraphModule, inputs: Sequence[Any] = ()) -> Callable[..., Any]:
         fused = fusion.fuse(graph_module)
         covered.append(fused is not None)
         return fused or graph_module
 
     layers = layers_of(model)
     assert layers is not None
-    for module in (embeddings_of(model), *layers):
-        if module is not None:
-            module.compile(dynamic=True, backend=backend)
+    modules = [module for module in (embeddings_of(model), *layers) if module is not None]
+    record_calls(modules, cover, backend=cover)
     return covered
 
 

@@ -21,29 +21,12 @@ from brimful.models.fusion import recording
 from brimful.models.model_stats import layer_lists
 from brimful.models.packed import packed_forward
 from heads.tiny_heads import tiny_model
-from models.fusion.test_fusion import LONG, PRENORM, SHORT, WIDE, our_attention, settings_of
+from models.fusion.test_fusion import SHORT, WIDE, our_attention, settings_of
 from step.test_step import ROWS, make_step
 from tiny import FAMILIES
 from tolerances import MODEL_FP32, difference
 
 __all__ = ["our_attention"]
-
-
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_by_dynamo", lambda *_: pytest.fail("dynamo was asked"))
-
-
-@pytest.mark.usefixtures("no_compiler")
-@pytest.mark.parametrize("family", ["bert", "roberta", "electra", "distilbert", *PRENORM])
-def test_a_recorded_step_is_the_plain_one(family: str) -> None:
-    model: Any = FAMILIES[family].model(**settings_of(family, num_layers=2 if family == "bert" else 1))
-    plain, recorded = make_step(copy.deepcopy(model), family=family), make_step(model, family=family)
-    compiled_layers.compile_layers(recorded.execution, fused=True, note=pytest.fail)
-    for batch in [LONG, SHORT] if family == "bert" else [SHORT]:
-        expected, found = plain.run(batch).read(), recorded.run(batch).read()
-        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
-        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
 
 
 def test_one_recording_serves_rows_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
