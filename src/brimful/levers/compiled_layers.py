@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,13 +29,17 @@ def compile_padded_layers(execution: LayoutModel, *, note: Callable[[str], None]
             layer.compile(dynamic=None, backend=partial(inductor_backend, note=note))
 
 
-def fuse_padded_layers(lists: Iterable[nn.ModuleList]) -> None:
-    """Have layers on padded rows run on our kernels where these cover parts of them, without a compiler."""
+def fuse_padded_layers(model: nn.Module, lists: Iterable[nn.ModuleList]) -> None:
+    """Have layers on padded rows run on our kernels where these cover parts of them, without a compiler.
+
+    Not where a parameter of theirs is anywhere else in the model, too: its gradients meet before the update.
+    """
     from brimful.models.fusion import fuse_parts
     from brimful.models.fusion.recording import record_calls
 
+    everywhere = Counter(id(p) for each in model.modules() for p in each._parameters.values() if p is not None)
     for layers in lists:
-        if _own_parameters(layers):
+        if all(everywhere[id(parameter)] == 1 for parameter in layers.parameters()):
             record_calls(layers, fuse_parts, fixed=True)
 
 

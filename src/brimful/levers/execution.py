@@ -159,7 +159,7 @@ class ExecutionMode(Lever):
         if execution is None:
             return
         if self.value == "captured" and isinstance(execution, PaddedModel) and assembly.training:
-            fuse_padded_layers(lists_to_compile(assembly))
+            fuse_padded_layers(assembly.model, lists_to_compile(assembly))
         if not self.compiled:
             return
         if isinstance(execution, PackedModel):

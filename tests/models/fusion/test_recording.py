@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 pytest.importorskip("triton")
 
@@ -69,27 +70,41 @@ def test_nothing_of_a_step_outlives_it() -> None:
         gc.enable()
 
 
-class _Layer(torch.nn.Module):
-    """A layer of which `change` is a part. It is called by its recording, or by what stands for dynamo."""
+class _Calls(recording.Recorded):
+    """Calls a layer by its recording, or by what stands for dynamo, and counts both."""
 
-    def __init__(self, change: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, layer: torch.nn.Module, forms: dict[Any, Any] | None = None) -> None:
+        super().__init__(layer, self.cover, lambda _: self.compiled, forms=forms)
+        self.recorded, self.by_dynamo = 0, 0
+
+    def cover(self, graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        self.recorded += 1
+        return graph
+
+    def compiled(self, *args: Any, **kwargs: Any) -> Any:
+        self.by_dynamo += 1
+        return self._module()._call_impl(*args, **kwargs)  # type: ignore[union-attr]
+
+
+class _Layer(torch.nn.Module):
+    """A layer of which `change` is a part."""
+
+    def __init__(self, change: Callable[[Any, torch.Tensor], Any], forms: dict[Any, Any] | None = None) -> None:
         super().__init__()
         self.linear, self.dropout, self.change = torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), change
-        self.factor, self.by_dynamo, self.recorded = 1.0, 0, list[torch.fx.GraphModule]()
+        self.factor, self.layer_idx, self._hidden, self.settings = 1.0, 0, 1.0, {"scale": [1.0]}
         self.register_buffer("shift", torch.ones(8))
-        self._compiled_call_impl = recording.Recorded(self, self.cover, lambda module: module.compiled)
+        self._compiled_call_impl: Any = _Calls(self, forms)
 
     def forward(self, x: torch.Tensor, *, pair: tuple[torch.Tensor, torch.Tensor] | None = None) -> Any:
         y = self.change(self, self.linear(x).view(1, x.shape[1], 2, -1).flatten(2) + self.shift)
         return self.dropout(y), None if pair is None else pair[0] - pair[1]
 
-    def cover(self, graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        self.recorded.append(graph)
-        return graph
 
-    def compiled(self, *args: Any, **kwargs: Any) -> Any:
-        self.by_dynamo += 1
-        return self._call_impl(*args, **kwargs)
+def _calls(layer: _Layer) -> _Calls:
+    found = layer._compiled_call_impl
+    assert isinstance(found, _Calls)
+    return found
 
 
 def _plain(layer: _Layer, *args: Any, **kwargs: Any) -> Any:
@@ -104,8 +119,7 @@ def test_one_recording_serves_every_number_of_tokens_and_weights_as_they_are() -
             layer.linear.weight = weight
             for found, expected in zip(layer(x, pair=(x, x + 1)), _plain(layer, x, pair=(x, x + 1)), strict=True):
                 assert torch.equal(found, expected)
-    assert len(layer.recorded) == 1
-    assert layer.by_dynamo == 0
+    assert (_calls(layer).recorded, _calls(layer).by_dynamo) == (1, 0)
 
 
 def test_another_call_is_recorded_anew() -> None:
@@ -119,8 +133,7 @@ def test_another_call_is_recorded_anew() -> None:
         assert torch.equal(layer(x)[0], _plain(layer, x)[0])
     layer.train()
     assert (layer(torch.ones(1, 300, 8))[0] == 0).any()
-    assert len(layer.recorded) == 5
-    assert layer.by_dynamo == 0
+    assert (_calls(layer).recorded, _calls(layer).by_dynamo) == (5, 0)
 
 
 class _Twice(torch.autograd.Function):
@@ -135,6 +148,39 @@ class _Twice(torch.autograd.Function):
         return gradient * 3
 
 
+class _Owner:
+    """An object of a model's own, which may be in any state."""
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def _kept(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.kept = x
+    return x
+
+
+def _counted(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.settings["calls"] = layer.settings.get("calls", 0) + 1
+    return x
+
+
+def _added_through_a_view(x: torch.Tensor) -> torch.Tensor:
+    view = x.view(-1, 8)
+    view += 1
+    return x
+
+
+def _hooked(x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda gradient: gradient * 0.1)
+    return x
+
+
+def _in_full(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ torch.ones(8, 8)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -147,25 +193,41 @@ class _Twice(torch.autograd.Function):
         lambda layer, x: x if x.sum() > 0 else -x,
         lambda layer, x: torch.from_numpy(x.detach().numpy() * 2),
         lambda layer, x: _Twice.apply(x),
+        lambda layer, x: x * 2 if layer.layer_idx == 2 else x,
+        lambda layer, x: x * 2 if x.shape[1] % 16 else x,
+        lambda layer, x: _kept(layer, x * 2),
+        lambda layer, x: _counted(layer, x),
+        lambda layer, x: _added_through_a_view(x * 1),
+        lambda layer, x: torch.nn.functional.relu(x * 1, inplace=True),
+        lambda layer, x: _hooked(x * 1),
+        lambda layer, x: _in_full(x),
+        lambda layer, x: layer.owner.twice(x),
     ],
     ids=[
-        "branch",
-        "root",
-        "multiple",
-        "elsewhere",
-        "in place",
-        "in place after a look",
-        "numbers",
-        "numpy",
-        "gradient",
+        *(
+            "branch",
+            "root",
+            "multiple",
+            "elsewhere",
+            "in place",
+            "seen",
+            "numbers",
+            "numpy",
+            "gradient",
+            "number",
+            "even",
+        ),
+        *("state", "counter", "view", "inplace", "hook", "autocast", "object"),
     ],
 )
 def test_what_a_recording_does_not_show_is_left_to_the_compiler(change: Any) -> None:
     layer, x = _Layer(change).eval(), torch.randn(1, 5, 8)
     vars(layer)["other"] = torch.randn(8)
+    if "owner" in change.__code__.co_names:
+        layer.owner = _Owner()
     assert torch.equal(layer(x)[0], _plain(layer, x)[0])
-    assert layer.by_dynamo == 1
-    assert not layer.recorded
+    assert (_calls(layer).recorded, _calls(layer).by_dynamo) == (0, 1)
+    assert not any(isinstance(each, FakeTensor) for each in vars(layer).values())
 
 
 def test_hooks_and_other_shapes_are_left_to_the_compiler() -> None:
@@ -174,11 +236,35 @@ def test_hooks_and_other_shapes_are_left_to_the_compiler() -> None:
     handle = layer.linear.register_forward_hook(lambda module, given, made: made * 2)
     assert torch.equal(layer(x)[0], _plain(layer, x)[0])
     handle.remove()
-    assert layer.by_dynamo == 1
+    assert _calls(layer).by_dynamo == 1
     layer(x, pair=[x, x])
     layer(x[:, :1])
-    assert layer.by_dynamo == 2
-    assert len(layer.recorded) == 2
+    assert (_calls(layer).recorded, _calls(layer).by_dynamo) == (2, 2)
+
+
+def test_layers_of_one_kind_alone_share_a_recording() -> None:
+    """Settings at any depth, under any name, and weights that are one tell layers apart; a layer's number does not."""
+    forms: dict[Any, Any] = {}
+
+    def scaled(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * layer._hidden * layer.settings["scale"][0] + layer.dropout.other(x)
+
+    def make(number: int, hidden: float = 1.0, *, tied: bool = False) -> _Layer:
+        layer = _Layer(scaled, forms).eval()
+        layer.layer_idx, layer._hidden = number, hidden
+        layer.dropout.other = torch.nn.Linear(8, 8, bias=False)
+        if tied:
+            layer.dropout.other.weight = layer.linear.weight
+        return layer
+
+    x = torch.randn(1, 5, 8)
+    layers = [make(0), make(1), make(2, 2.0), make(3, tied=True)]
+    for layer in layers:
+        assert torch.equal(layer(x)[0], _plain(layer, x)[0])
+    layers[0].settings["scale"][0] = 3.0
+    assert torch.equal(layers[0](x)[0], _plain(layers[0], x)[0])
+    assert [_calls(layer).recorded for layer in layers] == [2, 0, 1, 1]
+    assert len(forms) == 4
 
 
 @pytest.mark.parametrize("kind", ["bert", "nystromformer", "convbert", "lilt", "xlnet"])
@@ -194,7 +280,7 @@ def test_parts_of_layers_on_padded_rows_are_ours(kind: str, monkeypatch: pytest.
         return made
 
     monkeypatch.setattr(fusion, "fuse_parts", counted)
-    compiled_layers.fuse_padded_layers(layer_lists(model))
+    compiled_layers.fuse_padded_layers(model, layer_lists(model))
     for batch in (ROWS.batch(0, packed=False), ROWS.batch(1, packed=False)):
         expected, gradient = plain.run(batch).read(), plain.probe(batch)
         made = fused.run(batch).read()

@@ -208,6 +208,7 @@ def test_labels_without_a_row_in_the_sample_count_in_the_mean_auc(monkeypatch: p
     part = scored("single_label", logits, targets, resamples=0)
     assert part.score_rows == 50
     assert value(part.metrics["auc_macro"]) == pytest.approx(value(whole.metrics["auc_macro"]), abs=1e-4)
+    assert part.metrics["auc_macro"].low is part.metrics["auc_macro"].high is None
     without = [each.metrics["auc"] for each in part.by_label if each.metrics["auc"].low is None]
     assert len(without) >= 350
     assert all(metric.value is not None for metric in without)

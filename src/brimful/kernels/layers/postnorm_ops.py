@@ -110,7 +110,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x_TK, *made.saved)
         ctx.dtypes, ctx.shape = (weight.dtype, None if bias is None else bias.dtype), x.shape
         ctx.leaf, ctx.in_fp8 = _are_leaves(weight, bias), made.in_fp8
-        return made.out_TN.view(*x.shape[:-1], -1)
+        return _shaped(made.out_TN, (*x.shape[:-1], len(w_NK)))
 
     @staticmethod
     @once_differentiable
@@ -139,7 +139,7 @@ class _LinearGelu(torch.autograd.Function):
         ctx.dtypes, ctx.shape, ctx.leaf = (weight.dtype, None), x.shape, _are_leaves(weight, bias)
         y_TF = gelu.fused_forward(h_TF, bias)
         note_maker(y_TF, gelu.fused_forward, h_TF, bias)
-        return y_TF.view(*x.shape[:-1], -1)
+        return _shaped(y_TF, (*x.shape[:-1], len(w_FK)))
 
     @staticmethod
     @once_differentiable

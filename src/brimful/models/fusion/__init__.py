@@ -131,8 +131,11 @@ def fuse(graph_module: GraphModule) -> GraphModule | None:
 
 
 def fuse_parts(graph_module: GraphModule) -> Callable[..., Any] | None:
-    """A layer on padded rows, with what our functions cover of it; None if that is nothing. Residuals stay in fp32, as
-    the layer has them."""
+    """A layer on padded rows, with what our functions cover of it; None if that is nothing, or if some of its weights
+    are frozen, whose gradients our functions would compute. Residuals stay in fp32, as the layer has them."""
+    examples = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
+    if any(isinstance(each, torch.nn.Parameter) and not each.requires_grad for each in examples):
+        return None
     graph = Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     found = GraphModule(graph_module, graph)

@@ -22,24 +22,30 @@ class CannotRecordError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Numbers that a recording is made of: primes, of which widths are no multiples.
+    """Numbers that a recording is made of.
 
     tokens, longest: of a row, and of its longest segment, 0 where they are what they are. others: lengths of vectors of
-    anything but tokens. further: what is added to the layer's number.
+    anything but tokens.
     """
 
     tokens: int = 0
     longest: int = 0
     others: int = 0
-    further: int = 0
+
+    def is_made_of(self, number: int) -> bool:
+        """Return whether a number can only be a multiple of these: they are large primes then."""
+        return any(size > _LARGE and number % size == 0 for size in (self.tokens, self.longest, self.others))
 
 
-TWO = (
+_LARGE = 1_000_000
+#: A row of any size is recorded three times: large, small and odd, and even as token budgets are.
+ANY = (
     Sizes(tokens=TOKENS, longest=3_000_017, others=4_000_037),
-    Sizes(tokens=61, longest=59, others=67, further=1009),
+    Sizes(tokens=31, longest=29, others=37),
+    Sizes(tokens=176, longest=112, others=52),
 )
 #: Of layers whose shapes are fixed.
-AS_THEY_ARE = (Sizes(), Sizes(further=1009))
+AS_THEY_ARE = (Sizes(),)
 
 
 class Call:

@@ -23,6 +23,7 @@ from brimful.models.fusion.nodes import (
     probability,
     replace,
     same_shape,
+    shape_of,
 )
 
 
@@ -93,5 +94,5 @@ def gelu(graph: Graph, node: Node) -> None:
 def linear(graph: Graph, node: Node) -> None:
     """Any linear that is left."""
     call = arguments(node, torch._C._nn.linear, ("input", "weight", "bias"))
-    if call is not None and node.users:
+    if call is not None and node.users and len(shape_of(call["input"])) > 1 and len(shape_of(call["weight"])) == 2:
         replace(graph, node, postnorm_ops.linear, (call["input"], call["weight"], call["bias"]))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from brimful.kernels.forward_context import active_context
 from brimful.models.fusion.calls import Call, CannotRecordError, Sizes
 from brimful.models.model_stats import LAYER_NUMBERS
 
+_HOLDERS = (dict, list, set)
 #: Methods by which Python's operators show, and the functions that dynamo has in their place.
 _OPERATORS: dict[str, Any] = {
     "add": operator.add, "mul": operator.mul, "sub": operator.sub, "neg": operator.neg, "div": operator.truediv,
@@ -29,23 +33,23 @@ _OPERATORS: dict[str, Any] = {
 
 
 def graph_of(module: nn.Module, call: Call, sizes: Sizes) -> Graph:
-    """The graph of a call of these sizes.
+    """The graph of a call of these sizes, of a copy of the module's own state.
 
     Placeholders: parameters and buffers, the call's tensors, and the length of the longest segment if there are any.
+    Raises: CannotRecordError where the layer leaves something behind.
     """
-    recorder, fakes, device = _Recorder(sizes), FakeTensorMode(), call.device
-    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    with_gradients = torch.is_grad_enabled()
+    with_gradients, enabled, dtype = mode = mode_of(call.device)
+    recorder, fakes, layer = _Recorder(sizes, partial(mode_of, call.device), mode), FakeTensorMode(), _copied(module)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(with_gradients))
-        stack.enter_context(torch.autocast(device, dtype, enabled=enabled, cache_enabled=False))
-        places = list(parameters_of(module))
-        inner = [recorder.placeholder(fakes.from_tensor(holder[name])) for holder, name in places]
+        stack.enter_context(torch.autocast(call.device, dtype, enabled=enabled, cache_enabled=False))
+        for holder, name in parameters_of(layer):
+            holder[name] = recorder.placeholder(fakes.from_tensor(holder[name]))
+        for each in layer.modules():
+            vars(each).update((name, _NUMBER) for name in LAYER_NUMBERS & vars(each).keys())
+        before = list(_state_of(layer))
         stack.enter_context(fakes)
-        stack.enter_context(_swapped(places, inner))
-        numbers = list(_numbers(module))
-        stack.enter_context(_swapped(numbers, [holder[name] + sizes.further for holder, name in numbers]))
         made = call.empty(sizes)
         for tensor in made.values():
             recorder.placeholder(tensor)
@@ -56,27 +60,51 @@ def graph_of(module: nn.Module, call: Call, sizes: Sizes) -> Graph:
         if context is not None:
             stack.enter_context(dataclasses.replace(context, attention=told).active())
         with recorder:
-            out = module._call_impl(*args, **kwargs)
+            out = layer._call_impl(*args, **kwargs)
+    after = list(_state_of(layer))
+    if len(after) != len(before) or any(one is not two for one, two in zip(before, after, strict=True)):
+        raise CannotRecordError
     return recorder.finished(out)
 
 
-@contextmanager
-def _swapped(places: Sequence[tuple[dict[str, Any], str]], values: Sequence[Any]) -> Iterator[None]:
-    """Within, other values are in these places."""
-    kept = [holder[name] for holder, name in places]
-    try:
-        for (holder, name), value in zip(places, values, strict=True):
-            holder[name] = value
-        yield
-    finally:
-        for (holder, name), value in zip(places, kept, strict=True):
-            holder[name] = value
+def mode_of(device: str) -> tuple[bool, bool, torch.dtype]:
+    """State of torch that functions compute by: whether gradients and autocast are on, and autocast's dtype."""
+    return torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
-def _numbers(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Places where modules of a layer keep its number."""
+def _copied(module: nn.Module) -> nn.Module:
+    """Copies of a layer's modules with the same parameters: what their code changes of itself is not the model's."""
+    copies: dict[nn.Module, nn.Module] = {}
     for each in module.modules():
-        yield from ((vars(each), name) for name in LAYER_NUMBERS & vars(each).keys() if vars(each)[name] is not None)
+        copies[each] = object.__new__(type(each))
+        found = {name: copy.copy(value) if isinstance(value, _HOLDERS) else value for name, value in vars(each).items()}
+        vars(copies[each]).update(found)
+    for each in copies.values():
+        each._modules.update((name, copies[child]) for name, child in each._modules.items() if child is not None)
+    return copies[module]
+
+
+def _state_of(module: nn.Module) -> Iterator[Any]:
+    """Everything that a layer's modules hold, and what is in it."""
+    for each in module.modules():
+        for name, value in vars(each).items():
+            yield name
+            yield value
+            yield from value.values() if isinstance(value, dict) else value if isinstance(value, _HOLDERS) else ()
+
+
+class _Unasked:
+    """A layer's number, which code may hand on. What it would decide by it is another layer's way, too."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise CannotRecordError
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = _refuse
+    __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _refuse
+
+
+_NUMBER = _Unasked()
 
 
 def _gradients_of(out: Any) -> set[Any]:
@@ -96,6 +124,24 @@ def _is_written_out(function: Any) -> bool:
     return own and not type(function).__name__.startswith("GeneratedBackwardFor_")  # of an operator
 
 
+def _is_plain_output(out: Any) -> bool:
+    """True for tensors and None, and tuples and lists of these."""
+    if type(out) in (tuple, list):
+        return all(map(_is_plain_output, out))
+    return out is None or isinstance(out, Tensor)
+
+
+def _says_nothing_else(out: Any) -> bool:
+    """True for what a function that only reads its arguments may return besides tensors."""
+    if isinstance(out, tuple):  # sizes and strides
+        return all(isinstance(each, int) for each in out)
+    return isinstance(out, bool | int | float | torch.dtype | torch.device | torch.layout)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
 def parameters_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     """Places of a layer's parameters and buffers."""
     for each in module.modules():
@@ -104,12 +150,13 @@ def parameters_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down each function that is called on tensors."""
+    """Writes down each function that is called on tensors, all in one mode of torch."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, mode: Callable[[], Any], wanted: Any) -> None:
         super().__init__()
-        self.graph, self._sizes = Graph(), sizes
+        self.graph, self._sizes, self._mode, self._wanted = Graph(), sizes, mode, wanted
         self._nodes: dict[int, Node] = {}
+        self._holders = Counter[int]()  # tensors by the memory that they are in
         self._kept: list[Tensor] = []  # no other tensor is to have the id of one
         self._num_tokens: Node | None = None
         self._longest: Node | None = None
@@ -129,7 +176,7 @@ class _Recorder(TorchFunctionMode):
 
     def finished(self, out: Any) -> Graph:
         """The graph with its output. Raises: CannotRecordError where gradients are not those of its functions."""
-        if any(map(_is_written_out, _gradients_of(out))):
+        if not _is_plain_output(out) or any(map(_is_written_out, _gradients_of(out))):
             raise CannotRecordError
         self.graph.output(self._argument(out))
         self.graph.lint()
@@ -137,15 +184,19 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, and write it down if it makes tensors."""
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, function.__name__
+        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        versions = [each._version for each in given]
         out = function(*args, **kwargs)
-        if out is None:
-            raise CannotRecordError  # it changes something
+        changed = [each for each, version in zip(given, versions, strict=True) if each._version != version]
+        if self._mode() != self._wanted or (changed and not self._is_own_sum(name, changed, given)):
+            raise CannotRecordError
         several = isinstance(out, tuple | list) and any(isinstance(each, Tensor) for each in out)
         if not several and not isinstance(out, Tensor):
-            return out
-        name = function.__name__
-        if name == "__get__" or (name.endswith("_") and name != "__getitem__" and not self._is_own_sum(name, args)):
+            if _says_nothing_else(out):
+                return out
+            raise CannotRecordError  # it changes something
+        if name == "__get__":
             raise CannotRecordError
         node = self._call(function, name, tuple(self._argument(each) for each in args),
                           {key: self._argument(each) for key, each in kwargs.items()})  # fmt: skip
@@ -158,10 +209,12 @@ class _Recorder(TorchFunctionMode):
                 self._note(self.graph.call_function(operator.getitem, (node, index)), each)
         return out
 
-    def _is_own_sum(self, name: str, args: tuple[Any, ...]) -> bool:
+    def _is_own_sum(self, name: str, changed: list[Tensor], given: list[Tensor]) -> bool:
         """Return whether something is added in place to a tensor that nobody has seen but who made it."""
-        node = self._nodes.get(id(args[0]))
-        return name in ("add_", "__iadd__") and node is not None and node.op != "placeholder" and not node.users
+        node = self._nodes.get(id(given[0]))
+        if name not in ("add_", "__iadd__") or len(changed) != 1 or changed[0] is not given[0] or node is None:
+            return False
+        return node.op != "placeholder" and not node.users and self._holders[_memory_of(given[0])] == 1
 
     def _call(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         is_method = type(function).__name__ in ("method_descriptor", "wrapper_descriptor")
@@ -175,8 +228,10 @@ class _Recorder(TorchFunctionMode):
 
     def _note(self, node: Node, tensor: Tensor) -> None:
         node.meta["example_value"] = tensor
+        if id(tensor) not in self._nodes:
+            self._kept.append(tensor)
+            self._holders[_memory_of(tensor)] += 1
         self._nodes[id(tensor)] = node
-        self._kept.append(tensor)
 
     def _argument(self, given: Any) -> Any:
         """An argument as the graph has it. Raises: CannotRecordError for a tensor from elsewhere."""
@@ -184,6 +239,8 @@ class _Recorder(TorchFunctionMode):
             if id(given) not in self._nodes:
                 raise CannotRecordError
             return self._nodes[id(given)]
+        if isinstance(given, torch.Size):
+            return tuple(self._argument(each) for each in given)
         if isinstance(given, list | tuple):
             return type(given)([self._argument(each) for each in given])
         if isinstance(given, dict):
@@ -198,7 +255,7 @@ class _Recorder(TorchFunctionMode):
             return self._tokens()
         if given == self._sizes.longest and self._longest is not None:
             return self._longest
-        if any(size and given % size == 0 for size in (self._sizes.tokens, self._sizes.longest, self._sizes.others)):
+        if self._sizes.is_made_of(given):
             raise CannotRecordError
         return given
 

@@ -2,10 +2,10 @@
 
 torch's dynamo makes the same graph of the code's bytecode, in a second or two; a recording takes some milliseconds. It
 follows layers whose inputs are (1, T, ...), vectors, and plain values. Layers of one kind share a recording: it is made
-twice, of two numbers of tokens, of segments and of the layer, and what differs between the two graphs must be such a
-number itself. Code that decides by one of them is left to dynamo, as is all else that a recording does not show: hooks,
-changes in place, tensors from elsewhere, and layers that our kernels do not cover. Layers on padded rows are recorded
-shape by shape.
+of three numbers of tokens and of segments, and what differs between the graphs must be such a number itself. Code that
+decides by one of them, or by the layer's number, is left to dynamo, as is all else that a recording does not show:
+hooks, changes in place, what a layer keeps from call to call, tensors from elsewhere, settings that are objects of a
+model's own, and layers that our kernels do not cover. Layers on padded rows are recorded shape by shape.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from transformers import PreTrainedConfig
 
 from brimful.kernels.forward_context import active_context
-from brimful.models.fusion.calls import AS_THEY_ARE, PLAIN, TWO, Call, CannotRecordError
-from brimful.models.fusion.recorder import graph_of, parameters_of
+from brimful.models.fusion.calls import ANY, AS_THEY_ARE, PLAIN, Call, CannotRecordError
+from brimful.models.fusion.recorder import graph_of, mode_of, parameters_of
 from brimful.models.model_stats import LAYER_NUMBERS
 
 _SETTINGS = (*PLAIN, FunctionType, BuiltinFunctionType)
+#: What is no setting: a layer's number, what `nn.Module` has of its own, and what stands around a layer's code.
+_NO_SETTINGS = LAYER_NUMBERS | (vars(nn.Module()).keys() - {"training"})
+_NO_SETTINGS |= {"_compiled_call_impl", "_gradient_checkpointing_func"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -54,7 +58,7 @@ class Recorded:
         given = (args, kwargs, None if context is None else context.attention)
         try:
             call = Call(given, fixed=self._fixed)
-            key = (call.shown, _mode(call.device), *_settings(module))
+            key = (call.shown, mode_of(call.device), *_settings(module))
             if key not in self._forms:
                 self._forms[key] = self._record(module, call)
             form = self._forms[key]
@@ -68,10 +72,11 @@ class Recorded:
 
     def _record(self, module: nn.Module, call: Call) -> Run | None:
         try:
-            graph, other = (graph_of(module, call, sizes) for sizes in (AS_THEY_ARE if self._fixed else TWO))
+            graph, *others = (graph_of(module, call, sizes) for sizes in (AS_THEY_ARE if self._fixed else ANY))
+            is_one = all(str(other) == str(graph) for other in others)
+            return self._cover(GraphModule(nn.Module(), graph)) if is_one else None
         except Exception:  # whatever its code does that tensors without numbers cannot
             return None
-        return self._cover(GraphModule(nn.Module(), graph)) if str(graph) == str(other) else None
 
 
 def record_calls(
@@ -98,28 +103,34 @@ def _by_dynamo(backend: Any, module: nn.Module) -> Run:
     return compiled
 
 
-def _mode(device: str) -> tuple[Any, ...]:
-    """State of torch that functions compute by, besides their arguments."""
-    return torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-
 def _settings(module: nn.Module) -> Iterator[Any]:
-    """Kinds and settings of a layer's modules, and kinds of its parameters. Raises: CannotRecordError for hooks."""
+    """Kinds and settings of a layer's modules, kinds of its parameters, and which of these are one.
+
+    Raises: CannotRecordError for hooks, and for settings that cannot be told apart.
+    """
+    first = dict[int, int]()
     for each in module.modules():
         found = vars(each)
         if any(found[name] for name in _HOOKS):
             raise CannotRecordError
-        yield type(each), *((name, _setting(value)) for name, value in found.items() if _is_setting(name))
+        yield type(each), *((name, _setting(value)) for name, value in found.items() if name not in _NO_SETTINGS)
+        yield tuple(each._modules)
         for tensors in (each._parameters, each._buffers):
-            yield tuple(None if t is None else (type(t), t.dtype, t.shape, t.requires_grad) for t in tensors.values())
-
-
-def _is_setting(name: str) -> bool:
-    return name not in LAYER_NUMBERS and not name.startswith("_")
+            for name, t in tensors.items():
+                if t is not None:
+                    yield name, type(t), t.dtype, t.shape, t.requires_grad, first.setdefault(id(t), len(first))
 
 
 def _setting(value: Any) -> Any:
-    """Return what a setting is told apart by: anything that may change is another one in each module."""
-    if isinstance(value, tuple):
-        return tuple(map(_setting, value))
-    return value if isinstance(value, _SETTINGS) else id(value)
+    """Return what a setting is told apart by. Raises: CannotRecordError for an object that may be any."""
+    if isinstance(value, _SETTINGS):
+        return type(value), value
+    if isinstance(value, list | tuple):
+        return type(value), *map(_setting, value)
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(_setting, value))
+    if isinstance(value, dict):
+        return type(value), *((_setting(name), _setting(each)) for name, each in value.items())
+    if isinstance(value, PreTrainedConfig):
+        return id(value), value._attn_implementation
+    raise CannotRecordError

@@ -28,7 +28,7 @@ class Aucs:
     """One-vs-rest AUC of each label and their mean, each with its interval. NaN for a label that no row, or each, has.
 
     by_label: (C, 3) value, low, high; of a label whose rows are not in the sample there is no interval. macro: of the
-    labels that have a value.
+    labels that have a value, without an interval where one of these has none.
     """
 
     by_label: Floats
@@ -59,7 +59,7 @@ def one_vs_rest_aucs(
     if not np.isfinite(by_label[:, 0]).any():
         return Aucs(by_label=by_label, macro=UNKNOWN)
     mean = float(np.nanmean(by_label[:, 0]))
-    if not num_defined:
+    if num_defined < np.isfinite(by_label[:, 0]).sum():
         return Aucs(by_label=by_label, macro=(mean, np.nan, np.nan))
     return Aucs(by_label=by_label, macro=_on_logit_scale(mean, smaller * _error(influence_N / num_defined), num_rows))
 
