@@ -222,9 +222,9 @@ def _in_full(x: torch.Tensor) -> torch.Tensor:
 )
 def test_what_a_recording_does_not_show_is_left_to_the_compiler(change: Any) -> None:
     layer, x = _Layer(change).eval(), torch.randn(1, 5, 8)
-    vars(layer)["other"] = torch.randn(8)
-    if "owner" in change.__code__.co_names:
-        layer.owner = _Owner()
+    for name, own in {"other": torch.randn(8), "owner": _Owner()}.items():
+        if name in change.__code__.co_names:
+            vars(layer)[name] = own
     assert torch.equal(layer(x)[0], _plain(layer, x)[0])
     assert (_calls(layer).recorded, _calls(layer).by_dynamo) == (0, 1)
     assert not any(isinstance(each, FakeTensor) for each in vars(layer).values())

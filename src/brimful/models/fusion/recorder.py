@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import BackwardCFunction
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -107,23 +106,6 @@ class _Unasked:
 _NUMBER = _Unasked()
 
 
-def _gradients_of(out: Any) -> set[Any]:
-    """The functions by which autograd would go back from a call's results."""
-    found, left = set[Any](), [each.grad_fn for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
-    while left:
-        function = left.pop()
-        if function is not None and function not in found:
-            found.add(function)
-            left += [before for before, _ in function.next_functions]
-    return found
-
-
-def _is_written_out(function: Any) -> bool:
-    """True for a gradient that code of the model's own computes: the functions in it are not what it is of."""
-    own = isinstance(function, BackwardCFunction)
-    return own and not type(function).__name__.startswith("GeneratedBackwardFor_")  # of an operator
-
-
 def _is_plain_output(out: Any) -> bool:
     """True for tensors and None, and tuples and lists of these."""
     if type(out) in (tuple, list):
@@ -150,7 +132,10 @@ def parameters_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down each function that is called on tensors, all in one mode of torch."""
+    """Writes down each function that is called on tensors, all in one mode of torch.
+
+    Functions with a gradient of their own are seen by it: they run without gradients.
+    """
 
     def __init__(self, sizes: Sizes, mode: Callable[[], Any], wanted: Any) -> None:
         super().__init__()
@@ -175,8 +160,8 @@ class _Recorder(TorchFunctionMode):
         return tensor
 
     def finished(self, out: Any) -> Graph:
-        """The graph with its output. Raises: CannotRecordError where gradients are not those of its functions."""
-        if not _is_plain_output(out) or any(map(_is_written_out, _gradients_of(out))):
+        """The graph with its output. Raises: CannotRecordError for an output that is an object of a model's own."""
+        if not _is_plain_output(out):
             raise CannotRecordError
         self.graph.output(self._argument(out))
         self.graph.lint()
