@@ -3,7 +3,7 @@
     eager     one kernel after another
     captured  as CUDA graphs: cheap, and it always pays. Parts of layers on padded rows are on our kernels
     compiled  captured, with layers on fused kernels, ours or torch.compile's. Where ours cover them, they are recorded
-              in a tenth of a second; otherwise it takes seconds, and pays in long runs
+              in tenths of a second; otherwise it takes seconds, and pays in long runs
 
 One graph serves all layers and all token budgets: layers are the same code with other parameters, and the number of
 tokens is a symbol.
