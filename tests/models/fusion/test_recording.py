@@ -291,3 +291,49 @@ def test_parts_of_layers_on_padded_rows_are_ours(kind: str, monkeypatch: pytest.
         assert difference(*whole) < MODEL_FP32
     assert found
     assert all(found)
+
+
+@pytest.mark.parametrize("case", ["frozen", "elsewhere"])
+def test_padded_layers_with_frozen_or_shared_weights_run_as_they_are(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("lilt").train()
+    layer, found = model.lilt.encoder.layer[0], list[Any]()
+    if case == "frozen":
+        layer.intermediate.dense.weight.requires_grad = False
+    else:
+        model.classifier.dense.weight = layer.attention.output.dense.weight
+    fuse = fusion.fuse_parts
+    monkeypatch.setattr(fusion, "fuse_parts", lambda graph: found.append(fuse(graph)) or found[-1])
+    plain = make_step(copy.deepcopy(model), packed=False)
+    compiled_layers.fuse_padded_layers(model, layer_lists(model))
+    fused = make_step(model, packed=False)
+    expected, made = (step.run(ROWS.batch(0, packed=False)).read() for step in (plain, fused))
+    assert made.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert made.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    if case == "frozen":
+        assert [None if form is None else "ours" for form in found][:1] == [None]
+    else:
+        assert not found
+
+
+@pytest.mark.parametrize("activation", [lambda x: x, torch.nn.functional.gelu], ids=["linear", "gelu"])
+def test_what_a_product_made_may_be_changed_in_place(activation: Any) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = activation(self.up(x))
+            y += x
+            return y
+
+    layer, x = Layer(), torch.randn(2, 5, 8, requires_grad=True)
+    recording.record_calls([layer], fusion.fuse_parts, fixed=True)
+    found, expected = layer(x), layer._call_impl(x)
+    assert torch.allclose(found, expected, atol=1e-6)
+    for one, two in zip(
+        *(torch.autograd.grad(y.sum(), [x, *layer.parameters()]) for y in (found, expected)), strict=True
+    ):
+        assert torch.allclose(one, two, atol=1e-5)
