@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -42,6 +43,7 @@ def graph_of(module: nn.Module, call: Call, sizes: Sizes) -> Graph:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(with_gradients))
+        stack.enter_context(saved_tensors_hooks(_as_it_is, _as_it_is))  # checkpoints count what is saved
         stack.enter_context(torch.autocast(call.device, dtype, enabled=enabled, cache_enabled=False))
         for holder, name in parameters_of(layer):
             holder[name] = recorder.placeholder(fakes.from_tensor(holder[name]))
@@ -90,6 +92,10 @@ def _state_of(module: nn.Module) -> Iterator[Any]:
             yield name
             yield value
             yield from value.values() if isinstance(value, dict) else value if isinstance(value, _HOLDERS) else ()
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _Unasked:
