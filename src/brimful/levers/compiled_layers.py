@@ -34,9 +34,11 @@ def fuse_padded_layers(model: nn.Module, lists: Iterable[nn.ModuleList]) -> None
 
     Not where a parameter of theirs is anywhere else in the model, too: its gradients meet before the update.
     """
-    from brimful.models.fusion import fuse_parts
-    from brimful.models.fusion.recording import record_calls
-
+    try:
+        from brimful.models.fusion import fuse_parts
+        from brimful.models.fusion.recording import record_calls
+    except ImportError:  # without Triton
+        return
     everywhere = Counter(id(p) for each in model.modules() for p in each._parameters.values() if p is not None)
     for layers in lists:
         if all(everywhere[id(parameter)] == 1 for parameter in layers.parameters()):

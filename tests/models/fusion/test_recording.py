@@ -1,4 +1,4 @@
-"""Recorded layers: the same step as the layers as they are, without torch's compiler; and what is left to it."""
+"""Recordings: what they serve, what is left to torch's compiler, and parts of layers on padded rows."""
 
 from __future__ import annotations
 

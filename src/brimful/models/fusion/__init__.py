@@ -53,6 +53,8 @@ _PATTERNS = (
     postnorm.embeddings, postnorm.add_norm, prenorm.norm, prenorm.linear_add, prenorm.attention, prenorm.gated,
     postnorm.gelu, postnorm.linear,
 )  # fmt: skip
+#: Those that need nothing of the rest of a layer.
+_PATTERNS_OF_PARTS = (postnorm.add_norm, postnorm.gelu, postnorm.linear)
 
 
 def layer_backend(
@@ -113,21 +115,10 @@ def cover_embeddings(graph_module: GraphModule, *, before_fused: bool) -> Callab
 
 def fuse(graph_module: GraphModule) -> GraphModule | None:
     """The graph on our functions; None if they do not cover it. The graph given is left as it is."""
-    graph = Graph()
-    graph.output(graph.graph_copy(graph_module.graph, {}))
-    found = GraphModule(graph_module, graph)
-    for pattern in _PATTERNS:
-        for node in list(found.graph.nodes):
-            pattern(found.graph, node)
-        found.graph.eliminate_dead_code()
+    found = _rewritten(graph_module, _PATTERNS)
     tokens = _of_tokens(found.graph)
-    if not tokens or not all(_is_ours_or_free(node) for node in found.graph.nodes if node in tokens):
-        return None
-    for node in found.graph.find_nodes(op="placeholder"):
-        if is_parameter(node) and len(node.users) > 1:
-            _share(node)
-    found.recompile()
-    return found
+    covered = tokens and all(_is_ours_or_free(node) for node in found.graph.nodes if node in tokens)
+    return found if covered else None
 
 
 def fuse_parts(graph_module: GraphModule) -> Callable[..., Any] | None:
@@ -136,19 +127,9 @@ def fuse_parts(graph_module: GraphModule) -> Callable[..., Any] | None:
     examples = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
     if any(isinstance(each, torch.nn.Parameter) and not each.requires_grad for each in examples):
         return None
-    graph = Graph()
-    graph.output(graph.graph_copy(graph_module.graph, {}))
-    found = GraphModule(graph_module, graph)
-    for pattern in (postnorm.add_norm, postnorm.gelu, postnorm.linear):
-        for node in list(found.graph.nodes):
-            pattern(found.graph, node)
-        found.graph.eliminate_dead_code()
+    found = _rewritten(graph_module, _PATTERNS_OF_PARTS)
     if not any(node.op == "call_function" and node.target in _OURS for node in found.graph.nodes):
         return None
-    for node in found.graph.find_nodes(op="placeholder"):
-        if is_parameter(node) and len(node.users) > 1:
-            _share(node)
-    found.recompile()
 
     def run(*arguments: Any) -> Any:
         dropout = SeededDropout() if current().seeded_dropout else nullcontext()
@@ -156,6 +137,22 @@ def fuse_parts(graph_module: GraphModule) -> Callable[..., Any] | None:
             return found(*arguments)
 
     return run
+
+
+def _rewritten(graph_module: GraphModule, patterns: Sequence[Callable[[Graph, Node], None]]) -> GraphModule:
+    """A copy of the graph on our functions wherever these patterns are, with a view of a parameter for each reader."""
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    found = GraphModule(graph_module, graph)
+    for pattern in patterns:
+        for node in list(found.graph.nodes):
+            pattern(found.graph, node)
+        found.graph.eliminate_dead_code()
+    for node in found.graph.find_nodes(op="placeholder"):
+        if is_parameter(node) and len(node.users) > 1:
+            _share(node)
+    found.recompile()
+    return found
 
 
 def _of_tokens(graph: Graph) -> set[Node]:

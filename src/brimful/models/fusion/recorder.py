@@ -48,7 +48,8 @@ def graph_of(module: nn.Module, call: Call, sizes: Sizes) -> Graph:
         for holder, name in parameters_of(layer):
             holder[name] = recorder.placeholder(fakes.from_tensor(holder[name]))
         for each in layer.modules():
-            vars(each).update((name, _NUMBER) for name in LAYER_NUMBERS & vars(each).keys())
+            numbers = [name for name in LAYER_NUMBERS & vars(each).keys() if vars(each)[name] is not None]
+            vars(each).update(dict.fromkeys(numbers, _NUMBER))
         before = list(_state_of(layer))
         stack.enter_context(fakes)
         made = call.empty(sizes)
