@@ -109,6 +109,21 @@ def test_layers_are_compiled_where_the_run_is_long_enough(num_tokens: int, value
     assert ExecutionMode.choose(assembly).value == value
 
 
+@pytest.mark.parametrize(("share", "are_ours"), [(0.9, False), (1.1, True)])
+def test_parts_of_padded_layers_are_ours_where_that_pays(share: float, are_ours: bool) -> None:
+    """Of 70 us a layer and step, against 2.5 s."""
+    model, padded = FAMILIES["bert"].model(), replace(EQUIVALENCE, packed=False)
+    assembly = assembly_of(model, device="cuda", equivalence=padded)
+    tokens = int(assembly.batches(0)[0].sum())
+    assembly.num_tokens = round(share * 2.5 / (70e-6 * model.config.num_hidden_layers) * tokens)
+    assembly.levers[Optimizer] = Optimizer(value="sgd")
+    assembly.execution = PaddedModel(model)
+    mode = ExecutionMode.choose(assembly)
+    assert mode.value == "captured"
+    mode.apply(assembly)
+    assert all((layer._compiled_call_impl is not None) == are_ours for layer in model.bert.encoder.layer)
+
+
 @pytest.mark.parametrize(("recorded", "value"), [(False, "captured"), (True, "compiled")])
 @pytest.mark.parametrize("training", [False, True])
 def test_recorded_layers_pay_in_short_runs(recorded: bool, value: str, training: bool) -> None:

@@ -1,7 +1,7 @@
 """The way that the host launches a step.
 
     eager     one kernel after another
-    captured  as CUDA graphs: cheap, and it always pays. Parts of layers on padded rows are on our kernels
+    captured  as CUDA graphs: cheap, and it always pays. In longer runs parts of padded layers are on our kernels
     compiled  captured, with layers on fused kernels, ours or torch.compile's. Where ours cover them, they are recorded
               in tenths of a second; otherwise it takes seconds, and pays in long runs
 
@@ -42,6 +42,8 @@ _SAVED_A_PADDED_LAYER_S = 300e-6
 #: Seconds that fused kernels of recorded layers cost: 4 on a slow host that compiles them, 1 on one that finds them on
 #: disk (benchmarks/whole_command).
 _RECORD_S = 2.5
+#: Seconds of a padded layer in a step that parts on our kernels save, by arithmetic: some twenty kernels of 3.5 us.
+_SAVED_BY_PARTS_S = 70e-6
 #: Cold seconds of fused kernels forward only (benchmarks/classification).
 _COMPILE_FORWARD_S = 4.0
 #: Cold seconds of layers of padded rows, by torch's compiler alone, for one length of rows, and for several
@@ -159,7 +161,9 @@ class ExecutionMode(Lever):
         if execution is None:
             return
         if self.value == "captured" and isinstance(execution, PaddedModel) and assembly.training:
-            fuse_padded_layers(assembly.model, lists_to_compile(assembly))
+            lists = lists_to_compile(assembly)
+            if _SAVED_BY_PARTS_S * sum(map(len, lists)) * num_steps_of(assembly) >= _RECORD_S:
+                fuse_padded_layers(assembly.model, lists)
         if not self.compiled:
             return
         if isinstance(execution, PackedModel):
