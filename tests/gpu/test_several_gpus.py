@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpu.word_models import save_word_model
-from runs import events, save_tiny_model, single_label_rows, write_rows
+from runs import checkpoints, events, save_tiny_model, single_label_rows, write_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,6 +57,23 @@ def train(inputs: tuple[Path, Path], output: Path, gpus: int, *more: str) -> lis
     return events(output, "step")
 
 
+def start(inputs: tuple[Path, Path], output: Path, *more: str) -> subprocess.Popen[str]:
+    """A run on two GPUs, under way."""
+    data, model = map(str, inputs)
+    words = [sys.executable, "-m", "brimful", "train", data, "--model", model, "--output", str(output), "--gpus", "2"]
+    return subprocess.Popen([*words, *ASK, *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def process_of(parent: int, rank: int) -> int:
+    """The number of the process that a launcher started as a rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            started_by = int(folder.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+            if started_by == parent and f"RANK={rank}" in folder.joinpath("environ").read_text().split("\0"):
+                return int(folder.name)
+    raise AssertionError(f"process {rank} is not there")
+
+
 def execution(output: Path) -> str:
     recipe = json.loads((output / "run.json").read_text())["recipe"]["levers"]
     return next(str(lever["value"]) for lever in recipe if lever["name"] == "execution")
@@ -75,7 +96,7 @@ def test_captured_on_two_is_one(inputs: tuple[Path, Path], tmp_path: Path, budge
         assert captured["loss"] == pytest.approx(launched["loss"], rel=tolerance)
 
 
-@pytest.mark.parametrize("more", [(), ("--peer-copies",)], ids=["sent", "copied"])
+@pytest.mark.parametrize("more", [("--no-peer-copies",), ()], ids=["sent", "copied"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_parts_are_whole_in_checkpoints(
     inputs: tuple[Path, Path], tmp_path: Path, precision: str, more: tuple[str, ...]
@@ -87,9 +108,12 @@ def test_parts_are_whole_in_checkpoints(
         output = tmp_path / f"{first}, {second}"
         for gpus, steps in ((first, "20"), (second, "40")):
             train(inputs, output, gpus, *ask, "--max-steps", steps)
-            levers = json.loads((output / "run.json").read_text())["recipe"]["levers"]
-            cut = [lever["value"] for lever in levers if lever["name"] == "sharding"]
-            assert cut == (["states"] if gpus == 2 else [])
+            levers = {each["name"]: each for each in json.loads((output / "run.json").read_text())["recipe"]["levers"]}
+            if gpus == 2:
+                assert levers["sharding"]["value"] == "states"
+                assert ("by copies between" in levers["processes"]["reason"]) == (not more)
+            else:
+                assert "sharding" not in levers
         tolerance = 1e-3 if precision == "fp32" else 5e-2
         for alone, together in zip(expected, events(output, "step"), strict=True):
             assert together["loss"] == pytest.approx(alone["loss"], rel=tolerance)
@@ -127,3 +151,30 @@ def test_memory_that_does_not_suffice_is_met_by_both(inputs: tuple[Path, Path], 
     """Under a limit that no graph of the first budget fits, or no batch: the run goes on smaller, and ends."""
     told = train(inputs, tmp_path / "run", 2, "--precision", "fp32", "--memory-limit", "1.5GB", "--batch-size", "512")
     assert len(told) == 40
+
+
+@pytest.mark.parametrize("signal_sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_one_that_is_gone_ends_the_other(inputs: tuple[Path, Path], tmp_path: Path, signal_sent: int) -> None:
+    """In the midst of replayed graphs, whose barriers wait on the GPU; one process goes on from the last checkpoint."""
+    output = tmp_path / "run"
+    same = ["--precision", "bf16", "--lr-scheduler-type", "constant", "--save-steps", "20"]
+    ask = [*same, "--execution", "captured", "--max-steps", "100000"]
+    running = start(inputs, output, *ask)
+    try:
+        until = time.monotonic() + 200  # against hanging
+        while not checkpoints(output):
+            assert running.poll() is None, running.stderr.read()  # type: ignore[union-attr]
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        gone = process_of(running.pid, 1)
+        os.kill(gone, signal_sent)
+        said = running.communicate(timeout=120)[1]
+        with suppress(ProcessLookupError):
+            os.kill(gone, signal.SIGKILL)
+    finally:
+        running.kill()
+    assert running.returncode == 7
+    assert "error: process 1 of 2 (" in said
+    last = checkpoints(output)[-1]
+    train(inputs, output, 1, *same, "--execution", "captured", "--max-steps", str(last + 5), "--resume")
+    assert events(output, "step")[-1]["step"] == last + 5

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from brimful.core.errors import OptionError
+from brimful.core.place import Place
 from brimful.data.batches.padding import PaddedShapes
+from brimful.hardware.ranks import Ranks
 from brimful.levers.execution import ExecutionMode, saved_seconds
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.token_budget import TokenBudget
@@ -164,6 +166,7 @@ def test_layers_of_short_steps_are_compiled_where_their_number_pays(share: float
     assembly = assembly_of(model, device="cuda", function="triton_attention")
     saved_in_one = 120e-6 * model.config.num_hidden_layers
     tokens = sum(int(lengths.sum()) for lengths in assembly.batches(0)) / len(assembly.batches(0))
-    assembly.num_tokens, assembly.num_ranks = round(share * 10.0 / saved_in_one * tokens), num_ranks
+    assembly.num_tokens = round(share * 10.0 / saved_in_one * tokens)
+    assembly.ranks = Ranks(Place(count=num_ranks))
     assembly.levers[Optimizer] = Optimizer(value="adamw_torch_fused", fused=True)
     assert ExecutionMode.choose(assembly).value == value

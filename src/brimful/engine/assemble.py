@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import OptionError
 from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.records import Learning, Recipe
@@ -25,7 +24,6 @@ from brimful.engine.compilations import CompilationWatch
 from brimful.engine.own_loss import own_loss_doubt
 from brimful.engine.prepare import Prepared
 from brimful.engine.target_scale import check_fold
-from brimful.hardware.peers import Peers, peers_of
 from brimful.hardware.probe import device_name
 from brimful.hardware.ranks import ALONE, Ranks
 from brimful.levers.attention import Attention
@@ -52,9 +50,7 @@ from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.precision import Precision
 from brimful.step.recovery import whole_model_fits
 from brimful.step.step import Step, make_schedule
-from brimful.step.updates.fused_sharded import FusedShardedAdamW
 from brimful.step.updates.given_adamw import OwnersAdamW
-from brimful.step.updates.update import Update
 from brimful.tasks.task import Task
 
 #: All levers, in the order of their lines in the recipe.
@@ -178,7 +174,7 @@ def assemble(
         base_name="" if loaded is None else loaded.base_name,
         weights_on_disk=loaded is not None,
         optimizer=optimizer,
-        num_ranks=ranks.count,
+        ranks=ranks,
     )
     with whole_model_fits(precision.device):
         recipe = assembly.recipe(LEVERS, device_name(precision.device))
@@ -209,8 +205,6 @@ def _step(assembly: Assembly, execution: LayoutModel, layout: Layout, task: Task
     shared: dict[str, Any] = {"seed": assembly.seed, "seeded_dropout": seeded_dropout, "ranks": ranks}
     if together is not None:
         shared |= {"half_wire": together.half, "overlap": together.overlap}
-        if isinstance(assembly.options, TrainOptions) and assembly.options.peer_copies:
-            update.peers = _peers(update, ranks)
     if not mode.captured:
         return Step(*parts, **shared)
     return CapturedStep(
@@ -220,16 +214,6 @@ def _step(assembly: Assembly, execution: LayoutModel, layout: Layout, task: Task
         precompile=mode.fused,
         note=assembly.warn,
     )
-
-
-def _peers(update: Update, ranks: Ranks) -> Peers:
-    """Return the peers of an update by parts. Raises: OptionError where there are none."""
-    peers, why = None, "it is for weights that our kernels update by parts, on GPUs with --sharding states"
-    if isinstance(update, FusedShardedAdamW):
-        peers, why = peers_of(ranks, update.device)
-    if peers is None:
-        raise OptionError(f"--peer-copies does not work here: {why}", hint="leave it out")
-    return peers
 
 
 def _parts(lengths_N: np.ndarray, ranks: Ranks) -> list[np.ndarray]:

@@ -19,6 +19,9 @@ from torch import Tensor
 from brimful.core.errors import first_line
 from brimful.hardware.ranks import Ranks
 
+#: Numbers that each process copies to every other one before copies are relied on: 4 MiB.
+_TRIED = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeerMemory:
@@ -76,14 +79,26 @@ def peers_of(ranks: Ranks, device: torch.device) -> tuple[PeerGpus | None, str]:
     return peers, ""
 
 
+def others_of(rank: int, count: int) -> list[int]:
+    """Return the other processes, from the next one on: so no two begin with the same one's memory."""
+    return [(rank + distance) % count for distance in range(1, count)]
+
+
 def _try(peers: PeerGpus, ranks: Ranks) -> None:
-    """Write each other's memory, and read it. Raises: RuntimeError where that fails, or is not what was written."""
-    memory = peers.zeros(ranks.count, torch.float32)
-    number = torch.full((1,), float(ranks.rank + 1), device=memory.own.device)
+    """Write each other's memory by large copies, and read it. Raises: RuntimeError where that fails, or where bits are
+    not those that were written, as on hosts whose PCIe bridges send copies elsewhere."""
+    memory = peers.zeros(ranks.count * _TRIED, torch.int32)
+    expected = torch.cat([_numbers(rank, memory.own.device) for rank in range(ranks.count)])
+    mine = slice(ranks.rank * _TRIED, (ranks.rank + 1) * _TRIED)
     for other in memory.all_R:
-        other[ranks.rank : ranks.rank + 1].copy_(number)
+        other[mine].copy_(expected[mine])
     memory.meet()
-    found = [memory.own.tolist(), *(other.tolist() for other in memory.all_R)]
+    wrong = [rank for rank, each in enumerate(memory.all_R) if not torch.equal(each.clone(), expected)]
     memory.meet()
-    if any(each != [float(rank + 1) for rank in range(ranks.count)] for each in found):
-        raise RuntimeError(f"{found} was read where the numbers of processes were written")
+    if wrong:
+        raise RuntimeError(f"what was copied to the memory of process {wrong[0]} is not what is there")
+
+
+def _numbers(rank: int, device: torch.device) -> Tensor:
+    """Bits that a process writes, at no two places alike."""
+    return torch.arange(_TRIED, dtype=torch.int32, device=device) * 2654435 + rank

@@ -9,10 +9,11 @@ from brimful.core.errors import OptionError
 from brimful.core.options.checks import ADAMW_ONLY, flag
 from brimful.core.options.train import TrainOptions
 from brimful.core.records import Arithmetic
+from brimful.hardware.peers import Peers, peers_of
 from brimful.levers.facts import recomputes
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import Packing
-from brimful.levers.sharding import OF_WEIGHTS, Sharding
+from brimful.levers.sharding import OF_WEIGHTS, Sharding, fuses
 from brimful.levers.tensor_parallel import TensorParallel
 from brimful.models.model_stats import layers_of
 
@@ -24,6 +25,7 @@ class DataParallel(Lever):
     """Processes that take each step together.
 
     half: whether gradients are in bf16 on their way. overlap: whether they are sent while the backward pass goes on.
+    peers: memory of the other GPUs, where copies go there instead of what NCCL sends.
     """
 
     name = "processes"
@@ -31,6 +33,7 @@ class DataParallel(Lever):
     count: int
     half: bool = False
     overlap: bool = True
+    peers: Peers | None = None
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -74,8 +77,7 @@ class DataParallel(Lever):
                 hint="start one process",
             )
         half, overlap = options.reduce_dtype == "bf16", not _runs_layers_twice(assembly)
-        if half and options.peer_copies:
-            raise OptionError("--peer-copies moves gradients in fp32, and --reduce-dtype is bf16", hint="leave one out")
+        peers, why_none = _peers(assembly)
         reason = "started by a launcher; each takes a share of a batch's tokens, and gradients are summed"
         reason += ", in bf16 on their way," if half else ""
         sharding = assembly.find(Sharding)
@@ -87,9 +89,17 @@ class DataParallel(Lever):
             return cls(
                 value=str(assembly.num_ranks), reason=f"{reason} layer by layer", count=assembly.num_ranks, half=half
             )
-        reason += ", by copies between the GPUs' memory," if options.peer_copies else ""
+        reason += ", by copies between the GPUs' memory," if peers is not None else ""
         reason += " beside the backward pass" if overlap else " after the backward pass, in which layers run twice"
-        return cls(value=str(assembly.num_ranks), reason=reason, count=assembly.num_ranks, half=half, overlap=overlap)
+        reason += f"; sent by NCCL: {why_none}" if why_none else ""
+        return cls(
+            value=str(assembly.num_ranks),
+            reason=reason,
+            count=assembly.num_ranks,
+            half=half,
+            overlap=overlap,
+            peers=peers,
+        )
 
     def cost(self, work: StepWork) -> Cost:
         """Count gradients gathered in fp32, and their copies in bf16. How long sums take depends on the link."""
@@ -97,6 +107,29 @@ class DataParallel(Lever):
 
     def apply(self, assembly: Assembly) -> None:
         """Leave it to the step, which is given the processes."""
+
+
+def _peers(assembly: Assembly) -> tuple[Peers | None, str]:
+    """Return the other GPUs' memory where copies go there, or None and why they do not, if they could have.
+
+    All processes ask at once. Raises: OptionError where copies were asked for.
+    """
+    options, sharding = assembly.options, assembly.find(Sharding)
+    assert isinstance(options, TrainOptions)
+    if options.peer_copies is False:
+        return None, "asked for" if assembly.device.type == "cuda" else ""
+    peers, why, tried = (
+        None,
+        "they are for weights that our kernels update by parts, on GPUs with --sharding states",
+        False,
+    )
+    if options.reduce_dtype == "bf16":
+        why = "they move gradients in fp32, and --reduce-dtype is bf16"
+    elif sharding is not None and sharding.value == "states" and fuses(assembly):
+        (peers, why), tried = peers_of(assembly.ranks, assembly.device), True
+    if peers is None and options.peer_copies:
+        raise OptionError(f"--peer-copies does not work here: {why}", hint="leave it out")
+    return peers, why if tried else ""
 
 
 def _runs_layers_twice(assembly: Assembly) -> bool:

@@ -20,6 +20,7 @@ from brimful.core.options.classify import ClassifyOptions
 from brimful.core.options.train import TrainOptions
 from brimful.core.records import Arithmetic
 from brimful.data.batches.batch import Layout
+from brimful.hardware.ranks import ALONE, Ranks
 from brimful.models.model_stats import Attention, attention_of, linear_parameters, matrices, token_matrices
 from brimful.models.packed.packed_forward import LayoutModel
 from brimful.step.precision import Precision
@@ -191,7 +192,7 @@ class Assembly:
 
     optimizer: the owner's, in `OwnersAdamW` to update as it does by our kernels, or `elsewhere` for gradients alone;
     None for the one that the options name.
-    num_ranks: processes that take each step together.
+    ranks: processes that take each step together.
 
     precision: asked for, later with its fp8 products. budget: most tokens of a micro-batch.
     """
@@ -213,7 +214,7 @@ class Assembly:
     weights_on_disk: bool = False
     adapter: Any = None
     optimizer: TorchOptimizer | OwnersAdamW | Literal["elsewhere"] | None = None
-    num_ranks: int = 1
+    ranks: Ranks = ALONE
     execution: LayoutModel | None = None
     layout: Layout | None = None
     budget: int = 0
@@ -226,6 +227,11 @@ class Assembly:
     def device(self) -> torch.device:
         """Device that the model is to run on."""
         return self.precision.device
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes take each step together."""
+        return self.ranks.count
 
     @property
     def usual_length(self) -> int:

@@ -19,6 +19,8 @@ from brimful.core import records
 from brimful.core.options.choices import OptimizerChoice, ShardingChoice
 from brimful.core.options.train import TrainOptions
 from brimful.core.records import Arithmetic
+from brimful.hardware.peers import Peers
+from brimful.levers.data_parallel import DataParallel
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer_names import (
@@ -68,7 +70,7 @@ class Optimizer(Lever):
 
     fused: whether it is updated by our own kernels. copies: whether these keep the weights of Linear layers in half
     precision beside their fp32 masters, where products are in it. savings: memory that its update does without.
-    parts: processes that share what our kernels update. peer_copies: whether they copy what others send else.
+    parts: processes that share what our kernels update. peers: memory of the others, where they copy what is sent else.
     """
 
     name = "optimizer"
@@ -85,7 +87,7 @@ class Optimizer(Lever):
     savings: Savings | None = None
     sharding: ShardingChoice = "none"
     parts: int = 1
-    peer_copies: bool = False
+    peers: Peers | None = None
     offload_folder: str | None = None
 
     @property
@@ -133,7 +135,7 @@ class Optimizer(Lever):
             reason = "asked for; as transformers' Trainer makes it, fp32 weights"
             reason += ", embeddings with states in 32 bits" if asked.value in WITH_32_BITS else ""
             reason += "" if asked.value in ON_DEVICE else "; the host waits for each step's gradient"
-        cut = _cut(assembly)
+        cut, together = _cut(assembly), assembly.find(DataParallel)
         if cut != "none":
             where = " in host memory" if asked.savings is not None else ""
             kernels = "DeepSpeed's engine around torch's" if cut == "deepspeed" else "torch's fused kernels"
@@ -146,7 +148,7 @@ class Optimizer(Lever):
             fused=verdict.ok,
             sharding=cut,
             parts=assembly.num_ranks if cut == "states" and verdict.ok else 1,
-            peer_copies=assembly.options.peer_copies,  # type: ignore[union-attr]
+            peers=None if together is None else together.peers,
             copies=assembly.precision.half is not None and assembly.fact(equivalence_of).half_weights,
             reason=reason,
         )
@@ -259,7 +261,7 @@ class Optimizer(Lever):
             return ShardedUpdate(model, schedule, scatters_gradients=self.sharding == "gradients", **cut)
         if self.fused:
             kind = FusedAdamW if self.sharding == "none" else FusedShardedAdamW
-            return kind(
+            ours = kind(
                 model,
                 schedule,
                 max_grad_norm=max_grad_norm,
@@ -269,8 +271,10 @@ class Optimizer(Lever):
                 weight_decay=dict.fromkeys(decayed, self.weight_decay),
                 half=precision.half if self.copies else None,
                 parts=self.parts,
-                bucket_bytes=SENT_BYTES if self.parts > 1 and not self.peer_copies else None,
+                bucket_bytes=SENT_BYTES if self.parts > 1 and self.peers is None else None,
             )
+            ours.peers = self.peers
+            return ours
         if self.savings is not None:
             given: dict[str, Any] = {
                 "max_grad_norm": max_grad_norm,

@@ -100,7 +100,7 @@ class Sharding(Lever):
         count, free = assembly.num_ranks, _free_bytes(assembly)
         needs = {name: needed_bytes(assembly, name) for name in ("none", *_CUTS)}
         whole = f"weights, gradients and states take {bytes_text(needs['none'])} of each process"
-        if verdict.ok and _fuses(assembly) and (free is None or needs["states"] <= _MOST * free):
+        if verdict.ok and fuses(assembly) and (free is None or needs["states"] <= _MOST * free):
             return cls(value="states", reason="each process updates its part of the weights, and sends it", count=count)
         if free is None or needs["none"] <= _MOST * free:
             return cls(value="none", reason=f"{whole}, and it has room for them whole", count=count)
@@ -128,7 +128,7 @@ class Sharding(Lever):
         """Leave it to the optimizer, which is asked for an update that is cut."""
 
 
-def _fuses(assembly: Assembly) -> bool:
+def fuses(assembly: Assembly) -> bool:
     """Return whether our kernels update the weights, as far as cuts do not decide it."""
     options = assembly.options
     assert isinstance(options, TrainOptions)

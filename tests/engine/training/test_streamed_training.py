@@ -12,7 +12,9 @@ import torch
 import brimful
 from brimful.core.errors import OptionError
 from brimful.core.options.train import TrainOptions
+from brimful.core.place import Place
 from brimful.core.records import Run
+from brimful.hardware.ranks import Ranks
 from brimful.levers.streaming import Streaming
 from brimful.models.packed.streamed_layers import StreamedLayers
 from levers.assemblies import assembly_of
@@ -113,7 +115,7 @@ def test_a_step_that_fails_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_cannot_be_streamed_is_refused() -> None:
     for options, reason in (
-        ({"num_ranks": 2}, "in one process"),
+        ({"ranks": Ranks(Place(count=2))}, "in one process"),
         ({"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])}, "the loop's own optimizer"),
     ):
         assembly = assembly_of(FAMILIES["bert"].model(), stream_weights="host")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brimful.hardware.peers import PeerMemory
+from brimful.hardware.peers import PeerMemory, others_of
 from brimful.hardware.ranks import Ending, Ranks
 from brimful.kernels.side_stream import SideStream
 from brimful.step.reduce.buckets import Bucket, GradientArena, cut_buckets
@@ -140,7 +140,7 @@ class PeerParts(OwnParts):
         super().__init__(
             ranks, parameters, buckets, gradients.own, fill, half=False, overlap=overlap, side_stream=side_stream
         )  # fmt: skip
-        self._gradients, self._add = gradients, add
+        self._gradients, self._add, self._others = gradients, add, others_of(ranks.rank, ranks.count)
         most = max((bucket.end - bucket.start for bucket in buckets[:-1]), default=0) // ranks.count
         # Of one bucket at a time: each process's part of it but this one's.
         self._fetched_R = [gradients.own.new_zeros(0 if r == ranks.rank else most) for r in range(ranks.count)]
@@ -150,10 +150,8 @@ class PeerParts(OwnParts):
         self._gradients.meet()
         parts_R = [theirs[part] for theirs in self._gradients.all_R]
         if bucket.number < len(self.buckets) - 1:
-            parts_R = [
-                given if rank == self.ranks.rank else self._fetched_R[rank][: len(own)].copy_(given)
-                for rank, given in enumerate(parts_R)
-            ]
+            for rank in self._others:
+                parts_R[rank] = self._fetched_R[rank][: len(own)].copy_(parts_R[rank])
         total, *between, last = parts_R
         for each in between:
             total = torch.add(total, each, out=own)
@@ -166,9 +164,8 @@ class PeerParts(OwnParts):
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for rank, theirs in enumerate(memory.all_R):
-                if rank != self.ranks.rank:
-                    theirs[part].copy_(memory.own[part])
+            for rank in self._others:
+                memory.all_R[rank][part].copy_(memory.own[part])
 
     def wait_for_spread(self) -> None:
         """As `OwnParts` has it: others have put theirs there."""
