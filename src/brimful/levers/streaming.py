@@ -2,7 +2,7 @@
 
 For models that do not fit. A pass takes as long as its products or as the link takes for all weights, whichever is
 longer: a large token budget hides the link. In training gradients and states of the optimizer stay outside, too, and
-layers are computed again in the backward pass.
+layers are computed again in the backward pass; a layer is updated when the next forward pass comes to it.
 """
 
 from __future__ import annotations

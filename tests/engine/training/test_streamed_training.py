@@ -17,6 +17,7 @@ from brimful.core.records import Run
 from brimful.hardware.ranks import Ranks
 from brimful.levers.streaming import Streaming
 from brimful.models.packed.streamed_layers import StreamedLayers
+from brimful.step.updates.host_states import HostStates
 from levers.assemblies import assembly_of
 from levers.test_lever_pairs import course, made
 from runs import save_tiny_model, single_label_rows, write_rows
@@ -88,6 +89,9 @@ def test_layers_have_three_pieces_and_only_what_is_trained_goes_back() -> None:
     course(step, assembly, stop=2)
     assert [[p.data_ptr() for p in each] for each in streamed.parameters] == homes
     assert len(streamed.pieces) == 3
+    assert streamed.is_due  # the last step's changes wait for the next turn, or for who reads the weights
+    step.update.weights()
+    assert not streamed.is_due
     trained = sum(p.nbytes for each in streamed.parameters for p in each if p.requires_grad)
     assert trained * 2 <= streamed.kept_bytes < 2.2 * trained + 256 * 100  # in two steps
     assert all(p.grad is None for each in streamed.parameters for p in each)
@@ -111,6 +115,39 @@ def test_a_step_that_fails_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> No
         course(again, assembly, stop=1)
     assert again.abandon()
     assert course(again, assembly, stop=2) == expected
+
+
+def test_an_update_that_memory_runs_out_in_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the midst of a layer's turn: what is left of it waits, and nothing is updated twice."""
+    step, assembly, _ = made(stream_weights="host", **CLIPPED)
+    expected = course(step, assembly, stop=3)
+    state = snapshot(step)
+    again, assembly, _ = made(stream_weights="host", **CLIPPED)
+    course(again, assembly, stop=1)
+    fetch, calls = HostStates.fetch, []
+
+    def failing(states: HostStates, number: int, **asked: Any) -> torch.Tensor:
+        calls.append(number)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("in a layer's turn")
+        return fetch(states, number, **asked)
+
+    monkeypatch.setattr(HostStates, "fetch", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        course(again, assembly, start=1, stop=2)
+    assert again.abandon()
+    assert course(again, assembly, start=1, stop=3) == expected[1:]
+    assert same(snapshot(again), state)
+
+
+def test_a_weight_comes_twice_a_step() -> None:
+    """In the forward pass, where it is updated, and in the backward pass; the last layer's stays in between."""
+    step, assembly, _ = made(stream_weights="host", **CLIPPED)
+    streamed: StreamedLayers = assembly.model.streamed_layers
+    course(step, assembly, stop=1)
+    before = streamed.fetched_bytes
+    course(step, assembly, start=1, stop=4)
+    assert streamed.fetched_bytes - before <= 3 * 2 * streamed.num_bytes
 
 
 def test_what_cannot_be_streamed_is_refused() -> None:

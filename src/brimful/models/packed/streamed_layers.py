@@ -5,8 +5,9 @@ device at a time: while a layer runs from one, the next layer's weights come int
 training those of the layer before leave a third. Products are those of weights that never leave. On a CPU pieces are
 copied likewise, to memory that stands for a device's.
 
-A layer that is trained has its turn in the forward pass, in the backward pass, where it is computed again
-(`recompute`), and in the update. Weights that were changed in a turn go back at its end.
+A layer that is trained has its turn in the forward pass, and in the backward pass, where it is computed again
+(`recompute`). What is to change its weights (`change_later`) does so when its next turn begins. Weights that were
+changed in a turn go back at its end.
 
 Parameters outside of layers, and those that layers share, stay on the device.
 """
@@ -87,6 +88,7 @@ class StreamedLayers:
         self._free: list[Any] = [None] * num_pieces
         self._kept: dict[int, Any] = {}
         self._turns, self._changed, self._is_wide = [0] * len(layers), set[int](), False
+        self._due: dict[int, Callable[[], None]] = {}
         self.folder = folder
         self._store: Store = (
             HostStore(sizes, self._on_gpu) if folder is None else FileStore(sizes, self._on_gpu, folder)
@@ -120,14 +122,31 @@ class StreamedLayers:
             for parameter, view in zip(parameters, views, strict=True):
                 parameter.data = view.clone()
 
+    @property
+    def is_due(self) -> bool:
+        """True while changes wait for a layer's turn."""
+        return bool(self._due)
+
+    def change_later(self, number: int, change: Callable[[], None]) -> None:
+        """Have `change` called when a layer's next turn begins, whatever it is for. One that fails is called again."""
+        self._due[number] = change
+
+    def make_due(self) -> None:
+        """Make all changes that wait."""
+        for number in sorted(self._due):
+            with self.turn(number, toward=1):
+                pass
+
     def settle(self) -> None:
-        """Wait until weights are kept as they were changed: parameters can be read then."""
+        """Wait until weights are kept as they are changed: parameters can be read then."""
+        self.make_due()
         if self._outward is not None:
             self._outward.synchronize()
         self._store.settle()
 
     def forget(self) -> None:
-        """Bring weights anew: they were changed where they are kept."""
+        """Bring weights anew: they were changed where they are kept. Changes that wait are dropped."""
+        self._due.clear()
         self._inside = [None] * len(self.pieces)
         self._store.forget()
 
@@ -135,8 +154,8 @@ class StreamedLayers:
     def turn(self, number: int, *, toward: int = -1, changes: bool = False) -> Iterator[None]:
         """Within, the weights of a layer are on the device. toward: 1 or -1, where the next turn is. changes: whether
         they are changed."""
-        self._begin(number, toward)
         try:
+            self._begin(number, toward)
             if changes:
                 self._changed.add(number)
             yield
@@ -146,6 +165,7 @@ class StreamedLayers:
     @contextmanager
     def widened(self) -> Iterator[None]:
         """Within, weights in half precision come in fp32."""
+        self.make_due()
         self._is_wide = True
         try:
             yield
@@ -181,6 +201,11 @@ class StreamedLayers:
         self._show(number, [v.float() if v.itemsize == 2 else v for v in views] if self._is_wide else views)
         if 0 <= number + toward < len(self.parameters):
             self._fetch(number + toward, toward)
+        if (change := self._due.get(number)) is not None:
+            self._changed.add(number)
+            with torch.inference_mode(False), torch.no_grad():
+                change()
+            del self._due[number]
 
     def _end(self, number: int) -> None:
         self._turns[number] -= 1

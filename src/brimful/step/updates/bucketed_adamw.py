@@ -93,9 +93,10 @@ class BucketedAdamW(Update):
         self._steps = self._counts.unbind()
         self._learning_rate, self._squares, self._skipped = (torch.zeros((), **zeros) for _ in range(3))
         self._late_norm, self._scale = torch.zeros((), **zeros), torch.ones((), **zeros)
+        self._number = self.applied.clone()  # of the steps before this one, by which noise is drawn
         self._kernels: RoundedKernels | None = None
         if can_launch(self.device, betas):
-            given = (self._learning_rate, self._skipped, self.applied)
+            given = (self._learning_rate, self._skipped, self._number)
             self._kernels = RoundedKernels(self.device, betas, epsilon, *given)
         self._used: set[int] = set()
         self._sums: dict[int, Tensor] | None = None
@@ -273,8 +274,7 @@ class BucketedAdamW(Update):
             norm = self._squares.sqrt()
         else:
             norm = self._apply_whole(gathered=gathered)
-        if self._host is not None:
-            self._host.finish()
+        self._end_copies()
         skipped = self._skipped.clone()
         readings = torch.stack([t.double() for t in (self.loss, norm, self._learning_rate, self.scale, skipped)])
         self._late_norm.copy_(torch.where(skipped > 0, self._late_norm, norm))
@@ -283,6 +283,11 @@ class BucketedAdamW(Update):
         self._rescale(skipped)
         self._end(gathered=gathered)
         return readings
+
+    def _end_copies(self) -> None:
+        """Have what is launched from now on come after all copies of states."""
+        if self._host is not None:
+            self._host.finish()
 
     def _apply_whole(self, *, gathered: bool) -> Tensor:
         found = self._gradients(gathered=gathered)
@@ -319,6 +324,7 @@ class BucketedAdamW(Update):
             self._host.forget()
         place = self.applied.clamp(max=len(self.schedule) - 1)
         self._learning_rate.copy_(self.schedule.index_select(0, place.view(1))[0])
+        self._number.copy_(self.applied)
         self._squares.zero_()
 
     def _clip(self, norm: Tensor) -> Tensor:
@@ -326,13 +332,16 @@ class BucketedAdamW(Update):
             return torch.ones_like(norm)
         return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
-    def _update(self, bucket: Bucket, gradients: Mapping[int, Tensor], *, counted: bool = False) -> None:
-        """Update those parameters of a bucket that ever had a gradient. counted: whether their steps are already."""
+    def _update(
+        self, bucket: Bucket, gradients: Mapping[int, Tensor], *, counted: bool = False, ahead: int = 1
+    ) -> None:
+        """Update those parameters of a bucket that ever had a gradient. counted: whether their steps are already.
+        ahead: as of `HostStates.fetch`."""
         self._used |= gradients.keys()
         members = [i for i in bucket.members if i in self._used]
         if not members:
             return
-        arena = self._arenas[bucket.number] if self._host is None else self._host.fetch(bucket.number)
+        arena = self._arenas[bucket.number] if self._host is None else self._host.fetch(bucket.number, ahead=ahead)
         if not counted:
             steps = [self._steps[i] for i in members]
             torch._foreach_add_(steps, [1 - self._skipped] * len(steps))  # one tensor would be read by the host
@@ -368,13 +377,13 @@ class BucketedAdamW(Update):
         with torch.no_grad():
             for i, weight, moments, wide in zip(chosen, weights, kept, read, strict=True):
                 if self.parameters[i].dtype != torch.float32:
-                    self.parameters[i].copy_(stochastic_bf16(weight, mix(self.applied, i, 2)))
+                    self.parameters[i].copy_(stochastic_bf16(weight, mix(self._number, i, 2)))
                 # A seed is two dozen launches: of fp32 there are none.
                 moments.write(*wide, self._seeds(i) if moments.by_chance else None)
 
     def _seeds(self, index: int) -> tuple[Tensor, Tensor]:
         """Seeds of both moments of a parameter in this step."""
-        return mix(self.applied, index, 1), mix(self.applied, index, 3)
+        return mix(self._number, index, 1), mix(self._number, index, 3)
 
     def _end(self, *, gathered: bool) -> None:
         self._is_begun = False

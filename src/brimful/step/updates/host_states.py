@@ -38,11 +38,11 @@ class HostStates:
         self._done: set[int] = set()
         self._busy: list[Any] = []  # streams with copies of this step
 
-    def fetch(self, number: int) -> Tensor:
-        """States of a bucket on the device. Those of the next ones begin to come."""
+    def fetch(self, number: int, *, ahead: int = 1) -> Tensor:
+        """States of a bucket on the device. Those of the next ones begin to come. ahead: 1 or -1, where these are."""
         if number in self._staying:
             return self.arenas[number]
-        for each in (number, *self._next(number)):
+        for each in (number, *self._next(number, ahead)):
             if each not in self._coming and each not in self._done:
                 self._coming[each] = self._begin(each)
         found, event = self._coming.pop(number)
@@ -50,12 +50,12 @@ class HostStates:
             torch.cuda.current_stream(self._device).wait_event(event)
         return found
 
-    def _next(self, number: int) -> Iterator[int]:
+    def _next(self, number: int, ahead: int) -> Iterator[int]:
         """The buckets that come before their turn when it is this one's."""
-        ahead = 0
-        for each in (each for each in range(number + 1, len(self.arenas)) if each not in self._staying):
-            ahead += self.arenas[each].nbytes
-            if ahead > AHEAD and each > number + 1:
+        num_bytes, following = 0, range(number + ahead, len(self.arenas) if ahead > 0 else -1, ahead)
+        for each in (each for each in following if each not in self._staying):
+            num_bytes += self.arenas[each].nbytes
+            if num_bytes > AHEAD and each != number + ahead:
                 return
             yield each
 

@@ -1,16 +1,20 @@
 """AdamW of layers whose weights come to the device for their turn: gradients and states stay outside it, too.
 
-When a backward pass has come through a layer, its gradients are added to their sums in host memory and freed; the norm
-of each sum is taken while it is on the device. The update then brings weights, states and sums of one bucket after
-another, and sends weights and states back. The arithmetic is that of `BucketedAdamW`, bit for bit. An update within the
+    backward pass        a layer's gradients are added to their sums in host memory, and freed; the norm of each sum is
+                         taken while it is on the device
+    end of the step      norm and decision, and the update of what stays on the device
+    next forward pass    in a layer's turn, states and sums come, too: its weights are updated, used, and sent back
+
+So the update's copies go on beside products, and weights come once for both. What reads weights in between (`settle`)
+has the layers that are due updated first. The arithmetic is that of `BucketedAdamW`, bit for bit. An update within the
 backward pass is made in a layer's turn there, and no gradient leaves the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import groupby
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from torch import Tensor
 from brimful.measurement.memory import Kept
 from brimful.models.packed.streamed_layers import StreamedLayers, end_streaming
 from brimful.models.packed.weight_stores import unnamed_file
-from brimful.step.state import ParameterState, StepState
+from brimful.step.state import StepState
 from brimful.step.updates import bucketed_adamw
 from brimful.step.updates.bucketed_adamw import BucketedAdamW
 from brimful.step.updates.buckets import Bucket, buckets_of, norms_of
@@ -121,23 +125,45 @@ class StreamedAdamW(BucketedAdamW):
         whole: Tensor = torch.linalg.vector_norm(torch.stack([norms[i] for i in sorted(norms)]))
         return whole
 
+    def _apply_whole(self, *, gathered: bool) -> Tensor:
+        self._streamed.make_due()  # a layer that this batch left out
+        return super()._apply_whole(gathered=gathered)
+
+    def _begin(self) -> None:
+        super()._end_copies()
+        super()._begin()
+
+    def _end_copies(self) -> None:
+        """Nothing, while layers are due: their states come already."""
+        if not self._streamed.is_due:
+            super()._end_copies()
+
     def _update_all(self, gradients: Mapping[int, Tensor]) -> None:
         self._layer_sums.finish()
-        for owner, buckets in groupby(self._buckets, key=lambda bucket: self._owner(bucket.members[0])):
-            if owner is None:
-                for bucket in buckets:
-                    self._update(bucket, {i: gradients[i] for i in bucket.members if i in gradients})
-                continue
-            with self._streamed.turn(owner, changes=True):
-                for bucket in buckets:
-                    self._update(bucket, self._sums_of(bucket))
+        for bucket in self._buckets:
+            if not self._is_streamed(bucket):
+                self._update(bucket, {i: gradients[i] for i in bucket.members if i in gradients}, ahead=-1)
+        for number, buckets in enumerate(self._of_layer):
+            waiting = [(bucket, [i for i in bucket.members if i in self._norms]) for bucket in buckets]
+            if waiting:
+                self._streamed.change_later(number, partial(self._update_layer, waiting))
 
-    def _sums_of(self, bucket: Bucket) -> dict[int, Tensor]:
-        """Sums of a layer's gradients on the device, by parameter."""
-        if bucket.number not in self._summed:
+    def _update_layer(self, waiting: list[tuple[Bucket, list[int]]]) -> None:
+        """Update a layer's buckets, which are taken off the list. Layers follow one another from the last bucket on.
+
+        Where memory runs out, what is left waits for the next turn.
+        """
+        while waiting:
+            bucket, given = waiting[-1]
+            self._update(bucket, self._sums_of(bucket, given), ahead=-1)
+            waiting.pop()
+
+    def _sums_of(self, bucket: Bucket, given: Collection[int]) -> dict[int, Tensor]:
+        """Sums of a layer's gradients on the device, by parameter. given: those that have any."""
+        if not given:
             return {}
-        found = self._cut(bucket, self._layer_sums.fetch(bucket.number))
-        return {i: part for i, part in found.items() if i in self._norms}
+        found = self._cut(bucket, self._layer_sums.fetch(bucket.number, ahead=-1))
+        return {i: found[i] for i in given}
 
     def _cut(self, bucket: Bucket, sums: Tensor) -> dict[int, Tensor]:
         """(1, size) sums by parameter."""
@@ -160,6 +186,7 @@ class StreamedAdamW(BucketedAdamW):
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """As `Update` has it. There must be no gradients yet."""
+        self._streamed.make_due()
         with super().undisturbed():
             try:
                 yield
@@ -184,14 +211,23 @@ class StreamedAdamW(BucketedAdamW):
         self._streamed.settle()
         return super().weights()
 
+    def weight(self, name: str) -> Tensor:
+        """As `Update` has it."""
+        self._streamed.settle()
+        return super().weight(name)
+
     def state(self) -> StepState:
         """As `Update` has it."""
         self._streamed.settle()
         return super().state()
 
-    def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
-        self._streamed.forget()  # weights were loaded where they are kept
-        super()._load_optimizer_state(state, used)
+    def load_state(self, state: StepState) -> None:
+        """As `Update` has it. Waits for the device: what it still sends would come after what is loaded."""
+        self._streamed.forget()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._streamed.settle()
+        super().load_state(state)
 
     def kept(self) -> Kept:
         """As `Update` has it, the pieces that weights come to included."""
