@@ -274,8 +274,10 @@ def test_our_kernels_update_by_parts_what_they_update_whole(count: int, by_peers
         update = optimizer.update(model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
         task, targets = tasks()["single_label"]
         if by_peers and parts > 1:
-            update.peers = FilePeers(ranks, tmp_path / ("first" if after is None else "second"))
+            folder = tmp_path / ("first" if after is None else "second")
+            update.find_peers = lambda ranks, _: (FilePeers(ranks, folder), "")
         step = Step(execution_of(model), task, update, precision, seed=0, ranks=ranks)
+        step.meet()
         if after is not None:
             step.load_state(after)
         told = [step.run(part_of(number, ranks, task, targets, PACKED)).read() for number in range(1, 4)]

@@ -26,13 +26,8 @@ _GRACE_S = 10.0
 _POLL_S = 0.1
 #: Signals that end a leader before it can say anything: a process is gone, as where it is another one.
 _ABRUPT = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-#: Multicast over NVLink, which a GPU shared by others may not have, by NCCL and by torch's symmetric memory; stacks of
-#: torch's for each connection that ends.
-_ENVIRONMENT = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
+#: Multicast over NVLink, which a GPU shared by others may not have; stacks of torch's for each connection that ends.
+_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def number_of(gpus: str) -> int:

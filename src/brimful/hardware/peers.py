@@ -7,8 +7,10 @@ Source: torch.distributed._symmetric_memory of torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,11 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from brimful.core.errors import first_line
+from brimful.core.errors import DeviceError, first_line
+from brimful.hardware.pulse import system_name
 from brimful.hardware.ranks import Ranks
 
 #: Numbers that each process copies to every other one before copies are relied on: 4 MiB.
 _TRIED = 1 << 20
+#: Multicast over NVLink, which is not needed, and which a GPU that others share may not have.
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,29 +55,43 @@ class PeerGpus:
         self._ranks, self._device = ranks, device
 
     def zeros(self, size: int, dtype: torch.dtype) -> PeerMemory:
-        """As `Peers` has it."""
+        """As `Peers` has it. Raises: DeviceError in all processes where one has none that others reach."""
         from torch.distributed import _symmetric_memory as symmetric
 
-        own = symmetric.empty(size, dtype=dtype, device=self._device).zero_()
-        group: Any = dist.group.WORLD
-        handle: Any = symmetric.rendezvous(own, group)
+        with _without_multicast():
+            own = self._agreed(lambda: symmetric.empty(size, dtype=dtype, device=self._device).zero_())
+            group: Any = dist.group.WORLD
+            handle: Any = self._agreed(lambda: symmetric.rendezvous(own, group))
         others = [handle.get_buffer(rank, (size,), dtype) for rank in range(self._ranks.count)]
         others[self._ranks.rank] = own
         handle.barrier()  # nobody writes before all zeros are there
         return PeerMemory(all_R=others, own=own, meet=handle.barrier)
 
+    def _agreed(self, make: Callable[[], Any]) -> Any:
+        """What `make` makes, if it does in all processes: nobody waits for one that failed."""
+        made, said = None, ""
+        try:
+            made = make()
+        except (RuntimeError, ImportError, AttributeError) as error:
+            said = first_line(error) or type(error).__name__
+        if any(self._ranks.any([bool(said)])):
+            why = said or "in another process"
+            raise DeviceError(
+                f"memory that GPUs reach one another's could not be made: {why}", hint="leave --peer-copies out"
+            )
+        return made
+
 
 def peers_of(ranks: Ranks, device: torch.device) -> tuple[PeerGpus | None, str]:
     """Return the peers of a process, or None and why there are none, the same in all processes. All ask at once."""
-    said = ""
-    host = ranks.spread(socket.gethostname())
-    elsewhere = host != socket.gethostname()
+    own = f"{socket.gethostname()} {system_name()}"
+    elsewhere = ranks.spread(own) != own
     if any(ranks.any([elsewhere])):
         return None, "its processes are on several hosts"
-    peers = PeerGpus(ranks, device)
+    peers, said = PeerGpus(ranks, device), ""
     try:
         _try(peers, ranks)
-    except (RuntimeError, ImportError, AttributeError) as error:
+    except (DeviceError, RuntimeError) as error:
         said = first_line(error)
     if any(ranks.any([bool(said)])):
         return None, f"GPUs do not reach one another's memory ({said or 'in another process'})"
@@ -102,3 +121,16 @@ def _try(peers: PeerGpus, ranks: Ranks) -> None:
 def _numbers(rank: int, device: torch.device) -> Tensor:
     """Bits that a process writes, at no two places alike."""
     return torch.arange(_TRIED, dtype=torch.int32, device=device) * 2654435 + rank
+
+
+@contextmanager
+def _without_multicast() -> Iterator[None]:
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_MULTICAST]
+        else:
+            os.environ[_NO_MULTICAST] = before

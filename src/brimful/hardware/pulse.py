@@ -191,7 +191,7 @@ class Pulse:
             rank=self.rank,
             host=socket.gethostname(),
             device=self.device,
-            process=f"{os.getpid()} of {_namespace()}",
+            process=f"{os.getpid()} of {system_name()}",
             count=self._count,
             step=self.step,
             phase=self.phase,
@@ -284,7 +284,7 @@ def _gone(beat: Beat, silent_s: float, broken: bool, hang_s: float) -> str | Non
 def _state(beat: Beat) -> str | None:
     """Say whether a process of this host runs, is stopped or gone; None where the system does not say."""
     number, _, namespace = beat.process.partition(" of ")
-    if beat.host != socket.gethostname() or not namespace or namespace != _namespace():
+    if beat.host != socket.gethostname() or not namespace or namespace != system_name():
         return None
     try:
         state = Path(f"/proc/{number}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[0]
@@ -296,7 +296,7 @@ def _state(beat: Beat) -> str | None:
 
 
 @cache
-def _namespace() -> str:
+def system_name() -> str:
     """Return a name of the system and of what numbers its processes; empty where there is none."""
     with suppress(OSError):
         booted = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

@@ -9,7 +9,6 @@ from brimful.core.errors import OptionError
 from brimful.core.options.checks import ADAMW_ONLY, flag
 from brimful.core.options.train import TrainOptions
 from brimful.core.records import Arithmetic
-from brimful.hardware.peers import Peers, peers_of
 from brimful.levers.facts import recomputes
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import Packing
@@ -25,7 +24,7 @@ class DataParallel(Lever):
     """Processes that take each step together.
 
     half: whether gradients are in bf16 on their way. overlap: whether they are sent while the backward pass goes on.
-    peers: memory of the other GPUs, where copies go there instead of what NCCL sends.
+    copies: whether GPUs copy to one another's memory what NCCL sends else.
     """
 
     name = "processes"
@@ -33,7 +32,7 @@ class DataParallel(Lever):
     count: int
     half: bool = False
     overlap: bool = True
-    peers: Peers | None = None
+    copies: bool = False
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -77,7 +76,7 @@ class DataParallel(Lever):
                 hint="start one process",
             )
         half, overlap = options.reduce_dtype == "bf16", not _runs_layers_twice(assembly)
-        peers, why_none = _peers(assembly)
+        copies = _copies(assembly)
         reason = "started by a launcher; each takes a share of a batch's tokens, and gradients are summed"
         reason += ", in bf16 on their way," if half else ""
         sharding = assembly.find(Sharding)
@@ -89,16 +88,15 @@ class DataParallel(Lever):
             return cls(
                 value=str(assembly.num_ranks), reason=f"{reason} layer by layer", count=assembly.num_ranks, half=half
             )
-        reason += ", by copies between the GPUs' memory," if peers is not None else ""
+        reason += ", by copies between the GPUs' memory," if copies else ""
         reason += " beside the backward pass" if overlap else " after the backward pass, in which layers run twice"
-        reason += f"; sent by NCCL: {why_none}" if why_none else ""
         return cls(
             value=str(assembly.num_ranks),
             reason=reason,
             count=assembly.num_ranks,
             half=half,
             overlap=overlap,
-            peers=peers,
+            copies=copies,
         )
 
     def cost(self, work: StepWork) -> Cost:
@@ -109,27 +107,20 @@ class DataParallel(Lever):
         """Leave it to the step, which is given the processes."""
 
 
-def _peers(assembly: Assembly) -> tuple[Peers | None, str]:
-    """Return the other GPUs' memory where copies go there, or None and why they do not, if they could have.
-
-    All processes ask at once. Raises: OptionError where copies were asked for.
-    """
+def _copies(assembly: Assembly) -> bool:
+    """Return whether copies between GPUs' memory were asked for. Raises: OptionError where they have no place."""
     options, sharding = assembly.options, assembly.find(Sharding)
     assert isinstance(options, TrainOptions)
-    if options.peer_copies is False:
-        return None, "asked for" if assembly.device.type == "cuda" else ""
-    peers, why, tried = (
-        None,
-        "they are for weights that our kernels update by parts, on GPUs with --sharding states",
-        False,
-    )
+    if not options.peer_copies:
+        return False
+    why = "they are for weights that our kernels update by parts, on GPUs with --sharding states"
     if options.reduce_dtype == "bf16":
         why = "they move gradients in fp32, and --reduce-dtype is bf16"
+    elif options.memory_limit is not None:
+        why = "memory that GPUs reach one another's is outside of --memory-limit"
     elif sharding is not None and sharding.value == "states" and fuses(assembly):
-        (peers, why), tried = peers_of(assembly.ranks, assembly.device), True
-    if peers is None and options.peer_copies:
-        raise OptionError(f"--peer-copies does not work here: {why}", hint="leave it out")
-    return peers, why if tried else ""
+        return True
+    raise OptionError(f"--peer-copies does not work here: {why}", hint="leave it out")
 
 
 def _runs_layers_twice(assembly: Assembly) -> bool:

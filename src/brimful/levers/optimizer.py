@@ -19,7 +19,7 @@ from brimful.core import records
 from brimful.core.options.choices import OptimizerChoice, ShardingChoice
 from brimful.core.options.train import TrainOptions
 from brimful.core.records import Arithmetic
-from brimful.hardware.peers import Peers
+from brimful.hardware.peers import peers_of
 from brimful.levers.data_parallel import DataParallel
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
@@ -70,7 +70,8 @@ class Optimizer(Lever):
 
     fused: whether it is updated by our own kernels. copies: whether these keep the weights of Linear layers in half
     precision beside their fp32 masters, where products are in it. savings: memory that its update does without.
-    parts: processes that share what our kernels update. peers: memory of the others, where they copy what is sent else.
+    parts: processes that share what our kernels update. by_copies: whether they copy
+    what is sent else.
     """
 
     name = "optimizer"
@@ -87,7 +88,7 @@ class Optimizer(Lever):
     savings: Savings | None = None
     sharding: ShardingChoice = "none"
     parts: int = 1
-    peers: Peers | None = None
+    by_copies: bool = False
     offload_folder: str | None = None
 
     @property
@@ -148,7 +149,7 @@ class Optimizer(Lever):
             fused=verdict.ok,
             sharding=cut,
             parts=assembly.num_ranks if cut == "states" and verdict.ok else 1,
-            peers=None if together is None else together.peers,
+            by_copies=together is not None and together.copies,
             copies=assembly.precision.half is not None and assembly.fact(equivalence_of).half_weights,
             reason=reason,
         )
@@ -271,9 +272,10 @@ class Optimizer(Lever):
                 weight_decay=dict.fromkeys(decayed, self.weight_decay),
                 half=precision.half if self.copies else None,
                 parts=self.parts,
-                bucket_bytes=SENT_BYTES if self.parts > 1 and self.peers is None else None,
+                bucket_bytes=SENT_BYTES if self.parts > 1 and not self.by_copies else None,
             )
-            ours.peers = self.peers
+            if isinstance(ours, FusedShardedAdamW) and self.by_copies:
+                ours.find_peers = peers_of
             return ours
         if self.savings is not None:
             given: dict[str, Any] = {

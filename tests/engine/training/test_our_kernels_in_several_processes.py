@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -14,10 +15,14 @@ from safetensors.torch import load_file
 
 from brimful.engine import first_batch
 from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
+from brimful.hardware.peers import peers_of
+from brimful.hardware.ranks import Ranks
 from brimful.levers import optimizer, sharding
 from brimful.step.step import Step
+from brimful.step.updates.fused_sharded import FusedShardedAdamW
 from engine.training import test_sharded_training
 from engine.training.test_several_processes import start, words
+from file_peers import FilePeers
 from runs import events
 
 files = test_sharded_training.files  # a fixture
@@ -25,11 +30,23 @@ files = test_sharded_training.files  # a fixture
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
+@pytest.fixture(params=[(), ("--peer-copies",)], ids=["sent", "copied"])
+def by(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """How parts go from process to process."""
+    found: tuple[str, ...] = request.param
+    return found
+
+
 @pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our kernels are chosen, and interpreted."""
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Our kernels are chosen, and interpreted; the memory of others is files."""
     for module in (optimizer, sharding):
         monkeypatch.setattr(module, "can_fuse", lambda *_: True)
+
+    def find(ranks: Ranks, device: torch.device) -> tuple[FilePeers, str]:
+        return FilePeers(ranks, tmp_path / f"memory of {os.getppid()} {ranks.spread(str(os.getpid()))}"), ""
+
+    monkeypatch.setattr(optimizer, "peers_of", find)
 
 
 def asked(files: Path, output: Path, *more: str) -> list[str]:
@@ -37,9 +54,11 @@ def asked(files: Path, output: Path, *more: str) -> list[str]:
     return found if "--eval-steps" in more else [*found, "--eval-split", "0"]
 
 
-def test_the_best_model_is_whole(files: Path, tmp_path: Path) -> None:
+def test_the_best_model_is_whole(files: Path, tmp_path: Path, by: tuple[str, ...]) -> None:
     """It is not the last one: what others have updated since is put back, too."""
-    ask = asked(files, tmp_path / "run", "--max-steps", "6", "--eval-steps", "2", "--metric-for-best-model", "loss")
+    ask = asked(
+        files, tmp_path / "run", "--max-steps", "6", "--eval-steps", "2", "--metric-for-best-model", "loss", *by
+    )
     ask[ask.index("1e-3")] = "10"  # worse and worse
     both = start(tmp_path / "logs", *ask)
     assert both.results() == [0, 0]
@@ -53,6 +72,7 @@ def test_the_best_model_is_whole(files: Path, tmp_path: Path) -> None:
 def test_a_first_batch_that_differs_leads_to_a_slower_path_in_all(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    by = ("--peer-copies",)  # what is made anew for the slower path is moved once, by all
     real: Callable[..., first_batch.FirstBatch] = first_batch.compare
     calls: list[Any] = []
 
@@ -61,14 +81,14 @@ def test_a_first_batch_that_differs_leads_to_a_slower_path_in_all(
         return replace(real(*arguments), passed=len(calls) > 1, reason="made up")
 
     monkeypatch.setattr(first_batch, "compare", compare)
-    both = start(tmp_path / "logs", *asked(files, tmp_path / "run", "--max-steps", "2"))
+    both = start(tmp_path / "logs", *asked(files, tmp_path / "run", "--max-steps", "2", *by))
     assert both.results() == [0, 0]
     assert "differs from the plain model on the first batch: made up" in both.said(0)
 
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_what_was_done_before_memory_ran_out_is_saved(
-    where: int, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: int, files: Path, tmp_path: Path, by: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one process, whatever the size of micro-batches: all end alike, and the run can be gone on with."""
     real, passes = Step.backward, [0]
@@ -79,7 +99,7 @@ def test_what_was_done_before_memory_ran_out_is_saved(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(step, micro)
 
-    ask = asked(files, tmp_path / "run", "--max-steps", "6")
+    ask = asked(files, tmp_path / "run", "--max-steps", "6", *by)
     with monkeypatch.context() as patch:
         patch.setattr(Step, "backward", backward)
         both = start(tmp_path / "logs", *ask)
@@ -89,3 +109,35 @@ def test_what_was_done_before_memory_ran_out_is_saved(
     assert 0 < done < 6
     assert start(tmp_path / "again", *ask, "--resume").results() == [0, 0]
     assert [each["step"] for each in events(tmp_path / "run", "step")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_bucket_that_memory_ran_out_for_is_begun_again(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process, after all have met for it: they do not wait for one another a second time, and learn the same."""
+    real, calls = FusedShardedAdamW._add_parts, [0]
+
+    def add_parts(update: FusedShardedAdamW, *given: Any) -> None:
+        calls[0] += update._sums.ranks.rank == 1
+        if calls[0] == 3:
+            calls[0] += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        real(update, *given)
+
+    ask = asked(files, tmp_path / "run", "--max-steps", "4", "--peer-copies")
+    assert start(tmp_path / "logs", *ask).results() == [0, 0]
+    monkeypatch.setattr(FusedShardedAdamW, "_add_parts", add_parts)
+    ask[ask.index(str(tmp_path / "run"))] = str(tmp_path / "again")
+    both = start(tmp_path / "logs again", *ask)
+    assert both.results() == [0, 0], both.said(0)
+    losses = [[each["loss"] for each in events(tmp_path / name, "step")] for name in ("run", "again")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_copies_without_memory_of_others_are_refused_by_all(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "peers_of", peers_of)
+    both = start(tmp_path / "logs", *asked(files, tmp_path / "run", "--max-steps", "4", "--peer-copies"))
+    assert both.results() == [2, 2]
+    assert "--peer-copies does not work here: GPUs do not reach one another's memory" in both.said(0)

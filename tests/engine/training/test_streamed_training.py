@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import brimful
-from brimful.core.errors import OptionError
+from brimful.core.errors import MemoryFullError, OptionError
 from brimful.core.options.train import TrainOptions
 from brimful.core.place import Place
 from brimful.core.records import Run
@@ -138,6 +138,25 @@ def test_an_update_that_memory_runs_out_in_is_made_later(monkeypatch: pytest.Mon
     assert again.abandon()
     assert course(again, assembly, start=1, stop=3) == expected[1:]
     assert same(snapshot(again), state)
+
+
+def test_a_bucket_that_is_updated_by_half_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be updated again, nor left so."""
+    step, assembly, _ = made(stream_weights="host", **CLIPPED)
+    course(step, assembly, stop=1)
+    real, calls = torch._fused_adamw_, []
+
+    def failing(*given: Any, **asked: Any) -> None:
+        calls.append(given)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("between two groups of a bucket")
+        real(*given, **asked)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", failing)
+    with pytest.raises(MemoryFullError) as error:
+        course(step, assembly, start=1, stop=2)
+    assert not error.value.resumable
+    assert not step.abandon()
 
 
 def test_a_weight_comes_twice_a_step() -> None:

@@ -242,10 +242,9 @@ class TrainOptions:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Gradients on their way between several processes. bf16: half the bytes; they are added up in fp32, and rounded
     twice."""
-    peer_copies: bool | None = None
+    peer_copies: bool = False
     """Have copy engines move gradients and weights between the GPUs of one host, and not NCCL's kernels, which take
-    multiprocessors from the model: 2 to 14 % more of two H100s' rate. For AdamW in fp32. Default: wherever GPUs reach
-    one another's memory. --no-peer-copies: by NCCL."""
+    multiprocessors from the model: 2 to 14 % more of two H100s' rate. For AdamW in fp32."""
     sharding: ShardingChoice = "auto"
     """Parts that each of several processes keeps alone: none; of the optimizer's states; of gradients, too; of weights,
     too, with --optimizer-offload in host memory; deepspeed: of weights, by its ZeRO-3, for --offload-folder; needs

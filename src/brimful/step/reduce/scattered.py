@@ -141,13 +141,16 @@ class PeerParts(OwnParts):
             ranks, parameters, buckets, gradients.own, fill, half=False, overlap=overlap, side_stream=side_stream
         )  # fmt: skip
         self._gradients, self._add, self._others = gradients, add, others_of(ranks.rank, ranks.count)
+        self._met = set[int]()  # buckets of this step that all processes have: one that fails then is begun again
         most = max((bucket.end - bucket.start for bucket in buckets[:-1]), default=0) // ranks.count
         # Of one bucket at a time: each process's part of it but this one's.
         self._fetched_R = [gradients.own.new_zeros(0 if r == ranks.rank else most) for r in range(ranks.count)]
 
     def _sum(self, bucket: Bucket) -> Ending:
         part, own = own_part(bucket, self.ranks), self.own[self._places[bucket.number]]
-        self._gradients.meet()
+        if bucket.number not in self._met:
+            self._gradients.meet()
+            self._met.add(bucket.number)
         parts_R = [theirs[part] for theirs in self._gradients.all_R]
         if bucket.number < len(self.buckets) - 1:
             for rank in self._others:
@@ -157,6 +160,16 @@ class PeerParts(OwnParts):
             total = torch.add(total, each, out=own)
         self._add(total, last, own, bucket.number == 0)
         return _at_once
+
+    def arm(self) -> None:
+        """As `Reduction` has it."""
+        self._met.clear()
+        super().arm()
+
+    def finish(self) -> None:
+        """As `Reduction` has it."""
+        super().finish()
+        self._met.clear()
 
     def spread(self, memory: Any, bucket: Bucket) -> None:
         """As `OwnParts` has it: put this process's part of a bucket into the others' `memory`, a `PeerMemory`."""

@@ -12,15 +12,18 @@ Source: Rajbhandari et al. 2020, arXiv 1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from brimful.core.errors import OptionError
+from brimful.hardware.memory import release_unused
 from brimful.hardware.peers import PeerMemory, Peers
 from brimful.hardware.ranks import Ranks
+from brimful.measurement.memory import Kept
 from brimful.step.reduce.buckets import Bucket
 from brimful.step.reduce.scattered import OwnParts, PeerParts, own_segments, put_together
 from brimful.step.state import ParameterState, StepState
@@ -44,25 +47,19 @@ class FusedShardedAdamW(FusedAdamW):
 
     gathers_state = True
     releases_together = True
+    #: Finds memory of the other processes, for copies there instead of what is sent; None to send.
+    find_peers: Callable[[Ranks, torch.device], tuple[Peers | None, str]] | None = None
 
     def share(self, ranks: Ranks, *, half: bool = False, overlap: bool = True) -> None:
         """As `Update` has it; parts are cut for these processes."""
         self._prepare_buckets()
-        beside: dict[str, Any] = {"overlap": overlap, "side_stream": self.side_stream}
-        self._sums: OwnParts
-        self._copies_sent: Tensor | PeerMemory
-        self._masters_sent: Tensor | PeerMemory
-        if self.peers is None:
-            self.prepare_gathering()
-            assert self._sum is not None
-            sent = (self._buckets, self._sum, self._gather_bucket)
-            self._sums = OwnParts(ranks, self.parameters, *sent, half=half, **beside)
-            self._copies_sent, self._masters_sent = self._copy, self._master
-        else:
-            gradients = self._move_to_peers(self.peers)
-            fetched = (self._buckets, gradients, self._gather_bucket, self._add_parts)
-            self._sums = PeerParts(ranks, self.parameters, *fetched, **beside)
-        self.reduction = self._sums
+        self.prepare_gathering()
+        assert self._sum is not None
+        self._beside: dict[str, Any] = {"overlap": overlap, "side_stream": self.side_stream}
+        sent = (self._buckets, self._sum, self._gather_bucket)
+        self.reduction = self._sums = OwnParts(ranks, self.parameters, *sent, half=half, **self._beside)
+        self._copies_sent: Tensor | PeerMemory = self._copy
+        self._masters_sent: Tensor | PeerMemory = self._master
         sizes = [parameter.numel() for parameter in self.parameters]
         self._segments = list(own_segments(self._buckets, sizes, ranks))
         blocks, edges = self._own_blocks()
@@ -77,16 +74,37 @@ class FusedShardedAdamW(FusedAdamW):
         self._parts = self._told[: adamw.PARTIALS]
         self._is_used = torch.zeros(len(sizes), dtype=torch.bool, device=self.device)
 
+    def meet(self) -> None:
+        """As `Update` has it: with `find_peers`, what is sent moves to memory that all processes reach.
+
+        Raises: OptionError in all processes where there is none.
+        """
+        if self.find_peers is None:
+            return
+        ranks = self._sums.ranks
+        peers, why = self.find_peers(ranks, self.device)
+        if peers is None:
+            raise OptionError(f"--peer-copies does not work here: {why}", hint="leave it out")
+        self._sums.remove()
+        gradients = self._move_to_peers(peers)
+        fetched = (self._buckets, gradients, self._gather_bucket, self._add_parts)
+        self.reduction = self._sums = PeerParts(ranks, self.parameters, *fetched, **self._beside)
+
     def _move_to_peers(self, peers: Peers) -> PeerMemory:
         """Keep what processes send one another where all of them reach it: gradients, which are returned, copies of the
-        weights, and masters."""
+        weights, and masters. Each goes before the next one comes."""
+        self.before()
+        self._sum = None
+        self.reduction = self._sums = None  # type: ignore[assignment]
+        release_unused(self.device)
         gradients = peers.zeros(len(self._master), torch.float32)
         self._sum = gradients.own
-        copies, masters = peers.zeros(len(self._copy), self._copy.dtype), peers.zeros(len(self._master), torch.float32)
-        masters.own.copy_(self._master)
-        self._copies_sent, self._masters_sent = copies, masters
-        self._copy, self._master = copies.own, masters.own
+        copies = self._copies_sent = peers.zeros(len(self._copy), self._copy.dtype)
+        self._copy = copies.own.copy_(self._copy)
+        masters = self._masters_sent = peers.zeros(len(self._master), torch.float32)
+        self._master = masters.own.copy_(self._master)
         self._place_parameters()
+        release_unused(self.device)
         return gradients
 
     def _own_blocks(self) -> tuple[list[tuple[int, int, int]], list[int]]:
@@ -103,6 +121,21 @@ class FusedShardedAdamW(FusedAdamW):
             edges.append(edges[-1] + len(blocks))
         return [block for blocks in found for block in blocks], edges
 
+    @property
+    def _by_copies(self) -> bool:
+        return isinstance(self._sums, PeerParts)
+
+    def kept(self) -> Kept:
+        """As `Update` has it, without what others reach: that is outside of torch's memory."""
+        if not self._by_copies:
+            return super().kept()
+        outside = {each.data_ptr() for each in (self._copy, self._master, self._sum) if each is not None}
+        weights = [*self.model.parameters(), *self.model.buffers()]
+        kinds = (weights, self._gradient_tensors(), self._state_tensors())
+        return Kept.of(
+            self.device, *([t for t in kind if t.untyped_storage().data_ptr() not in outside] for kind in kinds)
+        )
+
     def _is_copied(self, bucket: Bucket) -> bool:
         return bucket.end <= self._end_of_copies
 
@@ -116,7 +149,7 @@ class FusedShardedAdamW(FusedAdamW):
             return super().apply(gathered=gathered)
         readings = self._readings()
         norm, decide, *updates = self._updating(readings, gathered=True)
-        if self.peers is None:
+        if not self._by_copies:
             norm.run()
         self._tell()
         self.committed = True
@@ -141,7 +174,7 @@ class FusedShardedAdamW(FusedAdamW):
     def compile_kernels(self, *, gathered: bool) -> None:
         """Compile the kernels, as `Update` has it."""
         super().compile_kernels(gathered=True)
-        if self.peers is not None:
+        if self.find_peers is not None:
             own = self._sums.own
             for begins in (True, False):
                 self._adding(own, own, own, begins=begins).compile()
@@ -190,7 +223,7 @@ class FusedShardedAdamW(FusedAdamW):
     def release(self) -> None:
         """As `Update` has it."""
         self._sums.remove()
-        if self.peers is not None:  # memory that others reach ends with the processes' connection
+        if self._by_copies:  # memory that others reach ends with the processes' connection
             self._views = [master.clone() for master in self._views]
         super().release()
 

@@ -42,13 +42,17 @@ class HostStates:
         """States of a bucket on the device. Those of the next ones begin to come. ahead: 1 or -1, where these are."""
         if number in self._staying:
             return self.arenas[number]
-        for each in (number, *self._next(number, ahead)):
-            if each not in self._coming and each not in self._done:
-                self._coming[each] = self._begin(each)
+        self.bring(number, ahead=ahead)
         found, event = self._coming.pop(number)
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
         return found
+
+    def bring(self, number: int, *, ahead: int = 1) -> None:
+        """Begin to bring what `fetch` returns: only this needs memory."""
+        for each in (number, *self._next(number, ahead)):
+            if each not in self._coming and each not in self._done and each not in self._staying:
+                self._coming[each] = self._begin(each)
 
     def _next(self, number: int, ahead: int) -> Iterator[int]:
         """The buckets that come before their turn when it is this one's."""

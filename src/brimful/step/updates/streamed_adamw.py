@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from brimful.core.errors import MemoryFullError, first_line
+from brimful.hardware.memory import is_out_of_memory
 from brimful.measurement.memory import Kept
 from brimful.models.packed.streamed_layers import StreamedLayers, end_streaming
 from brimful.models.packed.weight_stores import unnamed_file
@@ -30,6 +32,7 @@ from brimful.step.updates.bucketed_adamw import BucketedAdamW
 from brimful.step.updates.buckets import Bucket, buckets_of, norms_of
 from brimful.step.updates.host_states import HostStates
 
+_GO_ON = "go on from the last checkpoint with --resume, and a lower --token-budget if it happens again"
 #: Bytes of states, and as many of sums, that may be on their way to the host: those of a layer of width 1,024.
 LAYER_LEAVING = 100_000_000
 
@@ -129,6 +132,15 @@ class StreamedAdamW(BucketedAdamW):
         self._streamed.make_due()  # a layer that this batch left out
         return super()._apply_whole(gathered=gathered)
 
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """As `Update` has it. A layer that the forward pass left out is updated first: what follows may begin an
+        update."""
+        if self._savings.in_backward:
+            self._streamed.make_due()
+        with super().around_backward():
+            yield
+
     def _begin(self) -> None:
         super()._end_copies()
         super()._begin()
@@ -151,11 +163,22 @@ class StreamedAdamW(BucketedAdamW):
     def _update_layer(self, waiting: list[tuple[Bucket, list[int]]]) -> None:
         """Update a layer's buckets, which are taken off the list. Layers follow one another from the last bucket on.
 
-        Where memory runs out, what is left waits for the next turn.
+        Where memory for what comes runs out, the rest waits for the next turn. Raises: MemoryFullError where it runs
+        out later: a bucket that is updated by half must not be again.
         """
+        assert self._host is not None
         while waiting:
             bucket, given = waiting[-1]
-            self._update(bucket, self._sums_of(bucket, given), ahead=-1)
+            self._host.bring(bucket.number, ahead=-1)
+            sums = self._sums_of(bucket, given)
+            try:
+                self._update(bucket, sums, ahead=-1)
+            except Exception as error:
+                self.committed = True
+                if is_out_of_memory(error):
+                    said = f"memory ran out while weights of a layer were being changed ({first_line(error)})"
+                    raise MemoryFullError(said, resumable=False, hint=_GO_ON) from error
+                raise
             waiting.pop()
 
     def _sums_of(self, bucket: Bucket, given: Collection[int]) -> dict[int, Tensor]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brimful.hardware.peers import Peers
 from brimful.hardware.ranks import Ranks
 from brimful.kernels.side_stream import SideStream
 from brimful.measurement.memory import Kept
@@ -70,8 +69,6 @@ class Update:
         for parameter in self.parameters:
             parameter.grad = None  # made by the first backward: what a model does not use is never decayed
 
-    #: Memory of others that it may use, where it can.
-    peers: Peers | None = None
     #: Whether a weight may be cast once for all its uses in a pass: not where it is put together for each.
     casts_once = True
 
