@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from brimful.core.options.choices import ShardingChoice
 from brimful.core.place import Place
@@ -22,7 +23,7 @@ from brimful.levers.optimizer import Optimizer
 from brimful.step.precision import Precision
 from brimful.step.reduce import buckets
 from brimful.step.reduce.buckets import Bucket, Overlap
-from brimful.step.state import StepState
+from brimful.step.state import Part, StepState, whole_of
 from brimful.step.step import Step
 from brimful.step.updates.bucketed_adamw import Savings
 from brimful.tasks.task import MultiLabel, Regression, SingleLabel, Task
@@ -286,7 +287,11 @@ def test_our_kernels_update_by_parts_what_they_update_whole(count: int, by_peers
         step.release()
         assert all(p.dtype == torch.float32 for p in model.parameters())
         released = dict(model.named_parameters())
-        assert all(torch.equal(released[name], weight) for name, weight in state.weights.items())
+        for name, weight in state.weights.items():
+            part = state.parts.get(f"weights/{name}", Part(shape=tuple(weight.shape), starts=(0,) * weight.ndim))
+            whole = released[name].detach().clone()
+            part.put(weight, whole)
+            assert torch.equal(whole, released[name])
         return (kept, [(each.loss, each.grad_norm) for each in told]), state
 
     def work(place: Place) -> None:
@@ -294,12 +299,17 @@ def test_our_kernels_update_by_parts_what_they_update_whole(count: int, by_peers
             patch.setattr(buckets, "BUCKET_BYTES", 1 << 12)
             patch.setattr(optimizers, "SENT_BYTES", 1 << 12)
             (weights, told), state = learn(ranks, "none")
-            (by_parts, told_by_parts), own = learn(ranks, "states")
+            (by_parts, told_by_parts), part = learn(ranks, "states")
+            assert part.parts
+            gathered: list[Any] = [None] * count
+            dist.all_gather_object(gathered, part)
+            own = whole_of(gathered)
             np.testing.assert_allclose(told_by_parts, told, rtol=1e-5)
             assert all(torch.allclose(one, two, atol=1e-5) for one, two in zip(by_parts, weights, strict=True))
             for name, weight in own.weights.items():
                 torch.testing.assert_close(weight, state.weights[name], rtol=1e-5, atol=1e-5)
-            assert own.optimizer.keys() == (state.optimizer.keys() if ranks.leads else set())
+            assert own.weights.keys() == state.weights.keys()
+            assert own.optimizer.keys() == state.optimizer.keys()
             for name, kept in own.optimizer.items():
                 for key, tensor in kept.tensors.items():
                     torch.testing.assert_close(tensor, state.optimizer[name].tensors[key], rtol=1e-3, atol=1e-7)

@@ -29,6 +29,22 @@ _ANSWER_S, _ENDS_S = 1.0, 3.0
 _VERDICT, _LAST_ORDER = "lost", "last order"
 
 
+class Board:
+    """Words that processes leave for one another, by a connection of its own: for one thread."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def leave(self, name: str, text: str) -> None:
+        """Leave a word under a name that is used once."""
+        self._store.set(f"word/{name}", text)
+
+    def find(self, name: str) -> str | None:
+        """Return the word that was left under a name, if there is one yet."""
+        key = f"word/{name}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
 class Watch:
     """Reports a pulse into a store, and watches those of `count` processes.
 
@@ -49,6 +65,10 @@ class Watch:
         self._answered = time.monotonic()
         self._decided, self._leaving, self._stopped = threading.Event(), threading.Event(), threading.Event()
         self._every_s = _EVERY_S * max(1.0, count / _AT_ONCE)
+
+    def board(self) -> Board:
+        """Return a board of the same processes."""
+        return Board(self._store.clone())
 
     def announce(self) -> None:
         """Give a first sign of life."""

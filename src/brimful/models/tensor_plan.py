@@ -152,6 +152,16 @@ def part_like(whole: Tensor, parameter: Any) -> Tensor:
     return local(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
 
+def starts_of(tensor: Any) -> tuple[int, ...] | None:
+    """Return where this process's part begins along each dimension; None of a tensor that is whole."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None or not placements[0].is_shard():
+        return None
+    mesh, cut = tensor.device_mesh, placements[0].dim % tensor.ndim
+    size = -(-tensor.shape[cut] // mesh.size())
+    return tuple(mesh.get_local_rank() * size if dim == cut else 0 for dim in range(tensor.ndim))
+
+
 def together(tensor: Tensor) -> Tensor:
     """Return a tensor put together of the parts of all processes, which all ask for it."""
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
-    """Part `index` of `count`, of tensors that are cut between processes; the whole unless said otherwise."""
+class Part:
+    """The place of one process's part in a tensor of `shape`.
 
-    index: int = 0
-    count: int = 1
+    starts: where it begins, along each dimension; one number for several dimensions: in the flat tensor.
+    """
+
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    def put(self, part: Tensor, whole: Tensor) -> None:
+        """Put the part into the whole tensor, which is contiguous."""
+        into = whole.view(-1) if len(self.starts) != len(self.shape) else whole
+        into[tuple(slice(start, start + size) for start, size in zip(self.starts, part.shape, strict=True))] = part
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,8 +93,8 @@ class Counters:
 class StepState:
     """Weights (fp32 masters) and buffers by their names in the model, optimizer states by parameter, counters.
 
-    groups: what the optimizer keeps of its groups of parameters, as JSON has it. *_shard: the part of each of its
-    tensors that is held here.
+    groups: what the optimizer keeps of its groups of parameters, as JSON has it. parts: places of those tensors that
+    are one process's parts, by names as of `tensors`; all others are whole.
     """
 
     weights: Mapping[str, Tensor]
@@ -92,11 +102,48 @@ class StepState:
     optimizer: Mapping[str, ParameterState]
     counters: Counters
     groups: tuple[Mapping[str, Any], ...] = ()
-    weights_shard: Shard = Shard()
-    optimizer_shard: Shard = Shard()
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights and optimizer states, as `weights/NAME` and `optimizer/NAME/KEY`."""
+        for name, tensor in self.weights.items():
+            yield f"weights/{name}", tensor
+        for name, kept in self.optimizer.items():
+            for key, tensor in kept.tensors.items():
+                yield f"optimizer/{name}/{key}", tensor
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors; tied weights count once per name, as a checkpoint stores them."""
         groups = [self.weights, self.buffers, *(kept.tensors for kept in self.optimizer.values())]
         return sum(tensor.nbytes for group in groups for tensor in group.values())
+
+
+def whole_of(states: Sequence[StepState]) -> StepState:
+    """Put together the states that all processes have of one step: what is no part is the first's.
+
+    Raises: ValueError where numbers are missing.
+    """
+    first = states[0]
+    if not any(state.parts for state in states):
+        return first
+    whole, filled = dict[str, Tensor](), Counter[str]()
+    for state in states:
+        for name, tensor in state.tensors():
+            part = state.parts.get(name)
+            if part is None:
+                whole.setdefault(name, tensor)
+                continue
+            if name not in whole:
+                whole[name] = torch.zeros(part.shape, dtype=tensor.dtype)
+            part.put(tensor.to("cpu"), whole[name])
+            filled[name] += tensor.numel()
+    if gaps := [name for name, count in filled.items() if count != whole[name].numel()]:
+        raise ValueError(f"parts of {gaps[0]} are missing")
+    optimizer = {}
+    for name in dict.fromkeys(name for state in states for name in state.optimizer):
+        kept = [state.optimizer[name] for state in states if name in state.optimizer]
+        keys = dict.fromkeys(key for each in kept for key in each.tensors)
+        optimizer[name] = replace(kept[0], tensors={key: whole[f"optimizer/{name}/{key}"] for key in keys})
+    names = dict.fromkeys(name for state in states for name in state.weights)
+    return replace(first, weights={name: whole[f"weights/{name}"] for name in names}, optimizer=optimizer, parts={})

@@ -29,7 +29,7 @@ from brimful.engine.training.checkpoint import (
     rotate,
     save_checkpoint,
 )
-from brimful.step.state import Counters, ParameterState, Shard, StepState
+from brimful.step.state import Counters, ParameterState, StepState
 
 RUN = "run-1"
 #: What changes a disk, and close, where some file systems tell of a failed write.
@@ -49,7 +49,6 @@ def content(step: int) -> dict[str, Any]:
             buffers={"positions": torch.arange(step)},
             optimizer={"weight": kept, "transposed": ParameterState(tensors={})},
             counters=Counters(applied=step, scale=2.0**-20 / 3, growth=7, used=("weight",)),
-            weights_shard=Shard(index=1, count=3),
         ),
         "loop": {"epoch": 1, "loss": step / 3, "best": None},
     }
@@ -69,7 +68,7 @@ def flat(state: StepState) -> dict[str, Any]:
             name: ({key: raw(tensor) for key, tensor in kept.tensors.items()}, kept.values, kept.on_host)
             for name, kept in state.optimizer.items()
         },
-        "others": (state.counters, state.weights_shard, state.optimizer_shard),
+        "others": (state.counters, dict(state.parts)),
     }
 
 

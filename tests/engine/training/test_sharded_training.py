@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from brimful.cli.commands import run
-from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
+from brimful.core.errors import CheckpointError, DiskFullError
+from brimful.engine.training import checkpoint_writer
+from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint, save_part
 from engine.training.test_several_processes import start, told, words
-from runs import save_tiny_model, single_label_rows, write_rows
+from runs import checkpoints, save_tiny_model, single_label_rows, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +56,39 @@ def test_parts_of_any_number_of_processes_make_one_checkpoint(files: Path, tmp_p
         alone, parts = (
             load_checkpoint(checkpoint_path(tmp_path / name / "checkpoints", step)) for name in ("one", "parts")
         )
+        assert not parts.state.parts
         assert alone.state.optimizer.keys() == parts.state.optimizer.keys()
         for name, kept in alone.state.optimizer.items():
             for key, tensor in kept.tensors.items():
                 torch.testing.assert_close(parts.state.optimizer[name].tensors[key], tensor, rtol=2e-2, atol=1e-5)
+    folder = checkpoint_path(output / "checkpoints", 6)
+    written = sorted(file.name for file in folder.glob("*.safetensors"))
+    assert [name for name in written if name.startswith("weights")] == [
+        "weights-00001.safetensors", "weights-00002.safetensors", "weights.safetensors",
+    ]  # fmt: skip
+    (folder / "optimizer-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="optimizer-00002"):
+        load_checkpoint(folder)
     (one, other) = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "parts"))
     assert one.keys() == other.keys()
+
+
+def test_a_disk_that_is_full_for_one_process_costs_the_checkpoint(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the run: the next one is there."""
+
+    def full(folder: Path, step: int, *given: Any) -> Any:
+        if step == 2:
+            raise DiskFullError("no space left")
+        return save_part(folder, step, *given)
+
+    monkeypatch.setattr(checkpoint_writer, "save_part", full)
+    ask = words(files, tmp_path / "run", "--max-steps", "4", "--save-steps", "2", "--sharding", "states")
+    both = start(tmp_path / "logs", *ask, "--eval-split", "0")
+    assert both.results() == [0, 0]
+    assert "no checkpoint after step 2: process 1: no space left" in both.said(0)
+    assert checkpoints(tmp_path / "run") == [4]
 
 
 def test_the_best_of_parts_of_weights_is_kept(files: Path, tmp_path: Path) -> None:

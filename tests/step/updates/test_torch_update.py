@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from brimful.step.precision import Precision
-from brimful.step.state import ParameterState, Shard
+from brimful.step.state import ParameterState, Part
 from brimful.step.step import Step, make_schedule
 from brimful.step.updates.torch_update import TorchUpdate
 from step.test_step import CPU, FAMILIES, ROWS, STEPS, TASK, execution_of, plain_run, same, snapshot, spoiled, weights
@@ -136,4 +136,4 @@ def test_what_was_kept_in_host_memory_goes_back_there() -> None:
 def test_part_of_a_state_is_refused() -> None:
     step = make_step("momentum", FAMILIES["bert"].model())
     with pytest.raises(ValueError, match="a whole state is needed"):
-        step.load_state(replace(step.state(), weights_shard=Shard(index=1, count=2)))
+        step.load_state(replace(step.state(), parts={"weights/x": Part(shape=(4,), starts=(2,))}))

@@ -3,9 +3,11 @@
     checkpoints/step-00000120/
         weights.safetensors, buffers.safetensors, optimizer.safetensors     each written under a temporary name, synced,
         state.json                                                          renamed
+        weights-00001.safetensors ...       parts of another process, which writes them
         manifest.json                       last: run, step, and size and SHA-256 of the others
 
-state.json has the step's counters, what optimizers keep beside tensors, and the training loop's own state.
+state.json has the step's counters, what optimizers keep beside tensors, the places of parts, and the training loop's
+own state. Parts are put together as they are read, by any number of processes.
 
 A folder without a manifest is no checkpoint. A manifest holds its own SHA-256 too, so no flipped bit goes unseen.
 Saving over a complete checkpoint writes the files under second names (weights.1.safetensors) beside the first ones,
@@ -18,7 +20,8 @@ import hashlib
 import json
 import operator
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,13 +34,13 @@ import torch
 from brimful.core import atomic_files
 from brimful.core.atomic_files import Data, Written, path_text
 from brimful.core.errors import BrimfulError, CheckpointError, OutputError, printable
-from brimful.step.state import Counters, ParameterState, Shard, StepState
+from brimful.step.state import Counters, ParameterState, Part, StepState, whole_of
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
 
 _FOLDER = re.compile(r"step-(\d{8,})")
-_FILE = re.compile(r"([A-Za-z0-9_-]+)(?:\.1)?\.(safetensors|json)")
+_FILE = re.compile(r"([A-Za-z0-9_]+)(?:-(\d{5}))?(?:\.1)?\.(safetensors|json)")
 
 _DTYPES = {
     torch.float64: "F64",
@@ -83,37 +86,42 @@ class _Manifest:
     files: Mapping[str, Written]
 
 
-def save_checkpoint(folder: Path, step: int, *, run: str, state: StepState, loop: Mapping[str, Any]) -> Path:
+def begin_checkpoint(folder: Path, step: int) -> int:
+    """Make room for the files of a checkpoint beside those of a complete one; return which of two names they have.
+
+    Raises: DiskFullError or OutputError.
+    """
+    path = checkpoint_path(folder, step)
+    atomic_files.make_folder(folder)
+    atomic_files.make_folder(path)
+    taken = _clear(path)
+    return int(bool(taken) and not any(name.count(".") > 1 for name in taken))
+
+
+def save_part(folder: Path, step: int, second: int, rank: int, state: StepState) -> dict[str, Written]:
+    """Write one process's part of a checkpoint; return its files. second: as of `begin_checkpoint`.
+
+    Raises: DiskFullError or OutputError.
+    """
+    return _write_files(checkpoint_path(folder, step), f"-{rank:05d}{'.1' * second}", state, _json_of(state))
+
+
+def save_checkpoint(
+    folder: Path, step: int, *, run: str, state: StepState, loop: Mapping[str, Any], second: int | None = None,
+    others: Callable[[], Mapping[str, Written]] = dict,
+) -> Path:  # fmt: skip
     """Save a checkpoint as `folder`/step-<step>, on the disk when this returns, and return its path.
 
     state: tensors of any device and layout; tied ones are stored once per name.
     loop: JSON, NaN and infinities allowed, as in values of `state`. Keys come back as text and tuples as lists.
+    second: as of `begin_checkpoint`, if that was called. others: waits for the files of other processes.
 
     Raises: DiskFullError or OutputError; what was there before is then as whole as it was.
     """
-    parameters = state.optimizer.items()
-    optimizer = {f"{name}/{key}": tensor for name, kept in parameters for key, tensor in kept.tensors.items()}
-    tensors = {"weights": state.weights, "buffers": state.buffers, "optimizer": optimizer}
-    values = {
-        "counters": asdict(state.counters),
-        "optimizer": {
-            name: {"tensors": list(kept.tensors), "values": kept.values, "on_host": kept.on_host}
-            for name, kept in parameters
-        },
-        "groups": [dict(group) for group in state.groups],
-        "weights_shard": asdict(state.weights_shard),
-        "optimizer_shard": asdict(state.optimizer_shard),
-    }
-    state_json = json.dumps({"step": values, "loop": dict(loop)}, indent=2).encode("ascii")
-    path = checkpoint_path(folder, step)
-    atomic_files.make_folder(folder)
-    atomic_files.make_folder(path)
+    path, state_json = checkpoint_path(folder, step), _json_of(state, loop=dict(loop))
     try:
-        taken = _clear(path)
-        mark = ".1" if taken and not any(name.count(".") > 1 for name in taken) else ""
-        contents = {f"{stem}{mark}.safetensors": _safetensors(group) for stem, group in tensors.items()}
-        contents[f"state{mark}.json"] = iter([state_json])
-        files = {name: atomic_files.write_chunks(path / name, content) for name, content in contents.items()}
+        second = begin_checkpoint(folder, step) if second is None else second
+        files = {**_write_files(path, ".1" * second, state, state_json), **others()}
         named = {name: {"bytes": stored.num_bytes, "sha256": stored.sha256} for name, stored in files.items()}
         body = {"schema": SCHEMA, "run": run, "step": step, "files": named}
         manifest = json.dumps({**body, "sha256": _own_sha256(body)}, indent=2).encode("ascii") + b"\n"
@@ -126,6 +134,30 @@ def save_checkpoint(folder: Path, step: int, *, run: str, state: StepState, loop
         raise
     _clear(path)
     return path
+
+
+def _json_of(state: StepState, **more: Any) -> bytes:
+    """What there is of a state beside tensors. more: beside it."""
+    values = {
+        "counters": asdict(state.counters),
+        "optimizer": {
+            name: {"tensors": list(kept.tensors), "values": kept.values, "on_host": kept.on_host}
+            for name, kept in state.optimizer.items()
+        },
+        "groups": [dict(group) for group in state.groups],
+        "parts": {name: asdict(part) for name, part in state.parts.items()},
+    }
+    return json.dumps({"step": values, **more}, indent=2).encode("ascii")
+
+
+def _write_files(path: Path, mark: str, state: StepState, state_json: bytes) -> dict[str, Written]:
+    """Write the files of a state. mark: after the stems of their names."""
+    parameters = state.optimizer.items()
+    optimizer = {f"{name}/{key}": tensor for name, kept in parameters for key, tensor in kept.tensors.items()}
+    tensors = {"weights": state.weights, "buffers": state.buffers, "optimizer": optimizer}
+    contents = {f"{stem}{mark}.safetensors": _safetensors(group) for stem, group in tensors.items()}
+    contents[f"state{mark}.json"] = iter([state_json])
+    return {name: atomic_files.write_chunks(path / name, content) for name, content in contents.items()}
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -305,10 +337,11 @@ def _parse_manifest(content: bytes, where: str) -> _Manifest:
 
 
 def _load(path: Path, manifest: _Manifest) -> Checkpoint:
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-    values: Any = None
+    tensors: defaultdict[int, dict[str, dict[str, torch.Tensor]]] = defaultdict(dict)  # by process
+    values: dict[int, Any] = {}
     for name, stored in manifest.files.items():
-        file, (stem, kind) = path / name, cast(re.Match[str], _FILE.fullmatch(name)).groups()
+        file, (stem, number, kind) = path / name, cast(re.Match[str], _FILE.fullmatch(name)).groups()
+        rank = int(number or 0)
         _check_size(file, stored)
         try:
             content = file.read_bytes()
@@ -318,19 +351,20 @@ def _load(path: Path, manifest: _Manifest) -> Checkpoint:
             raise CheckpointError(f"{path_text(file)} is damaged: its SHA-256 is not that of its {MANIFEST}")
         try:
             if kind == "safetensors":
-                tensors[stem] = safetensors.torch.load(content)
+                tensors[rank][stem] = safetensors.torch.load(content)
             else:
-                values = json.loads(content)
+                values[rank] = json.loads(content)
         except (ValueError, KeyError, RecursionError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{path_text(file)} cannot be parsed: {printable(error)}") from error
     try:
-        state, loop = _put_together(tensors, values["step"]), values["loop"]
+        states = [_state_of(tensors[rank], values[rank]["step"]) for rank in sorted(values)]
+        loop, state = values[0]["loop"], whole_of(states)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path_text(path)} is damaged: its files are not those of a step") from error
     return Checkpoint(step=manifest.step, run=manifest.run, state=state, loop=loop)
 
 
-def _put_together(tensors: Mapping[str, Mapping[str, torch.Tensor]], values: Mapping[str, Any]) -> StepState:
+def _state_of(tensors: Mapping[str, Mapping[str, torch.Tensor]], values: Mapping[str, Any]) -> StepState:
     optimizer = {
         name: ParameterState(
             tensors={key: tensors["optimizer"][f"{name}/{key}"] for key in kept["tensors"]},
@@ -339,15 +373,14 @@ def _put_together(tensors: Mapping[str, Mapping[str, torch.Tensor]], values: Map
         )
         for name, kept in values["optimizer"].items()
     }
-    counters = values["counters"]
+    counters, parts = values["counters"], values.get("parts", {})
     return StepState(
         weights=tensors["weights"],
         buffers=tensors["buffers"],
         optimizer=optimizer,
         counters=Counters(**counters | {"used": tuple(counters["used"])}),
         groups=tuple(values.get("groups", ())),
-        weights_shard=Shard(**values["weights_shard"]),
-        optimizer_shard=Shard(**values["optimizer_shard"]),
+        parts={name: Part(**{key: tuple(at) for key, at in part.items()}) for name, part in parts.items()},
     )
 
 

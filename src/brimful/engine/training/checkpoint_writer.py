@@ -1,27 +1,39 @@
 """Checkpoints written beside training: a thread writes a copy in host memory while the next steps run.
 
 What was begun is not there yet: until `settle` says so, a kill leaves the checkpoint before. One is written at a time.
-A state too large to be copied is written at once, from the tensors as they are.
+A state too large to be copied is written at once, from the tensors as they are. Where processes have a part of it each,
+all write theirs, and the first writes the manifest once it knows all files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+import time
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from brimful.core.errors import DiskFullError
-from brimful.engine.training.checkpoint import rotate, save_checkpoint
+from brimful.core.atomic_files import Written
+from brimful.core.errors import DiskFullError, OutputError, first_line
+from brimful.engine.training.checkpoint import rotate, save_checkpoint, save_part
 from brimful.hardware.memory import free_host_bytes, is_out_of_memory
+from brimful.hardware.watch import Board
 from brimful.step.state import StepState
 
 #: Share of the host's free memory that copies may take.
 _MOST_OF_FREE = 0.25
+#: Seconds between two looks for what another process has written.
+_LOOK_S = 0.02
+
+
+class PartLostError(OutputError):
+    """A process that has a part of a checkpoint is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +41,7 @@ class Saved:
     """A checkpoint whose writing has ended. failure: the reason why it is not there; None where it is."""
 
     step: int
-    failure: DiskFullError | None
+    failure: DiskFullError | PartLostError | None
 
 
 class CheckpointWriter:
@@ -41,7 +53,7 @@ class CheckpointWriter:
     def __init__(self, folder: Path, run: str, *, keep: int) -> None:
         self._folder, self._run, self._keep = folder, run, keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._copies: dict[tuple[str, ...], Tensor] = {}
+        self._copies = _Copies()
         self._step = 0
         self._writing: Future[None] | None = None
 
@@ -53,15 +65,18 @@ class CheckpointWriter:
         loop: Mapping[str, Any],
         protect: Collection[int],
         passed_over: Collection[int],
+        second: int | None = None,
+        others: Callable[[], Mapping[str, Written]] = dict,
     ) -> None:
         """Begin to save a checkpoint: `state` may change when this returns. The one before must be settled.
 
-        protect, passed_over: as `rotate` has them, which follows where the checkpoint could be saved.
+        protect, passed_over: as `rotate` has them, which follows where the checkpoint could be saved. second, others:
+        as `save_checkpoint` has them.
         """
         assert self._writing is None
-        kept = (step, dict(loop), frozenset(protect), frozenset(passed_over))
+        kept = (step, dict(loop), frozenset(protect), frozenset(passed_over), second, others)
         self._step = step
-        if self._fits(state) and (copied := self._copied_if_room(state)) is not None:
+        if (copied := self._copies.of(state)) is not None:
             self._writing = self._thread.submit(self._write, copied, *kept)
             return
         self._writing = Future()
@@ -80,15 +95,15 @@ class CheckpointWriter:
     def settle(self) -> Saved | None:
         """Wait for the checkpoint that was begun last, and say what became of it; None if that was said before.
 
-        Raises: what `save_checkpoint` and `rotate` raise, but for a full disk.
+        Raises: what `save_checkpoint` and `rotate` raise, but for a full disk and a process that is gone.
         """
         writing, self._writing = self._writing, None
         if writing is None:
             return None
-        failure = None
+        failure: DiskFullError | PartLostError | None = None
         try:
             writing.result()
-        except DiskFullError as error:
+        except (DiskFullError, PartLostError) as error:
             failure = error
         return Saved(step=self._step, failure=failure)
 
@@ -108,9 +123,95 @@ class CheckpointWriter:
         loop: Mapping[str, Any],
         protect: Collection[int],
         passed_over: Collection[int],
+        second: int | None,
+        others: Callable[[], Mapping[str, Written]],
     ) -> None:
-        save_checkpoint(self._folder, step, run=self._run, state=state, loop=loop)
+        save_checkpoint(self._folder, step, run=self._run, state=state, loop=loop, second=second, others=others)
         rotate(self._folder, self._keep, protect, run=self._run, newest=step, passed_over=passed_over)
+
+
+class PartWriter:
+    """Writes this process's parts of the checkpoints of one run, and says on `board` what it has written.
+
+    folder: of the checkpoints.
+    """
+
+    def __init__(self, folder: Path, rank: int, board: Board) -> None:
+        self._folder, self._rank, self._board = folder, rank, board
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._copies = _Copies()
+        self._writing: Future[None] | None = None
+        self._number = 0
+
+    def begin(self, step: int, second: int, state: StepState) -> None:
+        """Begin to write the part of a checkpoint: `state` may change when this returns. second: of `save_part`."""
+        if self._writing is not None:
+            self._writing.result()
+        self._number += 1
+        given = (step, second, _word(self._number, self._rank))
+        if (copied := self._copies.of(state)) is not None:
+            self._writing = self._thread.submit(self._write, copied, *given)
+        else:
+            self._write(state, *given)
+
+    def close(self) -> None:
+        """Wait for what was begun."""
+        self._thread.shutdown()
+
+    def _write(self, state: StepState, step: int, second: int, word: str) -> None:
+        said: dict[str, Any]
+        try:
+            files = save_part(self._folder, step, second, self._rank, state)
+            said = {"files": {name: asdict(written) for name, written in files.items()}}
+        except Exception as error:  # whatever it is, the first process waits for a word
+            said = {"failed": first_line(error), "full": isinstance(error, DiskFullError)}
+        self._board.leave(word, json.dumps(said))
+
+
+class OthersParts:
+    """Waits for the files that other processes write of one checkpoint after another, as `PartWriter` says them.
+
+    lost: says whether one of them is gone.
+    """
+
+    def __init__(self, count: int, board: Board, lost: Callable[[], bool]) -> None:
+        self._count, self._board, self._lost, self._number = count, board, lost, 0
+
+    def coming(self) -> Callable[[], Mapping[str, Written]]:
+        """Return what waits for those of the next checkpoint.
+
+        Raises, when that is called: DiskFullError, OutputError, PartLostError.
+        """
+        self._number += 1
+        return partial(self._files, self._number)
+
+    def _files(self, number: int) -> dict[str, Written]:
+        files: dict[str, Written] = {}
+        for rank in range(1, self._count):
+            while (text := self._board.find(_word(number, rank))) is None:
+                if self._lost():
+                    raise PartLostError("another process is gone, and with it its part")
+                time.sleep(_LOOK_S)
+            said = json.loads(text)
+            if "failed" in said:
+                raise (DiskFullError if said["full"] else OutputError)(f"process {rank}: {said['failed']}")
+            files |= {name: Written(**written) for name, written in said["files"].items()}
+        return files
+
+
+def _word(number: int, rank: int) -> str:
+    return f"part/{number}/{rank}"
+
+
+class _Copies:
+    """Copies of states in host memory that is kept for the next one: fresh memory is slow to write to."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[str, ...], Tensor] = {}
+
+    def of(self, state: StepState) -> StepState | None:
+        """Copy a state; None where it does not fit in host memory: it is to be written without copies."""
+        return self._copied_if_room(state) if self._fits(state) else None
 
     def _fits(self, state: StepState) -> bool:
         """Return whether copies fit in host memory: those of before are written over."""
@@ -128,7 +229,7 @@ class CheckpointWriter:
         return None
 
     def _copied(self, state: StepState) -> StepState:
-        """Copy all tensors into host memory that is kept for the next time: fresh memory is slow to write to."""
+        """Copy all tensors."""
         copies: dict[tuple[str, ...], Tensor] = {}
 
         def copied(tensors: Mapping[str, Tensor], *names: str) -> dict[str, Tensor]:

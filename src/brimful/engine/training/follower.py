@@ -27,6 +27,7 @@ from brimful.engine.learning import resumed
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.signals import passing_on
 from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
+from brimful.engine.training.checkpoint_writer import PartWriter
 from brimful.engine.training.orders import Order, own_work
 from brimful.engine.training.run_folder import RunFolder
 from brimful.engine.training.same_path import check_made_of, check_seen, options_of, with_sizes
@@ -87,9 +88,19 @@ class _Follower:
         self._batches: Iterator[Batch] = iter(())
         self._begun_at = 0
         self._full: MemoryFullError | None = None  # in a step, of all processes
+        self._parts: PartWriter | None = None
 
     def run(self) -> None:
         """Do what one order after another says, until the end."""
+        try:
+            self._work()
+        finally:
+            if self._parts is not None:
+                self._parts.close()
+        if self._full is not None:
+            raise self._full
+
+    def _work(self) -> None:
         if self._obey() == Order.BEGIN:
             device, start, stop = self._built.step.device, self._begun_at, self._prepared.num_batches
             with Feed(self._built.source, device, start=start, stop=stop, ahead=self._options.prefetch) as feed:
@@ -97,8 +108,6 @@ class _Follower:
                 self._obey()
         if not self._built.step.update.gathers_weights:
             self._built.step.release(together=False)
-        if self._full is not None:
-            raise self._full
 
     def _obey(self) -> int:
         """Do what is ordered, but for steps before they begin; return the order that says to begin, or to end."""
@@ -124,7 +133,7 @@ class _Follower:
         elif order == Order.ROWS:
             self._name_rows(number)
         elif order == Order.STATE:
-            self._built.step.state()
+            self._write_part(*divmod(number, 2))
         elif order == Order.WORK:
             self._ranks.send_beat()
         elif order == Order.LOAD:
@@ -135,6 +144,15 @@ class _Follower:
             self._ranks.send(np.array([digest(self._built.step.update.alike())]))
         else:
             raise RuntimeError(f"the leader gave order {order}, which this process does not know")
+
+    def _write_part(self, step: int, second: int) -> None:
+        """Begin to write this process's part of a checkpoint."""
+        state = self._built.step.state()
+        if self._parts is None:
+            assert self._ranks.watch is not None
+            folder = RunFolder(Path(self._options.output)).checkpoints
+            self._parts = PartWriter(folder, self._ranks.rank, self._ranks.watch.board())
+        self._parts.begin(step, second, state)
 
     def _load(self, step: int) -> None:
         """Take up a checkpoint, and the sizes of micro-batches where memory ran out before it."""

@@ -11,9 +11,9 @@ class Order(IntEnum):
     """An order, and what its number is.
 
     BUILD: nothing; the leader's way to run follows. LOAD: step of a checkpoint. BEGIN: first batch to come. STEP: batch
-    to take a step on. ROWS: batch whose rows that are not finite are to be named. EVALUATE, COMPARE (all weights),
-    STATE (all put their parts of it together), WORK (all say what they have done), RELEASE (and their weights, at the
-    end), END: nothing.
+    to take a step on. ROWS: batch whose rows that are not finite are to be named. STATE (all write their parts of it):
+    twice the step of the checkpoint, and which of two names files have. EVALUATE, COMPARE (all weights), WORK (all say
+    what they have done), RELEASE (all put weights together, at the end), END: nothing.
     """
 
     END = 0

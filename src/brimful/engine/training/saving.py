@@ -5,22 +5,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
-from brimful.core.errors import CheckpointError, listed
+from brimful.core.errors import CheckpointError, DiskFullError, OutputError, listed
 from brimful.engine.training.checkpoint import (
     Checkpoint,
+    begin_checkpoint,
     checkpoint_path,
     load_checkpoint,
     newest_whole,
     rotate,
     saved_steps,
 )
-from brimful.engine.training.checkpoint_writer import CheckpointWriter
+from brimful.engine.training.checkpoint_writer import CheckpointWriter, OthersParts
 from brimful.engine.training.orders import Order
 from brimful.engine.training.run_context import RunContext
 from brimful.hardware.ranks import digest
-from brimful.step.state import StepState
 
 
 class Saving:
@@ -39,6 +40,10 @@ class Saving:
         self._unsettled = False
         self._unless_saved: tuple[int | None, tuple[Any, ...] | None] = (None, None)
         self._passed_over: set[int] = set()  # steps whose checkpoints were found damaged
+        watch = self._ranks.watch
+        self._others: OthersParts | None = None
+        if watch is not None and context.built.step.update.gathers_state:
+            self._others = OthersParts(self._ranks.count, watch.board(), lambda: watch.found is not None)
         self._apart = False
 
     @contextmanager
@@ -83,10 +88,10 @@ class Saving:
             self._unless_saved, self.saved_step = (self.saved_step, best), state.applied
             self._writer.begin(
                 state.applied,
-                state=self._whole_state(),
                 loop=dataclasses.asdict(state),
                 protect=self._protected(),
                 passed_over=self._passed_over - {state.applied},
+                **self._states(state.applied),
             )
             self._unsettled = True
 
@@ -95,13 +100,17 @@ class Saving:
         """False once parts of the state are in processes that wait for no order any more."""
         return self._ranks.reachable or not self._run.built.step.update.gathers_state
 
-    def _whole_state(self) -> StepState:
-        """The step's state, of the parts of all processes where each has its own."""
+    def _states(self, number: int) -> dict[str, Any]:
+        """The step's state as the writer takes it; where each process has a part, others begin to write theirs."""
         step = self._run.built.step
-        if not step.update.gathers_state:
-            return step.state()
-        with self._ranks.together(Order.STATE):
-            return step.state()
+        if self._others is None:
+            return {"state": step.state()}
+        try:
+            second = begin_checkpoint(self._run.folder.checkpoints, number)
+        except (DiskFullError, OutputError) as error:  # of the checkpoint, which fails as it is written
+            return {"state": step.state(), "others": partial(_fail, error)}
+        with self._ranks.together(Order.STATE, number * 2 + second):
+            return {"state": step.state(), "second": second, "others": self._others.coming()}
 
     def save_now(self) -> None:
         """Save the steps applied by now, if they are not yet, and wait until they are.
@@ -173,3 +182,7 @@ class Saving:
         run.built.step.load_state(best.state)
         run.callbacks.note(f"the model after step {best.step} was best, and is kept")
         return True
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error

@@ -61,15 +61,6 @@ def own_segments(buckets: Sequence[Bucket], sizes: Sequence[int], ranks: Ranks) 
                 yield Segment(index=index, at=slice(first - start, last - start), own=own)
 
 
-def put_together(own: Tensor, buckets: Sequence[Bucket], ranks: Ranks) -> Iterator[tuple[int, Tensor]]:
-    """Return the number of each parameter, and its tensor, flat from its beginning, of all processes' parts."""
-    for bucket, place in zip(buckets, own_places(buckets, ranks.count), strict=True):
-        whole = torch.empty(bucket.end - bucket.start, dtype=own.dtype, device=own.device)
-        ranks.begin_gather(whole, own[place])()
-        for index, start in zip(bucket.members, bucket.starts, strict=True):
-            yield index, whole[start - bucket.start :]
-
-
 class OwnParts(Reduction):
     """Sums over processes of which each keeps its part, in `own`; memory, fill and all else as of `Reduction`."""
 

@@ -25,9 +25,10 @@ from brimful.hardware.peers import PeerMemory, Peers
 from brimful.hardware.ranks import Ranks
 from brimful.measurement.memory import Kept
 from brimful.step.reduce.buckets import Bucket
-from brimful.step.reduce.scattered import OwnParts, PeerParts, own_segments, put_together
-from brimful.step.state import ParameterState, StepState
+from brimful.step.reduce.scattered import OwnParts, PeerParts, own_segments
+from brimful.step.state import ParameterState, Part, StepState
 from brimful.step.updates.fused_adamw import FusedAdamW, Launch
+from brimful.step.updates.own_state import Own, own_state
 
 try:
     from brimful.kernels.optimizers import adamw
@@ -40,7 +41,7 @@ SENT_BYTES = 128 << 20
 
 
 class FusedShardedAdamW(FusedAdamW):
-    """`FusedAdamW` by parts, one of each of several processes. Masters of others' parts are as old as the last `state`.
+    """`FusedAdamW` by parts, one of each of several processes. Masters of others' parts are of the last `collect`.
 
     Where `together` is not set, nothing is sent: such an update must be held back.
     """
@@ -216,9 +217,21 @@ class FusedShardedAdamW(FusedAdamW):
         return self.parameters
 
     def state(self) -> StepState:
-        """As `Update` has it. All processes ask for it together; the optimizer's is the leader's alone."""
-        self.collect()
-        return super().state()
+        """As `Update` has it, of this process's parts."""
+        names, used = list(self.named), set(self._used_names())
+        moments = {"exp_avg": self._moment1, "exp_avg_sq": self._moment2}
+        own = (
+            Own(
+                name,
+                self._views[each.index].view(-1)[each.at],
+                Part(shape=tuple(self._views[each.index].shape), starts=(each.at.start,)),
+                {key: moment[each.own] for key, moment in moments.items()} if name in used else {},
+            )
+            for each in self._segments
+            for name in (names[each.index],)
+        )
+        steps = {name: step for name, step in zip(names, self._steps.cpu().unbind(), strict=True) if name in used}
+        return own_state(own, steps, self.model, self._saved_counters(), leads=self._sums.ranks.leads)
 
     def release(self) -> None:
         """As `Update` has it."""
@@ -230,18 +243,6 @@ class FusedShardedAdamW(FusedAdamW):
     def _gradient_tensors(self) -> Iterator[Tensor]:
         yield from super()._gradient_tensors()
         yield self._sums.own
-
-    def _optimizer_state(self) -> dict[str, ParameterState]:
-        """States of whole parameters, in host memory of the process that leads; others send theirs, and get none."""
-        ranks, names = self._sums.ranks, list(self.named)
-        found: dict[str, dict[str, Tensor]] = {name: {} for name in self._used_names()} if ranks.leads else {}
-        for key, moments in (("exp_avg", self._moment1), ("exp_avg_sq", self._moment2)):
-            for index, whole in put_together(moments, self._buckets, ranks):
-                if names[index] in found:
-                    shape = self.parameters[index].shape
-                    found[names[index]][key] = whole[: shape.numel()].view(shape).to("cpu", copy=True)
-        steps = dict(zip(names, self._steps.cpu().unbind(), strict=True))
-        return {name: ParameterState(tensors={"step": steps[name], **each}) for name, each in found.items()}
 
     def _load_moments(self, state: Mapping[str, ParameterState]) -> None:
         names = list(self.named)

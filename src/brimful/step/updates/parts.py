@@ -1,12 +1,12 @@
 """AdamW and SGD on weights of which each process has a part, as DTensors of torch.
 
-Updates are made of local parts by torch's fused kernels. What is saved is whole: put together of all processes' parts,
-in host memory of the one that leads.
+Updates are made of local parts by torch's fused kernels. Each process saves its parts; the model at the end is put
+together in host memory of the one that leads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from brimful.hardware.ranks import ALONE, Ranks
 from brimful.measurement.memory import Kept
-from brimful.models.tensor_plan import like, local, together
-from brimful.step.state import Counters, ParameterState, StepState
+from brimful.models.tensor_plan import local, starts_of, together
+from brimful.step.state import ParameterState, Part, StepState
+from brimful.step.updates.own_state import Own, own_state
 from brimful.step.updates.update import Update
 
 
@@ -143,22 +144,21 @@ class PartsUpdate(Update):
         self.parameters = list(self.named.values())
 
     def state(self) -> StepState:
-        """As `Update` has it, in host memory of the process that leads; all others send their parts, and get none."""
-        leads = self._shared_ranks.leads
-        weights = {}
-        for name, parameter in self.named.items():
-            whole = together(parameter.detach())
-            if leads:
-                weights[name] = whole.to("cpu", copy=True)
-        counters = Counters(
-            applied=int(self.applied), scale=float(self.scale), growth=int(self.growth), used=self._used_names()
-        )
-        return StepState(
-            weights=weights,
-            buffers=dict(self.model.named_buffers()),
-            optimizer=self._optimizer_state(),
-            counters=counters,
-        )
+        """As `Update` has it, of this process's parts."""
+        ranks, used = self._shared_ranks, self._used if self._kind == "adamw" else set[int]()
+        steps = {name: self._steps[i].to("cpu", copy=True) for i, name in enumerate(self.named) if i in used}
+        gives = ranks.mesh is None or ranks.data_rank == 0  # others of its kind have the same parts
+        own = self._own(used) if gives else ()
+        return own_state(own, steps, self.model, self._saved_counters(), leads=ranks.leads)
+
+    def _own(self, used: Collection[int]) -> Iterator[Own]:
+        for i, (name, parameter) in enumerate(self.named.items()):
+            weight, starts = local(parameter), starts_of(parameter)
+            if not weight.numel() and starts is not None:
+                continue
+            place = None if starts is None else Part(shape=tuple(parameter.shape), starts=starts)
+            moments = dict(zip(("exp_avg", "exp_avg_sq"), (m[i] for m in self._moments), strict=False))
+            yield Own(name, weight, place, moments if i in used else {})
 
     def load_state(self, state: StepState) -> None:
         """As `Update` has it, each process of its part."""
@@ -183,20 +183,6 @@ class PartsUpdate(Update):
 
     def _used_names(self) -> tuple[str, ...]:
         return tuple(name for index, name in enumerate(self.named) if index in self._used)
-
-    def _optimizer_state(self) -> dict[str, ParameterState]:
-        if self._kind == "sgd":
-            return {}
-        leads, found = self._shared_ranks.leads, dict[str, ParameterState]()
-        for index, (name, parameter) in enumerate(self.named.items()):
-            if index not in self._used:
-                continue
-            whole = [together(like(moments[index], parameter)) for moments in self._moments]
-            if leads:
-                first, second = (each.to("cpu", copy=True) for each in whole)
-                tensors = {"step": self._steps[index].to("cpu", copy=True), "exp_avg": first, "exp_avg_sq": second}
-                found[name] = ParameterState(tensors=tensors)
-        return found
 
     def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
         names: Sequence[str] = list(self.named)

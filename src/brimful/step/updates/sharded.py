@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from brimful.hardware.ranks import Ranks
-from brimful.step.reduce.scattered import ScatteredReduction, Segment, own_part, own_segments, put_together
-from brimful.step.state import ParameterState
+from brimful.step.reduce.scattered import ScatteredReduction, Segment, own_part, own_segments
+from brimful.step.state import ParameterState, Part, StepState
+from brimful.step.updates.own_state import Own, own_state
 from brimful.step.updates.update import Update
 
 
@@ -145,22 +146,22 @@ class ShardedUpdate(Update):
     def _used_names(self) -> tuple[str, ...]:
         return tuple(name for index, name in enumerate(self.named) if index in self._used)
 
-    def _optimizer_state(self) -> dict[str, ParameterState]:
-        """States of whole parameters, in host memory of the process that leads; others send theirs, and get none."""
-        if self._kind == "sgd":
-            return {}
-        leads, names = self._scattered.ranks.leads, list(self.named)
-        found: dict[str, dict[str, Tensor]] = {name: {} for name in self._used_names()} if leads else {}
-        for key, moments in zip(("exp_avg", "exp_avg_sq"), self._moments, strict=True):
-            for index, whole in put_together(moments, self._scattered.buckets, self._scattered.ranks):
-                if names[index] in found:
-                    shape = self.parameters[index].shape
-                    found[names[index]][key] = whole[: shape.numel()].view(shape).to("cpu", copy=True)
-        states = {}
-        for index, name in enumerate(names):
-            if name in found:
-                states[name] = ParameterState(tensors={"step": self._steps[index].cpu(), **found[name]})
-        return states
+    def state(self) -> StepState:
+        """As `Update` has it, of this process's parts."""
+        names, used = list(self.named), set(self._used_names()) if self._kind == "adamw" else set[str]()
+        moments = dict(zip(("exp_avg", "exp_avg_sq"), self._moments, strict=False))
+        own = (
+            Own(
+                name,
+                self._own_weight(each),
+                Part(shape=tuple(self.parameters[each.index].shape), starts=(each.at.start,)),
+                {key: moment[each.own] for key, moment in moments.items()} if name in used else {},
+            )
+            for each in self._segments
+            for name in (names[each.index],)
+        )
+        steps = {name: step.cpu() for name, step in zip(names, self._steps, strict=True) if name in used}
+        return own_state(own, steps, self.model, self._saved_counters(), leads=self._scattered.ranks.leads)
 
     def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
         names: Sequence[str] = list(self.named)

@@ -18,7 +18,7 @@ from brimful.kernels.side_stream import SideStream
 from brimful.measurement.memory import Kept
 from brimful.step.reduce.buckets import GradientArena
 from brimful.step.reduce.reduction import Reduction
-from brimful.step.state import Counters, ParameterState, Shard, StepState
+from brimful.step.state import Counters, ParameterState, StepState
 
 #: torch.amp.GradScaler's own constants.
 _FIRST_SCALE, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
@@ -42,7 +42,7 @@ class Update:
     whole = False
     #: Whether other processes take part in the next update.
     together = False
-    #: Whether all processes must ask for the state together: each has a part of it.
+    #: Whether each process has a part of the state, which all ask for together.
     gathers_state = False
     #: Whether weights are put together in each pass, in which all processes take part.
     gathers_weights = False
@@ -201,15 +201,18 @@ class Update:
             buffers=dict(self.model.named_buffers()),
             optimizer=self._optimizer_state(),
             groups=self._groups(),
-            counters=Counters(
-                applied=int(self.applied), scale=float(self.scale), growth=int(self.growth), used=self._used_names()
-            ),
+            counters=self._saved_counters(),
+        )
+
+    def _saved_counters(self) -> Counters:
+        return Counters(
+            applied=int(self.applied), scale=float(self.scale), growth=int(self.growth), used=self._used_names()
         )
 
     def load_state(self, state: StepState) -> None:
         """Take up where `state` was taken."""
-        if state.weights_shard != Shard() or state.optimizer_shard != Shard():
-            raise ValueError(f"a whole state is needed, and this is part of one: {state.weights_shard}")
+        if state.parts:
+            raise ValueError(f"a whole state is needed, and this is part of one: {next(iter(state.parts))}")
         with torch.no_grad():
             for name, weight in (self.named | self._masters()).items():
                 weight.copy_(state.weights[name])
