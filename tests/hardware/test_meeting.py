@@ -72,6 +72,24 @@ def test_two_of_one_number() -> None:
     assert caught.value.hint == "give each process a RANK of its own, as torchrun does"
 
 
+def test_two_first_processes(tmp_path: Path) -> None:
+    """The one that comes later has no store of its own, and the other one does not wait for ten minutes."""
+
+    def work(place: Place) -> str:
+        first, ready = Place(rank=0, count=2), tmp_path / "ready"
+        while place.rank and not ready.exists():
+            time.sleep(0.02)
+        with pytest.raises(DeviceError) as caught, joined(first, torch.device("cpu"), note=lambda _: ready.touch()):
+            pass
+        return str(caught.value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "_PATIENCE_S", 0.0)
+        first, second = Forked(tmp_path / "logs", 2, work).results()
+    assert first.startswith("two processes are number 0 of 2: ")
+    assert second.startswith("another process is number 0 of 2 at port ")
+
+
 @pytest.mark.usefixtures("soon")
 def test_where_nobody_is(address: str) -> None:
     with pytest.raises(DeviceError, match=f"^process 0, or its launcher, is not reached at {address}: "):

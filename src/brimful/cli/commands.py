@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from brimful.cli.launch import LIFELINE, launch, number_of, watch_launcher
-from brimful.core.errors import BrimfulError, RanksError, did_you_mean, printable
+from brimful.core.errors import BrimfulError, OptionError, RanksError, did_you_mean, printable
 from brimful.core.place import LAUNCHED, Place, find_place
 
 _COMMANDS = ("train", "classify", "evaluate", "export", "report", "compare", "profile", "bench", "demo")
@@ -124,7 +124,15 @@ def _run(name: str, words: list[str]) -> int:
     if name in ("train", "profile") and options.gpus not in (None, "1") and place.count == 1:
         return _on_several(options.gpus, [name, *words])
     watch_launcher()
-    if name in ("train", "classify", "evaluate", "profile") and not place.leads:
+    together = name in ("train", "classify", "evaluate", "profile")
+    if place.count > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # stacks of torch's for each connection that ends
+        if not (together or place.leads):
+            return OptionError.exit_code
+        if not together:
+            hint = "start it without torchrun or srun"
+            raise OptionError(f"brimful {name} is for one process, and {place.count} were started", hint=hint)
+    if together and not place.leads:
         return _follow(name, options)
     without_torch = {"report": _report, "compare": _compare, "bench": _bench}
     if name in without_torch:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +27,8 @@ _PATIENCE_S, _LOOK_S = 30.0, 0.05
 #: Most seconds to leave word that this process does not come: the first one may be slow to start, or end as this does.
 _WORD_S = 30.0
 _FAILED = "failed"
+#: Seconds that whatever has the port of the store may take to answer as one.
+_ANSWER_S = 2.0
 #: Stores by process, address and place. One that this process opened stays for its next meeting: others may be there
 #: first, and would be at a store that ends.
 _STORES: dict[tuple[int, str, Place], Any] = {}
@@ -56,11 +59,38 @@ def open_store(place: Place) -> Any:
             host, int(port), place.count, is_first, timeout=MEETING, wait_for_workers=False, multi_tenant=is_first
         )
     except (RuntimeError, ValueError) as error:
+        if is_first:
+            _check_first(place, host, int(port))
         where = "the store of the processes" if is_first else "process 0, or its launcher, is not reached"
         hint = "see that MASTER_ADDR is this host, and give a MASTER_PORT that nothing uses" if is_first else _HINT
         raise DeviceError(f"{where} at {host}:{port}: {first_line(error)}", hint=hint) from error
     _STORES[key] = store
     return store
+
+
+def _check_first(place: Place, host: str, port: int) -> None:
+    """Where another process has the store already, as number 0 of the same training, say so there too.
+
+    Raises: DeviceError.
+    """
+    found: list[str] = []
+
+    def look() -> None:
+        with suppress(Exception):
+            briefly = timedelta(seconds=_ANSWER_S)
+            store = TCPStore(host, port, place.count, False, timeout=briefly, wait_for_workers=False)
+            _, pulses = parts_of(store, f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/0")
+            if pulses.check(["number/0"]):
+                own, first = f"{socket.gethostname()}, process {os.getpid()}", pulses.get("number/0").decode()
+                pulses.set(_FAILED, f"two processes are number 0 of {place.count}: {first}, and {own}")
+                found.append(first)
+
+    looking = threading.Thread(target=look, daemon=True)  # what has the port may be no store, and never answer
+    looking.start()
+    looking.join(_ANSWER_S)
+    if found:
+        hint = "give each process a RANK of its own, as torchrun does, or MASTER_PORT, if they are of two trainings"
+        raise DeviceError(f"another process is number 0 of {place.count} at port {port}: {found[0]}", hint=hint)
 
 
 def next_meeting() -> str:

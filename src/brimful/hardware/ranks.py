@@ -120,6 +120,15 @@ class Ranks:
             with self._others():
                 dist.broadcast(torch.tensor([order, number]), src=0)
 
+    def end_orders(self) -> None:
+        """Give no order from now on: nobody hears any more."""
+        self._failed = True
+
+    def check_lost(self, seconds: float) -> None:
+        """Wait so long for word that another process is gone. Raises: RanksError."""
+        if self.watch is not None and (lost := self.watch.verdict(seconds)) is not None:
+            raise RanksError(str(lost), lost=lost.rank)
+
     def tell_last(self, order: int) -> None:
         """Give the last order, when all is done: nobody fails any more because another process is gone."""
         if self.watch is not None:

@@ -152,6 +152,11 @@ class Watch:
         self._decided.wait(seconds)
         return self.found
 
+    def verdict(self, seconds: float) -> Lost | None:
+        """Return who is lost, if that is known within so many seconds."""
+        self._decided.wait(seconds)
+        return self.found
+
     def beats(self) -> tuple[Beat, ...]:
         """Return the last sign of life of each process, in their order."""
         return tuple(self._beats[rank] for rank in sorted(self._beats))

@@ -259,7 +259,9 @@ def check_launcher(options: Any) -> None:
     check_positive(options, "num_processes")
     if options.launcher == "none":
         if options.num_processes is not None:
-            raise OptionError("--num-processes is for --launcher ray", hint="add it, or use --gpus")
+            raise OptionError(
+                "--num-processes is for --launcher ray", hint="add it; without Ray, --gpus N, or start with torchrun"
+            )
         return
     if options.gpus is not None:
         raise OptionError(

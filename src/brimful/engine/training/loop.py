@@ -56,7 +56,7 @@ _LAST_CHECKPOINT_S = 20.0
 _FINISH_S = 1.0
 #: Seconds between lines of the log that say where the time went.
 _TIME_EVERY_S = 10.0
-_STOPPING = "stopping with a checkpoint; another Ctrl-C leaves at once"
+_STOPPING = "told to stop: a checkpoint is saved first; Ctrl-C leaves at once"
 
 
 class _ToldToStopError(Exception):

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from brimful.core.errors import DataError, ModelError, OutputError, listed, printable
+from brimful.core.errors import BrimfulError, DataError, ModelError, OutputError, listed, printable
 from brimful.core.options.train import TrainOptions
 from brimful.data.batches.batch import Layout, PackedLayout, PaddedLayout
 from brimful.engine.assemble import Built
 from brimful.engine.prepare import Prepared
-from brimful.hardware.ranks import digest
+from brimful.hardware.ranks import Ranks, digest
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.ways import Way, set_ways, ways_of
 
@@ -92,6 +92,25 @@ def check_made_of(path: str, prepared: Prepared, built: Built) -> None:
     if apart := [name for name in {**told, **own} if told.get(name) != own.get(name)]:
         hint = "give all processes the same files"
         raise DataError(f"not the same as in process 0: {listed(apart, 6)}", hint=hint)
+
+
+def agree(ranks: Ranks, refusal: BrimfulError | None = None) -> None:
+    """Go on together, or not at all. refusal: this process's, of the leader's way.
+
+    Raises: the refusal; DataError with another process's.
+    """
+    if ranks.watch is None:
+        return
+    board = ranks.watch.board()
+    if refusal is not None:
+        board.leave(f"refusal/{ranks.rank}", str(refusal))
+    refused = ranks.any([refusal is not None and rank == ranks.rank for rank in range(ranks.count)])
+    if refusal is not None:
+        raise refusal
+    if any(refused):
+        ranks.end_orders()
+        rank = refused.index(True)
+        raise DataError(f"process {rank}: {board.find(f'refusal/{rank}')}", hint="give all processes the same files")
 
 
 def check_seen(folder: Path) -> None:
