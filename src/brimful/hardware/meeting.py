@@ -69,7 +69,7 @@ def open_store(place: Place) -> Any:
 
 
 def _check_first(place: Place, host: str, port: int) -> None:
-    """Where another process has the store already, as number 0 of the same training, say so there too.
+    """Look whether another process has the store, as number 0 of the same training, and tell it then.
 
     Raises: DeviceError.
     """

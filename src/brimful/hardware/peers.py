@@ -68,7 +68,7 @@ class PeerGpus:
         return PeerMemory(all_R=others, own=own, meet=handle.barrier)
 
     def _agreed(self, make: Callable[[], Any]) -> Any:
-        """What `make` makes, if it does in all processes: nobody waits for one that failed."""
+        """Return what `make` makes, if it does in all processes: nobody waits for one that failed."""
         made, said = None, ""
         try:
             made = make()

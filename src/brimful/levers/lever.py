@@ -230,7 +230,7 @@ class Assembly:
 
     @property
     def num_ranks(self) -> int:
-        """How many processes take each step together."""
+        """Number of processes that take each step together."""
         return self.ranks.count
 
     @property

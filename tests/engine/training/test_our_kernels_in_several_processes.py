@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 
 @pytest.fixture(params=[(), ("--peer-copies",)], ids=["sent", "copied"])
 def by(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """How parts go from process to process."""
+    """Options that parts go from process to process by."""
     found: tuple[str, ...] = request.param
     return found
 

@@ -137,7 +137,7 @@ def save_checkpoint(
 
 
 def _json_of(state: StepState, **more: Any) -> bytes:
-    """What there is of a state beside tensors. more: beside it."""
+    """All of a state that is no tensor, as JSON. more: beside it."""
     values = {
         "counters": asdict(state.counters),
         "optimizer": {

@@ -11,7 +11,7 @@ from brimful.step.state import Counters, ParameterState, Part, StepState
 
 
 class Own(NamedTuple):
-    """What this process has of one parameter. place: None for what is whole. moments: none of an unused parameter."""
+    """One parameter, or a process's part of it. place: None of what is whole. moments: none if it is not used yet."""
 
     name: str
     weight: Tensor
