@@ -162,9 +162,9 @@ def part_of(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, 3, 4])
 def test_several_processes_learn_what_one_does(count: int, tmp_path: Path) -> None:
-    cases = CASES + OF_OURS + OF_WEIGHTS if count == 2 else CASES[::3] + OF_WEIGHTS[:1]
+    cases = {2: CASES + OF_OURS + OF_WEIGHTS, 3: CASES[1::3], 4: CASES[::3] + OF_WEIGHTS[:1]}[count]
 
     def work(place: Place) -> list[dict[str, Any]]:
         with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:
