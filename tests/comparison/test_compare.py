@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import pytest
 
 import brimful
 from benches import guide_bench
+from brimful.core import atomic_files
 from brimful.core.comparison import Comparison
 from brimful.core.errors import DataError, OptionError
 from brimful.core.evaluation import Evaluation
@@ -130,7 +132,11 @@ def test_a_run_under_way_has_its_last_evaluation(tmp_path: Path) -> None:
     first, other = write_side(tmp_path / "first"), write_side(tmp_path / "other", status="running", samples_per_s=None)
     for name in ("evaluation.json", "predictions.parquet"):
         (other / name).unlink()
+    lock = atomic_files.lock_folder(other)
+    assert brimful.compare(first, other).compared[1].status == "running"
+    os.close(lock)
     found = brimful.compare(first, other)
+    assert found.compared[1].status == "unfinished"  # nobody is at work there
     assert found.compared[1].metrics["accuracy"].value == pytest.approx(1 - 1 / 40)
     assert found.compared[1].steps == 40
     assert found.compared[1].samples_per_s == 20.0

@@ -104,7 +104,7 @@ def _run(report: RunReport, folder: Path, name: str) -> _Side:
         name=name,
         folder=str(folder),
         kind="run",
-        status=run.status,
+        status="unfinished" if run.status == "running" and not atomic_files.is_locked(folder) else run.status,
         device=run.recipe.device,
         metrics=metrics,
         num_rows=None if found is None else found.num_rows,

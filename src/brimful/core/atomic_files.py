@@ -210,6 +210,21 @@ def lock_folder(folder: Path, *, output: Path | None = None) -> int:
             os.close(descriptor)
 
 
+def is_locked(folder: Path) -> bool:
+    """Return True if a process is writing into a folder, as far as can be seen from here."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def make_folder(path: Path) -> None:
     """Make `path` and its parents where they are missing, on the disk when this returns."""
     with file_errors(path):

@@ -15,9 +15,21 @@ from brimful.hardware.probe import probe
 
 #: Name of the device in an identity.
 DEVICE = "the device"
-#: Options that do not change an answer.
+#: Options that do not change an answer, or are told by what they led to: the device.
 _NOT_OF_AN_ANSWER = frozenset(
-    {"data", "output", "overwrite", "resume", "max_errors", "shard_rows", "report", "json", "num_workers", "gpus"}
+    {
+        "data",
+        "output",
+        "overwrite",
+        "resume",
+        "max_errors",
+        "shard_rows",
+        "report",
+        "json",
+        "num_workers",
+        "gpus",
+        "device",
+    }
     | {"allocator", "claim", "lease", "quiet", "launcher", "num_processes"}
 )
 

@@ -152,7 +152,8 @@ def _train_on(
         run = _record(options, prepared, built, command, run=run_id, status="running")
         run = dataclasses.replace(run, first_batch=first_batch)
         if before is not None and (moved := differences_of_machine(before, run)):
-            callbacks.warning(f"rounding may differ from here on: {'; '.join(moved)}")
+            masks = " and masks of dropout" if any(each.startswith("processes ") for each in moved) else ""
+            callbacks.warning(f"rounding{masks} may differ from here on: {'; '.join(moved)}")
         folder.write(run)
         with (
             EventLog(folder.events, report=callbacks.warning) as events,
