@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 # Models are tiny: two threads wait for one another, ten times as long on a busy machine; in processes of tests, too.
 os.environ["OMP_NUM_THREADS"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells leave it to what they start in the background
