@@ -73,20 +73,29 @@ def test_two_of_one_number() -> None:
 
 
 def test_two_first_processes(tmp_path: Path) -> None:
-    """The one that comes later has no store of its own, and the other one does not wait for ten minutes."""
+    """The one that comes later has no store of its own, and says so where the other one waits, which may be of another
+    training."""
 
     def work(place: Place) -> str:
         first, ready = Place(rank=0, count=2), tmp_path / "ready"
+
+        def note(said: str) -> None:
+            ready.touch()
+            if "RANK 0" in said:
+                raise DeviceError(said, hint="")  # it would wait on
+
         while place.rank and not ready.exists():
             time.sleep(0.02)
-        with pytest.raises(DeviceError) as caught, joined(first, torch.device("cpu"), note=lambda _: ready.touch()):
+        with pytest.raises(DeviceError) as caught, joined(first, torch.device("cpu"), note=note):
             pass
         return str(caught.value)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meeting, "_PATIENCE_S", 0.0)
+        patch.setattr(meeting, "_ANSWER_S", 60.0)  # of a busy machine
+        patch.setattr(meeting, "MEETING", timedelta(seconds=120))
         first, second = Forked(tmp_path / "logs", 2, work).results()
-    assert first.startswith("two processes are number 0 of 2: ")
+    assert first.startswith("another process of RANK 0 was here: ")
     assert second.startswith("another process is number 0 of 2 at port ")
 
 
@@ -96,7 +105,8 @@ def test_where_nobody_is(address: str) -> None:
         open_store(Place(rank=1, count=2))
 
 
-def test_a_port_that_is_taken(address: str) -> None:
+def test_a_port_that_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_ANSWER_S", 0.2)
     with socket.socket() as other:
         other.bind(("127.0.0.1", int(address.rpartition(":")[2])))
         other.listen()

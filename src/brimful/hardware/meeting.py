@@ -26,9 +26,9 @@ MEETING = timedelta(minutes=10)
 _PATIENCE_S, _LOOK_S = 30.0, 0.05
 #: Most seconds to leave word that this process does not come: the first one may be slow to start, or end as this does.
 _WORD_S = 30.0
-_FAILED = "failed"
+_FAILED, _SECOND = "failed", "second 0"
 #: Seconds that whatever has the port of the store may take to answer as one.
-_ANSWER_S = 2.0
+_ANSWER_S = 10.0
 #: Stores by process, address and place. One that this process opened stays for its next meeting: others may be there
 #: first, and would be at a store that ends.
 _STORES: dict[tuple[int, str, Place], Any] = {}
@@ -69,7 +69,7 @@ def open_store(place: Place) -> Any:
 
 
 def _check_first(place: Place, host: str, port: int) -> None:
-    """Look whether another process has the store, as number 0 of the same training, and tell it then.
+    """Look whether another process has the store as number 0, and leave word there: it may be of this training.
 
     Raises: DeviceError.
     """
@@ -81,9 +81,8 @@ def _check_first(place: Place, host: str, port: int) -> None:
             store = TCPStore(host, port, place.count, False, timeout=briefly, wait_for_workers=False)
             _, pulses = parts_of(store, f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/0")
             if pulses.check(["number/0"]):
-                own, first = f"{socket.gethostname()}, process {os.getpid()}", pulses.get("number/0").decode()
-                pulses.set(_FAILED, f"two processes are number 0 of {place.count}: {first}, and {own}")
-                found.append(first)
+                pulses.set(_SECOND, f"{socket.gethostname()}, process {os.getpid()}")
+                found.append(pulses.get("number/0").decode())
 
     looking = threading.Thread(target=look, daemon=True)  # what has the port may be no store, and never answer
     looking.start()
@@ -162,13 +161,16 @@ def meet(
 
 
 def _wait_for_all(store: Any, watch: Watch, place: Place, note: Callable[[str], None]) -> None:
-    missing, began, told = list(range(place.count)), time.monotonic(), False
+    missing, began, told, told_of_second = list(range(place.count)), time.monotonic(), False, False
     while missing := [rank for rank in missing if not watch.has_come(rank)]:
         if store.check([_FAILED]):
             raise DeviceError(store.get(_FAILED).decode(), hint="mend it there, and start all again")
         waited_s = time.monotonic() - began
         if waited_s > MEETING.total_seconds():
             raise DeviceError(f"{_numbers(missing, place.count)} did not come in {waited_s / 60:.0f} min", hint=_HINT)
+        if place.leads and not told_of_second and store.check([_SECOND]):
+            told_of_second = True
+            note(f"another process of RANK 0 was here: {store.get(_SECOND).decode()}; two of one training cannot be")
         if place.leads and waited_s > _PATIENCE_S and not told:
             told = True
             note(f"waiting for {_numbers(missing, place.count)}, at {find_address()[0]}, for up to 10 min")
