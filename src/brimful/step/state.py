@@ -127,6 +127,8 @@ def whole_of(states: Sequence[StepState]) -> StepState:
     first = states[0]
     if not any(state.parts for state in states):
         return first
+    if any(state.counters != first.counters for state in states):
+        raise ValueError("parts are of several steps")
     whole, filled = dict[str, Tensor](), Counter[str]()
     for state in states:
         for name, tensor in state.tensors():

@@ -423,6 +423,7 @@ class Step:
         """Do what all processes do together before the first step."""
         with self.with_others():
             self.update.meet()
+        self.precision.after_training()  # fp8 copies of weights that may have moved: they are made again
 
     def with_others(self) -> AbstractContextManager[None]:
         """The context of passes in which weights are put together of parts of all processes."""

@@ -105,7 +105,7 @@ def test_comes_back_equal_and_leaves_only_named_files(tmp_path: Path) -> None:
         "state.json",
     }
     manifest = json.loads((path / MANIFEST).read_text())
-    assert (manifest["schema"], manifest["run"], manifest["step"]) == (2, RUN, 120)
+    assert (manifest["schema"], manifest["run"], manifest["step"]) == (3, RUN, 120)
     assert manifest["files"]["state.json"]["bytes"] == (path / "state.json").stat().st_size
 
 
@@ -281,7 +281,7 @@ def forge(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"schema": 1}, "manifest.json has layout 1, and this version of brimful reads 2: go on with"),
+        ({"schema": 1}, "manifest.json has layout 1, and this version of brimful reads 3: go on with"),
         ({"files": {"../../etc/passwd": {"bytes": 1, "sha256": "0"}}}, "names the file ../../etc/passwd"),
         ({"files": {"state.json": {"bytes": "1", "sha256": "0"}}}, "not a manifest"),
         ({"files": {"state.json": {}}}, "not a manifest"),

@@ -20,6 +20,7 @@ import hashlib
 import json
 import operator
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -36,8 +37,13 @@ from brimful.core.atomic_files import Data, Written, path_text
 from brimful.core.errors import BrimfulError, CheckpointError, OutputError, printable
 from brimful.step.state import Counters, ParameterState, Part, StepState, whole_of
 
-SCHEMA = 2
+SCHEMA = 3
+#: Layouts that are read: 2 had no parts.
+_READ = (2, SCHEMA)
 MANIFEST = "manifest.json"
+
+#: Seconds in which a file system of several machines may not show a new file yet, and between two looks.
+_SEEN_S, _LOOK_S = 30.0, 0.1
 
 _FOLDER = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"([A-Za-z0-9_]+)(?:-(\d{5}))?(?:\.1)?\.(safetensors|json)")
@@ -121,7 +127,11 @@ def save_checkpoint(
     path, state_json = checkpoint_path(folder, step), _json_of(state, loop=dict(loop))
     try:
         second = begin_checkpoint(folder, step) if second is None else second
-        files = {**_write_files(path, ".1" * second, state, state_json), **others()}
+        files = _write_files(path, ".1" * second, state, state_json)
+        theirs = others()
+        for name, stored in theirs.items():
+            _wait_until_there(path / name, stored)
+        files |= theirs
         named = {name: {"bytes": stored.num_bytes, "sha256": stored.sha256} for name, stored in files.items()}
         body = {"schema": SCHEMA, "run": run, "step": step, "files": named}
         manifest = json.dumps({**body, "sha256": _own_sha256(body)}, indent=2).encode("ascii") + b"\n"
@@ -158,6 +168,21 @@ def _write_files(path: Path, mark: str, state: StepState, state_json: bytes) -> 
     contents = {f"{stem}{mark}.safetensors": _safetensors(group) for stem, group in tensors.items()}
     contents[f"state{mark}.json"] = iter([state_json])
     return {name: atomic_files.write_chunks(path / name, content) for name, content in contents.items()}
+
+
+def _wait_until_there(file: Path, stored: Written) -> None:
+    """Wait for a file that another process has written to be seen from here. Raises: OutputError."""
+    until = time.monotonic() + _SEEN_S
+    while True:
+        try:
+            _check_size(file, stored)
+        except CheckpointError as error:
+            if time.monotonic() > until:
+                why = "all processes must see one folder under this name"
+                raise OutputError(f"{error}, and another process has written it", hint=why) from error
+            time.sleep(_LOOK_S)
+        else:
+            return
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -321,7 +346,7 @@ def _parse_manifest(content: bytes, where: str) -> _Manifest:
     own_sha256 = body.pop("sha256")
     if own_sha256 != _own_sha256(body):
         raise ValueError("its SHA-256 is not the one it states")
-    if body["schema"] != SCHEMA:
+    if body["schema"] not in _READ:
         raise _LayoutError(
             f"{where} has layout {printable(body['schema'])}, and this version of brimful reads {SCHEMA}:"
             " go on with the version that wrote it, or start another run"

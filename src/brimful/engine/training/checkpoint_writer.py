@@ -8,6 +8,7 @@ all write theirs, and the first writes the manifest once it knows all files.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,6 +24,7 @@ from brimful.core.atomic_files import Written
 from brimful.core.errors import DiskFullError, OutputError, first_line
 from brimful.engine.training.checkpoint import rotate, save_checkpoint, save_part
 from brimful.hardware.memory import free_host_bytes, is_out_of_memory
+from brimful.hardware.pulse import Lost
 from brimful.hardware.watch import Board
 from brimful.step.state import StepState
 
@@ -30,6 +32,8 @@ from brimful.step.state import StepState
 _MOST_OF_FREE = 0.25
 #: Seconds between two looks for what another process has written.
 _LOOK_S = 0.02
+#: Seconds that others have to write what they have begun, once one of them is gone.
+_ENDS_S = 15.0
 
 
 class PartLostError(OutputError):
@@ -47,13 +51,13 @@ class Saved:
 class CheckpointWriter:
     """Writes the checkpoints of one run and removes its old ones.
 
-    folder: of the checkpoints. keep: of the newest, besides those protected.
+    folder: of the checkpoints. keep: of the newest, besides those protected. processes: that copy a part each.
     """
 
-    def __init__(self, folder: Path, run: str, *, keep: int) -> None:
+    def __init__(self, folder: Path, run: str, *, keep: int, processes: int = 1) -> None:
         self._folder, self._run, self._keep = folder, run, keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._copies = _Copies()
+        self._copies = _Copies(processes)
         self._step = 0
         self._writing: Future[None] | None = None
 
@@ -86,6 +90,11 @@ class CheckpointWriter:
             self._writing.set_exception(error)
         else:
             self._writing.set_result(None)
+
+    def fail(self, step: int, error: Exception) -> None:
+        """Take a checkpoint that could not be begun for one that failed."""
+        self._step, self._writing = step, Future()
+        self._writing.set_exception(error)
 
     @property
     def ended(self) -> bool:
@@ -133,13 +142,13 @@ class CheckpointWriter:
 class PartWriter:
     """Writes this process's parts of the checkpoints of one run, and says on `board` what it has written.
 
-    folder: of the checkpoints.
+    folder: of the checkpoints. processes: that write a part each.
     """
 
-    def __init__(self, folder: Path, rank: int, board: Board) -> None:
+    def __init__(self, folder: Path, rank: int, processes: int, board: Board) -> None:
         self._folder, self._rank, self._board = folder, rank, board
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._copies = _Copies()
+        self._copies = _Copies(processes)
         self._writing: Future[None] | None = None
         self._number = 0
 
@@ -171,10 +180,10 @@ class PartWriter:
 class OthersParts:
     """Waits for the files that other processes write of one checkpoint after another, as `PartWriter` says them.
 
-    lost: says whether one of them is gone.
+    lost: says which of them is gone, if one is.
     """
 
-    def __init__(self, count: int, board: Board, lost: Callable[[], bool]) -> None:
+    def __init__(self, count: int, board: Board, lost: Callable[[], Lost | None]) -> None:
         self._count, self._board, self._lost, self._number = count, board, lost, 0
 
     def coming(self) -> Callable[[], Mapping[str, Written]]:
@@ -188,10 +197,15 @@ class OthersParts:
     def _files(self, number: int) -> dict[str, Written]:
         files: dict[str, Written] = {}
         for rank in range(1, self._count):
-            while (text := self._board.find(_word(number, rank))) is None:
-                if self._lost():
+            text, until = None, math.inf
+            while text is None:
+                lost, late = self._lost(), time.monotonic() > until
+                text = self._board.find(_word(number, rank))
+                if text is None and lost is not None and (late or lost.rank in (None, rank)):
                     raise PartLostError("another process is gone, and with it its part")
-                time.sleep(_LOOK_S)
+                if lost is not None:  # of the others, each writes what it has begun
+                    until = min(until, time.monotonic() + _ENDS_S)
+                time.sleep(0 if text is not None else _LOOK_S)
             said = json.loads(text)
             if "failed" in said:
                 raise (DiskFullError if said["full"] else OutputError)(f"process {rank}: {said['failed']}")
@@ -206,8 +220,9 @@ def _word(number: int, rank: int) -> str:
 class _Copies:
     """Copies of states in host memory that is kept for the next one: fresh memory is slow to write to."""
 
-    def __init__(self) -> None:
+    def __init__(self, processes: int) -> None:
         self._copies: dict[tuple[str, ...], Tensor] = {}
+        self._most = _MOST_OF_FREE / processes  # they may be on one host, and copy at once
 
     def of(self, state: StepState) -> StepState | None:
         """Copy a state; None where it does not fit in host memory: it is to be written without copies."""
@@ -216,7 +231,7 @@ class _Copies:
     def _fits(self, state: StepState) -> bool:
         """Return whether copies fit in host memory: those of before are written over."""
         free = free_host_bytes()
-        return bool(self._copies) or (free is not None and state.num_bytes < _MOST_OF_FREE * free)
+        return bool(self._copies) or (free is not None and state.num_bytes < self._most * free)
 
     def _copied_if_room(self, state: StepState) -> StepState | None:
         """Copy all tensors, as `_copied`; None where memory runs out: then the checkpoint is written without copies."""

@@ -101,6 +101,7 @@ class _Follower:
             self._work()
         finally:
             if self._parts is not None:
+                self._ranks.pulse.enter("saving")
                 self._parts.close()
         if self._full is not None:
             raise self._full
@@ -152,11 +153,12 @@ class _Follower:
 
     def _write_part(self, step: int, second: int) -> None:
         """Begin to write this process's part of a checkpoint."""
+        self._ranks.pulse.enter("saving")  # until the next order
         state = self._built.step.state()
         if self._parts is None:
             assert self._ranks.watch is not None
             folder = RunFolder(Path(self._options.output)).checkpoints
-            self._parts = PartWriter(folder, self._ranks.rank, self._ranks.watch.board())
+            self._parts = PartWriter(folder, self._ranks.rank, self._ranks.count, self._ranks.watch.board())
         self._parts.begin(step, second, state)
 
     def _load(self, step: int) -> None:

@@ -110,7 +110,8 @@ def agree(ranks: Ranks, refusal: BrimfulError | None = None) -> None:
     if any(refused):
         ranks.end_orders()
         rank = refused.index(True)
-        raise DataError(f"process {rank}: {board.find(f'refusal/{rank}')}", hint="give all processes the same files")
+        why = board.find(f"refusal/{rank}") or "it cannot take this process's way"
+        raise DataError(f"process {rank}: {why}", hint="give all processes the same files")
 
 
 def check_seen(folder: Path) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from functools import partial
-from typing import Any, NoReturn
+from contextlib import contextmanager
+from typing import Any
 
 from brimful.core.errors import CheckpointError, DiskFullError, OutputError, listed
 from brimful.engine.training.checkpoint import (
@@ -33,7 +32,10 @@ class Saving:
     def __init__(self, context: RunContext) -> None:
         self._run, self._ranks = context, context.built.step.ranks
         self._writer = CheckpointWriter(
-            context.folder.checkpoints, context.record.run, keep=context.options.save_total_limit
+            context.folder.checkpoints,
+            context.record.run,
+            keep=context.options.save_total_limit,
+            processes=self._ranks.count if context.built.step.update.gathers_state else 1,
         )
         self.saved_step: int | None = None
         #: What to go back to should the checkpoint that is being written fail: the step saved before, and the best one.
@@ -43,16 +45,17 @@ class Saving:
         watch = self._ranks.watch
         self._others: OthersParts | None = None
         if watch is not None and context.built.step.update.gathers_state:
-            self._others = OthersParts(self._ranks.count, watch.board(), lambda: watch.found is not None)
+            self._others = OthersParts(self._ranks.count, watch.board(), lambda: watch.found)
         self._apart = False
 
     @contextmanager
     def settling(self) -> Iterator[None]:
         """Whatever ends the block, what was begun to be saved is there after it, or said to be lost."""
         try:
-            with closing(self._writer):
-                yield
+            yield
         finally:
+            with self._run.phases.during("saving"):  # it takes its time, and other processes theirs
+                self._writer.close()
             self.settle()
 
     def newest(self) -> Checkpoint | None:
@@ -86,14 +89,19 @@ class Saving:
             run.events.write("saving", step=state.applied)
             state.events_position = run.events.position()
             self._unless_saved, self.saved_step = (self.saved_step, best), state.applied
+            self._unsettled = True
+            try:
+                states = self._states(state.applied)
+            except (DiskFullError, OutputError) as error:  # nobody was told to write
+                self._writer.fail(state.applied, error)
+                return
             self._writer.begin(
                 state.applied,
                 loop=dataclasses.asdict(state),
                 protect=self._protected(),
                 passed_over=self._passed_over - {state.applied},
-                **self._states(state.applied),
+                **states,
             )
-            self._unsettled = True
 
     @property
     def can_save(self) -> bool:
@@ -101,14 +109,14 @@ class Saving:
         return self._ranks.reachable or not self._run.built.step.update.gathers_state
 
     def _states(self, number: int) -> dict[str, Any]:
-        """The step's state as the writer takes it; where each process has a part, others begin to write theirs."""
+        """The step's state as the writer takes it; where each process has a part, others begin to write theirs.
+
+        Raises: DiskFullError, OutputError.
+        """
         step = self._run.built.step
         if self._others is None:
             return {"state": step.state()}
-        try:
-            second = begin_checkpoint(self._run.folder.checkpoints, number)
-        except (DiskFullError, OutputError) as error:  # of the checkpoint, which fails as it is written
-            return {"state": step.state(), "others": partial(_fail, error)}
+        second = begin_checkpoint(self._run.folder.checkpoints, number)
         with self._ranks.together(Order.STATE, number * 2 + second):
             return {"state": step.state(), "second": second, "others": self._others.coming()}
 
@@ -182,7 +190,3 @@ class Saving:
         run.built.step.load_state(best.state)
         run.callbacks.note(f"the model after step {best.step} was best, and is kept")
         return True
-
-
-def _fail(error: Exception) -> NoReturn:
-    raise error

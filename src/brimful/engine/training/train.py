@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import OptionError, RanksError
+from brimful.core.errors import BrimfulError, OptionError, RanksError
 from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.place import check_tensor_parallel, find_place
@@ -189,7 +189,11 @@ def _built(
         ranks.tell(Order.BUILD)
         ranks.spread(path_of(prepared, built))
         agree(ranks)
-        built.step.meet()
+        try:
+            built.step.meet()
+        except BrimfulError:  # all have met it
+            ranks.end_orders()
+            raise
     callbacks.recipe(built.recipe)
     return built, first_batch
 

@@ -100,10 +100,12 @@ class FusedShardedAdamW(FusedAdamW):
         release_unused(self.device)
         gradients = peers.zeros(len(self._master), torch.float32)
         self._sum = gradients.own
-        copies = self._copies_sent = peers.zeros(len(self._copy), self._copy.dtype)
-        self._copy = copies.own.copy_(self._copy)
         masters = self._masters_sent = peers.zeros(len(self._master), torch.float32)
         self._master = masters.own.copy_(self._master)
+        self._place_parameters()
+        release_unused(self.device)
+        copies = self._copies_sent = peers.zeros(len(self._copy), self._copy.dtype)
+        self._copy = copies.own.copy_(self._copy)
         self._place_parameters()
         release_unused(self.device)
         return gradients
