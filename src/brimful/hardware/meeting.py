@@ -81,7 +81,8 @@ def _check_first(place: Place, host: str, port: int) -> None:
             store = TCPStore(host, port, place.count, False, timeout=briefly, wait_for_workers=False)
             _, pulses = parts_of(store, f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/0")
             if pulses.check(["number/0"]):
-                pulses.set(_SECOND, f"{socket.gethostname()}, process {os.getpid()}")
+                # Unlike `set`, this waits for an answer: the process may end at once.
+                pulses.compare_set(_SECOND, "", f"{socket.gethostname()}, process {os.getpid()}")
                 found.append(pulses.get("number/0").decode())
 
     looking = threading.Thread(target=look, daemon=True)  # what has the port may be no store, and never answer

@@ -36,8 +36,8 @@ class Board:
         self._store = store
 
     def leave(self, name: str, text: str) -> None:
-        """Leave a word under a name that is used once."""
-        self._store.set(f"word/{name}", text)
+        """Leave a word under a name that is used once. It is there when this returns."""
+        self._store.compare_set(f"word/{name}", "", text)
 
     def find(self, name: str) -> str | None:
         """Return the word that was left under a name, if there is one yet."""
