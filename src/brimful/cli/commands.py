@@ -127,9 +127,9 @@ def _run(name: str, words: list[str]) -> int:
     together = name in ("train", "classify", "evaluate", "profile")
     if place.count > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # stacks of torch's for each connection that ends
-        if not (together or place.leads):
-            return OptionError.exit_code
         if not together:
+            if not place.leads:
+                return OptionError.exit_code
             hint = "start it without torchrun or srun"
             raise OptionError(f"brimful {name} is for one process, and {place.count} were started", hint=hint)
     if together and not place.leads:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 
 import torch
+
+from brimful.hardware.streams import stream_for
 
 
 def is_capturing() -> bool:
@@ -32,7 +33,7 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     collected, stream = gc.isenabled(), torch.cuda.current_stream()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     state = generator.clone_state()
-    recording, pool = _stream(torch.cuda.current_device()), pool or torch.cuda.graph_pool_handle()
+    recording, pool = stream_for("captures", torch.cuda.current_device()), pool or torch.cuda.graph_pool_handle()
     with torch.cuda.stream(recording):
         # What torch allocates for a generator's first graph lies beside this. A graph that this fails for ends the
         # process when it is freed (CUDAGeneratorImpl.cpp of torch 2.11: "The graph should be registered").
@@ -66,9 +67,3 @@ def _leave_pool(pool: Any) -> None:
     with suppress(RuntimeError, AttributeError):  # of a pool that was left already, and of functions that are gone
         torch._C._cuda_endAllocateToPool(device, pool)  # type: ignore[attr-defined]
         torch._C._cuda_releasePool(device, pool)  # type: ignore[attr-defined]
-
-
-@cache
-def _stream(index: int) -> torch.cuda.Stream:
-    """One of a GPU for all captures of the process: torch hands out 32 in turn, and all but it may be at work."""
-    return torch.cuda.Stream(index)

@@ -79,7 +79,7 @@ def _check_first(place: Place, host: str, port: int) -> None:
         with suppress(Exception):
             briefly = timedelta(seconds=_ANSWER_S)
             store = TCPStore(host, port, place.count, False, timeout=briefly, wait_for_workers=False)
-            _, pulses = parts_of(store, f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/0")
+            _, pulses = parts_of(store, _meeting(0))
             if pulses.check(["number/0"]):
                 # Unlike `set`, this waits for an answer: the process may end at once.
                 pulses.compare_set(_SECOND, "", f"{socket.gethostname()}, process {os.getpid()}")
@@ -95,7 +95,11 @@ def _check_first(place: Place, host: str, port: int) -> None:
 
 def next_meeting() -> str:
     """Return a name for what one meeting has in the store: a script may call for several, and torchrun restart all."""
-    return f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_MEETINGS)}"
+    return _meeting(next(_MEETINGS))
+
+
+def _meeting(number: int) -> str:
+    return f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}"
 
 
 def parts_of(store: Any, meeting: str) -> tuple[Any, Any]:

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +26,7 @@ from brimful.data.batches.shares import shares_of, starts_of
 from brimful.data.tokens.augment import Augmenter, worker_errors
 from brimful.data.tokens.encoder import Tokens
 from brimful.hardware.memory import is_out_of_memory
+from brimful.hardware.streams import stream_for
 from brimful.tasks.task import Task
 
 #: Batches that wait, staged, for the step.
@@ -120,12 +120,6 @@ class Source:
         )
 
 
-@cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the process, of high priority: torch hands out streams in turn, and this one must not be in a capture."""
-    return torch.cuda.Stream(device, priority=-1)
-
-
 @dataclass(frozen=True)
 class _Place:
     """Memory on a GPU that one batch after another is copied into. free: when what reads the last one is done; None
@@ -154,7 +148,7 @@ class Feed:
         self._source, self._device, self._range = source, device, (start, stop)
         self._ahead: Ahead[_Staged] | None = None
         self._depth = ahead
-        self._stream = _copy_stream(device) if device.type == "cuda" else None
+        self._stream = stream_for("batches", device, priority=-1) if device.type == "cuda" else None
         self._places: queue.SimpleQueue[_Place] = queue.SimpleQueue()
         for _ in range(ahead + _MORE_PLACES):
             self._places.put(_Place())

@@ -17,20 +17,8 @@ from brimful.hardware.probe import probe
 DEVICE = "the device"
 #: Options that do not change an answer, or are told by what they led to: the device.
 _NOT_OF_AN_ANSWER = frozenset(
-    {
-        "data",
-        "output",
-        "overwrite",
-        "resume",
-        "max_errors",
-        "shard_rows",
-        "report",
-        "json",
-        "num_workers",
-        "gpus",
-        "device",
-    }
-    | {"allocator", "claim", "lease", "quiet", "launcher", "num_processes"}
+    {"data", "output", "overwrite", "resume", "max_errors", "shard_rows", "report", "json", "num_workers"}
+    | {"gpus", "device", "allocator", "claim", "lease", "quiet", "launcher", "num_processes"}
 )
 
 

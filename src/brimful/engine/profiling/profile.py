@@ -17,7 +17,7 @@ import numpy as np
 
 from brimful.core import atomic_files
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import BrimfulError, DeviceError, OptionError, OutputError
+from brimful.core.errors import DeviceError, OptionError, OutputError
 from brimful.core.options.profile import NOT_OF_A_STEP, ProfileOptions
 from brimful.core.place import check_tensor_parallel, find_place
 from brimful.core.profile import Communication, Limits, Profile, Rates, StepTime, Work
@@ -27,7 +27,7 @@ from brimful.data.readers.in_memory import Tables
 from brimful.engine.assemble import Built, build
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.profiling.timing import Round, run_steps, time_steps, warm_up
-from brimful.engine.training.same_path import agree, check_made_of, options_of, path_of, with_sizes
+from brimful.engine.training.same_path import agree, on_path, options_of, path_of
 from brimful.engine.training.shared_work import SharedWork
 from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
@@ -105,13 +105,7 @@ def _take_part(options: ProfileOptions, prepared: Prepared, precision: Precision
     if asked.precision != options.precision:
         precision = choose_precision(asked.precision, precision.device)
     built = build(asked, prepared, precision, callbacks, eager_attention=eager, ranks=ranks)
-    refusal: BrimfulError | None = None
-    try:
-        built = with_sizes(path, built)
-        check_made_of(path, prepared, built)
-    except BrimfulError as error:
-        refusal = error
-    agree(ranks, refusal)
+    built = on_path(path, prepared, built, ranks)
     built.step.meet()
     with closing(built.source):
         warm_up(built, options.steps, callbacks)

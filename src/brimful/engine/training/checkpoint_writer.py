@@ -197,20 +197,23 @@ class OthersParts:
     def _files(self, number: int) -> dict[str, Written]:
         files: dict[str, Written] = {}
         for rank in range(1, self._count):
-            text, until = None, math.inf
-            while text is None:
-                lost, late = self._lost(), time.monotonic() > until
-                text = self._board.find(_word(number, rank))
-                if text is None and lost is not None and (late or lost.rank in (None, rank)):
-                    raise PartLostError("another process is gone, and with it its part")
-                if lost is not None:  # of the others, each writes what it has begun
-                    until = min(until, time.monotonic() + _ENDS_S)
-                time.sleep(0 if text is not None else _LOOK_S)
-            said = json.loads(text)
+            said = json.loads(self._said(number, rank))
             if "failed" in said:
                 raise (DiskFullError if said["full"] else OutputError)(f"process {rank}: {said['failed']}")
             files |= {name: Written(**written) for name, written in said["files"].items()}
         return files
+
+    def _said(self, number: int, rank: int) -> str:
+        """Wait for a process's word. Where another one is gone, it has some time yet to write what it has begun."""
+        until = math.inf
+        while True:
+            lost = self._lost()  # before the last look: who is gone may have left its word
+            if (text := self._board.find(_word(number, rank))) is not None:
+                return text
+            if lost is not None and (lost.rank in (None, rank) or time.monotonic() > until):
+                raise PartLostError("another process is gone, and with it its part")
+            until = until if lost is None else min(until, time.monotonic() + _ENDS_S)
+            time.sleep(_LOOK_S)
 
 
 def _word(number: int, rank: int) -> str:

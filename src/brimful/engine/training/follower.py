@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import BrimfulError, MemoryFullError, RanksError
+from brimful.core.errors import MemoryFullError, RanksError
 from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.records import OutOfMemory, Run
@@ -30,7 +30,7 @@ from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
 from brimful.engine.training.checkpoint_writer import PartWriter
 from brimful.engine.training.orders import Order, own_work
 from brimful.engine.training.run_folder import RunFolder
-from brimful.engine.training.same_path import agree, check_made_of, check_seen, options_of, with_sizes
+from brimful.engine.training.same_path import check_seen, on_path, options_of
 from brimful.hardware.ranks import Ranks, digest
 from brimful.levers.precision import choose_precision
 from brimful.step.recovery import out_of_memory_text
@@ -71,13 +71,7 @@ def _take_part(options: TrainOptions, device: torch.device, ranks: Ranks) -> Non
     if asked.precision != options.precision:
         precision = choose_precision(asked.precision, device)
     built = build(asked, prepared, precision, callbacks, phases, eager_attention=eager, ranks=ranks)
-    refusal: BrimfulError | None = None
-    try:
-        built = with_sizes(path, built)
-        check_made_of(path, prepared, built)
-    except BrimfulError as error:
-        refusal = error
-    agree(ranks, refusal)
+    built = on_path(path, prepared, built, ranks)
     built.step.meet()
     _Follower(options, prepared, built, ranks).run()
 

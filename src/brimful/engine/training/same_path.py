@@ -94,6 +94,21 @@ def check_made_of(path: str, prepared: Prepared, built: Built) -> None:
         raise DataError(f"not the same as in process 0: {listed(apart, 6)}", hint=hint)
 
 
+def on_path(path: str, prepared: Prepared, built: Built, ranks: Ranks) -> Built:
+    """Return a run that goes the leader's way, once all processes have found that they can.
+
+    Raises: what `with_sizes` and `check_made_of` raise, and `agree`.
+    """
+    refusal: BrimfulError | None = None
+    try:
+        built = with_sizes(path, built)
+        check_made_of(path, prepared, built)
+    except BrimfulError as error:
+        refusal = error
+    agree(ranks, refusal)
+    return built
+
+
 def agree(ranks: Ranks, refusal: BrimfulError | None = None) -> None:
     """Go on together, or not at all. refusal: this process's, of the leader's way.
 

@@ -11,12 +11,12 @@ do them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from brimful.hardware.ranks import Ending, Ranks
+from brimful.hardware.streams import stream_for
 from brimful.kernels.side_stream import SideStream
 from brimful.step.reduce.buckets import Bucket, Overlap
 
@@ -34,7 +34,7 @@ class Reduction:
     ) -> None:  # fmt: skip
         self.ranks, self._memory, self._fill, self._side_stream = ranks, memory, fill, side_stream
         self._overlap = Overlap(parameters if overlap else (), buckets, self._begin)
-        self._stream = _stream(memory.device) if memory.is_cuda else None
+        self._stream = stream_for("sums", memory.device, priority=-1) if memory.is_cuda else None
         self._endings: list[Ending] = []
         # Made beforehand: a process that others wait for allocates nothing.
         self._halves = [self._half_memory(bucket) for bucket in buckets] if half else []
@@ -112,9 +112,3 @@ class Reduction:
             whole.copy_(got[: len(whole)])
 
         return end
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the process, of high priority: what is sent must not wait for the kernels that hide it."""
-    return torch.cuda.Stream(device, priority=-1)

@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from brimful.hardware.memory import release_unused
+from brimful.hardware.streams import stream_for
 from brimful.step.state import ParameterState
 from brimful.step.updates.buckets import Bucket, buckets_of, norms_of
 from brimful.step.updates.host_states import AHEAD, LEAVING, HostStates
@@ -103,7 +103,7 @@ class BucketedAdamW(Update):
         self._gathered: set[int] = set()
         self._is_held = self._is_begun = False
         self._left: dict[int, Tensor] = {}  # gradients in host memory, by parameter
-        self._beside = _stream_of(self.device) if self._has_stream() else None
+        self._beside = stream_for("updates", self.device) if self._has_stream() else None
         self._under_way: deque[tuple[list[Tensor], Any]] = deque()  # gradients, and the event of their update
         index = {id(p): i for i, p in enumerate(self.parameters)}
         self._hooks = [
@@ -497,9 +497,3 @@ class BucketedAdamW(Update):
     def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         if groups and "late_norm" in groups[0]:
             self._late_norm.fill_(groups[0]["late_norm"])
-
-
-@cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """One for the process: torch hands out 32 in turn, and one that copies for others must not be part of a capture."""
-    return torch.cuda.Stream(device)

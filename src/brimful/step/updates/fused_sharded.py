@@ -25,10 +25,10 @@ from brimful.hardware.peers import PeerMemory, Peers
 from brimful.hardware.ranks import Ranks
 from brimful.measurement.memory import Kept
 from brimful.step.reduce.buckets import Bucket
-from brimful.step.reduce.scattered import OwnParts, PeerParts, own_segments
-from brimful.step.state import ParameterState, Part, StepState
+from brimful.step.reduce.scattered import OwnParts, PeerParts, Segment, own_segments
+from brimful.step.state import ParameterState, StepState
 from brimful.step.updates.fused_adamw import FusedAdamW, Launch
-from brimful.step.updates.own_state import Own, own_state
+from brimful.step.updates.own_state import own_state, owned
 
 try:
     from brimful.kernels.optimizers import adamw
@@ -220,20 +220,13 @@ class FusedShardedAdamW(FusedAdamW):
 
     def state(self) -> StepState:
         """As `Update` has it, of this process's parts."""
-        names, used = list(self.named), set(self._used_names())
-        moments = {"exp_avg": self._moment1, "exp_avg_sq": self._moment2}
-        own = (
-            Own(
-                name,
-                self._views[each.index].view(-1)[each.at],
-                Part(shape=tuple(self._views[each.index].shape), starts=(each.at.start,)),
-                {key: moment[each.own] for key, moment in moments.items()} if name in used else {},
-            )
-            for each in self._segments
-            for name in (names[each.index],)
-        )
-        steps = {name: step for name, step in zip(names, self._steps.cpu().unbind(), strict=True) if name in used}
+        used, moments = set(self._used_names()), {"exp_avg": self._moment1, "exp_avg_sq": self._moment2}
+        own = owned(self._segments, self.named, self._own_master, moments, used)
+        steps = {name: step for name, step in zip(self.named, self._steps.cpu().unbind(), strict=True) if name in used}
         return own_state(own, steps, self.model, self._saved_counters(), leads=self._sums.ranks.leads)
+
+    def _own_master(self, each: Segment) -> Tensor:
+        return self._views[each.index].view(-1)[each.at]
 
     def release(self) -> None:
         """As `Update` has it."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from brimful.hardware.streams import stream_for
 
 #: Bytes of buckets that come before their turn, one at the least: several are complete at about the same time, and the
 #: link is to rest at none.
@@ -31,8 +32,9 @@ class HostStates:
         self.arenas, self._device, self._staying = arenas, device, frozenset(staying)
         self._leaving_bytes = leaving_bytes
         on_gpu = device.type == "cuda"
-        streams: tuple[Any, Any] = _streams(device) if on_gpu else (None, None)
-        self._inward, self._outward = streams
+        self._inward, self._outward = (
+            stream_for(f"states {way}", device) if on_gpu else None for way in ("inward", "outward")
+        )
         self._coming: dict[int, tuple[Tensor, Any]] = {}
         self._leaving: deque[tuple[Tensor, Any]] = deque()
         self._done: set[int] = set()
@@ -109,9 +111,3 @@ class HostStates:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         if stream not in self._busy:
             self._busy.append(stream)
-
-
-@cache
-def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Inward and outward, one each for the process: torch hands out 32 in turn, and these may be part of a capture."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)

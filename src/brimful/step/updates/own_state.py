@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from brimful.step.reduce.scattered import Segment
 from brimful.step.state import Counters, ParameterState, Part, StepState
 
 
@@ -17,6 +18,20 @@ class Own(NamedTuple):
     weight: Tensor
     place: Part | None
     moments: Mapping[str, Tensor]
+
+
+def owned(
+    segments: Iterable[Segment], named: Mapping[str, Tensor], weight_of: Callable[[Segment], Tensor],
+    moments: Mapping[str, Tensor], used: Collection[str],
+) -> Iterator[Own]:  # fmt: skip
+    """Return what a process has of each parameter that a segment of is its own. moments: of all segments, by key.
+    used: names of parameters that have moments."""
+    names = list(named)
+    for each in segments:
+        name = names[each.index]
+        place = Part(shape=tuple(named[name].shape), starts=(each.at.start,))
+        kept = {key: moment[each.own] for key, moment in moments.items()} if name in used else {}
+        yield Own(name, weight_of(each), place, kept)
 
 
 def own_state(

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from brimful.hardware.ranks import Ranks
 from brimful.step.reduce.scattered import ScatteredReduction, Segment, own_part, own_segments
-from brimful.step.state import ParameterState, Part, StepState
-from brimful.step.updates.own_state import Own, own_state
+from brimful.step.state import ParameterState, StepState
+from brimful.step.updates.own_state import own_state, owned
 from brimful.step.updates.update import Update
 
 
@@ -148,19 +148,10 @@ class ShardedUpdate(Update):
 
     def state(self) -> StepState:
         """As `Update` has it, of this process's parts."""
-        names, used = list(self.named), set(self._used_names()) if self._kind == "adamw" else set[str]()
+        used = set(self._used_names()) if self._kind == "adamw" else set[str]()
         moments = dict(zip(("exp_avg", "exp_avg_sq"), self._moments, strict=False))
-        own = (
-            Own(
-                name,
-                self._own_weight(each),
-                Part(shape=tuple(self.parameters[each.index].shape), starts=(each.at.start,)),
-                {key: moment[each.own] for key, moment in moments.items()} if name in used else {},
-            )
-            for each in self._segments
-            for name in (names[each.index],)
-        )
-        steps = {name: step.cpu() for name, step in zip(names, self._steps, strict=True) if name in used}
+        own = owned(self._segments, self.named, self._own_weight, moments, used)
+        steps = {name: step.cpu() for name, step in zip(self.named, self._steps, strict=True) if name in used}
         return own_state(own, steps, self.model, self._saved_counters(), leads=self._scattered.ranks.leads)
 
     def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
