@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import time
@@ -72,9 +71,10 @@ def test_two_of_one_number() -> None:
     assert caught.value.hint == "give each process a RANK of its own, as torchrun does"
 
 
-def test_two_first_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [0, 2])
+def test_two_first_processes(tmp_path: Path, before: int) -> None:
     """The one that comes later has no store of its own, and says so where the other one waits, which may be of another
-    training."""
+    training. Both have come to as many meetings before."""
 
     def work(place: Place) -> str:
         first, ready = Place(rank=0, count=2), tmp_path / "ready"
@@ -94,6 +94,7 @@ def test_two_first_processes(tmp_path: Path) -> None:
         patch.setattr(meeting, "_PATIENCE_S", 0.0)
         patch.setattr(meeting, "_ANSWER_S", 60.0)  # of a busy machine
         patch.setattr(meeting, "MEETING", timedelta(seconds=120))
+        patch.setattr(meeting, "_MEETINGS", ["an earlier one"] * before)
         first, second = Forked(tmp_path / "logs", 2, work).results()
     assert first.startswith("another process of RANK 0 was here: ")
     assert second.startswith("another process is number 0 of 2 at port ")
@@ -175,10 +176,10 @@ def test_one_script_meets_several_times(tmp_path: Path) -> None:
 
 def test_meetings_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun keeps its store where it starts all processes again."""
-    monkeypatch.setattr(meeting, "_MEETINGS", itertools.count())
+    monkeypatch.setattr(meeting, "_MEETINGS", [])
     names = [next_meeting(), next_meeting()]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setattr(meeting, "_MEETINGS", itertools.count())
+    monkeypatch.setattr(meeting, "_MEETINGS", [])
     assert len({*names, next_meeting()}) == 3
 
 

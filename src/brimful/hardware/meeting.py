@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
@@ -32,8 +31,8 @@ _ANSWER_S = 10.0
 #: Stores by process, address and place. One that this process opened stays for its next meeting: others may be there
 #: first, and would be at a store that ends.
 _STORES: dict[tuple[int, str, Place], Any] = {}
-#: Numbers of the meetings of this process, which are the same in all.
-_MEETINGS = itertools.count()
+#: Names of the meetings of this process so far, which are as many in all.
+_MEETINGS: list[str] = []
 
 
 def store_is_launchers() -> bool:
@@ -79,7 +78,7 @@ def _check_first(place: Place, host: str, port: int) -> None:
         with suppress(Exception):
             briefly = timedelta(seconds=_ANSWER_S)
             store = TCPStore(host, port, place.count, False, timeout=briefly, wait_for_workers=False)
-            _, pulses = parts_of(store, _meeting(0))
+            _, pulses = parts_of(store, _coming_meeting())
             if pulses.check(["number/0"]):
                 # Unlike `set`, this waits for an answer: the process may end at once.
                 pulses.compare_set(_SECOND, "", f"{socket.gethostname()}, process {os.getpid()}")
@@ -95,11 +94,12 @@ def _check_first(place: Place, host: str, port: int) -> None:
 
 def next_meeting() -> str:
     """Return a name for what one meeting has in the store: a script may call for several, and torchrun restart all."""
-    return _meeting(next(_MEETINGS))
+    _MEETINGS.append(_coming_meeting())
+    return _MEETINGS[-1]
 
 
-def _meeting(number: int) -> str:
-    return f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}"
+def _coming_meeting() -> str:
+    return f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{len(_MEETINGS)}"
 
 
 def parts_of(store: Any, meeting: str) -> tuple[Any, Any]:
