@@ -11,11 +11,19 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from brimful.cli.commands import run
+from brimful.core.errors import OptionError
+from brimful.step.updates.deepspeed_parts import SwapFolder
 from engine.training.test_several_processes import start, told, words
 from engine.training.test_sharded_training import same, sharding
 from runs import save_tiny_model, single_label_rows, write_rows
 
 HERE = importlib.util.find_spec("deepspeed") is not None
+
+
+def _has_async_io() -> bool:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible())
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +57,44 @@ def test_deepspeed_learns_what_one_process_does(files: Path, tmp_path: Path) -> 
     )
     assert start(tmp_path / "logs-off", *ask).results() == [0, 0]
     same(told(tmp_path / "one")[:2], told(tmp_path / "off"))
+
+
+@pytest.mark.skipif(not HERE or not _has_async_io(), reason="DeepSpeed's async_io cannot be built")
+def test_states_on_a_disk(files: Path, tmp_path: Path) -> None:
+    """Two processes learn what one does, before and after they are resumed, with groups long enough to leave memory."""
+    wide = {"intermediate_size": 4096, "num_hidden_layers": 4}
+    model = save_tiny_model(tmp_path / "model", dropout=0.0, **wide)
+    disk, output, last = tmp_path / "disk", tmp_path / "parts", tmp_path / "disk" / "brimful-states-of-one-killed"
+    last.mkdir(parents=True)
+
+    def ask(output: Path, steps: int) -> list[str]:
+        words_ = ("--model", str(model), "--max-steps", str(steps), "--lr-scheduler-type", "constant")
+        return words(files, output, *words_, "--token-budget", "64", "--resume")
+
+    assert run(ask(tmp_path / "one", 6)) == 0
+    for steps in (2, 4):
+        cut = ("--sharding", "deepspeed", "--offload-folder", str(disk))
+        assert start(tmp_path / f"logs-{steps}", *ask(output, steps), *cut).results() == [0, 0]
+        assert not list(disk.iterdir())
+    assert run(ask(output, 6)) == 0
+    same(told(tmp_path / "one"), told(output))
+
+
+def test_folders_of_the_disk(tmp_path: Path) -> None:
+    """Each process has its own. It goes with the process, or with the next one where that was killed."""
+    killed = tmp_path / "brimful-states-of-one-killed"
+    killed.mkdir()
+    first, second = SwapFolder(tmp_path), SwapFolder(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([first.path, second.path])
+    (first.path / "moment").touch()
+    first.remove()
+    first.remove()
+    assert list(tmp_path.iterdir()) == [second.path]
+    del second
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(OptionError, match=r"no folder can be made in .*file: "):
+        SwapFolder(tmp_path / "file")
 
 
 def test_deepspeed_that_is_not_there(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]

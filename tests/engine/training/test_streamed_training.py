@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,23 @@ def test_weights_in_a_file_and_an_update_within_the_backward_pass(tmp_path: Path
     assert list(files.iterdir()) == []  # files have no name
     line = next(lever for lever in found.recipe.levers if lever.name == "streaming")
     assert str(files) in line.reason
+
+
+@pytest.mark.parametrize(
+    ("files", "what"), [(0, "a file of .* cannot"), (1, "a file of .* for sums and states cannot")]
+)
+def test_a_disk_without_room(files: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said when the file is made: who writes to a page that the disk has no room for is killed."""
+    room = iter(range(files))
+
+    def fill(*_: int) -> None:
+        if next(room, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fill)
+    with pytest.raises(OptionError, match=f"--stream-weights disk: {what} be made in .*: .*No space left") as caught:
+        made(stream_weights="disk", **CLIPPED)
+    assert "--stream-folder" in str(caught.value.hint)
 
 
 def test_what_is_loaded_takes_the_place_of_what_is_on_the_device() -> None:

@@ -6,6 +6,7 @@ is what was kept.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -155,9 +156,11 @@ class FileStore:
 def unnamed_file(folder: Path | None, num_bytes: int) -> Tensor:
     """Bytes, all 0, of a file that has no name any more, mapped into memory. folder: None for the system's.
 
-    Raises: OSError.
+    The disk has room for them: a process that writes where it has none is killed. Raises: OSError.
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix="brimful-weights-") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
         file.truncate(num_bytes)
         return torch.from_file(file.name, shared=True, size=num_bytes, dtype=torch.uint8)
 

@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from brimful.core.errors import OptionError
 from brimful.hardware.ranks import ALONE, Ranks
 from brimful.measurement.memory import Kept
-from brimful.step.state import Counters, ParameterState, StepState
+from brimful.step.state import Counters, StepState
+from brimful.step.updates.deepspeed_parts import OwnParts, SwapFolder
+from brimful.step.updates.own_state import own_state
 from brimful.step.updates.update import Update
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+#: Weights of a process that are updated at once where they are on a disk. Four times as many numbers are in memory.
+_GROUP = 100_000_000
 
 
 class DeepSpeedUpdate(Update):
@@ -48,18 +51,21 @@ class DeepSpeedUpdate(Update):
         self._weight_decay, self._folder = weight_decay, folder
         self._shared_ranks: Ranks = ALONE
         self._half = False
+        self._swaps: SwapFolder | None = None
         self._deepspeed: Any = None
         self._engine: Any = None
 
     def share(self, ranks: Ranks, *, half: bool = False, overlap: bool = True) -> None:
         """As `Update` has it, once they `meet`."""
         self._shared_ranks, self._half = ranks, half
-        self._deepspeed = _deepspeed(self.device, self._folder)
+        self._deepspeed = _deepspeed(self.device, needs_disk=self._folder is not None)
+        self._swaps = None if self._folder is None else SwapFolder(Path(self._folder))
 
     def meet(self) -> None:
         """Cut weights, one after another on the device, as all processes do together."""
         deepspeed, ranks, half = self._deepspeed, self._shared_ranks, self._half
-        config = _config(ranks, half=half, offload=self._offload, folder=self._folder, clipping=self.max_grad_norm)
+        folder = None if self._swaps is None else self._swaps.path
+        config = _config(ranks, half=half, offload=self._offload, folder=folder, clipping=self.max_grad_norm)
         self._own_forms = [(module, dict(module.__dict__)) for module in self.model.modules()]
         deepspeed.init_distributed(dist_backend="gloo" if self.device.type == "cpu" else "nccl")
         own_hooks = [set(hooks) for hooks in _hooks(self.model)]
@@ -126,68 +132,25 @@ class DeepSpeedUpdate(Update):
         self._engine.zero_grad()
 
     def state(self) -> StepState:
-        """As `Update` has it, in host memory of the process that leads; all others send their parts, and get none."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        leads, weights, states = self._shared_ranks.leads, dict[str, Tensor](), dict[str, ParameterState]()
+        """As `Update` has it, of this process's parts; those of a disk are in another file of it."""
         started = self._kind == "adamw" and int(self.applied) > 0
-        for name, parameter in self._cut_parameters():
-            shape = parameter.ds_shape
-            whole = safe_get_full_fp32_param(parameter)
-            moments = [safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS] if started else []
-            if leads:
-                weights[name] = whole.view(shape).to("cpu", copy=True)
-                kept = {k: m.view(shape).to("cpu", copy=True) for k, m in zip(_MOMENTS, moments, strict=False)}
-                step = {"step": torch.tensor(float(self.applied))}
-                states |= {name: ParameterState(tensors=step | kept)} if started else {}
+        own = self._own_parts().saved(started=started)
+        steps = {name: torch.tensor(float(self.applied)) for name in self.named if started}
         counters = Counters(applied=int(self.applied), scale=1.0, growth=int(self.growth), used=self._used_names())
-        return StepState(weights=weights, buffers=dict(self.model.named_buffers()), optimizer=states, counters=counters)
+        return own_state(own, steps, self.model, counters, leads=self._shared_ranks.leads)
 
     def load_state(self, state: StepState) -> None:
         """As `Update` has it, each process of its part."""
-        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
-        self._make_states()
-        zeros, steps = torch.zeros(()), [0.0]
         with torch.no_grad():
-            for name, parameter in self._cut_parameters():
-                own = self._part(state.weights[name], parameter)
-                safe_set_local_fp32_param(parameter, own)
-                parameter.ds_tensor.copy_(own)
-                if self._kind == "sgd":
-                    continue
-                kept = state.optimizer[name].tensors if name in state.optimizer else {}
-                steps.append(float(kept.get("step", zeros)))
-                for key in _MOMENTS:
-                    moment = self._part(kept[key], parameter) if key in kept else torch.zeros_like(own)
-                    safe_set_local_optimizer_state(parameter, moment, key)
-            for each in self._optimizer.optimizer.state.values():
-                each["step"].fill_(max(steps))
+            self._own_parts().load(state.weights, state.optimizer, self.named)
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(state.buffers[name])
             for name in ("applied", "growth"):
                 getattr(self, name).fill_(getattr(state.counters, name))
 
-    def _cut_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Trained parameters by name, with what the engine has put on them."""
-        yield from self.named.items()
-
-    def _make_states(self) -> None:
-        """Make states that the first step would make."""
-        inner = self._optimizer.optimizer
-        for flat in self._optimizer.fp32_partitioned_groups_flat if self._kind == "adamw" else ():
-            state = inner.state[flat]
-            state.setdefault("step", torch.tensor(0.0))
-            for key in _MOMENTS:
-                state.setdefault(key, torch.zeros_like(flat))
-
-    def _part(self, whole: Tensor, parameter: Any) -> Tensor:
-        """This process's part of a whole tensor, in equal parts with zeros behind the last."""
-        size, flat = parameter.ds_tensor.numel(), whole.flatten()
-        part = torch.zeros(size, dtype=parameter.ds_tensor.dtype, device=parameter.ds_tensor.device)
-        own = flat[self._shared_ranks.rank * size : (self._shared_ranks.rank + 1) * size]
-        part[: len(own)] = own
-        return part
+    def _own_parts(self) -> OwnParts:
+        rank, folder = self._shared_ranks.rank, None if self._folder is None else Path(self._folder)
+        return OwnParts(self._optimizer, self.named, rank=rank, kind=self._kind, folder=folder)
 
     def release(self) -> None:
         """Put all weights together, in host memory of the process that leads: its model is a plain one again."""
@@ -199,6 +162,8 @@ class DeepSpeedUpdate(Update):
                 if self._shared_ranks.leads:
                     whole[name] = nn.Parameter(parameter.detach().to("cpu", copy=True), parameter.requires_grad)
         self._engine.destroy()
+        if self._swaps is not None:
+            self._swaps.remove()
         for module, form in self._own_forms:
             for key in set(module.__dict__) - set(form):
                 del module.__dict__[key]
@@ -227,7 +192,7 @@ class DeepSpeedUpdate(Update):
         return tuple(self.named) if int(self.applied) else ()
 
 
-def _deepspeed(device: torch.device, folder: str | None) -> Any:
+def _deepspeed(device: torch.device, *, needs_disk: bool) -> Any:
     """Return the package, which has not said anything. Raises: OptionError for a disk that it cannot use."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if device.type == "cpu" else "cuda")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
@@ -238,7 +203,7 @@ def _deepspeed(device: torch.device, folder: str | None) -> Any:
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)  # names it calls
     if device.type == "cpu":  # its own collectives in shared memory would be compiled
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if folder is not None:
+    if needs_disk:
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
         if not AsyncIOBuilder().is_compatible():
@@ -249,14 +214,15 @@ def _deepspeed(device: torch.device, folder: str | None) -> Any:
     return deepspeed
 
 
-def _config(ranks: Ranks, *, half: bool, offload: bool, folder: str | None, clipping: float) -> dict[str, Any]:
+def _config(ranks: Ranks, *, half: bool, offload: bool, folder: Path | None, clipping: float) -> dict[str, Any]:
     """Return DeepSpeed's configuration: ZeRO-3 of torch's optimizer in fp32, a batch at a time."""
     zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
     if offload or folder is not None:
         zero["offload_param"] = {"device": "cpu"}
         zero["offload_optimizer"] = {"device": "cpu"}
     if folder is not None:
-        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(Path(folder).absolute())}
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder)}
+        zero["sub_group_size"] = _GROUP
     return {
         "train_batch_size": ranks.count,
         "train_micro_batch_size_per_gpu": 1,

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brimful.core.errors import MemoryFullError, first_line
+from brimful.core.errors import MemoryFullError, OptionError, first_line, printable
+from brimful.core.units import bytes_text
 from brimful.hardware.memory import is_out_of_memory
 from brimful.measurement.memory import Kept
 from brimful.models.packed.streamed_layers import StreamedLayers, end_streaming
@@ -84,7 +85,13 @@ class StreamedAdamW(BucketedAdamW):
         folder: Path | None = self._streamed.folder
         if folder is None or not num_bytes:
             return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        return unnamed_file(folder, num_bytes)
+        try:
+            return unnamed_file(folder, num_bytes)
+        except OSError as error:
+            said = f"--stream-weights disk: a file of {bytes_text(num_bytes)} for sums and states cannot be made"
+            where = printable(str(folder), 200)
+            hint = "name another folder with --stream-folder"
+            raise OptionError(f"{said} in {where}: {error.strerror}", hint=hint) from error
 
     def _is_summed_here(self, index: int) -> bool:
         return self._owner(index) is None
