@@ -93,6 +93,10 @@ def test_captured_on_two_is_one(train: Train, tmp_path: Path, budget: str, wire:
     two = train(tmp_path / "two", 2, *ask, "--execution", "captured", *wire)
     eager = train(tmp_path / "eager", 2, *ask, "--execution", "eager", *wire)
     assert execution(tmp_path / "two") == "captured"
+    for name in ("two", "eager"):
+        for each in json.loads((tmp_path / name / "run.json").read_text())["processes"]["each"]:
+            assert 0.0 <= each["hidden_s"] <= each["sent_s"]
+            assert 0.0 < each["sent_s"] < each["steps_s"]
     tolerance = 1e-2 if "bf16" in wire else 1e-3
     for alone, captured, launched in zip(one, two, eager, strict=True):
         assert captured["loss"] == pytest.approx(alone["loss"], rel=tolerance)

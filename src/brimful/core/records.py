@@ -203,7 +203,7 @@ class ProcessWork:
 
     device: GPU of its host, or CPU. steps_s: seconds in steps. waited_s: of these, waiting for other processes, as far
     as its host sees it. sent_s: in which gradients were on their way, those that come late waited for; hidden_s: of
-    these, beside other work. None on a GPU, whose host does not see it: `brimful profile` does.
+    these, beside other work. Both are by the clock of a GPU, and None with weights in parts, which torch sends.
     """
 
     host: str

@@ -45,7 +45,7 @@ class Beat:
     waiting: whether it does now. idle_s: since it last got on. limit_s: most of that in this phase. where: line of code
     that it is at, if it has been there for a while. told: signal to stop that it was sent, for the leader. ended:
     whether it has done its part. warnings: that it has for the terminal. tokens, rows, steps_s, waited_s: of its steps
-    so far, seconds in all and in waiting. sent_s, hidden_s: of `Traffic`; 0 where the host does not see it.
+    so far, seconds in all and in waiting. sent_s, hidden_s: of `Traffic`; 0 where it is not seen.
     """
 
     rank: int

@@ -1,26 +1,37 @@
-"""Seconds in which sums are on their way between processes, and those of them in which this one did something else.
-
-On a CPU alone: what a GPU does beside its other work the host does not see.
-"""
+"""Seconds in which sums are on their way between processes, and those of them in which this one did something else."""
 
 from __future__ import annotations
 
 import threading
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
+
+#: Slots of a device's clock: sums on their way, and streams that wait for them.
+SENT, BLOCKED = range(2)
+
+
+class DeviceClock(Protocol):
+    """A clock that a device's streams start and stop."""
+
+    def start(self, slot: int) -> None: ...
+
+    def stop(self, slot: int) -> None: ...
+
+    def seconds(self, slot: int) -> float:
+        """Seconds so far. Waits for nothing."""
 
 
 class Traffic:
     """Collectives that were begun, and may be under way together.
 
-    sent_s: seconds in which at least one was. Others that come to it late are waited for meanwhile. blocked_s: of
-    these, seconds in which this process did nothing else.
+    device: the clock of those of a GPU, which the host does not see.
     """
 
     def __init__(self) -> None:
         self._lock, self._under_way, self._since = threading.Lock(), 0, 0.0
-        self.sent_s = self.blocked_s = 0.0
+        self._sent_s = self._blocked_s = 0.0
+        self.device: DeviceClock | None = None
 
     def begin(self, work: Any) -> None:
         """Take account of a collective that was begun just now."""
@@ -35,13 +46,23 @@ class Traffic:
         with self._lock:
             self._under_way -= 1
             if not self._under_way:
-                self.sent_s += time.monotonic() - self._since
+                self._sent_s += time.monotonic() - self._since
 
     def wait(self, work: Any) -> None:
         """Wait for a collective, with nothing else to do."""
         began = time.monotonic()
         work.wait()
-        self.blocked_s += time.monotonic() - began
+        self._blocked_s += time.monotonic() - began
+
+    @property
+    def sent_s(self) -> float:
+        """Seconds in which at least one was under way. Others that come to it late are waited for meanwhile."""
+        return self._sent_s + (0.0 if self.device is None else self.device.seconds(SENT))
+
+    @property
+    def blocked_s(self) -> float:
+        """Those of them in which this process did nothing else."""
+        return self._blocked_s + (0.0 if self.device is None else self.device.seconds(BLOCKED))
 
     @property
     def hidden_s(self) -> float:

@@ -150,9 +150,10 @@ def _profile(built: Built, options: ProfileOptions, callbacks: Callbacks) -> tup
     time = _time(rounds, recorded[0] / steps)
     if device.type == "cuda":
         found = breakdown(trace.kernels, trace.kernels, steps=steps, step_s=time.mean_s)
-        sent_s = running_seconds(trace.kernels, "communication") / steps / found.stretch
-        exposed_s = next(part.seconds for part in found.parts if part.name == "communication")
-        hidden_s = max(0.0, sent_s - exposed_s)
+        if not sent_s:  # of weights in parts: torch sends them
+            sent_s = running_seconds(trace.kernels, "communication") / steps / found.stretch
+            exposed_s = next(part.seconds for part in found.parts if part.name == "communication")
+            hidden_s = max(0.0, sent_s - exposed_s)
     else:
         pieces, calls = with_callers(trace.operators)
         found = breakdown(pieces, calls, steps=steps, step_s=time.mean_s, stretch=time.recorded_s / time.mean_s)

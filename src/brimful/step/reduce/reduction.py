@@ -10,15 +10,39 @@ do them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from brimful.hardware.ranks import Ending, Ranks
 from brimful.hardware.streams import stream_for
+from brimful.hardware.traffic import BLOCKED, SENT, DeviceClock, Traffic
 from brimful.kernels.side_stream import SideStream
 from brimful.step.reduce.buckets import Bucket, Overlap
+
+try:
+    from brimful.kernels.stream_clock import StreamClock
+except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
+    StreamClock = None  # type: ignore[assignment, misc]
+
+
+def clock_of(traffic: Traffic, device: torch.device) -> DeviceClock | None:
+    """Return the clock of what is sent from a GPU, one for all of a process; None on a CPU."""
+    if device.type == "cuda" and traffic.device is None and StreamClock is not None:
+        traffic.device = StreamClock(device, slots=2)
+    return traffic.device
+
+
+@contextmanager
+def counted(clock: DeviceClock | None, slot: int) -> Iterator[None]:
+    """Count what the current stream does within, where there is a clock."""
+    if clock is not None:
+        clock.start(slot)
+    yield
+    if clock is not None:
+        clock.stop(slot)
 
 
 class Reduction:
@@ -35,6 +59,7 @@ class Reduction:
         self.ranks, self._memory, self._fill, self._side_stream = ranks, memory, fill, side_stream
         self._overlap = Overlap(parameters if overlap else (), buckets, self._begin)
         self._stream = stream_for("sums", memory.device, priority=-1) if memory.is_cuda else None
+        self._clock = clock_of(ranks.pulse.traffic, memory.device)
         self._endings: list[Ending] = []
         # Made beforehand: a process that others wait for allocates nothing.
         self._halves = [self._half_memory(bucket) for bucket in buckets] if half else []
@@ -65,8 +90,13 @@ class Reduction:
         endings, self._endings = self._endings, []
         for ending in endings:
             ending()
+        self._wait()
+
+    def _wait(self) -> None:
+        """Have what was sent before what is launched from now on."""
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            with counted(self._clock, BLOCKED):
+                torch.cuda.current_stream().wait_stream(self._stream)
 
     def remove(self) -> None:
         """Leave the parameters as they were."""
@@ -82,7 +112,8 @@ class Reduction:
             self._side_stream.precede(self._stream)
         with torch.cuda.stream(self._stream):
             self._fill(bucket)
-            self._sum(bucket)()
+            with counted(self._clock, SENT):
+                self._sum(bucket)()
 
     def _sum(self, bucket: Bucket) -> Ending:
         whole, ranks = self._memory[bucket.part], self.ranks

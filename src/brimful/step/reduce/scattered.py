@@ -7,7 +7,7 @@ parts alone kept      each bucket is sent after each micro-batch, from one of tw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from brimful.hardware.peers import PeerMemory, others_of
 from brimful.hardware.ranks import Ending, Ranks
+from brimful.hardware.traffic import SENT
 from brimful.kernels.side_stream import SideStream
 from brimful.step.reduce.buckets import Bucket, GradientArena, cut_buckets
 from brimful.step.reduce.reduction import Reduction
@@ -70,6 +71,7 @@ class OwnParts(Reduction):
     ) -> None:  # fmt: skip
         self.buckets, self._places = buckets, own_places(buckets, ranks.count)
         self.own = torch.zeros(self._places[-1].stop, dtype=memory.dtype, device=memory.device)
+        self._spreads = False  # parts are on their way to others
         super().__init__(
             ranks, parameters, buckets, memory, fill, half=half, overlap=overlap, side_stream=side_stream
         )  # fmt: skip
@@ -98,20 +100,41 @@ class OwnParts(Reduction):
 
         return end
 
+    def arm(self) -> None:
+        """As `Reduction` has it."""
+        self._spreads = False  # a step that failed meanwhile is begun again
+        super().arm()
+
     def spread(self, memory: Any, bucket: Bucket) -> None:
         """Send this process's part of a bucket in `memory`, a tensor, to all, beside what is launched from now on."""
         whole, part = memory[bucket.part], memory[own_part(bucket, self.ranks)]
         if self._stream is None:
             self.ranks.begin_gather(whole, part.clone())()
             return
+        with self._spreading():
+            self.ranks.begin_gather(whole, part)()
+
+    @contextmanager
+    def _spreading(self) -> Iterator[None]:
+        """Send a part within, when what was launched by now is done. All parts of a step are one stretch of time: the
+        link rests at no time."""
+        if self._stream is None:
+            yield
+            return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self.ranks.begin_gather(whole, part)()
+            if self._clock is not None and not self._spreads:
+                self._clock.start(SENT)
+            self._spreads = True
+            yield
 
     def wait_for_spread(self) -> None:
         """Have all parts before what is launched from now on."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        if self._stream is not None and self._clock is not None and self._spreads:
+            with torch.cuda.stream(self._stream):
+                self._clock.stop(SENT)
+        self._spreads = False
+        self._wait()
 
 
 class PeerParts(OwnParts):
@@ -165,9 +188,7 @@ class PeerParts(OwnParts):
     def spread(self, memory: Any, bucket: Bucket) -> None:
         """As `OwnParts` has it: put this process's part of a bucket into the others' `memory`, a `PeerMemory`."""
         part = own_part(bucket, self.ranks)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with self._spreading():
             for rank in self._others:
                 memory.all_R[rank][part].copy_(memory.own[part])
 
