@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -31,8 +32,10 @@ _ANSWER_S = 10.0
 #: Stores by process, address and place. One that this process opened stays for its next meeting: others may be there
 #: first, and would be at a store that ends.
 _STORES: dict[tuple[int, str, Place], Any] = {}
-#: Names of the meetings of this process so far, which are as many in all.
-_MEETINGS: list[str] = []
+#: Numbers of the meetings of this process, which are the same in all.
+_MEETINGS = itertools.count()
+#: Key of the name of the meeting that the first process has called last.
+_CALLED = "brimful/called"
 
 
 def store_is_launchers() -> bool:
@@ -76,13 +79,16 @@ def _check_first(place: Place, host: str, port: int) -> None:
 
     def look() -> None:
         with suppress(Exception):
-            briefly = timedelta(seconds=_ANSWER_S)
+            until, briefly = time.monotonic() + _ANSWER_S, timedelta(seconds=_ANSWER_S)
             store = TCPStore(host, port, place.count, False, timeout=briefly, wait_for_workers=False)
-            _, pulses = parts_of(store, _coming_meeting())
-            if pulses.check(["number/0"]):
-                # Unlike `set`, this waits for an answer: the process may end at once.
-                pulses.compare_set(_SECOND, "", f"{socket.gethostname()}, process {os.getpid()}")
-                found.append(pulses.get("number/0").decode())
+            while not found and time.monotonic() < until:
+                if store.check([_CALLED]):
+                    _, pulses = parts_of(store, store.get(_CALLED).decode())
+                    if pulses.check(["number/0"]):
+                        # Unlike `set`, this waits for an answer: the process may end at once.
+                        pulses.compare_set(_SECOND, "", f"{socket.gethostname()}, process {os.getpid()}")
+                        found.append(pulses.get("number/0").decode())
+                time.sleep(_LOOK_S)  # both may have been started at once
 
     looking = threading.Thread(target=look, daemon=True)  # what has the port may be no store, and never answer
     looking.start()
@@ -94,12 +100,16 @@ def _check_first(place: Place, host: str, port: int) -> None:
 
 def next_meeting() -> str:
     """Return a name for what one meeting has in the store: a script may call for several, and torchrun restart all."""
-    _MEETINGS.append(_coming_meeting())
-    return _MEETINGS[-1]
+    return f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_MEETINGS)}"
 
 
-def _coming_meeting() -> str:
-    return f"brimful/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{len(_MEETINGS)}"
+def call(place: Place) -> tuple[Any, Any]:
+    """Return `parts_of` the store for the next meeting. Raises: DeviceError, of `open_store`."""
+    meeting = next_meeting()  # also where the store cannot be opened: others count it
+    store = open_store(place)
+    if place.leads:
+        store.set(_CALLED, meeting)
+    return parts_of(store, meeting)
 
 
 def parts_of(store: Any, meeting: str) -> tuple[Any, Any]:

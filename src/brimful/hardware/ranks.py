@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from brimful.core.errors import DeviceError, MemoryFullError, RanksError, first_line
 from brimful.core.place import Place
-from brimful.hardware.meeting import meet, next_meeting, open_store, parts_of, store_is_launchers
+from brimful.hardware.meeting import call, meet, store_is_launchers
 from brimful.hardware.pulse import Beat, Lost, Pulse
 from brimful.hardware.watch import Watch
 
@@ -293,7 +293,7 @@ def joined(
     if dist.is_initialized():
         hint = "call it before init_process_group; to train in your own loop there is brimful.Step"
         raise DeviceError("torch.distributed is in use in this process already", hint=hint)
-    store, own = parts_of(open_store(place), next_meeting())
+    store, own = call(place)
     pulse = Pulse(place.rank, f"GPU {device.index or 0}" if device.type == "cuda" else "CPU")
     watch = Watch(pulse, own, place.count, own_store=not store_is_launchers())
     meet(own, watch, place, note, asked)
