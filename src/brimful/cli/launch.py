@@ -49,7 +49,12 @@ def launch(command: Sequence[str], count: int, environment: Mapping[str, str] = 
     port, (lifeline, kept) = _free_port(), os.pipe()
     threads = environment.get("OMP_NUM_THREADS") or str(max(1, (num_cores() or 1) // count))
     common = {**_ENVIRONMENT, **environment, "OMP_NUM_THREADS": threads, LIFELINE: str(lifeline)}
-    common |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     processes: list[subprocess.Popen[bytes]] = []
     with _forwarded(processes):
         try:

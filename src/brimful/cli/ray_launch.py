@@ -118,6 +118,7 @@ def _work(job: dict[str, Any]) -> None:
     dist.barrier()
     dist.destroy_process_group()
     place = {"RANK": rank, "WORLD_SIZE": context.get_world_size(), "LOCAL_RANK": context.get_local_rank()}
+    place |= {"LOCAL_WORLD_SIZE": context.get_local_world_size()}
     code = _run(job, {name: str(value) for name, value in (place | {"MASTER_PORT": port[0]}).items()})
     if code:
         raise RuntimeError(f"process {rank} has ended with code {code}")

@@ -33,7 +33,7 @@ REPLACED = ".old-"
 LOCK = ".lock"
 
 # EFBIG: the limit on the size of one file (ulimit -f) is met like a full disk, by writing less or elsewhere.
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def file_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         said = f"cannot write {path_text(path)}: {error.strerror or printable(error)}"
-        if error.errno not in _FULL:
+        if error.errno not in FULL:
             raise OutputError(said, hint="choose another --output, or make this one writable") from error
         said += f" ({bytes_text(free_bytes(path))} free on this disk)"
         raise DiskFullError(said, hint="free some space, then go on with --resume") from error

@@ -124,6 +124,12 @@ def find_local_rank(environment: Mapping[str, str] = os.environ) -> int:
     return int(given) if given.isascii() and given.isdigit() else 0
 
 
+def find_local_count(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many processes the launcher has started on this machine, as far as it says; 1 where it does not."""
+    given = environment.get("LOCAL_WORLD_SIZE", "1")
+    return int(given) if given.isascii() and given.isdigit() else 1
+
+
 def _read(environment: Mapping[str, str], names: tuple[str, str, str]) -> Place:
     given = {name: environment.get(name, "0") for name in names}
     try:

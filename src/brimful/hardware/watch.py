@@ -56,6 +56,7 @@ class Watch:
         self.pulse, self._count, self._own_store = pulse, count, own_store
         self._store, self._said = store.clone(), store.clone()
         self.on_loss: Callable[[Lost], None] = lambda _: None
+        self.leavings: list[Callable[[], object]] = []  # what a process does before it ends after a loss
         self.found: Lost | None = None
         self.broken = False  # a connection has ended: somebody is gone
         self.last_order: int | None = None  # of the leader, once all is done
@@ -260,6 +261,9 @@ class Watch:
     def _leave(self, found: Lost) -> None:
         with suppress(Exception):
             self.on_loss(found)
+        for leaving in self.leavings:
+            with suppress(Exception):
+                leaving()
         if self.last_order is not None:  # all was done before it was lost
             os._exit(0)
         if self.speaks:

@@ -90,7 +90,10 @@ def test_folders_of_the_disk(tmp_path: Path) -> None:
     first.remove()
     first.remove()
     assert list(tmp_path.iterdir()) == [second.path]
-    del second
+    with pytest.raises(OptionError, match=r"has .* free, and what is kept there, .* takes 1048576.0 TiB"):
+        SwapFolder(tmp_path, 2**60)
+    killed.mkdir()
+    second.remove()
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match=r"no folder can be made in .*file: "):

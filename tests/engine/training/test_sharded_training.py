@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from brimful.cli.commands import run
 from brimful.core.errors import CheckpointError, DiskFullError
 from brimful.engine.training import checkpoint_writer
 from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint, save_part
+from brimful.step.updates.sharded import ShardedUpdate
 from engine.training.test_several_processes import start, told, words
 from runs import checkpoints, save_tiny_model, single_label_rows, write_rows
 
@@ -76,19 +78,29 @@ def test_parts_of_any_number_of_processes_make_one_checkpoint(files: Path, tmp_p
 def test_a_disk_that_is_full_for_one_process_costs_the_checkpoint(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not the run: the next one is there."""
+    """And not the run, whether a part cannot be written or its state not be read: the next one is there."""
 
     def full(folder: Path, step: int, *given: Any) -> Any:
         if step == 2:
             raise DiskFullError("no space left")
         return save_part(folder, step, *given)
 
+    def unread(self: Any) -> Any:
+        if (int(self.applied), os.environ["RANK"]) in ((4, "1"), (6, "0")):
+            raise DiskFullError("no space on the other disk")
+        return state(self)
+
+    state = ShardedUpdate.state
     monkeypatch.setattr(checkpoint_writer, "save_part", full)
-    ask = words(files, tmp_path / "run", "--max-steps", "4", "--save-steps", "2", "--sharding", "states")
+    monkeypatch.setattr(ShardedUpdate, "state", unread)
+    ask = words(files, tmp_path / "run", "--max-steps", "8", "--save-steps", "2", "--sharding", "states")
     both = start(tmp_path / "logs", *ask, "--eval-split", "0")
     assert both.results() == [0, 0]
     assert "no checkpoint after step 2: process 1: no space left" in both.said(0)
-    assert checkpoints(tmp_path / "run") == [4]
+    assert "no checkpoint after step 4: process 1: no space on the other disk" in both.said(0)
+    assert "no checkpoint after step 6: no space on the other disk" in both.said(0)
+    assert checkpoints(tmp_path / "run") == [8]
+    load_checkpoint(checkpoint_path(tmp_path / "run" / "checkpoints", 8))
 
 
 def test_the_best_of_parts_of_weights_is_kept(files: Path, tmp_path: Path) -> None:

@@ -154,18 +154,26 @@ class PartWriter:
 
     def begin(self, step: int, second: int, state: StepState) -> None:
         """Begin to write the part of a checkpoint: `state` may change when this returns. second: of `save_part`."""
-        if self._writing is not None:
-            self._writing.result()
-        self._number += 1
-        given = (step, second, _word(self._number, self._rank))
+        given = (step, second, self._next_word())
         if (copied := self._copies.of(state)) is not None:
             self._writing = self._thread.submit(self._write, copied, *given)
         else:
             self._write(state, *given)
 
+    def fail(self, error: Exception) -> None:
+        """Say that the part of a checkpoint cannot be written."""
+        self._say(self._next_word(), _failed(error))
+
     def close(self) -> None:
         """Wait for what was begun."""
         self._thread.shutdown()
+
+    def _next_word(self) -> str:
+        """Wait for what was begun, and return what the next part is told by."""
+        if self._writing is not None:
+            self._writing.result()
+        self._number += 1
+        return _word(self._number, self._rank)
 
     def _write(self, state: StepState, step: int, second: int, word: str) -> None:
         said: dict[str, Any]
@@ -173,7 +181,10 @@ class PartWriter:
             files = save_part(self._folder, step, second, self._rank, state)
             said = {"files": {name: asdict(written) for name, written in files.items()}}
         except Exception as error:  # whatever it is, the first process waits for a word
-            said = {"failed": first_line(error), "full": isinstance(error, DiskFullError)}
+            said = _failed(error)
+        self._say(word, said)
+
+    def _say(self, word: str, said: dict[str, Any]) -> None:
         self._board.leave(word, json.dumps(said))
 
 
@@ -214,6 +225,10 @@ class OthersParts:
                 raise PartLostError("another process is gone, and with it its part")
             until = until if lost is None else min(until, time.monotonic() + _ENDS_S)
             time.sleep(_LOOK_S)
+
+
+def _failed(error: Exception) -> dict[str, Any]:
+    return {"failed": first_line(error), "full": isinstance(error, DiskFullError)}
 
 
 def _word(number: int, rank: int) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import MemoryFullError, RanksError
+from brimful.core.errors import DiskFullError, MemoryFullError, OutputError, RanksError
 from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.records import OutOfMemory, Run
@@ -148,12 +148,16 @@ class _Follower:
     def _write_part(self, step: int, second: int) -> None:
         """Begin to write this process's part of a checkpoint."""
         self._ranks.pulse.enter("saving")  # until the next order
-        state = self._built.step.state()
         if self._parts is None:
             assert self._ranks.watch is not None
             folder = RunFolder(Path(self._options.output)).checkpoints
             self._parts = PartWriter(folder, self._ranks.rank, self._ranks.count, self._ranks.watch.board())
-        self._parts.begin(step, second, state)
+        try:
+            state = self._built.step.state()
+        except (DiskFullError, OutputError) as error:  # of another disk
+            self._parts.fail(error)
+        else:
+            self._parts.begin(step, second, state)
 
     def _load(self, step: int) -> None:
         """Take up a checkpoint, and the sizes of micro-batches where memory ran out before it."""

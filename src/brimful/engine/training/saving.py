@@ -92,7 +92,7 @@ class Saving:
             self._unsettled = True
             try:
                 states = self._states(state.applied)
-            except (DiskFullError, OutputError) as error:  # nobody was told to write
+            except (DiskFullError, OutputError) as error:  # what others have written of it is no checkpoint
                 self._writer.fail(state.applied, error)
                 return
             self._writer.begin(
@@ -117,8 +117,16 @@ class Saving:
         if self._others is None:
             return {"state": step.state()}
         second = begin_checkpoint(self._run.folder.checkpoints, number)
+        failure: DiskFullError | OutputError | None = None
         with self._ranks.together(Order.STATE, number * 2 + second):
-            return {"state": step.state(), "second": second, "others": self._others.coming()}
+            others = self._others.coming()
+            try:
+                state = step.state()
+            except (DiskFullError, OutputError) as error:  # of another disk; others hear on
+                failure = error
+        if failure is not None:
+            raise failure
+        return {"state": state, "second": second, "others": others}
 
     def save_now(self) -> None:
         """Save the steps applied by now, if they are not yet, and wait until they are.

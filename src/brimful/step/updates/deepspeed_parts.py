@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from brimful.core.atomic_files import is_locked, lock_folder, path_text
-from brimful.core.errors import DiskFullError, OptionError
+from brimful.core.atomic_files import FULL, free_bytes, lock_folder, path_text
+from brimful.core.errors import DiskFullError, OptionError, OutputError, first_line
 from brimful.core.units import bytes_text
 from brimful.models.packed.weight_stores import unnamed_file
 from brimful.step.state import ParameterState, Part
@@ -23,30 +24,37 @@ from brimful.step.updates.own_state import Own
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _PREFIX = "brimful-states-"
+#: Seconds after which a folder without a lock is no longer being made.
+_MAKING_S = 60.0
 
 
 class SwapFolder:
     """A folder of one process's own in `folder`, for files that DeepSpeed leaves. Removes those of processes that were
-    killed. Raises: OptionError where none can be made."""
+    killed. num_bytes: to have room for, of all processes of this host. Raises: OptionError."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_bytes: int = 0) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for old in folder.glob(f"{_PREFIX}*"):
-                if not is_locked(old):
-                    shutil.rmtree(old, ignore_errors=True)
+            _remove_left(folder)
             made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=folder)).absolute()
             lock = lock_folder(made)
             self.path = made.rename(made.with_name(made.name[1:]))  # others would take it for one that was left before
-        except OSError as error:
+        except (OSError, OutputError) as error:
             raise OptionError(
-                f"--offload-folder: no folder can be made in {path_text(folder)}: {error.strerror}",
-                hint="name a folder of an NVMe disk that may be written to",
+                f"--offload-folder: no folder can be made in {path_text(folder)}: {first_line(error)}",
+                hint="name a folder of an NVMe disk that may be written to, and locked",
             ) from error
         self._remove = weakref.finalize(self, _remove, self.path, lock)
+        if (free := free_bytes(folder)) is not None and free < num_bytes:
+            self.remove()
+            raise OptionError(
+                f"--offload-folder: {path_text(folder)} has {bytes_text(free)} free, and what is kept there, with a"
+                f" checkpoint, takes {bytes_text(num_bytes)}",
+                hint="free some space, or name a folder of another disk",
+            )
 
     def remove(self) -> None:
-        """Remove it with all that is in it."""
+        """Remove it with all that is in it, and those of processes that were killed meanwhile."""
         self._remove()
 
 
@@ -54,6 +62,20 @@ def _remove(path: Path, lock: int) -> None:
     shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):
         os.close(lock)
+    _remove_left(path.parent)
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove folders whose processes are gone: nobody has the lock."""
+    for old in folder.glob(f"{_PREFIX}*"):
+        with suppress(OSError, OutputError):
+            lock = lock_folder(old)
+            shutil.rmtree(old, ignore_errors=True)
+            os.close(lock)
+    for made in folder.glob(f".{_PREFIX}*"):  # by a process that was killed before it had the lock
+        with suppress(OSError):
+            if time.time() - made.stat().st_mtime > _MAKING_S:
+                shutil.rmtree(made, ignore_errors=True)
 
 
 class _Place(NamedTuple):
@@ -68,7 +90,8 @@ class _Place(NamedTuple):
 class OwnParts:
     """Parts that a process has of the weights of `optimizer`, which is DeepSpeed's, and of their moments.
 
-    named: trained parameters. kind: of the optimizer within. folder: of a disk that has what memory has no room for.
+    named: trained parameters. kind: of the optimizer within. folder: of this process on a disk that has what memory has
+    no room for.
     """
 
     def __init__(
@@ -85,7 +108,7 @@ class OwnParts:
 
     def saved(self, *, started: bool) -> Iterator[Own]:
         """Return each parameter's part with its moments; those on a disk are copied to a file of it that has no name,
-        as memory may not hold them. started: whether there are moments. Raises: DiskFullError."""
+        as memory may not hold them. started: whether there are moments. Raises: DiskFullError, OutputError."""
         keys = self._keys if started else ()
         for number, places in enumerate(self._groups):
             with self._in_memory(number) as (flat, moments):
@@ -129,7 +152,11 @@ class OwnParts:
             yield flat.detach(), optimizer.optimizer.state[flat]
             return
         optimizer._optimizer_states_and_gradient_swap_in(number)
-        yield flat.detach(), optimizer.optimizer.state[flat]
+        try:
+            yield flat.detach(), optimizer.optimizer.state[flat]
+        except BaseException:
+            optimizer._release_swap_buffers(number)
+            raise
         if changed:
             optimizer._optimizer_states_and_gradient_swap_out(number)
         else:
@@ -143,8 +170,8 @@ class OwnParts:
             memory = unnamed_file(self._folder, num_bytes).view(tensors[0].dtype)
         except OSError as error:
             said = f"no file of {bytes_text(num_bytes)} for a checkpoint can be made in {path_text(self._folder)}"
-            hint = "free some space, then go on with --resume"
-            raise DiskFullError(f"{said}: {error.strerror}", hint=hint) from error
+            kind = DiskFullError if error.errno in FULL else OutputError
+            raise kind(f"{said}: {error.strerror}", hint="free some space, then go on with --resume") from error
         copies = list(memory.split([tensor.numel() for tensor in tensors]))
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from brimful.core.errors import OptionError
+from brimful.core.place import find_local_count
 from brimful.hardware.ranks import ALONE, Ranks
 from brimful.measurement.memory import Kept
 from brimful.step.state import Counters, StepState
@@ -28,6 +29,9 @@ from brimful.step.updates.update import Update
 
 #: Weights of a process that are updated at once where they are on a disk. Four times as many numbers are in memory.
 _GROUP = 100_000_000
+#: Bytes on the disk for each weight of a process: weight, gradient and two moments, and all but the gradient once more
+#: while a checkpoint is written.
+_DISK_BYTES = 28
 
 
 class DeepSpeedUpdate(Update):
@@ -59,7 +63,11 @@ class DeepSpeedUpdate(Update):
         """As `Update` has it, once they `meet`."""
         self._shared_ranks, self._half = ranks, half
         self._deepspeed = _deepspeed(self.device, needs_disk=self._folder is not None)
-        self._swaps = None if self._folder is None else SwapFolder(Path(self._folder))
+        if self._folder is not None:
+            own = sum(parameter.numel() for parameter in self.parameters) / ranks.count
+            self._swaps = SwapFolder(Path(self._folder), round(_DISK_BYTES * own * find_local_count()))
+            if ranks.watch is not None:
+                ranks.watch.leavings.append(self._swaps.remove)
 
     def meet(self) -> None:
         """Cut weights, one after another on the device, as all processes do together."""
@@ -149,7 +157,7 @@ class DeepSpeedUpdate(Update):
                 getattr(self, name).fill_(getattr(state.counters, name))
 
     def _own_parts(self) -> OwnParts:
-        rank, folder = self._shared_ranks.rank, None if self._folder is None else Path(self._folder)
+        rank, folder = self._shared_ranks.rank, None if self._swaps is None else self._swaps.path
         return OwnParts(self._optimizer, self.named, rank=rank, kind=self._kind, folder=folder)
 
     def release(self) -> None:
