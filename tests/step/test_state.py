@@ -57,6 +57,19 @@ def test_what_is_missing_is_said() -> None:
         whole_of([first])
 
 
+def test_what_lies_outside_is_said() -> None:
+    first, second = parts()
+    moved = replace(second, parts=second.parts | {"weights/rows": Part(shape=(4, 3), starts=(4, 0))})
+    with pytest.raises(ValueError, match="parts of weights/rows are of several tensors"):
+        whole_of([first, moved])
+
+
+def test_memory_need_not_hold_all_at_once() -> None:
+    state = whole_of(parts())
+    assert state.weights["rows"] is not state.weights["rows"]  # put together when it is asked for
+    assert state.num_bytes == sum(7 * each.nbytes for each in WHOLE.values()) // 4 + 3 * 4 + 3 * 8
+
+
 def test_one_that_is_whole_is_left_alone() -> None:
     state = replace(parts()[0], parts={})
     assert whole_of([state]) is state

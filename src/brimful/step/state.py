@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,13 @@ class Part:
 
     shape: tuple[int, ...]
     starts: tuple[int, ...]
+
+    def holds(self, part: Tensor) -> bool:
+        """True if the part lies within the whole tensor."""
+        flat = len(self.starts) != len(self.shape)
+        shape = (math.prod(self.shape),) if flat else self.shape
+        ends = [start + size for start, size in zip(self.starts, part.shape, strict=False)]
+        return part.ndim == len(shape) == len(self.starts) and all(e <= s for e, s in zip(ends, shape, strict=True))
 
     def put(self, part: Tensor, whole: Tensor) -> None:
         """Put the part into the whole tensor, which is contiguous."""
@@ -119,33 +127,69 @@ class StepState:
         return sum(tensor.nbytes for group in groups for tensor in group.values())
 
 
-def whole_of(states: Sequence[StepState]) -> StepState:
-    """Put together the states that all processes have of one step: what is no part is the first's.
+class _Wholes(Mapping[str, Tensor]):
+    """Whole tensors by name, each put together when it is asked for: memory need not hold all of them.
 
-    Raises: ValueError where numbers are missing.
+    pieces: of each. A tensor without a place is whole.
+    """
+
+    def __init__(self, pieces: Mapping[str, Sequence[tuple[Part | None, Tensor]]]) -> None:
+        self._pieces = pieces
+
+    def __getitem__(self, name: str) -> Tensor:
+        pieces = self._pieces[name]
+        place, first = pieces[0]
+        if place is None:
+            return first
+        whole = torch.empty(place.shape, dtype=first.dtype)
+        for part, tensor in pieces:
+            assert part is not None
+            part.put(tensor.to("cpu"), whole)
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
+def whole_of(states: Sequence[StepState]) -> StepState:
+    """Put together the states that all processes have of one step, each tensor when it is asked for: what is no part is
+    the first's.
+
+    Raises: ValueError where numbers are missing, or are of another tensor.
     """
     first = states[0]
     if not any(state.parts for state in states):
         return first
     if any(state.counters != first.counters for state in states):
         raise ValueError("parts are of several steps")
-    whole, filled = dict[str, Tensor](), Counter[str]()
+    pieces = defaultdict[str, list[tuple[Part | None, Tensor]]](list)
     for state in states:
         for name, tensor in state.tensors():
             part = state.parts.get(name)
-            if part is None:
-                whole.setdefault(name, tensor)
-                continue
-            if name not in whole:
-                whole[name] = torch.zeros(part.shape, dtype=tensor.dtype)
-            part.put(tensor.to("cpu"), whole[name])
-            filled[name] += tensor.numel()
-    if gaps := [name for name, count in filled.items() if count != whole[name].numel()]:
-        raise ValueError(f"parts of {gaps[0]} are missing")
+            if part is not None or name not in pieces:
+                pieces[name].append((part, tensor))
+    for name, found in pieces.items():
+        _check(name, found)
     optimizer = {}
     for name in dict.fromkeys(name for state in states for name in state.optimizer):
         kept = [state.optimizer[name] for state in states if name in state.optimizer]
         keys = dict.fromkeys(key for each in kept for key in each.tensors)
-        optimizer[name] = replace(kept[0], tensors={key: whole[f"optimizer/{name}/{key}"] for key in keys})
+        optimizer[name] = replace(kept[0], tensors=_Wholes({key: pieces[f"optimizer/{name}/{key}"] for key in keys}))
     names = dict.fromkeys(name for state in states for name in state.weights)
-    return replace(first, weights={name: whole[f"weights/{name}"] for name in names}, optimizer=optimizer, parts={})
+    weights = _Wholes({name: pieces[f"weights/{name}"] for name in names})
+    return replace(first, weights=weights, optimizer=optimizer, parts={})
+
+
+def _check(name: str, pieces: Sequence[tuple[Part | None, Tensor]]) -> None:
+    """Raises: ValueError where the pieces do not make one tensor."""
+    place, first = pieces[0]
+    if place is None:
+        return
+    for part, tensor in pieces:
+        if part is None or part.shape != place.shape or tensor.dtype != first.dtype or not part.holds(tensor):
+            raise ValueError(f"parts of {name} are of several tensors")
+    if sum(tensor.numel() for _, tensor in pieces) != math.prod(place.shape):
+        raise ValueError(f"parts of {name} are missing")

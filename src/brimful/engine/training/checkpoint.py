@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import safetensors
-import safetensors.torch
 import torch
 
 from brimful.core import atomic_files
@@ -369,16 +368,17 @@ def _load(path: Path, manifest: _Manifest) -> Checkpoint:
         rank = int(number or 0)
         _check_size(file, stored)
         try:
-            content = file.read_bytes()
+            with file.open("rb") as opened:
+                sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
         except OSError as error:
             raise CheckpointError(f"{path_text(file)} cannot be read: {error.strerror}") from error
-        if hashlib.sha256(content).hexdigest() != stored.sha256:
+        if sha256 != stored.sha256:
             raise CheckpointError(f"{path_text(file)} is damaged: its SHA-256 is not that of its {MANIFEST}")
         try:
             if kind == "safetensors":
-                tensors[rank][stem] = safetensors.torch.load(content)
+                tensors[rank][stem] = _mapped(file)
             else:
-                values[rank] = json.loads(content)
+                values[rank] = json.loads(file.read_bytes())
         except (ValueError, KeyError, RecursionError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{path_text(file)} cannot be parsed: {printable(error)}") from error
     try:
@@ -387,6 +387,13 @@ def _load(path: Path, manifest: _Manifest) -> Checkpoint:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path_text(path)} is damaged: its files are not those of a step") from error
     return Checkpoint(step=manifest.step, run=manifest.run, state=state, loop=loop)
+
+
+def _mapped(file: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a file, whose pages the system reads when they are used, and may drop: each of several processes that
+    go on from a checkpoint has all of it."""
+    with safetensors.safe_open(file, framework="pt") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
 
 
 def _state_of(tensors: Mapping[str, Mapping[str, torch.Tensor]], values: Mapping[str, Any]) -> StepState:
