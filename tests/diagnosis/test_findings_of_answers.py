@@ -69,7 +69,7 @@ def test_the_model_stands_before_the_linear_one_it_does_not_beat() -> None:
         found = findings_of_answers(replace(model, baselines=(linear,)))
         wanted = said.format(mine=number_text(accuracy.value), its=number_text(other))
         assert any(finding.startswith(wanted) and "try a higher --learning-rate" in finding for finding in found), found
-        of_learned = " ".join(findings_of_answers(replace(model, baselines=(linear,)), learned=True))
+        of_learned = " ".join(findings_of_answers(replace(model, baselines=(linear,)), course="learned"))
         assert wanted in of_learned
         assert "more epochs will hardly help" in of_learned
 

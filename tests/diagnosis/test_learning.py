@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from brimful.diagnosis.learning import findings_of_learning, has_learned
+from brimful.core.records import LabelSpace
+from brimful.diagnosis.learning import chance_loss, course_of, findings_of_learning, has_learned
 
 
 def curve(values: list[float]) -> list[tuple[int, float]]:
@@ -50,6 +51,33 @@ def test_a_run_that_keeps_its_best_model_is_not_overfitted() -> None:
 def test_noise_is_not_a_fall() -> None:
     noisy = (0.69 + np.random.default_rng(0).normal(0, 0.02, 60)).tolist()
     assert findings_of_learning(curve(noisy), [], picks_best=False) == []
+
+
+@pytest.mark.parametrize(
+    ("training", "rate", "course"),
+    [
+        ([600.0, 58.0, 324.0, 90.0, 58.0, 60.0], None, "diverged"),
+        ([1.3, 1.2, 1.1, 1.15, 1.12, 1.11], 0.05, "diverged"),  # no better than chance
+        ([1.3, 1.2, 1.1, 1.15, 1.12, 1.11], 5e-5, "open"),  # it may be too low
+        ([1.3, 1.2, 1.1, 0.6, 0.3, 0.2], 0.05, "open"),
+        ([1.9], None, "open"),  # a first step
+        ([4.0], None, "diverged"),
+        ([], 0.05, "open"),
+        (LEVEL, 5e-5, "learned"),
+    ],
+)
+def test_what_a_training_came_to(training: list[float], rate: float | None, course: str) -> None:
+    """Of three labels."""
+    chance = chance_loss(LabelSpace(task="single_label", names=("a", "b", "c")), scaled=False)
+    assert course_of(curve(training), chance, rate) == course
+    found = findings_of_learning(curve(training), [], picks_best=False, chance=chance, rate=rate)
+    assert any("try a lower --learning-rate" in said for said in found) == (course == "diverged")
+
+
+def test_numbers_without_a_scale_have_no_loss_of_chance() -> None:
+    assert chance_loss(LabelSpace(task="regression", names=("price",)), scaled=False) is None
+    assert chance_loss(LabelSpace(task="regression", names=("price",)), scaled=True) == 1.0
+    assert course_of(curve([1e9] * 9), None, 1.0) == "open"
 
 
 def test_training_rows_that_are_learned() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from brimful.cli.launch import LIFELINE, launch, number_of, watch_launcher
-from brimful.core.errors import BrimfulError, OptionError, RanksError, did_you_mean, printable
+from brimful.core.errors import BrimfulError, Interrupted, OptionError, RanksError, did_you_mean, printable
 from brimful.core.place import LAUNCHED, Place, find_place
 
 _COMMANDS = ("train", "classify", "evaluate", "export", "report", "compare", "profile", "bench", "demo")
@@ -88,7 +88,7 @@ def run(arguments: list[str]) -> int:
         code = _run(arguments[0], arguments[1:])
         sys.stdout.flush()
         return code
-    except BrimfulError as error:
+    except (BrimfulError, Interrupted) as error:
         return _fail(str(error), error.hint or f"see brimful {arguments[0]} --help", error.exit_code)
     except KeyboardInterrupt:
         again = "start it again; with --resume it goes on from what was saved, if anything was"

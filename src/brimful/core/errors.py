@@ -13,7 +13,8 @@
     ├── DiskFullError             4    the disk filled up while running; the last checkpoint is whole
     ├── CheckpointError           5    no checkpoint can be resumed from
     ├── MemoryFullError           6    memory ran out, and the work cannot be split any further
-    ├── RanksError                7    another process of the same training is gone, or stuck
+    └── RanksError                7    another process of the same training is gone, or stuck
+    KeyboardInterrupt
     └── Interrupted             130/143  stopped by Ctrl-C or SIGTERM after saving
 
 Every message is one line that says what, where and why; `hint` says what to do about it.
@@ -189,12 +190,17 @@ class RanksError(BrimfulError):
         self.lost = lost
 
 
-class Interrupted(BrimfulError):  # noqa: N818  (it is not an error of anyone's)
-    """Stopped by a signal after saving; `--resume` goes on. Exit code 128 + the signal's number."""
+class Interrupted(KeyboardInterrupt):
+    """Stopped by a signal after saving; `--resume` goes on. Exit code 128 + the signal's number.
+
+    As of Ctrl-C anywhere in Python, it ends a loop that goes on after errors.
+    """
 
     def __init__(self, message: str, *, signal_number: int = 2, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
-        self.exit_code = 128 + signal_number
+        super().__init__(message)
+        self.hint, self.exit_code = hint, 128 + signal_number
+        if hint is not None:
+            self.add_note(f"hint: {hint}")
 
 
 #: Names that options have elsewhere, or are called by habit.

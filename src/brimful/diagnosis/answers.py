@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from brimful.core.errors import listed, printable
 from brimful.core.evaluation import CONSTANT, LINEAR, MAIN_METRIC, METRIC_NAMES, Baseline, Evaluation, LabelScore
 from brimful.core.units import number_text, share_text
+from brimful.diagnosis.learning import Course
 
 #: Names of labels in one sentence.
 _FEW = 5
@@ -19,18 +20,20 @@ _MISCALIBRATED, _ENOUGH_ROWS = 0.1, 200
 _FEW_ROWS = 50
 #: Gain in F1 of all labels from which another threshold is named.
 _BETTER_F1 = 0.03
-_MORE = "try a higher --learning-rate or more epochs"
-_LEARNED = (
-    "the training rows are learned, so more epochs will hardly help: words alone tell these labels apart;"
-    " use the linear model, or more rows"
-)
+#: What to try where the linear model is better, by what the training came to.
+_ADVICE: dict[Course, str] = {
+    "open": "try a higher --learning-rate or more epochs",
+    "diverged": "try a lower --learning-rate",
+    "learned": "the training rows are learned, so more epochs will hardly help: words alone tell these labels apart;"
+    " use the linear model, or more rows",
+}
 
 
-def findings_of_answers(evaluation: Evaluation, *, learned: bool = False) -> list[str]:
-    """The gravest first. learned: training left nothing to learn of its rows."""
+def findings_of_answers(evaluation: Evaluation, *, course: Course = "open") -> list[str]:
+    """The gravest first. course: of the training."""
     kinds = {"single_label": _of_one_label, "multi_label": _of_several_labels, "regression": _of_numbers}
     found = list(kinds[evaluation.labels.task](evaluation))
-    if (linear := _worse_than_linear(evaluation, learned=learned)) is not None:
+    if (linear := _worse_than_linear(evaluation, course)) is not None:
         found.append(linear)
     return [*found, *_of_confidence(evaluation), *_of_rows(evaluation)]
 
@@ -148,9 +151,9 @@ def _of_numbers(evaluation: Evaluation) -> Iterator[str]:
         yield f"no better than always answering the mean{mean}: {_name_of('r2')} {number_text(r2.value)}"
 
 
-def _worse_than_linear(evaluation: Evaluation, *, learned: bool) -> str | None:
+def _worse_than_linear(evaluation: Evaluation, course: Course) -> str | None:
     """State that the linear model is better by more than chance explains, or that the intervals do not part them."""
-    more = _LEARNED if learned else _MORE
+    more = _ADVICE[course]
     linear, name = _baseline(evaluation, LINEAR), MAIN_METRIC[evaluation.labels.task]
     metric = evaluation.metrics.get(name)
     other = None if linear is None else linear.metrics.get(name)
@@ -160,7 +163,7 @@ def _worse_than_linear(evaluation: Evaluation, *, learned: bool) -> str | None:
     if metric.high is not None and other > metric.high:
         return f"TF-IDF with a linear model is better: {_name_of(name)} {its} against {mine}; {more}"
     said = f"no better than TF-IDF with a linear model: {_name_of(name)} {mine} against {its}, within the interval"
-    return f"{said}; {more}" if learned else f"{said}; {more}, or use more rows"
+    return f"{said}; {more}, or use more rows" if course == "open" else f"{said}; {more}"
 
 
 def _of_confidence(evaluation: Evaluation) -> Iterator[str]:
@@ -172,6 +175,9 @@ def _of_confidence(evaluation: Evaluation) -> Iterator[str]:
     sure = sum(part.count * part.predicted for part in bins) / counted
     right = sum(part.count * part.observed for part in bins) / counted
     what = "answers are right" if evaluation.labels.task == "single_label" else "labels are true"
+    if abs(sure - right) < error / 2:  # too high here and too low there
+        yield f"confidences are off by {share_text(error)} on average, some too high and some too low"
+        return
     direction = "too high" if sure > right else "too low"
     yield f"confidences are {direction}: {share_text(sure)} on average, while {share_text(right)} of {what}"
 

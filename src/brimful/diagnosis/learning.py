@@ -1,10 +1,14 @@
-"""Findings about how a training went, from its losses: still falling at the end, or overfitted."""
+"""Findings about how a training went, from its losses: diverged, still falling at the end, or overfitted."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
+from typing import Literal
+
+from brimful.core.records import LabelSpace
 
 #: Logged losses that are enough to say something by them, and their part that is the end.
 _FEWEST_LOSSES, _PARTS = 6, 3
@@ -17,15 +21,52 @@ _ROSE, _FELL = 1.1, 0.02
 _FELL_AT_ALL, _LAST_FALL = 0.01, 0.15
 #: Last training loss, as a share of the first, that leaves nothing to learn of these rows.
 _LEARNED = 0.1
+#: Loss at the end, as a multiple of what answers by chance have, from which a training diverged: of enough losses, and
+#: of few. One that is no less than this has learned nothing, and by a rate from this on it is the rate.
+_DIVERGED, _DIVERGED_OF_FEW, _NOTHING, _HIGH_RATE = 1.5, 3.0, 0.95, 5e-3
 
 Losses = Sequence[tuple[int, float]]
+#: What a training came to: its rows learned, nothing learned by too high a rate, or neither.
+Course = Literal["learned", "diverged", "open"]
 
 
-def findings_of_learning(training: Losses, evaluation: Losses, *, picks_best: bool) -> list[str]:
+def chance_loss(space: LabelSpace, *, scaled: bool) -> float | None:
+    """Return the mean loss of answers that tell nothing apart. scaled: whether numbers have a spread of 1; without, it
+    is not known."""
+    if space.task == "regression":
+        return 1.0 if scaled else None
+    return math.log(2 if space.task == "multi_label" else max(2, space.num_outputs))
+
+
+def course_of(training: Losses, chance: float | None, rate: float | None) -> Course:
+    """Return what `training` (as in `findings_of_learning`) came to. chance: of `chance_loss`. rate: the peak, of an
+    optimizer whose steps are as long as it says; else None."""
+    if chance is not None and (end := _end(training)) is not None:
+        most = _DIVERGED if len(training) >= _FEWEST_LOSSES else _DIVERGED_OF_FEW
+        if end > most * chance or (rate is not None and rate >= _HIGH_RATE and end > _NOTHING * chance):
+            return "diverged"
+    return "learned" if has_learned(training) else "open"
+
+
+def _end(training: Losses) -> float | None:
+    """The mean of the last losses."""
+    losses = [loss for _, loss in training]
+    return statistics.fmean(losses[-max(1, len(losses) // _PARTS) :]) if losses else None
+
+
+def findings_of_learning(
+    training: Losses, evaluation: Losses, *, picks_best: bool, chance: float | None = None, rate: float | None = None
+) -> list[str]:
     """training: step and mean loss since the logged step before. evaluation: step and loss of each evaluation.
 
-    picks_best: the saved model is the best one by a metric, not the last one.
+    picks_best: the saved model is the best one by a metric, not the last one. chance, rate: as of `course_of`.
     """
+    if course_of(training, chance, rate) == "diverged":
+        than = "" if rate is None else f" than {rate:g}"
+        return [
+            f"nothing is learned: the training loss was {_end(training):.3g} at the end, and answers that tell nothing"
+            f" apart have {chance:.3g}: try a lower --learning-rate{than}"
+        ]
     overfitted = None if picks_best else _overfitted(training, evaluation)
     if overfitted is not None:
         return [overfitted]

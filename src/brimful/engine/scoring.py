@@ -19,6 +19,7 @@ from brimful.core.records import LabelSpace
 from brimful.data.readers.rows import Rows
 from brimful.data.writers.row_files import FORMS, Form, TableFile, form_of
 from brimful.diagnosis.answers import findings_of_answers
+from brimful.diagnosis.learning import Course
 from brimful.tasks.scoring.mistakes import WrongRow
 from brimful.tasks.scoring.scorers import Scored
 
@@ -27,10 +28,12 @@ _MOST_TEXT = 300
 UNANSWERED = "for which the model gave no finite number"
 
 
-def evaluation_of(scored: Scored, *, findings: Sequence[str] = (), learned: bool = False, **fields: Any) -> Evaluation:
+def evaluation_of(
+    scored: Scored, *, findings: Sequence[str] = (), course: Course = "open", **fields: Any
+) -> Evaluation:
     """The record of these scores, with findings about its answers before those that are given.
 
-    learned: training left nothing to learn of its rows. fields: those of Evaluation that scores do not hold.
+    course: of the training. fields: those of Evaluation that scores do not hold.
     """
     left_out = dict(fields.pop("left_out", {}))
     if scored.num_unanswered:
@@ -46,7 +49,7 @@ def evaluation_of(scored: Scored, *, findings: Sequence[str] = (), learned: bool
         left_out=left_out,
         **fields,
     )
-    return replace(found, findings=(*findings_of_answers(found, learned=learned), *findings))
+    return replace(found, findings=(*findings_of_answers(found, course=course), *findings))
 
 
 def mistakes_of(

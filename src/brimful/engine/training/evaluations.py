@@ -69,7 +69,8 @@ class Evaluations:
         """Evaluate the weights in place, those after `step`; tell of it, and add what stands out to the record."""
         context, path = self._run, self._run.folder.path
         if context.prepared.evaluation is None:
-            for finding in (findings := learning_findings(context.options, path, context.callbacks)):
+            findings = learning_findings(context.prepared, context.options, path, context.callbacks)
+            for finding in findings:
                 context.callbacks.warning(finding)
             return dataclasses.replace(run, findings=tuple(findings))
         with context.phases.during("evaluation"):

@@ -21,7 +21,7 @@ from brimful.core.errors import DiskFullError, OutputError
 from brimful.core.evaluation import Evaluation
 from brimful.core.options.train import TrainOptions
 from brimful.core.records import Run, to_json
-from brimful.diagnosis.learning import Losses, findings_of_learning, has_learned
+from brimful.diagnosis.learning import Losses, chance_loss, course_of, findings_of_learning
 from brimful.engine.prepare import Part, Prepared
 from brimful.engine.scoring import PredictionFile, evaluation_of, mistakes_of, truth_column
 from brimful.engine.training.baselines import Baselines
@@ -82,15 +82,17 @@ def final_evaluation(
     evaluation = prepared.evaluation
     assert evaluation is not None
     training, evaluated = losses_in(folder / "events.jsonl", callbacks)
-    picks_best = options.metric_for_best_model is not None
+    given = _given(prepared, options)
     record = scores.record(
         model=str(folder / "model"),
         data=options.eval_data or f"{options.eval_split:g} of {options.data}",
         command=run.command,
         labels=prepared.space,
         baselines=baselines.result(callbacks),
-        findings=findings_of_learning(training, evaluated, picks_best=picks_best),
-        learned=has_learned(training),
+        findings=findings_of_learning(
+            training, evaluated, picks_best=options.metric_for_best_model is not None, **given
+        ),
+        course=course_of(training, **given),
         predictions=str(folder / PREDICTIONS),
         options={"seed": options.seed},
         recipe=run.recipe,
@@ -104,10 +106,17 @@ def final_evaluation(
     return record
 
 
-def learning_findings(options: TrainOptions, folder: Path, callbacks: Callbacks) -> list[str]:
+def learning_findings(prepared: Prepared, options: TrainOptions, folder: Path, callbacks: Callbacks) -> list[str]:
     """Findings about a training without rows to evaluate on."""
     training, evaluated = losses_in(folder / "events.jsonl", callbacks)
-    return findings_of_learning(training, evaluated, picks_best=options.metric_for_best_model is not None)
+    picks_best = options.metric_for_best_model is not None
+    return findings_of_learning(training, evaluated, picks_best=picks_best, **_given(prepared, options))
+
+
+def _given(prepared: Prepared, options: TrainOptions) -> dict[str, float | None]:
+    """What losses are held to. A rate of SGD says little of how long its steps are."""
+    chance = chance_loss(prepared.space, scaled=prepared.target_scale is not None)
+    return {"chance": chance, "rate": None if options.optim == "sgd" else prepared.learning.learning_rate}
 
 
 def losses_in(events: Path, callbacks: Callbacks) -> tuple[Losses, Losses]:
