@@ -89,6 +89,22 @@ def test_a_packed_model_is_no_wrapped_one(tmp_path: Path) -> None:
     assert hasattr(step.release(), "unpacked")
 
 
+def test_a_batch_without_rows() -> None:
+    step = step_of(FAMILIES["bert"].model())
+    for empty in ([], {name: column[:0] for name, column in BATCH.items()}):
+        refused("a batch has no rows", lambda rows=empty: step(rows))
+        refused("a batch has no rows", lambda rows=empty: step.batch(rows))
+        assert step.predict(empty).shape == (0, 3)
+
+
+def test_a_step_that_was_released() -> None:
+    step = step_of(FAMILIES["bert"].model())
+    batch = step.batch(BATCH)
+    step.release()
+    for use in (lambda: step(BATCH), lambda: step.run(batch), lambda: step.predict(BATCH), step.release):
+        refused("the step was released: it trains no more", use)
+
+
 def test_a_batch_without_a_mask() -> None:
     model = FAMILIES["bert"].model()
     step = step_of(model)

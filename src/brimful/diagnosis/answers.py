@@ -54,7 +54,7 @@ def _of_one_label(evaluation: Evaluation) -> Iterator[str]:
     plain = None if constant is None else constant.metrics.get("accuracy")
     if accuracy is None:
         return
-    if len(given) == 1 and len(evaluation.by_label) > 1:
+    if len(given) == 1 < len(true) and len(evaluation.by_label) > 1:
         yield f"every row is given {_quoted(given[0].name)} (accuracy {number_text(accuracy)}): nothing is told apart"
     elif plain is not None and constant is not None and accuracy <= plain and len(true) > 1:
         correlation = evaluation.metrics.get("matthews_correlation")
@@ -68,9 +68,12 @@ def _of_one_label(evaluation: Evaluation) -> Iterator[str]:
         else:
             yield f"{better}: {figures}"
     if len(true) == 1:
-        yield f"every evaluated row has the label {_quoted(true[0].name)}: nothing is known about the others"
+        yield (
+            f"every evaluated row has the label {_quoted(true[0].name)}: nothing is known about the others; where they"
+            " are held out of the training rows, a larger --eval-split takes some of each label"
+        )
     elif absent := [label for label in evaluation.by_label if not label.support]:
-        yield f"no evaluated row has the label {_names(absent)}: nothing is known about rows that do"
+        yield _absent_text(absent)
     if len(given) > 1 and (missed := [label for label in true if not label.given]):
         rows = sum(label.support for label in missed)
         yield f"never given: {_names(missed)}, which {rows:,} row{'s have' if rows > 1 else ' has'}"
@@ -94,7 +97,12 @@ def _of_several_labels(evaluation: Evaluation) -> Iterator[str]:
         yield f"never given: {_names(missed)}"
     yield from _of_threshold(evaluation)
     if absent := [label for label in evaluation.by_label if not label.support]:
-        yield f"no evaluated row has the label {_names(absent)}: nothing is known about rows that do"
+        yield _absent_text(absent)
+
+
+def _absent_text(absent: list[LabelScore]) -> str:
+    which = f"no evaluated row has the label {_names(absent)}: nothing is known about rows that do"
+    return f"{which}; where they are held out of the training rows, a larger --eval-split takes some of each label"
 
 
 def _of_threshold(evaluation: Evaluation) -> Iterator[str]:

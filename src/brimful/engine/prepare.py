@@ -43,7 +43,7 @@ from brimful.data.tokens.encoder import OTHER_TOKENIZER, Encoder, Tokens, tokeni
 from brimful.engine.learning import choose_learning, learning_of, steps_text
 from brimful.engine.read_examples import ReadExamples, read_examples
 from brimful.engine.sequence_lengths import longest_sequence
-from brimful.engine.target_scale import choose_scale, scale_text
+from brimful.engine.target_scale import choose_scale, scale_text, spread_doubt
 from brimful.models.hub.adapters import config_file
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer, tokenizer_files
 from brimful.models.hub.label_alignment import Alignment, align_labels
@@ -174,6 +174,8 @@ def _task(
     scale = choose_scale(options, alignment, facts, targets_N, before)
     if scale is not None:
         callbacks.note(scale_text(scale))
+    if (doubt := spread_doubt(alignment.space, targets_N)) is not None:
+        callbacks.warning(doubt)
     weighing = (options.class_weights, options.label_smoothing_factor, read.training.weights)
     task = make_task(alignment.space, targets_N, *weighing, scale)
     if read.evaluation is not None:

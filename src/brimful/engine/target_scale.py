@@ -15,15 +15,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from brimful.core.errors import ModelError
+from brimful.core.errors import ModelError, printable
 from brimful.core.options.train import TrainOptions
-from brimful.core.records import Run, TargetScale
+from brimful.core.records import LabelSpace, Run, TargetScale
+from brimful.core.units import target_text
 from brimful.models.hub.inspection import ModelFacts
 from brimful.models.hub.label_alignment import Alignment
 from brimful.models.hub.last_linear import last_linear, last_linear_of
 
 #: Means and spreads that a head trains on as they are.
 _MOST_MEAN, _LEAST_SPREAD, _MOST_SPREAD = 1.0, 0.1, 3.0
+#: Spread of a column, as a multiple of another's, whose squares are then a hundredth of the loss.
+_UNEQUAL = 10.0
 
 
 def choose_scale(
@@ -50,11 +53,27 @@ def choose_scale(
 
 def scale_text(scale: TargetScale) -> str:
     """One line about a scale."""
-    centers = ", ".join(f"{center:.4g}" for center in scale.centers[:4]) + (", ..." if len(scale.centers) > 4 else "")
+    centers = ", ".join(map(target_text, scale.centers[:4])) + (", ..." if len(scale.centers) > 4 else "")
     shifted = f"(target - {centers})" if any(scale.centers) else "target"
+    unit = f"{shifted} / {target_text(scale.spread)}"
     return (
-        f"targets: trained on as {shifted} / {scale.spread:.4g}, as the loss is; metrics and the saved model are in"
-        " your units (--target-scaling off trains on them as they are)"
+        f"targets: trained on as {unit}, as the loss is; metrics and the saved model are in your units"
+        " (--target-scaling off trains on them as they are)"
+    )
+
+
+def spread_doubt(space: LabelSpace, targets: npt.NDArray[Any]) -> str | None:
+    """One line about columns of numbers of which one outweighs another in the loss, which has one unit for all."""
+    if space.task != "regression" or space.num_outputs == 1 or not len(targets):
+        return None
+    spreads_C = targets.reshape(len(targets), -1).astype(np.float64).std(0)
+    least, most = int(spreads_C.argmin()), int(spreads_C.argmax())
+    if spreads_C[most] < _UNEQUAL * spreads_C[least]:
+        return None
+    small, large = (f"'{printable(space.names[at], 60)}' ({target_text(spreads_C[at])})" for at in (least, most))
+    return (
+        f"numbers of {small} hardly count beside those of {large}, by their standard deviations: the loss is one mean"
+        " of all squares; give columns of like spread, or train one model for each"
     )
 
 

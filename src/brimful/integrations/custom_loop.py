@@ -37,7 +37,7 @@ from brimful.hardware.probe import choose_device
 from brimful.integrations.expected_lengths import expected_batches
 from brimful.integrations.left_padding import left_is_right
 from brimful.integrations.module_hooks import COMPLETE, hooked_gradient, num_gradient_hooks
-from brimful.integrations.rows import ReadRows, RowReader, Rows, joined
+from brimful.integrations.rows import ReadRows, RowReader, Rows, joined, num_rows
 from brimful.integrations.step_parts import (
     ClassWeights,
     StepOutcome,
@@ -169,6 +169,7 @@ class Step:
         device = choose_device(asked.device)
         precision = choose_precision(asked.precision, device)
         self._num_made = self._num_run = 0
+        self._released = False
         self._waiting: list[ReadRows] = []
         self.first_batch: FirstBatch | None = None
         log = OutOfMemoryLog(warn=self._callbacks.warning)
@@ -314,6 +315,7 @@ class Step:
         return self._made(self._read(rows, self._options.batch_size), number)
 
     def _read(self, rows: Rows, most: int) -> ReadRows:
+        self._require_not_released()
         read = self._reader.read(rows)
         if not 0 < len(read) <= most:
             raise OptionError(f"a batch has {len(read)} rows, and batch_size is {most}")
@@ -331,6 +333,7 @@ class Step:
         Raises: MemoryFullError if it cannot be split any further; the weights are those of before. OptionError
         for packed rows that a head which looks for their end token would read elsewhere.
         """
+        self._require_not_released()
         self._follow()
         if self.first_batch is None:
             self._compare(batch)
@@ -361,6 +364,9 @@ class Step:
 
     def predict(self, rows: Rows) -> np.ndarray:
         """(N, C) fp32 logits of any number of rows, in their order, by the weights of now. Labels are not needed."""
+        self._require_not_released()
+        if not num_rows(rows):
+            return np.zeros((0, self._reader.space.num_outputs), dtype=np.float32)
         ids, types = self._reader.sequences(rows)
         if self.packed:
             self._reader.require_last_ends(ids)
@@ -401,11 +407,17 @@ class Step:
                 hint="call flush(), or save after a call whose outcome says updated",
             )
 
+    def _require_not_released(self) -> None:
+        if self._released:
+            raise OptionError("the step was released: it trains no more", hint="make another one of the model")
+
     def release(self) -> Any:
         """End training. Return the model: its weights are plain fp32 parameters, and its own forward works again.
 
         One that was given in eval mode is in eval mode again; modes of another one are as the loop has them.
         """
+        self._require_not_released()
+        self._released = True
         self._built.step.release()
         self._put_back()
         if self._put_in_eval_mode is not None:

@@ -53,6 +53,11 @@ def joined(parts: Sequence[ReadRows]) -> ReadRows:
     )
 
 
+def num_rows(rows: Rows) -> int:
+    """Return how many rows a batch has, of dictionaries or of columns."""
+    return len(next(iter(rows.values()), ())) if isinstance(rows, Mapping) else len(rows)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowReader:
     """Reads rows for one model. with_types: it has token types. Raises: OptionError for rows that it cannot take.
@@ -80,6 +85,8 @@ class RowReader:
 
     def sequences(self, rows: Rows) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """Token ids of each row without padding, and token types if the model has any and they are given."""
+        if not num_rows(rows):
+            raise OptionError("a batch has no rows", hint="leave such batches out")
         self._require_mask(rows)
         left = self.left_is_right
         ids, types = _columns(rows, left) if isinstance(rows, Mapping) else _dictionaries(rows, left)

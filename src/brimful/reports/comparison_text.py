@@ -139,7 +139,9 @@ def _signed(name: str, difference: float) -> str:
 
 
 def verdict(metric: PairedMetric) -> str:
-    """Return `better` or `worse` where the difference is clear."""
+    """Return `better` or `worse` where the difference is clear, and `equal` where there is none in any sample."""
+    if metric.difference == metric.low == metric.high == 0:
+        return "equal"
     if not metric.is_clear:
         return "not clear"
     return "better" if (metric.difference > 0) != (metric.name in LOWER_IS_BETTER) else "worse"

@@ -149,7 +149,11 @@ def _curves(report: RunReport) -> list[Chart]:
 
 def _loss_note(report: RunReport, has_dots: bool) -> str:
     dots = " Dots: of the evaluation rows." if has_dots else ""
-    return dots if report.run.target_scale is None else f"{dots} Targets are scaled to a mean of 0 and a spread of 1."
+    return (
+        dots
+        if report.run.target_scale is None
+        else f"{dots} Targets are scaled to a mean of 0 and a spread of 1, one for all."
+    )
 
 
 def _curve(

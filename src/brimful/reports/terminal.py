@@ -26,7 +26,7 @@ from brimful.core.callbacks import Progress as TrainingProgress
 from brimful.core.errors import listed, printable
 from brimful.core.evaluation import Evaluation
 from brimful.core.records import Recipe, Run
-from brimful.core.units import count_text, number_text, seconds_text, share_text
+from brimful.core.units import count_text, number_text, seconds_text, share_text, target_text
 from brimful.reports.arithmetic import arithmetic_legend
 from brimful.reports.eta import Pace
 from brimful.reports.evaluation_text import metric_text, short_text
@@ -105,7 +105,7 @@ class Terminal(Callbacks):
         if len(labels) > _MOST_LABELS:
             self._say(f"and {len(labels) - _MOST_LABELS:,} more labels", indent=2)
         for name, spread in (report.get("target") or {}).items():
-            low, mean, high = (f"{spread[key]:.4g}" for key in ("min", "mean", "max"))
+            low, mean, high = (target_text(spread[key]) for key in ("min", "mean", "max"))
             self._say(f"{printable(name, 40)}: from {low} to {high}, mean {mean}", indent=2)
         lengths = report["token_lengths"]
         self._say(

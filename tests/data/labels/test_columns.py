@@ -167,4 +167,4 @@ def test_no_label() -> None:
 def test_two_columns_that_could_be_the_label() -> None:
     error = refused(rows_of(comment_text=LONG, toxic=[0, 1], insult=[1, 0]))
     assert str(error) == "rows.csv: 2 columns could be the label: toxic,insult"
-    assert error.hint == "name it: --label-column toxic, or several for one output each"
+    assert error.hint == "name it: --label-column toxic, or toxic,insult for one output each"

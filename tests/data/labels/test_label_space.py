@@ -27,6 +27,8 @@ from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import read_rows
 from brimful.engine.evaluation.truth import read_truth
 
+_WAYS = "leave such rows out, or name the label that is meant by --label-map"
+
 
 def labelled(*values: Any, **more: list[Any]) -> tuple[Rows, Columns]:
     columns = {"label": list(values), **more} if values else more
@@ -137,7 +139,7 @@ def test_unknown_label() -> None:
     error = encoding_refused(space("single_label", "neg", "pos"), "pos", "neutral", "other")
     assert str(error) == "rows.csv, row 2: column 'label' has an unknown label: 'neutral'"
     assert (error.file, error.row, error.value) == ("rows.csv", 2, "neutral")
-    assert error.hint == "the labels are neg, pos"
+    assert error.hint == f"the labels are neg, pos; {_WAYS}"
 
 
 def test_unknown_label_is_escaped_and_the_known_ones_are_not_all_listed() -> None:
@@ -146,7 +148,7 @@ def test_unknown_label_is_escaped_and_the_known_ones_are_not_all_listed() -> Non
     assert "\x1b" not in str(error)
     assert "\x1b" not in (error.hint or "")
     assert (error.hint or "").startswith("the labels are \\x1b[31m, label0")
-    assert (error.hint or "").endswith("label18 and 11 more")
+    assert (error.hint or "").endswith(f"label18 and 11 more; {_WAYS}")
 
 
 def test_places_of_chosen_rows() -> None:
@@ -320,7 +322,7 @@ def test_missing_and_unknown_labels_of_sets() -> None:
     assert encoding_refused(known, "x|y", None).row == 2
     for values in ([["x"], ["y", "z"]], ["x", "y|z"], ['["x"]', '["y", "z"]']):
         error = encoding_refused(known, *values)
-        assert (error.row, error.value, error.hint) == (2, "z", "the labels are x, y")
+        assert (error.row, error.value, error.hint) == (2, "z", f"the labels are x, y; {_WAYS}")
 
 
 def test_flags_that_are_none() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import brimful
 from brimful.core.callbacks import Callbacks
 from brimful.core.records import LabelSpace, TargetScale
-from brimful.engine.target_scale import check_fold, fold
+from brimful.engine.target_scale import check_fold, fold, spread_doubt
 from brimful.models.hub.last_linear import last_linear
 from brimful.tasks.task import make_task
 from commands import call
@@ -144,3 +144,13 @@ def test_the_loss_is_the_plain_one_in_other_units() -> None:
     wanted = plain.loss_rows_S(in_units, torch.from_numpy(targets_NC)) / scale.spread**2
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     assert scaled.answers(logits.float().numpy()) == pytest.approx(in_units.numpy(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("unit", "doubted"), [(1.0, False), (9.0, False), (30_000.0, True)])
+def test_numbers_that_hardly_count(unit: float, doubted: bool) -> None:
+    targets = np.stack([np.linspace(0, 5, 50), np.linspace(0, 5, 50) * unit], axis=1)
+    said = spread_doubt(LabelSpace(task="regression", names=("stars", "price")), targets)
+    assert (said is not None) == doubted
+    if doubted:
+        assert str(said).startswith("numbers of 'stars' (1.473) hardly count beside those of 'price' (44,176)")
+    assert spread_doubt(LabelSpace(task="regression", names=("price",)), targets[:, 1]) is None

@@ -91,8 +91,8 @@ class TrainOptions:
     limit: int | None = None
     """Use only so many rows of DATA, drawn by --seed, to try things out."""
     target_scaling: Literal["auto", "off"] = "auto"
-    """auto: train a new head for numbers on targets with a mean of 0 and a spread of 1, where theirs are far from that;
-    metrics and the saved model are in your units. off: on the targets as they are."""
+    """auto: train a new head for numbers on targets with a mean of 0 and a spread of 1 (one for all columns), where
+    theirs are far from that; metrics and the saved model are in your units. off: on the targets as they are."""
     label_map: str | None = None
     """Data label to model label, for a head with other names: `pos=POSITIVE,neg=NEGATIVE`, or a JSON file."""
     new_head: bool = False

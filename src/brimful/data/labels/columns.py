@@ -214,7 +214,7 @@ def _find_label(rows: Rows, taken: Collection[str | None]) -> tuple[str, str, tu
         raise DataError(
             f"{len(fewest)} columns could be the label: {shown}",
             file=rows.name,
-            hint=f"name it: --label-column {printable(fewest[0])}, or several for one output each",
+            hint=f"name it: --label-column {printable(fewest[0])}, or {shown} for one output each",
         )
     alone = [f"'{printable(name)}' has one value in all rows" for name in left if key_of(name) not in IDS]
     used = [f"'{printable(name)}' is read as text" for name in taken if name is not None]

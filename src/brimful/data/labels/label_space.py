@@ -272,8 +272,12 @@ def _is_numbered(space: LabelSpace) -> bool:
     return list(space.values) == _numbered(space.num_outputs)
 
 
+#: What to do about a label that the model or the training rows do not have.
+_WAYS = "leave such rows out, or name the label that is meant by --label-map"
+
+
 def _unknown(column: LabelColumn, index: int, label: str, space: LabelSpace) -> DataError:
-    return column.error_at(index, "has an unknown label", label, f"the labels are {_listed(space.values)}")
+    return column.error_at(index, "has an unknown label", label, f"the labels are {_listed(space.values)}; {_WAYS}")
 
 
 def _listed(names: Iterable[str]) -> str:

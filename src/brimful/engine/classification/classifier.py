@@ -388,12 +388,12 @@ def _columns(firsts: list[Text], seconds: list[Text] | None, callbacks: Callback
 
 def _column(name: str, texts: list[Text], callbacks: Callbacks) -> pa.Array:
     try:
-        return pa.array(texts, pa.large_string())
+        return pa.array(texts, pa.large_string(), from_pandas=True)  # whose NaN is None
     except UnicodeEncodeError:
-        kept = [text if text is None or encodes(text) else None for text in texts]
+        kept = [text if not isinstance(text, str) or encodes(text) else None for text in texts]
         lost = sum(text is None for text in kept) - sum(text is None for text in texts)
         callbacks.warning(f"{lost:,} of {len(texts):,} {name} cannot be encoded (half a surrogate pair): no answer")
-        return pa.array(kept, pa.large_string())
+        return pa.array(kept, pa.large_string(), from_pandas=True)
     except (TypeError, ValueError, pa.ArrowException) as error:
         wrong = next((i for i, text in enumerate(texts) if not isinstance(text, str | None)), None)
         said = f"{name} must be a list of texts" if wrong is None else f"{name}[{wrong}] is no text"

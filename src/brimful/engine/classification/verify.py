@@ -177,6 +177,7 @@ def _attempts(options: ClassifyOptions, precision: Precision) -> Iterator[tuple[
         yield precision.in_bf16("its answers were not those of the plain model"), options
     exact = choose_precision("fp32", precision.device)
     if precision.value != "fp32":
+        exact = replace(exact, reason=f"answers in {precision.value} were not those of the plain model")
         yield exact, options
     if options.packing == "auto":
         yield exact, replace(options, packing="off", execution="auto")

@@ -114,7 +114,7 @@ def learning_findings(prepared: Prepared, options: TrainOptions, folder: Path, c
 
 
 def _given(prepared: Prepared, options: TrainOptions) -> dict[str, float | None]:
-    """What losses are held to. A rate of SGD says little of how long its steps are."""
+    """Measures that losses are held to. A rate of SGD says little of how long its steps are."""
     chance = chance_loss(prepared.space, scaled=prepared.target_scale is not None)
     return {"chance": chance, "rate": None if options.optim == "sgd" else prepared.learning.learning_rate}
 
