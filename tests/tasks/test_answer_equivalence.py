@@ -82,6 +82,19 @@ def test_one_output_that_is_always_scored_never_flips() -> None:
     assert (found.num_near_ties, found.num_flips, found.passed) == (0, 0, False)
 
 
+@pytest.mark.parametrize(
+    ("off", "passed"),
+    [([0.031, 0.0], True), ([0.0, 5e-4], True), ([0.25, 0.0], False), ([0.0, 0.05], False)],
+    ids=["one step of fp32", "what is left of terms that large", "several steps", "more than that"],
+)
+def test_fp32_is_not_held_to_less_than_it_rounds(off: list[float], passed: bool) -> None:
+    """Two outputs of one layer, of which one is large and varies little."""
+    rows = np.arange(40.0)[:, None]
+    plain = np.concatenate([355_000 + 2 * rows, rows / 10], axis=1).astype(np.float32)
+    fast = (plain + np.array(off)).astype(np.float32)
+    assert equivalence(form_of("regression", 2), fast, plain, "fp32").passed == passed
+
+
 def test_numbers_are_compared_in_units_of_their_size() -> None:
     plain = np.array([[1000, 0], [-1000, 0]], dtype=np.float32)
     found = equivalence(form_of("regression", 2), plain + np.array([1, 0.01], dtype=np.float32), plain)

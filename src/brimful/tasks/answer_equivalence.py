@@ -20,6 +20,9 @@ from brimful.tasks.ranking import Flags, Floats, Singles, finite_rows
 _MISSING = 1.0
 #: Rows from which on the spread of their outputs is known, times that spread, and least share of their size.
 _FEW, _SPREADS, _LEAST = 10, 4.0, 1e-3
+#: Least shares in fp32, which rounds to 6e-8: of an output's own size, and of the largest one's, as all are made of the
+#: same numbers. With them a tolerance of 1e-5 is some roundings of either.
+_ROUNDED, _ROUNDED_BESIDE = 5e-2, 5e-3
 
 
 def compare_answers(
@@ -32,7 +35,8 @@ def compare_answers(
     one of the two only is an unexplained flip; one that has none from both is not counted.
     """
     tolerance = TOLERANCES[precision].answers
-    blocks = [_rows(form, *pair, tolerance) for pair in zip(fast, plain, strict=True)] or [(np.zeros(0),) * 4]
+    rounds = precision == "fp32"
+    blocks = [_rows(form, *pair, tolerance, rounds) for pair in zip(fast, plain, strict=True)] or [(np.zeros(0),) * 4]
     differences_K, near_ties_K, flips_K, unexplained_K = map(np.concatenate, zip(*blocks, strict=True))
     difference, num_rows = float(differences_K.max(initial=0)), len(differences_K)
     num_flips, num_unexplained = int(flips_K.sum()), int(unexplained_K.sum())
@@ -49,12 +53,15 @@ def compare_answers(
     )
 
 
-def _rows(form: Form, fast_GM: Singles, plain_GM: Singles, tolerance: float) -> tuple[np.ndarray, ...]:
-    """(K,) each: the largest difference, and flags of near-ties, of other labels, and of those that are unexplained."""
+def _rows(form: Form, fast_GM: Singles, plain_GM: Singles, tolerance: float, rounds: bool) -> tuple[np.ndarray, ...]:
+    """(K,) each: the largest difference, and flags of near-ties, of other labels, and of those that are unexplained.
+
+    rounds: whether the tolerance is so small that the rounding of fp32 must have room in it.
+    """
     by_fast_G, by_plain_G = finite_rows(fast_GM), finite_rows(plain_GM)
     known_G = by_fast_G | by_plain_G
     missing_K = np.not_equal(by_fast_G, by_plain_G)[known_G]
-    scale_M = _scale(plain_GM[by_plain_G]) if form.numeric else np.ones(plain_GM.shape[1])
+    scale_M = _scale(plain_GM[by_plain_G], rounds) if form.numeric else np.ones(plain_GM.shape[1])
     fast_KM, plain_KM = (np.nan_to_num(scores_GM[known_G].astype(np.float64)) for scores_GM in (fast_GM, plain_GM))
     differences_K = (np.abs(fast_KM - plain_KM) / scale_M).max(axis=1, initial=0)
     flips_KM = near_KM = np.zeros(plain_KM.shape, dtype=bool)
@@ -69,18 +76,20 @@ def _rows(form: Form, fast_GM: Singles, plain_GM: Singles, tolerance: float) -> 
     )
 
 
-def _scale(plain_GM: Singles) -> Floats:
+def _scale(plain_GM: Singles, rounds: bool) -> Floats:
     """(M,): what a difference of each output is measured by, 1 where it is 0.
 
     Its root mean square, or a few times its spread over rows where that is less: answers around 2003 that differ by 2
-    from one another must not be off by 8. A few rows say little of a spread.
+    from one another must not be off by 8. A few rows say little of a spread. rounds: as of `_rows`.
     """
     if not len(plain_GM):
         return np.ones(plain_GM.shape[1])
-    scale_M = np.sqrt(np.square(plain_GM, dtype=np.float64).mean(axis=0))
+    size_M = scale_M = np.sqrt(np.square(plain_GM, dtype=np.float64).mean(axis=0))
     if len(plain_GM) >= _FEW:
         spread_M = plain_GM.std(axis=0, dtype=np.float64)
         scale_M = np.clip(_SPREADS * spread_M, _LEAST * scale_M, scale_M)
+    if rounds:
+        scale_M = np.maximum(scale_M, np.maximum(_ROUNDED * size_M, _ROUNDED_BESIDE * size_M.max(initial=0.0)))
     return np.where(scale_M > 0, scale_M, 1.0)
 
 
