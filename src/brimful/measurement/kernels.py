@@ -20,7 +20,7 @@ PARTS: tuple[PartName, ...] = get_args(PartName)[:-1]
 
 #: Part and what its names have in them. Read from the top; the first one found decides.
 _RULES: tuple[tuple[PartName, str], ...] = (
-    ("communication", r"(?i)^nccl|^c10d::|^gloo:"),
+    ("communication", r"(?i)^nccl|^c10d::|^gloo:|^clock_(start|stop)$"),
     # Kernels that inductor wrote.
     ("contractions", r"^triton_tem_(?!.*(flex_attention|sdpa))"),
     ("attention", r"^triton_\w*(flex_attention|scaled_dot_product|flash_attention|(varlen|relative)_attention)"),
