@@ -116,3 +116,11 @@ def test_words_that_are_missing_or_too_many(words: list[str], error: str, brimfu
     assert first.startswith("error: ")
     assert error in first
     assert second.startswith("hint: ")
+
+
+def test_help_is_a_command_too(brimful: Brimful) -> None:
+    assert brimful("help").out == brimful("--help").out != ""
+    process = subprocess.run(
+        [sys.executable, "-m", "brimful", "help", "train"], capture_output=True, text=True, timeout=60
+    )
+    assert (process.returncode, process.stdout.split(" DATA")[0]) == (0, "usage: brimful train")

@@ -114,9 +114,10 @@ def test_a_label_that_no_row_is_evaluated_on(brimful: Brimful, files: Files, tmp
 
 
 def test_equal_texts_with_different_labels(brimful: Brimful, files: Files, tmp_path: Path) -> None:
-    rows = [*columns(TEXTS, LABELS), (TEXTS[0], "good"), (TEXTS[0], "bad")]
+    rows = [*columns(TEXTS, LABELS), (TEXTS[0], "good"), (TEXTS[0], "bad"), ("N/A", "good"), ("nan", "bad")]
     said = plan(brimful, files, write_csv(tmp_path / "rows.csv", ("text", "label"), rows), "--eval-split", 0).err
-    assert "1 text has different labels in different rows (3 training rows); the first: rows 1 and 61" in said
+    assert "1 text has different labels in different rows (3 training rows); the first: rows 1 and 61, '" in said
+    assert "warning: 2 rows have nothing but 'N/A', 'nan' in column 'text': a text like others" in said
 
 
 def test_rows_to_evaluate_on_are_read_as_those_of_training(brimful: Brimful, files: Files, tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_HELP, end="", file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
+    if arguments[0] == "help":
+        return run([*arguments[1:2], "--help"])
     if arguments[0] == "--version":
         from brimful import __version__
 

@@ -15,7 +15,7 @@ from brimful.data.labels.doubts import data_doubts, label_doubts
 from brimful.data.labels.examples import Examples, draw, make_examples, num_empty_labels, split_examples
 from brimful.data.labels.label_columns import no_label_text
 from brimful.data.labels.label_space import detect_labels, label_doubt, task_reason
-from brimful.data.labels.missing import missing_words, said_of_words, without_words
+from brimful.data.labels.missing import missing_texts, missing_words, said_of_words, without_words
 from brimful.data.labels.weights import weighted
 from brimful.data.readers.fields import rows_with_fields
 from brimful.data.readers.file_format import FileFormat
@@ -124,8 +124,9 @@ def _tell_labels(rows: Rows, columns: Columns, task: TaskChoice, space: LabelSpa
     noun = "output" if space.task == "regression" else "label"
     why = f" ({task_reason(rows, columns, space)}; --task names another)" if task == "auto" else ""
     callbacks.note(f"task: {space.task}, {len(space.names)} {noun}{'s' if len(space.names) > 1 else ''}: {shown}{why}")
-    for doubt in label_doubts(rows, columns, space):
-        callbacks.warning(doubt)
+    for doubt in (*label_doubts(rows, columns, space), missing_texts(rows, columns)):
+        if doubt is not None:
+            callbacks.warning(doubt)
 
 
 def _shown_name(name: str) -> str:

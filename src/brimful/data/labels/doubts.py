@@ -155,5 +155,5 @@ def _conflicts(examples: Examples) -> str | None:
     noun = "text has" if num_texts == 1 else "texts have"
     return (
         f"{num_texts:,} {noun} different labels in different rows ({int(in_conflict.sum()):,} training rows);"
-        f" the first: rows {first:,} and {second:,}"
+        f" the first: rows {first:,} and {second:,}, '{printable(examples.texts[first_at].as_py(), 40)}'"
     )

@@ -1,4 +1,5 @@
-"""Labels that programs write where there is none, as `nan` and `NULL`: texts like others to a reader of files."""
+"""Words that programs write where there is no label or no text, as `nan` and `NULL`: texts like others to a reader of
+files."""
 
 from __future__ import annotations
 
@@ -21,7 +22,24 @@ def missing_words(rows: Rows, columns: Columns) -> dict[str, int]:
     """Such labels in a column of texts, and the rows that have each."""
     if len(columns.labels) != 1 or not pa.types.is_large_string(rows.table.schema.field(columns.labels[0]).type):
         return {}
-    column = rows.table[columns.labels[0]]
+    return _counts(rows.table[columns.labels[0]])
+
+
+def missing_texts(rows: Rows, columns: Columns) -> str | None:
+    """One line on rows whose whole text is such a word."""
+    names = rows.table.column_names
+    if columns.text not in names or not pa.types.is_large_string(rows.table.schema.field(columns.text).type):
+        return None
+    if not (words := _counts(rows.table[columns.text])):
+        return None
+    number = sum(words.values())
+    whole = "1 row has" if number == 1 else f"{number:,} rows have"
+    shown = listed([f"'{printable(word)}'" for word in words], _FEW)
+    where = f"column '{printable(columns.text, 60)}'"
+    return f"{whole} nothing but {shown} in {where}: a text like others; leave out such rows"
+
+
+def _counts(column: pa.ChunkedArray) -> dict[str, int]:
     counts = pc.value_counts(column.filter(_are_words(column, _WORDS))).to_pylist()
     return {each["values"]: each["counts"] for each in counts}
 
