@@ -61,6 +61,8 @@ def test_noise_is_not_a_fall() -> None:
         ([1.3, 1.2, 1.1, 1.15, 1.12, 1.11], 5e-5, "open"),  # it may be too low
         ([1.3, 1.2, 1.1, 0.6, 0.3, 0.2], 0.05, "open"),
         ([1.9], None, "open"),  # a first step
+        ([1.09], 0.05, "open"),
+        ([1.2, 1.1, 1.1, 1.0, 1.0, 1.0, 0.9, 0.9, 9.0], None, "open"),  # one of rows that are far off
         ([4.0], None, "diverged"),
         ([], 0.05, "open"),
         (LEVEL, 5e-5, "learned"),
@@ -68,15 +70,18 @@ def test_noise_is_not_a_fall() -> None:
 )
 def test_what_a_training_came_to(training: list[float], rate: float | None, course: str) -> None:
     """Of three labels."""
-    chance = chance_loss(LabelSpace(task="single_label", names=("a", "b", "c")), scaled=False)
+    chance = chance_loss(LabelSpace(task="single_label", names=("a", "b", "c")), scaled=False, weighted=True)
     assert course_of(curve(training), chance, rate) == course
     found = findings_of_learning(curve(training), [], picks_best=False, chance=chance, rate=rate)
     assert any("try a lower --learning-rate" in said for said in found) == (course == "diverged")
 
 
 def test_numbers_without_a_scale_have_no_loss_of_chance() -> None:
-    assert chance_loss(LabelSpace(task="regression", names=("price",)), scaled=False) is None
-    assert chance_loss(LabelSpace(task="regression", names=("price",)), scaled=True) == 1.0
+    price, several = LabelSpace(task="regression", names=("price",)), LabelSpace(task="multi_label", names=("a", "b"))
+    assert chance_loss(price, scaled=False, weighted=False) is None
+    assert chance_loss(price, scaled=True, weighted=False) == 1.0
+    assert chance_loss(several, scaled=False, weighted=True) is None
+    assert chance_loss(several, scaled=False, weighted=False) == pytest.approx(0.693, abs=1e-3)
     assert course_of(curve([1e9] * 9), None, 1.0) == "open"
 
 

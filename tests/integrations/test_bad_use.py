@@ -100,8 +100,8 @@ def test_a_batch_without_rows() -> None:
 def test_a_step_that_was_released() -> None:
     step = step_of(FAMILIES["bert"].model())
     batch = step.batch(BATCH)
-    step.release()
-    for use in (lambda: step(BATCH), lambda: step.run(batch), lambda: step.predict(BATCH), step.release):
+    assert step.release() is step.release()
+    for use in (lambda: step(BATCH), lambda: step.run(batch), lambda: step.predict(BATCH), step.state_dict):
         refused("the step was released: it trains no more", use)
 
 

@@ -67,6 +67,9 @@ def test_what_lies_outside_is_said() -> None:
 def test_memory_need_not_hold_all_at_once() -> None:
     state = whole_of(parts())
     assert state.weights["rows"] is not state.weights["rows"]  # put together when it is asked for
+    assert state.shapes() == dict.fromkeys(WHOLE, (4, 3)) | {"positions": (3,)}
+    assert "rows" in state.weights
+    assert "none" not in state.weights
     assert state.num_bytes == sum(7 * each.nbytes for each in WHOLE.values()) // 4 + 3 * 4 + 3 * 8
 
 

@@ -95,6 +95,13 @@ def test_fp32_is_not_held_to_less_than_it_rounds(off: list[float], passed: bool)
     assert equivalence(form_of("regression", 2), fast, plain, "fp32").passed == passed
 
 
+def test_a_small_output_beside_a_large_one_may_not_be_wrong() -> None:
+    draw = np.random.default_rng(0)
+    plain = np.stack([draw.uniform(0, 2e7, 60), draw.uniform(0, 1, 60)], axis=1).astype(np.float32)
+    fast = plain + np.array([0.0, 1.0], dtype=np.float32) * draw.uniform(-0.05, 0.05, (60, 1)).astype(np.float32)
+    assert not equivalence(form_of("regression", 2), fast, plain, "fp32").passed
+
+
 def test_numbers_are_compared_in_units_of_their_size() -> None:
     plain = np.array([[1000, 0], [-1000, 0]], dtype=np.float32)
     found = equivalence(form_of("regression", 2), plain + np.array([1, 0.01], dtype=np.float32), plain)

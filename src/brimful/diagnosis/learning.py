@@ -30,11 +30,16 @@ Losses = Sequence[tuple[int, float]]
 Course = Literal["learned", "diverged", "open"]
 
 
-def chance_loss(space: LabelSpace, *, scaled: bool) -> float | None:
-    """Return the mean loss of answers that tell nothing apart. scaled: whether numbers have a spread of 1; without, it
-    is not known."""
+def chance_loss(space: LabelSpace, *, scaled: bool, weighted: bool) -> float | None:
+    """Return the mean loss of answers that tell nothing apart; None where it is not known.
+
+    scaled: whether numbers have a spread of 1. weighted: whether labels have weights; of several a row, the loss is no
+    mean then.
+    """
     if space.task == "regression":
         return 1.0 if scaled else None
+    if space.task == "multi_label" and weighted:
+        return None
     return math.log(2 if space.task == "multi_label" else max(2, space.num_outputs))
 
 
@@ -42,16 +47,17 @@ def course_of(training: Losses, chance: float | None, rate: float | None) -> Cou
     """Return what `training` (as in `findings_of_learning`) came to. chance: of `chance_loss`. rate: the peak, of an
     optimizer whose steps are as long as it says; else None."""
     if chance is not None and (end := _end(training)) is not None:
-        most = _DIVERGED if len(training) >= _FEWEST_LOSSES else _DIVERGED_OF_FEW
-        if end > most * chance or (rate is not None and rate >= _HIGH_RATE and end > _NOTHING * chance):
+        few = len(training) < _FEWEST_LOSSES
+        too_high = rate is not None and rate >= _HIGH_RATE and not few
+        if end > (_DIVERGED_OF_FEW if few else _DIVERGED) * chance or (too_high and end > _NOTHING * chance):
             return "diverged"
     return "learned" if has_learned(training) else "open"
 
 
 def _end(training: Losses) -> float | None:
-    """The mean of the last losses."""
+    """The median of the last losses: one may be of rows that are far off."""
     losses = [loss for _, loss in training]
-    return statistics.fmean(losses[-max(1, len(losses) // _PARTS) :]) if losses else None
+    return statistics.median(losses[-max(1, len(losses) // _PARTS) :]) if losses else None
 
 
 def findings_of_learning(

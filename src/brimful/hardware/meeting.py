@@ -29,6 +29,8 @@ _WORD_S = 30.0
 _FAILED, _SECOND = "failed", "second 0"
 #: Seconds that whatever has the port of the store may take to answer as one.
 _ANSWER_S = 10.0
+#: Seconds in which a first process that has just opened its store calls its meeting.
+_CALL_S = 2.0
 #: Stores by process, address and place. One that this process opened stays for its next meeting: others may be there
 #: first, and would be at a store that ends.
 _STORES: dict[tuple[int, str, Place], Any] = {}
@@ -79,8 +81,9 @@ def _check_first(place: Place, host: str, port: int) -> None:
 
     def look() -> None:
         with suppress(Exception):
-            until, briefly = time.monotonic() + _ANSWER_S, timedelta(seconds=_ANSWER_S)
+            briefly = timedelta(seconds=_ANSWER_S)
             store = TCPStore(host, port, place.count, False, timeout=briefly, wait_for_workers=False)
+            until = time.monotonic() + _CALL_S
             while not found and time.monotonic() < until:
                 if store.check([_CALLED]):
                     _, pulses = parts_of(store, store.get(_CALLED).decode())

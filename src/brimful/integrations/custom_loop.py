@@ -381,6 +381,7 @@ class Step:
 
     def state(self) -> StepState:
         """Everything an exact continuation needs, of the tensors as they are: no copies."""
+        self._require_not_released()
         self._require_none_waiting()
         state = self._built.step.state()
         return dataclasses.replace(state, counters=dataclasses.replace(state.counters, batches=self._num_run))
@@ -414,14 +415,15 @@ class Step:
     def release(self) -> Any:
         """End training. Return the model: its weights are plain fp32 parameters, and its own forward works again.
 
-        One that was given in eval mode is in eval mode again; modes of another one are as the loop has them.
+        One that was given in eval mode is in eval mode again; modes of another one are as the loop has them. Again, it
+        only returns the model.
         """
-        self._require_not_released()
-        self._released = True
-        self._built.step.release()
-        self._put_back()
-        if self._put_in_eval_mode is not None:
-            self._put_in_eval_mode()
+        if not self._released:
+            self._built.step.release()
+            self._put_back()
+            if self._put_in_eval_mode is not None:
+                self._put_in_eval_mode()
+            self._released = True
         return self._given.restored()
 
     def _put_back(self) -> None:

@@ -54,8 +54,10 @@ def joined(parts: Sequence[ReadRows]) -> ReadRows:
 
 
 def num_rows(rows: Rows) -> int:
-    """Return how many rows a batch has, of dictionaries or of columns."""
-    return len(next(iter(rows.values()), ())) if isinstance(rows, Mapping) else len(rows)
+    """Return how many rows a batch has, of dictionaries or of columns; 1 of columns without ids, which are refused."""
+    if not isinstance(rows, Mapping):
+        return len(rows)
+    return len(rows["input_ids"]) if "input_ids" in rows else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,6 +97,43 @@ class Counters:
     batches: int = 0
 
 
+class _Wholes(Mapping[str, Tensor]):
+    """Whole tensors by name, each put together when it is asked for: memory need not hold all of them.
+
+    pieces: of each. A tensor without a place is whole.
+    """
+
+    def __init__(self, pieces: Mapping[str, Sequence[tuple[Part | None, Tensor]]]) -> None:
+        self._pieces = pieces
+
+    def __getitem__(self, name: str) -> Tensor:
+        pieces = self._pieces[name]
+        place, first = pieces[0]
+        if place is None:
+            return first
+        whole = torch.empty(place.shape, dtype=first.dtype)
+        for part, tensor in pieces:
+            assert part is not None
+            part.put(tensor.to("cpu"), whole)
+        return whole
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._pieces  # without putting it together
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all, which are put together for none."""
+        return {
+            name: tuple(first.shape if place is None else place.shape)
+            for name, ((place, first), *_) in self._pieces.items()
+        }
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepState:
     """Weights (fp32 masters) and buffers by their names in the model, optimizer states by parameter, counters.
@@ -120,38 +157,17 @@ class StepState:
             for key, tensor in kept.tensors.items():
                 yield f"optimizer/{name}/{key}", tensor
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of weights and buffers, by name."""
+        weights = self.weights
+        found = weights.shapes() if isinstance(weights, _Wholes) else {n: tuple(t.shape) for n, t in weights.items()}
+        return found | {name: tuple(tensor.shape) for name, tensor in self.buffers.items()}
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors; tied weights count once per name, as a checkpoint stores them."""
         groups = [self.weights, self.buffers, *(kept.tensors for kept in self.optimizer.values())]
         return sum(tensor.nbytes for group in groups for tensor in group.values())
-
-
-class _Wholes(Mapping[str, Tensor]):
-    """Whole tensors by name, each put together when it is asked for: memory need not hold all of them.
-
-    pieces: of each. A tensor without a place is whole.
-    """
-
-    def __init__(self, pieces: Mapping[str, Sequence[tuple[Part | None, Tensor]]]) -> None:
-        self._pieces = pieces
-
-    def __getitem__(self, name: str) -> Tensor:
-        pieces = self._pieces[name]
-        place, first = pieces[0]
-        if place is None:
-            return first
-        whole = torch.empty(place.shape, dtype=first.dtype)
-        for part, tensor in pieces:
-            assert part is not None
-            part.put(tensor.to("cpu"), whole)
-        return whole
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces)
-
-    def __len__(self) -> int:
-        return len(self._pieces)
 
 
 def whole_of(states: Sequence[StepState]) -> StepState:

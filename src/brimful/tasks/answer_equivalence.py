@@ -21,8 +21,8 @@ _MISSING = 1.0
 #: Rows from which on the spread of their outputs is known, times that spread, and least share of their size.
 _FEW, _SPREADS, _LEAST = 10, 4.0, 1e-3
 #: Least shares in fp32, which rounds to 6e-8: of an output's own size, and of the largest one's, as all are made of the
-#: same numbers. With them a tolerance of 1e-5 is some roundings of either.
-_ROUNDED, _ROUNDED_BESIDE = 5e-2, 5e-3
+#: same numbers, but no more than so many times its spread. With them a tolerance of 1e-5 is some roundings of either.
+_ROUNDED, _ROUNDED_BESIDE, _MOST_BESIDE = 5e-2, 5e-3, 100.0
 
 
 def compare_answers(
@@ -84,12 +84,13 @@ def _scale(plain_GM: Singles, rounds: bool) -> Floats:
     """
     if not len(plain_GM):
         return np.ones(plain_GM.shape[1])
-    size_M = scale_M = np.sqrt(np.square(plain_GM, dtype=np.float64).mean(axis=0))
+    size_M = scale_M = spread_M = np.sqrt(np.square(plain_GM, dtype=np.float64).mean(axis=0))
     if len(plain_GM) >= _FEW:
         spread_M = plain_GM.std(axis=0, dtype=np.float64)
         scale_M = np.clip(_SPREADS * spread_M, _LEAST * scale_M, scale_M)
     if rounds:
-        scale_M = np.maximum(scale_M, np.maximum(_ROUNDED * size_M, _ROUNDED_BESIDE * size_M.max(initial=0.0)))
+        beside_M = np.minimum(_ROUNDED_BESIDE * size_M.max(initial=0.0), _MOST_BESIDE * spread_M)
+        scale_M = np.maximum(scale_M, np.maximum(_ROUNDED * size_M, beside_M))
     return np.where(scale_M > 0, scale_M, 1.0)
 
 

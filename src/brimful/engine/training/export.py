@@ -128,15 +128,17 @@ def _checkpoint(folder: RunFolder, run: Run, step: int | None, callbacks: Callba
 def _take_weights(model: torch.nn.Module, checkpoint: Checkpoint, run: Run) -> None:
     """Put the checkpoint's weights into the model. Raises: ModelError where they are not those of such a model."""
     own = model.state_dict()
-    saved = {**checkpoint.state.weights, **checkpoint.state.buffers}
-    wrong = [name for name, tensor in saved.items() if name in own and own[name].shape != tensor.shape]
+    state, saved = checkpoint.state, checkpoint.state.shapes()
+    wrong = [name for name, shape in saved.items() if name in own and tuple(own[name].shape) != shape]
     wrong += [name for name, p in model.named_parameters() if p.requires_grad and name not in saved]
     if wrong:
         raise ModelError(
             f"{printable(run.model)} is not the model that the run was started with: {printable(wrong[0])} differs",
             hint="put the model back where it was",
         )
-    model.load_state_dict({name: tensor for name, tensor in saved.items() if name in own}, strict=False)
+    with torch.no_grad():
+        for name in saved.keys() & own.keys():
+            own[name].copy_(state.weights[name] if name in state.weights else state.buffers[name])
 
 
 def _take_averages(model: torch.nn.Module, checkpoint: Checkpoint, run: Run) -> None:

@@ -114,9 +114,10 @@ def learning_findings(prepared: Prepared, options: TrainOptions, folder: Path, c
 
 
 def _given(prepared: Prepared, options: TrainOptions) -> dict[str, float | None]:
-    """Measures that losses are held to. A rate of SGD says little of how long its steps are."""
-    chance = chance_loss(prepared.space, scaled=prepared.target_scale is not None)
-    return {"chance": chance, "rate": None if options.optim == "sgd" else prepared.learning.learning_rate}
+    """Measures that losses are held to. Steps of Adam are as long as the rate says."""
+    scaled, weighted = prepared.target_scale is not None, options.class_weights is not None
+    rate = prepared.learning.learning_rate if "adam" in options.optim else None
+    return {"chance": chance_loss(prepared.space, scaled=scaled, weighted=weighted), "rate": rate}
 
 
 def losses_in(events: Path, callbacks: Callbacks) -> tuple[Losses, Losses]:

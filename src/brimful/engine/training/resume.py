@@ -129,11 +129,7 @@ def require_checkpoint(folder: Path, saved: list[int]) -> None:
 
 def check_weights(own: Mapping[str, Tensor], checkpoint: Checkpoint, output: str) -> None:
     """Check that a checkpoint has weights for this model. Raises: OutputError."""
-    state = checkpoint.state
-    shapes, saved = (
-        {name: tensor.shape for name, tensor in tensors.items()}
-        for tensors in (own, {**state.weights, **state.buffers})
-    )
+    shapes, saved = {name: tuple(tensor.shape) for name, tensor in own.items()}, checkpoint.state.shapes()
     if other := sorted(name for name in {*shapes, *saved} if shapes.get(name) != saved.get(name)):
         raise OutputError(
             f"{printable(output, 200)} cannot be resumed: {printable(other[0])} of the model is not what it is in the"

@@ -11,7 +11,7 @@ do them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -29,9 +29,11 @@ except ImportError:  # Triton comes with torch for GPUs, and is missing beside t
 
 
 def clock_of(traffic: Traffic, device: torch.device) -> DeviceClock | None:
-    """Return the clock of what is sent from a GPU, one for all of a process; None on a CPU."""
+    """Return the clock of what is sent from a GPU, one for all of a process; None on a CPU, and where there can be
+    none: a run does without."""
     if device.type == "cuda" and traffic.device is None and StreamClock is not None:
-        traffic.device = StreamClock(device, slots=2)
+        with suppress(Exception):
+            traffic.device = StreamClock(device, slots=2)
     return traffic.device
 
 
@@ -110,10 +112,9 @@ class Reduction:
         self._stream.wait_stream(torch.cuda.current_stream())
         if self._side_stream is not None:
             self._side_stream.precede(self._stream)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), counted(self._clock, SENT):
             self._fill(bucket)
-            with counted(self._clock, SENT):
-                self._sum(bucket)()
+            self._sum(bucket)()
 
     def _sum(self, bucket: Bucket) -> Ending:
         whole, ranks = self._memory[bucket.part], self.ranks

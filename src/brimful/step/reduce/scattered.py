@@ -126,7 +126,11 @@ class OwnParts(Reduction):
             if self._clock is not None and not self._spreads:
                 self._clock.start(SENT)
             self._spreads = True
-            yield
+            try:
+                yield
+            except BaseException:
+                self._spreads = False
+                raise
 
     def wait_for_spread(self) -> None:
         """Have all parts before what is launched from now on."""
