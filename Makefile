@@ -51,4 +51,4 @@ scripts: .venv/installed
 	$(BIN)/python -m pytest -m scripts tests/benchmarks
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache demo-run
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache demo-run*
