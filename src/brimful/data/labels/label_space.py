@@ -25,6 +25,8 @@ _MOST_CLASSES = 1000
 _FEWEST_AMOUNTS = 6
 #: Rows of each class, on average, for more than 50 whole numbers to be taken as classes.
 _FEWEST_PER_CLASS = 2
+#: What to do about a label that the model or the training rows do not have.
+_WAYS = "leave such rows out, or name the label that is meant by --label-map"
 
 
 def detect_labels(rows: Rows, columns: Columns, task: TaskChoice = "auto") -> LabelSpace:
@@ -270,10 +272,6 @@ def _outputs(
 
 def _is_numbered(space: LabelSpace) -> bool:
     return list(space.values) == _numbered(space.num_outputs)
-
-
-#: What to do about a label that the model or the training rows do not have.
-_WAYS = "leave such rows out, or name the label that is meant by --label-map"
 
 
 def _unknown(column: LabelColumn, index: int, label: str, space: LabelSpace) -> DataError:

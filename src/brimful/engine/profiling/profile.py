@@ -152,8 +152,7 @@ def _profile(built: Built, options: ProfileOptions, callbacks: Callbacks) -> tup
         found = breakdown(trace.kernels, trace.kernels, steps=steps, step_s=time.mean_s)
         if not sent_s:  # of weights in parts: torch sends them
             sent_s = running_seconds(trace.kernels, "communication") / steps / found.stretch
-            exposed_s = next(part.seconds for part in found.parts if part.name == "communication")
-            hidden_s = max(0.0, sent_s - exposed_s)
+            hidden_s = max(0.0, sent_s - next(p.seconds for p in found.parts if p.name == "communication"))
     else:
         pieces, calls = with_callers(trace.operators)
         found = breakdown(pieces, calls, steps=steps, step_s=time.mean_s, stretch=time.recorded_s / time.mean_s)

@@ -393,7 +393,8 @@ def _mapped(file: Path) -> dict[str, torch.Tensor]:
     """Tensors of a file, whose pages the system reads when they are used, and may drop: each of several processes that
     go on from a checkpoint has all of it."""
     with safetensors.safe_open(file, framework="pt") as opened:
-        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
+        names = opened.keys()  # it is no mapping
+        return {name: opened.get_tensor(name) for name in names}
 
 
 def _state_of(tensors: Mapping[str, Mapping[str, torch.Tensor]], values: Mapping[str, Any]) -> StepState:
