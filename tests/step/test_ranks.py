@@ -281,7 +281,8 @@ def test_our_kernels_update_by_parts_what_they_update_whole(count: int, by_peers
         step.meet()
         if after is not None:
             step.load_state(after)
-        told = [step.run(part_of(number, ranks, task, targets, PACKED)).read() for number in range(1, 4)]
+        numbers = (1, 2) if after is None else (3,)
+        told = [step.run(part_of(number, ranks, task, targets, PACKED)).read() for number in numbers]
         kept = [p.detach().clone() for p in model.parameters()]
         state = step.state()
         step.release()

