@@ -288,6 +288,9 @@ def test_our_kernels_update_by_parts_what_they_update_whole(count: int, by_peers
         step.release()
         assert all(p.dtype == torch.float32 for p in model.parameters())
         released = dict(model.named_parameters())
+        others: list[Any] = [None] * count  # whose parts, of weights that are used in bf16, came last of all
+        dist.all_gather_object(others, [p.detach() for p in released.values()])
+        assert all(map(torch.equal, others[0], others[-1]))
         for name, weight in state.weights.items():
             part = state.parts.get(f"weights/{name}", Part(shape=tuple(weight.shape), starts=(0,) * weight.ndim))
             whole = released[name].detach().clone()
