@@ -1,5 +1,7 @@
 """Parquet and Arrow files as a stream: batches of rows, without ever holding a row group or mapping a whole file.
 
+A record batch of an Arrow file that is compressed is unpacked whole: its writer decides how large that is.
+
 A file that is compressed as a whole (.parquet.gz) is unpacked into a temporary file, as its end must be read first.
 """
 
@@ -36,8 +38,8 @@ class ParquetPart(Part):
 
     def pieces(self, start: int) -> Iterator[Piece]:
         file, end = self.files[0], 0
-        # Without a buffer, all of a column of a row group is read at once.
-        with _opened(file) as plain, pq.ParquetFile(plain, buffer_size=_BUFFER_BYTES) as parquet:
+        # Without a buffer, or with one that is filled before, all of a column of a row group is read at once.
+        with _opened(file) as plain, pq.ParquetFile(plain, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
             for index in range(parquet.num_row_groups):
                 group = parquet.metadata.row_group(index)
                 row, end = end, end + group.num_rows
@@ -61,9 +63,7 @@ class ArrowPart(Part):
                 self._metadata = reader.schema.metadata
                 self.schema = tidy(reader.schema.empty_table(), file).schema
             if self._is_file:
-                import pyarrow.dataset  # it imports pandas, which takes a third of a second
-
-                self.num_rows = pyarrow.dataset.dataset(plain, format="ipc").count_rows()
+                self.num_rows = _count_rows(plain)
 
     def pieces(self, start: int) -> Iterator[Piece]:
         first_row = 0
@@ -80,6 +80,13 @@ class ArrowPart(Part):
             for batch in reader:
                 self.share = raw.tell() / raw.size()
                 yield batch
+
+
+def _count_rows(file: str) -> int:
+    with pa.memory_map(file) as mapped, pa.ipc.open_file(mapped) as reader:
+        if hasattr(reader, "count_rows"):  # from what describes batches; pyarrow 20 has to read them
+            return int(reader.count_rows())
+        return sum(reader.get_batch(index).num_rows for index in range(reader.num_record_batches))
 
 
 def _mapped_batches(file: str) -> Iterator[pa.RecordBatch]:
