@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +95,41 @@ def test_the_system_is_asked_about_a_process_of_this_host(sent: signal.Signals, 
     finally:
         child.kill()
         child.wait()
+
+
+def test_one_that_has_compiled_has_time_for_the_rest_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it next waits for others, nothing says that it got on."""
+    now = [100.0]
+    monkeypatch.setattr("brimful.hardware.pulse.time", SimpleNamespace(monotonic=lambda: now[0]))
+    pulse = Pulse(1)
+    for step in (1, 2):
+        pulse.begin(step)
+        now[0] += 0.1
+    compiler: dict[str, Any] = {"__name__": "torch._inductor.graph", "beat": pulse.beat}
+    exec("def compile():\n    return beat()", compiler)
+
+    def judged(beat: Beat) -> Lost | None:
+        return found({**beats(WAITS), 1: beat})
+
+    now[0] += 60.0
+    assert judged(compiler["compile"]()) is None
+    now[0] += 7.0
+    assert judged(pulse.beat()) is None
+    pulse.pardon(5.0)
+    now[0] += 5.0
+    assert judged(pulse.beat()) is None
+    now[0] += 2.0
+    assert "has not got on for 9.0 s" in str(judged(pulse.beat()))
+
+
+def test_seconds_of_steps_are_none_where_more_was_pardoned() -> None:
+    pulse = Pulse()
+    pulse.begin(1)
+    pulse.begin(2)
+    pulse.pardon(100.0)
+    pulse.move()
+    beat = pulse.beat()
+    assert 0 <= beat.steps_s < 50
 
 
 def test_a_pulse_knows_where_it_is() -> None:

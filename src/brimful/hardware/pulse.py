@@ -127,6 +127,7 @@ class Pulse:
         self._depth, self._reads, self._count = 0, False, 0
         self._thread = threading.get_ident()
         self._moved = time.monotonic()
+        self._compiled = self._moved  # when it was last seen to compile
 
     def enter(self, phase: str) -> None:
         """Say what this process does from now on."""
@@ -146,11 +147,12 @@ class Pulse:
     def pardon(self, seconds: float) -> None:
         """Take no account of seconds in which no thread of this process ran."""
         self._moved += seconds
+        self._compiled += seconds
 
     def move(self) -> None:
         """Say that work got on."""
         now = time.monotonic()
-        passed, self._moved = now - self._moved, now
+        passed, self._moved = max(0.0, now - self._moved), now  # less than 0 where it was pardoned for what is past
         if self.phase in _STEPS:
             self._steps_s += passed
             if self._depth:
@@ -183,10 +185,14 @@ class Pulse:
     def beat(self) -> Beat:
         """Return the next sign of life."""
         self._count += 1
-        idle_s, limit_s, where = time.monotonic() - self._moved, self._limit_s(), None
+        now, limit_s, where = time.monotonic(), self._limit_s(), None
+        idle_s = now - self._moved
         if idle_s > self.hang_s / 2 and not self._waits:
             where, compiles = self._where()
-            limit_s = max(limit_s, _LIMITS_S["capture"]) if compiles else limit_s
+            if compiles:
+                limit_s, self._compiled = max(limit_s, _LIMITS_S["capture"]), now
+            else:  # the rest of a step has its own time after a compilation
+                idle_s = min(idle_s, now - self._compiled)
         return Beat(
             rank=self.rank,
             host=socket.gethostname(),

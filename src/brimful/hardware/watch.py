@@ -126,8 +126,13 @@ class Watch:
             self.last_order = int(said)
 
     def wait_for_ends(self) -> None:
-        """Wait for the others to have done their part too, but not for long: the store ends with the first process."""
-        until = time.monotonic() + _ENDS_S
+        """Wait for the others to have done their part too, but not for long: the store ends with the first process.
+
+        Where one is lost, they only have to read who.
+        """
+        others_work = (self.found is None and not self.broken) or self.last_order is not None
+        most_s = _ENDS_S if others_work else 2 * self._every_s
+        until = time.monotonic() + most_s
         gone = None if self.found is None else self.found.rank
         keys = [f"pulse/{rank}" for rank in range(self._count) if rank != gone]
 
@@ -137,9 +142,8 @@ class Watch:
                     return
                 time.sleep(_EVERY_S / 10)
 
-        others_work = self.found is None and not self.broken
-        if self.pulse.rank == 0 and (others_work or self.last_order is not None):
-            self._briefly(wait, _ENDS_S)
+        if self.pulse.rank == 0 and (others_work or gone != 0):
+            self._briefly(wait, most_s)
 
     def fail(self, error: BaseException) -> None:
         """Leave word of why this process ends, for the others."""
@@ -223,7 +227,7 @@ class Watch:
             why = "the store of the launcher does not answer"
             return Lost(rank=None, of=self._count, why=why) if unanswered_s > 30 else None
         beats, heard = dict(self._beats), dict(self._heard)
-        silent_s = {rank: now - heard[rank] for rank in beats}
+        silent_s = {rank: now - heard.get(rank, now) for rank in beats}  # one may be heard of just now
         return lost(beats, silent_s, self._count, broken=self.broken, hang_s=self.pulse.hang_s)
 
     def _silent_leader(self) -> Lost:
