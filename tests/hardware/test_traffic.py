@@ -24,6 +24,13 @@ class _Collective:
         self.future.set_result(None)
 
 
+class _Late(_Collective):
+    """One whose end is told after whoever waits for it goes on."""
+
+    def wait(self) -> None:
+        pass
+
+
 def test_time_of_collectives_under_way_together_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 13.0, 14.0, 14.0])  # the first began; waited for; it ended; waited until
     monkeypatch.setattr("brimful.hardware.traffic.time", SimpleNamespace(monotonic=lambda: next(now)))
@@ -33,6 +40,20 @@ def test_time_of_collectives_under_way_together_counts_once(monkeypatch: pytest.
     second.future.set_result(None)
     traffic.wait(first)
     assert (traffic.sent_s, traffic.blocked_s, traffic.hidden_s) == (4.0, 1.0, 3.0)
+
+
+def test_what_was_waited_for_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that says so may be late, and another collective be under way by then."""
+    now = iter([10.0, 11.0, 12.0, 12.0, 20.0, 25.0, 26.0, 26.0])
+    monkeypatch.setattr("brimful.hardware.traffic.time", SimpleNamespace(monotonic=lambda: next(now)))
+    traffic, first, second = Traffic(), _Late(), _Late()
+    traffic.begin(first)
+    traffic.wait(first)
+    traffic.begin(second)
+    first.future.set_result(None)
+    traffic.wait(second)
+    second.future.set_result(None)
+    assert (traffic.sent_s, traffic.blocked_s) == (2.0 + 6.0, 1.0 + 1.0)
 
 
 def test_a_device_has_a_clock_of_its_own() -> None:

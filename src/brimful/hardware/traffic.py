@@ -29,22 +29,28 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        self._lock, self._under_way, self._since = threading.Lock(), 0, 0.0
+        self._lock, self._since, self._count = threading.Lock(), 0.0, 0
+        self._under_way: dict[int, int] = {}  # number of each collective, by its object's id
         self._sent_s = self._blocked_s = 0.0
         self.device: DeviceClock | None = None
 
     def begin(self, work: Any) -> None:
         """Take account of a collective that was begun just now."""
+        key = id(work)
         with self._lock:
-            self._under_way += 1
-            if self._under_way == 1:
+            if not self._under_way:
                 self._since = time.monotonic()
+            self._count += 1
+            number = self._under_way[key] = self._count
         with suppress(RuntimeError):  # one that has failed by now
-            work.get_future().add_done_callback(self._done)
+            work.get_future().add_done_callback(lambda _: self._end(key, number))
 
-    def _done(self, _: Any) -> None:
+    def _end(self, key: int, number: int | None) -> None:
+        """Take account of an end: of the first one that is seen, by a thread that may be late or by who waits."""
         with self._lock:
-            self._under_way -= 1
+            if key not in self._under_way or number not in (None, self._under_way[key]):
+                return
+            del self._under_way[key]
             if not self._under_way:
                 self._sent_s += time.monotonic() - self._since
 
@@ -52,6 +58,7 @@ class Traffic:
         """Wait for a collective, with nothing else to do."""
         began = time.monotonic()
         work.wait()
+        self._end(id(work), None)
         self._blocked_s += time.monotonic() - began
 
     @property

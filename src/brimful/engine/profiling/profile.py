@@ -129,11 +129,9 @@ def _profile(built: Built, options: ProfileOptions, callbacks: Callbacks) -> tup
     callbacks.stage("warming up")
     warm_up(built, steps, callbacks)
     callbacks.stage(f"timing {steps} steps")
-    traffic, number = built.step.ranks.pulse.traffic, _ROUNDS[device.type]
-    sent_s, blocked_s = traffic.sent_s, traffic.blocked_s
-    rounds = [time_steps(built, steps) for _ in range(number)]
-    sent_s = (traffic.sent_s - sent_s) / (number * (steps + 1))
-    hidden_s = max(0.0, sent_s - (traffic.blocked_s - blocked_s) / (number * (steps + 1)))
+    rounds = [time_steps(built, steps) for _ in range(_ROUNDS[device.type])]
+    sent_s = statistics.mean(each.sent_s for each in rounds)
+    hidden_s = max(0.0, sent_s - statistics.mean(each.blocked_s for each in rounds))
     peak = memory.peak()
     callbacks.stage(f"recording {steps} steps")
     recorded: list[float] = []

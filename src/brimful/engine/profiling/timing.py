@@ -30,11 +30,16 @@ _CPU_WARM_UP = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One timed pass: seconds of each step; of the host launching one, and of its waiting for input, in the mean."""
+    """One timed pass: seconds of each step; of the host launching one, and of its waiting for input, in the mean.
+
+    sent_s, blocked_s: of `Traffic`, in the mean.
+    """
 
     seconds: list[float]
     host_s: float
     input_wait_s: float
+    sent_s: float
+    blocked_s: float
 
 
 def warm_up(built: Built, steps: int, callbacks: Callbacks) -> None:
@@ -53,17 +58,29 @@ def warm_up(built: Built, steps: int, callbacks: Callbacks) -> None:
 
 
 def time_steps(built: Built, steps: int) -> Round:
-    """Times each of `steps` steps, from the end of the one before to its own."""
-    marks, waited_s = _Marks(built.step.device), 0.0
+    """Times each of `steps` steps, from the end of the one before to its own.
+
+    On a GPU, whose clock the host reads while steps are in flight, sums of the step before them count, too.
+    """
+    marks, waited_s, traffic = _Marks(built.step.device), 0.0, built.step.ranks.pulse.traffic
     launches_s: list[float] = []
+    sent_s, blocked_s, counted = traffic.sent_s, traffic.blocked_s, steps + 1
     with Feed(built.source, built.step.device, stop=steps + 1) as feed:
         for seconds in _launches(built, feed):
             marks.set()
+            if not launches_s and built.step.device.type != "cuda":
+                sent_s, blocked_s, counted = traffic.sent_s, traffic.blocked_s, steps
             launches_s.append(seconds)
             waited_s = waited_s or feed.wait_s
         intervals = marks.intervals()
     input_wait_s = max(0.0, feed.wait_s - waited_s) / steps
-    return Round(seconds=intervals, host_s=sum(launches_s[1:]) / steps, input_wait_s=input_wait_s)
+    return Round(
+        seconds=intervals,
+        host_s=sum(launches_s[1:]) / steps,
+        input_wait_s=input_wait_s,
+        sent_s=(traffic.sent_s - sent_s) / counted,
+        blocked_s=(traffic.blocked_s - blocked_s) / counted,
+    )
 
 
 def run_steps(built: Built, numbers: range) -> float:
