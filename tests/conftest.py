@@ -29,6 +29,8 @@ if not torch.cuda.is_available():
 import transformers  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
+from forked_ranks import Forked  # noqa: E402
+
 transformers.logging.set_verbosity_error()
 
 # Equal examples in every run: what is found once is found always. `--hypothesis-profile=search` looks further.
@@ -50,6 +52,13 @@ def _imported_is_no_garbage() -> None:
     """Leave what has been imported by now out of all collections: each would look at a million objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    """A fork that is stopped, or learns on, would hold pipes that others wait for the end of."""
+    yield
+    Forked.end_all()
 
 
 def pytest_unconfigure() -> None:

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from brimful.core.place import Place
 
@@ -18,7 +18,20 @@ from brimful.core.place import Place
 class Forked:
     """`count` forks that each do `work(place)`. Their results come from `results`, which waits for them."""
 
+    started: ClassVar[list[Forked]] = []
+
+    @classmethod
+    def end_all(cls) -> None:
+        """End what a test that failed has left."""
+        for each in cls.started:
+            for rank, pid in enumerate(each.pids):
+                if each._waited(rank, os.WNOHANG) is None:
+                    os.kill(pid, signal.SIGKILL)
+                    each._waited(rank)
+        cls.started.clear()
+
     def __init__(self, folder: Path, count: int, work: Callable[[Place], Any]) -> None:
+        self.started.append(self)
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, port = folder, _free_port()
         self._statuses: dict[int, int] = {}

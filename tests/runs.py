@@ -128,6 +128,9 @@ class Runner:
         assert self.process.stdin is not None
         with self.process:
             self.process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(30)
+            self.process.kill()  # whatever holds its input open
 
 
 @contextlib.contextmanager
