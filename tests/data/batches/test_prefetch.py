@@ -144,18 +144,24 @@ def test_an_error_of_the_thread_reaches_the_consumer_in_its_place(source: Source
 
 
 def test_what_was_waited_for_is_counted(source: Source) -> None:
+    taking = threading.Event()
+
     class Slow(Source):
         def _batch(self, number: int, encoded: Any) -> Batch:
+            taking.wait()
             time.sleep(0.05)
             return super()._batch(number, encoded)
 
     with Feed(Slow(source.tokens, TARGETS, TASK, LAYOUT, ORDER), CPU, stop=3) as feed:
+        threading.Timer(0.2, taking.set).start()
         assert len(list(feed)) == 3
-    assert 0.05 <= feed.wait_s < 2
+    assert feed.wait_s >= 0.05
     with Feed(source, CPU, stop=3) as feed:
-        time.sleep(0.3)
+        assert feed._ahead is not None
+        while feed._ahead._ready.qsize() < 3:
+            time.sleep(0.01)
         assert len(list(feed)) == 3
-    assert feed.wait_s < 0.05
+    assert feed.wait_s < 1
 
 
 def test_a_finished_feed_stays_finished(source: Source) -> None:

@@ -43,7 +43,7 @@ def processes(encoder: Encoder) -> Iterator[TokenStream]:
     """Two workers that are up: threads of this process tokenise no longer."""
     with TokenStream(encoder, num_workers=2) as stream:
         stream.submit(pa.array(["hello"])).result(timeout=60)
-        wait(lambda: sum(lane.is_alive() for lane in stream._lanes) == 2)
+        wait(lambda: len(stream._processes) == sum(lane.is_alive() for lane in stream._lanes) == 2)
         yield stream
 
 
@@ -186,7 +186,7 @@ backend = Tokenizer.from_file(sys.argv[2])
 backend.enable_truncation(24)
 stream = TokenStream(Encoder(backend, 24, with_types=True), num_workers=2)
 stream.submit(pa.array(["hello"])).result()
-while sum(lane.is_alive() for lane in stream._lanes) > 2:
+while len(stream._processes) < 2 or sum(lane.is_alive() for lane in stream._lanes) > 2:
     time.sleep(0.01)
 try:
     print(*(process.pid for process in stream._processes), flush=True)

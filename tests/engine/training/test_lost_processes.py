@@ -65,7 +65,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return events(folder, "step") if (folder / "events.jsonl").exists() else []
 
 
-def wait_for(happened: Callable[[], Any], limit_s: float = 60.0) -> None:
+def wait_for(happened: Callable[[], Any], limit_s: float = 240.0) -> None:
     until = time.monotonic() + limit_s
     while not happened():
         assert time.monotonic() < until
@@ -113,7 +113,7 @@ def test_killed_and_stopped(sent: signal.Signals, rank: int, why: str, files: Pa
     wait_for(lambda: len(checkpoints(output)) > 1)
     os.kill(three.pids[rank], sent)
     speaker = 1 if rank == 0 else 0
-    wait_for(lambda: "error: " in three.said(speaker), 20.0)
+    wait_for(lambda: "error: " in three.said(speaker))
     for other in {0, 1, 2} - {rank}:
         assert three.exit_code(other) == 7
     os.kill(three.pids[rank], signal.SIGKILL)
@@ -143,7 +143,7 @@ def test_stuck(owner: Any, name: str, phase: str, files: Path, tmp_path: Path) -
     both = start(tmp_path / "logs", words(files, tmp_path / "run", *LONG), harm=at_call(owner, name, 9, sleep))
     assert both.exit_codes() == [7, 7]
     assert "error: process 1 of 2 (" in both.said(0)
-    assert f"in phase {phase}: has not got on for 3." in both.said(0)
+    assert re.search(rf"in phase {phase}: has not got on for \d+\.\d s", both.said(0))
     assert "test_lost_processes.py:" in both.said(0) or phase == "input"
     (lost,) = events(tmp_path / "run", "process_lost")
     assert (lost["rank"], lost["phase"]) == (1, phase)
@@ -220,7 +220,7 @@ def test_a_signal_to_all(sent: signal.Signals, code: int, files: Path, tmp_path:
     """Ctrl-C in a terminal, and torchrun's SIGTERM, go to every process."""
     three = start(tmp_path / "logs", words(files, tmp_path / "run", *LONG), count=3)
     wait_for(lambda: len(steps(tmp_path / "run")) > 3)
-    for pid in three.pids:
+    for pid in reversed(three.pids):  # the leader ends the others, and some may have ended by the time they are told
         os.kill(pid, sent)
     assert three.results() == [code, 0, 0]
     assert "all is saved" in three.said(0)

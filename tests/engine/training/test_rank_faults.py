@@ -59,7 +59,7 @@ def started(words: list[str], output: Path, logs: Path) -> Forked:
 
 def met(processes: Forked) -> None:
     """Wait until all processes have met: one that never comes is waited for, as one that is slow to start."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while not processes.said(0).strip():
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -93,7 +93,7 @@ def struck(processes: Forked, rank: int, sent: signal.Signals) -> str | None:
 def test_one(words: list[str], alone: tuple[Path, float], tmp_path: Path) -> None:
     output = tmp_path / "run"
     processes = started(words, output, tmp_path / "first")
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while not ((output / "events.jsonl").exists() and len(events(output, "step")) >= 5):
         assert time.monotonic() < until
         time.sleep(0.01)

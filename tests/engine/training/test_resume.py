@@ -305,7 +305,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for(
-    happened: Callable[[], bool], process: subprocess.Popen[bytes] | None = None, limit_s: float = 60.0
+    happened: Callable[[], bool], process: subprocess.Popen[bytes] | None = None, limit_s: float = 240.0
 ) -> None:
     until = time.monotonic() + limit_s
     while not happened():

@@ -196,13 +196,26 @@ def test_a_mistake_ends_all(command: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert both.said(1) == ""
 
 
+GONE = """
+import os, pathlib, sys, time
+number = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    number.with_suffix(".new").write_text(str(os.getpid()))
+    number.with_suffix(".new").rename(number)
+    os.kill(os.getpid(), 9)
+while not number.exists() or os.path.exists(f"/proc/{number.read_text()}"):  # until the launcher knows
+    time.sleep(0.01)
+time.sleep(0.2)
+sys.exit(7)
+"""
+
+
 def test_launch_ends_as_the_first_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     said = "import os, sys; told = [os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')]; print(*told)"
     assert launch([sys.executable, "-c", f"{said}; sys.exit(3 if told[0] == '0' else 0)"], 2) == 3
     found = capfd.readouterr()
     assert (found.out.strip(), found.err.strip()) == ("0 2 0", "1 2 1")
-    gone = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(1); raise SystemExit(7)"
-    assert launch([sys.executable, "-c", gone], 2) == 7
+    assert launch([sys.executable, "-c", GONE, str(tmp_path / "second")], 2) == 7
     assert "process 1 of 2 was ended by SIGKILL" in capfd.readouterr().err
 
 
