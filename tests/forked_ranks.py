@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import pickle
 import signal
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from brimful.core.place import Place
+
+_TRIED = itertools.count()
 
 
 class Forked:
@@ -33,7 +37,7 @@ class Forked:
     def __init__(self, folder: Path, count: int, work: Callable[[Place], Any]) -> None:
         self.started.append(self)
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, port = folder, _free_port()
+        self._folder, port = folder, free_port()
         self._statuses: dict[int, int] = {}
         self.pids: list[int] = []
         for rank in range(count):
@@ -101,7 +105,12 @@ class Forked:
         return (self._folder / f"rank-{rank}.log").read_text("utf-8", "replace")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """Return a port that this process of tests alone asks for, and below those that the system gives to anybody."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", f"gw{os.getpid()}").removeprefix("gw")
+    first = 25_000 + 1_000 * (int(worker) % 7)
+    while True:
+        port = first + next(_TRIED) % 1_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -22,16 +22,14 @@ from brimful.hardware.meeting import coming, meet, next_meeting, open_store
 from brimful.hardware.pulse import Pulse
 from brimful.hardware.ranks import joined
 from brimful.hardware.watch import Watch
-from forked_ranks import Forked
+from forked_ranks import Forked, free_port
 
 FIRST = Place(rank=0, count=3)
 
 
 @pytest.fixture(autouse=True)
 def address(monkeypatch: pytest.MonkeyPatch) -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
