@@ -35,10 +35,10 @@ def test_time_of_collectives_under_way_together_counts_once(monkeypatch: pytest.
     now = iter([10.0, 13.0, 14.0, 14.0])  # the first began; waited for; it ended; waited until
     monkeypatch.setattr("brimful.hardware.traffic.time", SimpleNamespace(monotonic=lambda: next(now)))
     traffic, first, second = Traffic(), _Collective(), _Collective()
-    traffic.begin(first)
+    number = traffic.begin(first)
     traffic.begin(second)
     second.future.set_result(None)
-    traffic.wait(first)
+    traffic.wait(first, number)
     assert (traffic.sent_s, traffic.blocked_s, traffic.hidden_s) == (4.0, 1.0, 3.0)
 
 
@@ -47,11 +47,10 @@ def test_what_was_waited_for_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 11.0, 12.0, 12.0, 20.0, 25.0, 26.0, 26.0])
     monkeypatch.setattr("brimful.hardware.traffic.time", SimpleNamespace(monotonic=lambda: next(now)))
     traffic, first, second = Traffic(), _Late(), _Late()
-    traffic.begin(first)
-    traffic.wait(first)
-    traffic.begin(second)
+    traffic.wait(first, traffic.begin(first))
+    number = traffic.begin(second)
     first.future.set_result(None)
-    traffic.wait(second)
+    traffic.wait(second, number)
     second.future.set_result(None)
     assert (traffic.sent_s, traffic.blocked_s) == (2.0 + 6.0, 1.0 + 1.0)
 

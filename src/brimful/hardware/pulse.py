@@ -152,7 +152,7 @@ class Pulse:
     def move(self) -> None:
         """Say that work got on."""
         now = time.monotonic()
-        passed, self._moved = max(0.0, now - self._moved), now  # less than 0 where it was pardoned for what is past
+        passed, self._moved = max(0.0, now - self._moved), now  # a pardon may come after `move`
         if self.phase in _STEPS:
             self._steps_s += passed
             if self._depth:

@@ -30,35 +30,34 @@ class Traffic:
 
     def __init__(self) -> None:
         self._lock, self._since, self._count = threading.Lock(), 0.0, 0
-        self._under_way: dict[int, int] = {}  # number of each collective, by its object's id
+        self._under_way = set[int]()
         self._sent_s = self._blocked_s = 0.0
         self.device: DeviceClock | None = None
 
-    def begin(self, work: Any) -> None:
-        """Take account of a collective that was begun just now."""
-        key = id(work)
+    def begin(self, work: Any) -> int:
+        """Take account of a collective that was begun just now, and return its number."""
         with self._lock:
             if not self._under_way:
                 self._since = time.monotonic()
-            self._count += 1
-            number = self._under_way[key] = self._count
+            number = self._count = self._count + 1
+            self._under_way.add(number)
         with suppress(RuntimeError):  # one that has failed by now
-            work.get_future().add_done_callback(lambda _: self._end(key, number))
+            work.get_future().add_done_callback(lambda _: self._end(number))
+        return number
 
-    def _end(self, key: int, number: int | None) -> None:
-        """Take account of an end: of the first one that is seen, by a thread that may be late or by who waits."""
+    def _end(self, number: int) -> None:
+        """Take account of an end, which whoever waits may see before the thread that tells of it."""
         with self._lock:
-            if key not in self._under_way or number not in (None, self._under_way[key]):
-                return
-            del self._under_way[key]
-            if not self._under_way:
-                self._sent_s += time.monotonic() - self._since
+            if number in self._under_way:
+                self._under_way.remove(number)
+                if not self._under_way:
+                    self._sent_s += time.monotonic() - self._since
 
-    def wait(self, work: Any) -> None:
+    def wait(self, work: Any, number: int) -> None:
         """Wait for a collective, with nothing else to do."""
         began = time.monotonic()
         work.wait()
-        self._end(id(work), None)
+        self._end(number)
         self._blocked_s += time.monotonic() - began
 
     @property

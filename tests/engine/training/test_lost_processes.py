@@ -113,7 +113,7 @@ def test_killed_and_stopped(sent: signal.Signals, rank: int, why: str, files: Pa
     wait_for(lambda: len(checkpoints(output)) > 1)
     os.kill(three.pids[rank], sent)
     speaker = 1 if rank == 0 else 0
-    wait_for(lambda: "error: " in three.said(speaker))
+    wait_for(lambda: "error: " in three.said(speaker), 20.0)
     for other in {0, 1, 2} - {rank}:
         assert three.exit_code(other) == 7
     os.kill(three.pids[rank], signal.SIGKILL)
@@ -143,7 +143,7 @@ def test_stuck(owner: Any, name: str, phase: str, files: Path, tmp_path: Path) -
     both = start(tmp_path / "logs", words(files, tmp_path / "run", *LONG), harm=at_call(owner, name, 9, sleep))
     assert both.exit_codes() == [7, 7]
     assert "error: process 1 of 2 (" in both.said(0)
-    assert re.search(rf"in phase {phase}: has not got on for \d+\.\d s", both.said(0))
+    assert f"in phase {phase}: has not got on for 3." in both.said(0)
     assert "test_lost_processes.py:" in both.said(0) or phase == "input"
     (lost,) = events(tmp_path / "run", "process_lost")
     assert (lost["rank"], lost["phase"]) == (1, phase)

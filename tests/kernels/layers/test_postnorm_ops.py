@@ -239,7 +239,7 @@ def test_sums_of_strips(rows: int) -> None:
     x = torch.randn(rows, 70, generator=torch.Generator().manual_seed(rows))
     first, last = add_partial_sums(make_partial_sums(x), 30, torch.float16)
     assert torch.allclose(first, x.sum(0)[:40], atol=1e-4)
-    assert torch.allclose(last, x.sum(0)[40:].half(), rtol=2**-10, atol=1e-2)
+    assert torch.allclose(last, x.sum(0)[40:].half(), atol=1e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 300, 2049])

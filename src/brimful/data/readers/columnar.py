@@ -38,7 +38,7 @@ class ParquetPart(Part):
 
     def pieces(self, start: int) -> Iterator[Piece]:
         file, end = self.files[0], 0
-        # Without a buffer, or with one that is filled before, all of a column of a row group is read at once.
+        # Otherwise pyarrow reads all of a column of a row group at once.
         with _opened(file) as plain, pq.ParquetFile(plain, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
             for index in range(parquet.num_row_groups):
                 group = parquet.metadata.row_group(index)

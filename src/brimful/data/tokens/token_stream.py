@@ -72,7 +72,7 @@ class TokenStream:
         self.encoder, self._num_workers, self._warn = encoder, num_workers, warn
         self._num_first = FIRST_COMPARED
         self._packed_encoder = pickle.dumps(encoder) if num_workers else b""
-        # Several threads wait with a limit, of which CPython's SimpleQueue can make waiting for ever.
+        # CPython 3.11's SimpleQueue loses the time limit now and then where several threads wait.
         self._slices: queue.Queue[_Slice | None] = queue.Queue()
         self._lanes: list[threading.Thread] = []
         self._lock = threading.Lock()  # of what follows
