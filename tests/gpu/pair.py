@@ -1,14 +1,14 @@
 """Two processes, a GPU each, that take one command line after another: what a start costs, they pay once.
 
-python pair.py FOLDER      one of the processes, under a launcher
+python pair.py FOLDER      their launcher, and under it one of the processes
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._number, self._starts = folder, 0, 0
-        self._thread: threading.Thread | None = None
+        self._launcher: subprocess.Popen[bytes] | None = None
 
     def run(self, words: Sequence[str]) -> tuple[list[int], str]:
         """Have both run a command to its end. Return their exit codes, and what the first one said."""
@@ -33,7 +33,7 @@ class Pair:
 
     def begin(self, words: Sequence[str]) -> None:
         """Have both begin a command."""
-        if self._thread is None or not self._thread.is_alive():
+        if not self._runs():
             self._start()
         self._number += 1
         _write(self._here / f"{self._number}.json", json.dumps(list(words)))
@@ -42,9 +42,8 @@ class Pair:
         """Wait until something is there, while both run."""
         until = time.monotonic() + _MOST_S
         while not found():
-            assert self._thread is not None
             said = "\n".join(f"{rank}: {self._told(rank, 'log')}" for rank in (0, 1))
-            assert self._thread.is_alive(), f"the processes have ended\n{said}"
+            assert self._runs(), f"the processes have ended\n{said}"
             assert time.monotonic() < until, f"nothing after {_MOST_S:.0f} s\n{said}"
             time.sleep(_POLL_S)
 
@@ -54,34 +53,28 @@ class Pair:
 
     def ended(self) -> tuple[str, str]:
         """Wait until both processes have ended; return the exit code of the first one, and what it said."""
-        assert self._thread is not None
-        self._thread.join(_MOST_S)
-        assert not self._thread.is_alive()
-        return self._told(0, "code") or str(self._code), self._told(0, "log")
+        assert self._launcher is not None
+        code = self._launcher.wait(_MOST_S)
+        return self._told(0, "code") or str(code), self._told(0, "log")
 
     def close(self) -> None:
         """End both."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._launcher is not None and self._runs():
             (self._here / "end").touch()
-            self._thread.join(_MOST_S)
+            self._launcher.wait(_MOST_S)
+
+    def _runs(self) -> bool:
+        return self._launcher is not None and self._launcher.poll() is None
 
     @property
     def _here(self) -> Path:
         return self._folder / str(self._starts)
 
     def _start(self) -> None:
-        from brimful.cli.launch import launch
-
         self._starts += 1
-        self._number, self._code = 0, 0
-        here = self._here
-        here.mkdir(parents=True)
-
-        def work() -> None:
-            self._code = launch([sys.executable, __file__, str(here)], 2)
-
-        self._thread = threading.Thread(target=work, name="pair", daemon=True)
-        self._thread.start()
+        self._number = 0
+        self._here.mkdir(parents=True)
+        self._launcher = subprocess.Popen([sys.executable, __file__, str(self._here)])
 
     def _told(self, rank: int, what: str) -> str:
         file = self._here / f"{self._number}-{rank}.{what}"
@@ -96,7 +89,9 @@ def _write(file: Path, text: str) -> None:
 
 def _work(folder: Path) -> None:
     from brimful.cli.commands import run
+    from brimful.cli.launch import watch_launcher
 
+    watch_launcher()
     rank = os.environ["RANK"]
     _write(folder / f"pid-{rank}", str(os.getpid()))
     number = 1
@@ -119,4 +114,9 @@ def _work(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _work(Path(sys.argv[1]))
+    if "RANK" in os.environ:
+        _work(Path(sys.argv[1]))
+    else:
+        from brimful.cli.launch import launch
+
+        sys.exit(launch([sys.executable, *sys.argv], 2))
