@@ -26,7 +26,7 @@ from sides import Row, run_rows
 ROWS = (
     Row(side="brimful", name="one GPU", settings={"gpus": 1}),
     Row(side="brimful", name="two", settings={"gpus": 2}),
-    Row(side="brimful", name="two, by copies", settings={"gpus": 2, "peer_copies": True}),
+    Row(side="brimful", name="two, by NCCL", settings={"gpus": 2, "peer_copies": False}),
 )
 SEEDS = (1, 2, 3, 4, 5)
 #: Steps whose losses are averaged for a point of a curve.
@@ -43,7 +43,7 @@ def measure(settings: dict[str, Any], inputs: Path, *, smoke: bool) -> list[dict
     asked |= {"device": "cpu", "limit": 200, "max_length": 32, "max_steps": 6} if smoke else {"device": "cuda"}
     found = []
     for seed in SEEDS[: 2 if smoke else None]:
-        output = inputs / f"{settings['gpus']}{'-copies' * asked.get('peer_copies', False)}-{seed}"
+        output = inputs / f"{settings['gpus']}{'-nccl' * ('peer_copies' in asked)}-{seed}"
         run = brimful.train(inputs / "bbc.jsonl", model=minilm(), output=output, seed=seed, **asked)
         events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
         losses = [event["loss"] for event in events if event["kind"] == "step"]

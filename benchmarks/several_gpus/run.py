@@ -24,9 +24,8 @@ from resumable import Session, default_inputs, parser_of, print_rows, say, versi
 from works import Work, make_inputs
 
 WORKS = ("tweets/base", "bbc/base", "bbc/large")
-#: The last two are for two GPUs: by copies between their memory; and with gradients in bf16 on the way, only asked for,
-#: as it rounds.
-SIDES = ("hf", "brimful", "brimful_peers", "brimful_bf16")
+#: The last two are for two GPUs: by NCCL; and with gradients in bf16 on the way, only asked for, as it rounds.
+SIDES = ("hf", "brimful", "brimful_nccl", "brimful_bf16")
 #: GPUs, and rows of an effective batch: 32 a GPU, and 32 in all.
 SIZES = ((1, 32), (2, 64), (2, 32))
 #: Trainer's fastest settings on one H200 (benchmarks/training), and what may be faster on two; the fastest counts.
@@ -41,10 +40,10 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 _OURS: dict[str, dict[str, Any]] = {
     "brimful": {},
-    "brimful_peers": {"peer_copies": True},
+    "brimful_nccl": {"peer_copies": False},
     "brimful_bf16": {"reduce_dtype": "bf16"},
 }
-_EXPECTED_S = {"hf": 75.0, "brimful": 35.0, "brimful_peers": 35.0, "brimful_bf16": 35.0}
+_EXPECTED_S = {"hf": 75.0, "brimful": 35.0, "brimful_nccl": 35.0, "brimful_bf16": 35.0}
 #: Steps of warm-up, of a round, and rounds: Trainer's take longer, and it captures nothing.
 _COUNTS = {"brimful": (140, 60, 5), "hf": (100, 30, 5)}
 
@@ -56,7 +55,7 @@ def rows_of(names: list[str], sides: list[str], sizes: list[str], forms: list[st
         if f"{gpus}x{batch}" not in sizes:
             continue
         for side in sides:
-            if side in ("brimful_peers", "brimful_bf16") and gpus == 1:
+            if side in ("brimful_nccl", "brimful_bf16") and gpus == 1:
                 continue
             theirs = [FORMS[name] for name in forms] if gpus > 1 else [_FASTEST]
             for form in theirs if side == "hf" else (_OURS[side],):

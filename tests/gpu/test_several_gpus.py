@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from brimful.cli.commands import run
+from brimful.hardware.peers import why_not_linked
 from gpu.pair import Pair
 from gpu.word_models import save_word_model
 from runs import checkpoints, events, save_tiny_model, single_label_rows, write_rows
@@ -84,7 +85,7 @@ def execution(output: Path) -> str:
 
 @pytest.mark.parametrize("budget", ["32768", "512"], ids=["one micro-batch", "several"])
 @pytest.mark.parametrize(
-    "wire", [(), ("--peer-copies",), ("--reduce-dtype", "bf16")], ids=["sent", "copied", "in bf16"]
+    "wire", [(), ("--no-peer-copies",), ("--reduce-dtype", "bf16")], ids=["copied", "sent", "in bf16"]
 )
 def test_captured_on_two_is_one(train: Train, tmp_path: Path, budget: str, wire: tuple[str, ...]) -> None:
     """Every step in fp32: the sums are in another order, and nothing else differs."""
@@ -104,7 +105,7 @@ def test_captured_on_two_is_one(train: Train, tmp_path: Path, budget: str, wire:
         assert captured["loss"] == pytest.approx(launched["loss"], rel=tolerance)
 
 
-@pytest.mark.parametrize("more", [(), ("--peer-copies",)], ids=["sent", "copied"])
+@pytest.mark.parametrize("more", [(), ("--no-peer-copies",)], ids=["copied", "sent"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_parts_are_whole_in_checkpoints(train: Train, tmp_path: Path, precision: str, more: tuple[str, ...]) -> None:
     """Two GPUs, each with the states of its part, and then one, or the other way round: as one alone."""
@@ -117,7 +118,7 @@ def test_parts_are_whole_in_checkpoints(train: Train, tmp_path: Path, precision:
             levers = {each["name"]: each for each in json.loads((output / "run.json").read_text())["recipe"]["levers"]}
             if gpus == 2:
                 assert levers["sharding"]["value"] == "states"
-                assert ("by copies between" in levers["processes"]["reason"]) == bool(more)
+                assert ("by copies between" in levers["processes"]["reason"]) == (not more and not why_not_linked(2))
             else:
                 assert "sharding" not in levers
         tolerance = 1e-3 if precision == "fp32" else 5e-2
@@ -129,7 +130,7 @@ def test_parts_are_whole_in_checkpoints(train: Train, tmp_path: Path, precision:
         assert float((one - two).norm() / one.norm()) < tolerance
 
 
-@pytest.mark.parametrize("more", [("--sharding", "none"), (), ("--peer-copies",)], ids=["whole", "sent", "copied"])
+@pytest.mark.parametrize("more", [("--sharding", "none"), (), ("--no-peer-copies",)], ids=["whole", "copied", "sent"])
 def test_compiled_in_bf16_learns_what_one_does(train: Train, tmp_path: Path, more: tuple[str, ...]) -> None:
     ask = ["--precision", "bf16", "--execution", "compiled", *more]
     one, two = (train(tmp_path / str(gpus), gpus, *ask) for gpus in (1, 2))
@@ -166,7 +167,7 @@ def test_one_that_is_gone_ends_the_other(
     """In the midst of replayed graphs, whose barriers wait on the GPU; one process goes on from the last checkpoint."""
     output = tmp_path / "run"
     same = ["--precision", "bf16", "--lr-scheduler-type", "constant", "--save-steps", "20", "--execution", "captured"]
-    pair.begin(words_of(inputs, output, *same, "--max-steps", "100000", "--peer-copies"))
+    pair.begin(words_of(inputs, output, *same, "--max-steps", "100000"))
     pair.wait_for(lambda: checkpoints(output))
     os.kill(pair.pid(1), signal_sent)
     code, said = pair.ended()

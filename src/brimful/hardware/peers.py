@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, Protocol
 
 import torch
@@ -77,9 +78,33 @@ class PeerGpus:
         if any(self._ranks.any([bool(said)])):
             why = said or "in another process"
             raise DeviceError(
-                f"memory that GPUs reach one another's could not be made: {why}", hint="leave --peer-copies out"
+                f"memory that GPUs reach one another's could not be made: {why}", hint="pass --no-peer-copies"
             )
         return made
+
+
+def why_not_linked(count: int) -> str:
+    """Return why NVLink does not join `count` GPUs of this process's host, or "". Asks no other process.
+
+    Copies work without it where GPUs reach one another by PCIe; how fast they are there is not known.
+    """
+    if torch.cuda.device_count() < count:
+        return f"of {count} GPUs this process sees {torch.cuda.device_count()}"
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        gpus = [
+            pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(number).uuid}")
+            for number in range(count)
+        ]
+        for first, second in combinations(range(count), 2):
+            status = pynvml.nvmlDeviceGetP2PStatus(gpus[first], gpus[second], pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            if status != pynvml.NVML_P2P_STATUS_OK:
+                return f"NVLink does not join GPUs {first} and {second}"
+    except (ImportError, AttributeError, pynvml.NVMLError) as error:
+        return f"the driver does not say what joins the GPUs ({first_line(error) or type(error).__name__})"
+    return ""
 
 
 def peers_of(ranks: Ranks, device: torch.device) -> tuple[PeerGpus | None, str]:

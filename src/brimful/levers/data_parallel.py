@@ -9,6 +9,7 @@ from brimful.core.errors import OptionError
 from brimful.core.options.checks import ADAMW_ONLY, flag
 from brimful.core.options.train import TrainOptions
 from brimful.core.records import Arithmetic
+from brimful.hardware.peers import why_not_linked
 from brimful.levers.facts import recomputes
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import Packing
@@ -76,7 +77,7 @@ class DataParallel(Lever):
                 hint="start one process",
             )
         half, overlap = options.reduce_dtype == "bf16", not _runs_layers_twice(assembly)
-        copies = _copies(assembly)
+        copies, why_sent = _copies(assembly)
         reason = "started by a launcher; each takes a share of a batch's tokens, and gradients are summed"
         reason += ", in bf16 on their way," if half else ""
         sharding = assembly.find(Sharding)
@@ -92,7 +93,7 @@ class DataParallel(Lever):
         reason += " beside the backward pass" if overlap else " after the backward pass, in which layers run twice"
         return cls(
             value=str(assembly.num_ranks),
-            reason=reason,
+            reason=f"{reason}; by NCCL, as {why_sent}" if why_sent else reason,
             count=assembly.num_ranks,
             half=half,
             overlap=overlap,
@@ -107,20 +108,29 @@ class DataParallel(Lever):
         """Leave it to the step, which is given the processes."""
 
 
-def _copies(assembly: Assembly) -> bool:
-    """Return whether copies between GPUs' memory were asked for. Raises: OptionError where they have no place."""
+def _copies(assembly: Assembly) -> tuple[bool, str]:
+    """Return whether to copy between GPUs' memory, and why not where our kernels update parts that could be copied.
+
+    Raises: OptionError where copies were asked for and have no place.
+    """
     options, sharding = assembly.options, assembly.find(Sharding)
     assert isinstance(options, TrainOptions)
-    if not options.peer_copies:
-        return False
-    why = "they are for weights that our kernels update by parts, on GPUs with --sharding states"
-    if options.reduce_dtype == "bf16":
+    if options.peer_copies is False:
+        return False, ""
+    by_parts = sharding is not None and sharding.value == "states" and fuses(assembly)
+    why = ""
+    if not by_parts:
+        why = "they are for weights that our kernels update by parts, on GPUs with --sharding states"
+    elif options.reduce_dtype == "bf16":
         why = "they move gradients in fp32, and --reduce-dtype is bf16"
     elif options.memory_limit is not None:
         why = "memory that GPUs reach one another's is outside of --memory-limit"
-    elif sharding is not None and sharding.value == "states" and fuses(assembly):
-        return True
-    raise OptionError(f"--peer-copies does not work here: {why}", hint="leave it out")
+    if options.peer_copies:
+        if why:
+            raise OptionError(f"--peer-copies does not work here: {why}", hint="leave it out")
+        return True, ""
+    why_not = "" if why else why_not_linked(assembly.num_ranks)
+    return not why and not why_not, why_not
 
 
 def _runs_layers_twice(assembly: Assembly) -> bool:

@@ -70,8 +70,8 @@ class Optimizer(Lever):
 
     fused: whether it is updated by our own kernels. copies: whether these keep the weights of Linear layers in half
     precision beside their fp32 masters, where products are in it. savings: memory that its update does without.
-    parts: processes that share what our kernels update. by_copies: whether they copy
-    what is sent else.
+    parts: processes that share what our kernels update. by_copies: whether they copy what is sent else. must_copy: not
+    even where GPUs turn out not to reach one another's memory.
     """
 
     name = "optimizer"
@@ -89,6 +89,7 @@ class Optimizer(Lever):
     sharding: ShardingChoice = "none"
     parts: int = 1
     by_copies: bool = False
+    must_copy: bool = False
     offload_folder: str | None = None
 
     @property
@@ -150,6 +151,7 @@ class Optimizer(Lever):
             sharding=cut,
             parts=assembly.num_ranks if cut == "states" and verdict.ok else 1,
             by_copies=together is not None and together.copies,
+            must_copy=bool(assembly.options.peer_copies),  # type: ignore[union-attr]
             copies=assembly.precision.half is not None and assembly.fact(equivalence_of).half_weights,
             reason=reason,
         )
@@ -275,7 +277,7 @@ class Optimizer(Lever):
                 bucket_bytes=SENT_BYTES if self.parts > 1 and not self.by_copies else None,
             )
             if isinstance(ours, FusedShardedAdamW) and self.by_copies:
-                ours.find_peers = peers_of
+                ours.find_peers, ours.must_copy = peers_of, self.must_copy
             return ours
         if self.savings is not None:
             given: dict[str, Any] = {

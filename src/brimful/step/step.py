@@ -419,11 +419,12 @@ class Step:
         if self.is_shared:
             self.update.reduce()
 
-    def meet(self) -> None:
-        """Do what all processes do together before the first step."""
+    def meet(self) -> str:
+        """Do what all processes do together before the first step; return what users are to be warned of, or ""."""
         with self.with_others():
-            self.update.meet()
+            warning = self.update.meet()
         self.precision.after_training()  # fp8 copies of weights that may have moved: they are made again
+        return warning
 
     def with_others(self) -> AbstractContextManager[None]:
         """The context of passes in which weights are put together of parts of all processes."""

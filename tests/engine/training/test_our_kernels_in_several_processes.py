@@ -17,7 +17,7 @@ from brimful.engine import first_batch
 from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
 from brimful.hardware.peers import peers_of
 from brimful.hardware.ranks import Ranks
-from brimful.levers import optimizer, sharding
+from brimful.levers import data_parallel, optimizer, sharding
 from brimful.step.step import Step
 from brimful.step.updates.fused_sharded import FusedShardedAdamW
 from engine.training import test_sharded_training
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Our kernels are chosen, and interpreted; the memory of others is files."""
+    """Our kernels are chosen, and interpreted; the memory of others is files, and copied to unless it is refused."""
     for module in (optimizer, sharding):
         monkeypatch.setattr(module, "can_fuse", lambda *_: True)
 
@@ -40,6 +40,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return FilePeers(ranks, tmp_path / f"memory of {os.getppid()} {ranks.spread(str(os.getpid()))}"), ""
 
     monkeypatch.setattr(optimizer, "peers_of", find)
+    monkeypatch.setattr(data_parallel, "why_not_linked", lambda _: "")
 
 
 def asked(files: Path, output: Path, *more: str) -> list[str]:
@@ -47,7 +48,7 @@ def asked(files: Path, output: Path, *more: str) -> list[str]:
     return found if "--eval-steps" in more else [*found, "--eval-split", "0"]
 
 
-@pytest.mark.parametrize("by", [(), ("--peer-copies",)], ids=["sent", "copied"])
+@pytest.mark.parametrize("by", [("--no-peer-copies",), ()], ids=["sent", "copied"])
 def test_the_best_model_is_whole(files: Path, tmp_path: Path, by: tuple[str, ...]) -> None:
     """It is not the last one: what others have updated since is put back, too."""
     ask = asked(
@@ -66,7 +67,7 @@ def test_the_best_model_is_whole(files: Path, tmp_path: Path, by: tuple[str, ...
 def test_a_first_batch_that_differs_leads_to_a_slower_path_in_all(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by = ("--peer-copies",)  # what is made anew for the slower path is moved once, by all
+    # What is made anew for the slower path is moved to memory that others reach once, by all.
     real: Callable[..., first_batch.FirstBatch] = first_batch.compare
     calls: list[Any] = []
 
@@ -75,13 +76,15 @@ def test_a_first_batch_that_differs_leads_to_a_slower_path_in_all(
         return replace(real(*arguments), passed=len(calls) > 1, reason="made up")
 
     monkeypatch.setattr(first_batch, "compare", compare)
-    both = start(tmp_path / "logs", *asked(files, tmp_path / "run", "--max-steps", "2", *by))
+    both = start(tmp_path / "logs", *asked(files, tmp_path / "run", "--max-steps", "2"))
     assert both.results() == [0, 0]
     assert "differs from the plain model on the first batch: made up" in both.said(0)
 
 
 @pytest.mark.parametrize(
-    ("where", "by"), [(0, ()), (1, ()), (1, ("--peer-copies",))], ids=["sent", "sent, the other", "copied"]
+    ("where", "by"),
+    [(0, ("--no-peer-copies",)), (1, ("--no-peer-copies",)), (1, ())],
+    ids=["sent", "sent, the other", "copied"],
 )
 def test_what_was_done_before_memory_ran_out_is_saved(
     where: int, by: tuple[str, ...], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,7 +124,7 @@ def test_a_bucket_that_memory_ran_out_for_is_begun_again(
             raise torch.OutOfMemoryError("CUDA out of memory")
         real(update, *given)
 
-    ask = asked(files, tmp_path / "run", "--max-steps", "2", "--peer-copies")
+    ask = asked(files, tmp_path / "run", "--max-steps", "2")
     assert start(tmp_path / "logs", *ask).results() == [0, 0]
     monkeypatch.setattr(FusedShardedAdamW, "_add_parts", add_parts)
     ask[ask.index(str(tmp_path / "run"))] = str(tmp_path / "again")
@@ -139,3 +142,18 @@ def test_copies_without_memory_of_others_are_refused_by_all(
     both = start(tmp_path / "logs", *asked(files, tmp_path / "run", "--max-steps", "4", "--peer-copies"))
     assert both.results() == [2, 2]
     assert "--peer-copies does not work here: GPUs do not reach one another's memory" in both.said(0)
+
+
+def test_gpus_that_turn_out_not_to_reach_one_another_send(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They learn what others do, and the first process says it."""
+    ask = asked(files, tmp_path / "run", "--max-steps", "2")
+    assert start(tmp_path / "logs", *ask).results() == [0, 0]
+    monkeypatch.setattr(optimizer, "peers_of", peers_of)
+    ask[ask.index(str(tmp_path / "run"))] = str(tmp_path / "sent")
+    both = start(tmp_path / "logs of sent", *ask)
+    assert both.results() == [0, 0]
+    assert "sent by NCCL and not copied: GPUs do not reach one another's memory" in both.said(0)
+    losses = [[each["loss"] for each in events(tmp_path / name, "step")] for name in ("run", "sent")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)

@@ -242,9 +242,10 @@ class TrainOptions:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Gradients on their way between several processes. bf16: half the bytes; they are added up in fp32, and rounded
     twice."""
-    peer_copies: bool = False
+    peer_copies: bool | None = None
     """Have copy engines move gradients and weights between the GPUs of one host, and not NCCL's kernels, which take
-    multiprocessors from the model: 2 to 14 % more of two H100s' rate. For AdamW in fp32."""
+    multiprocessors from the model: 2 to 14 % more of two H100s' rate. For AdamW in fp32. Default: where NVLink joins
+    the GPUs. --no-peer-copies: by NCCL."""
     sharding: ShardingChoice = "auto"
     """Parts that each of several processes keeps alone: none; of the optimizer's states; of gradients, too; of weights,
     too, with --optimizer-offload in host memory; deepspeed: of weights, by its ZeRO-3, for --offload-folder; needs

@@ -85,7 +85,8 @@ def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None
         if ranks.reachable:
             ranks.spread(path_of(prepared, built))
             agree(ranks)
-            built.step.meet()
+            if warning := built.step.meet():
+                callbacks.warning(warning)
         callbacks.recipe(built.recipe)
         with closing(built.source):
             result, document = _profile(built, options, callbacks)

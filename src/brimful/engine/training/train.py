@@ -190,10 +190,12 @@ def _built(
         ranks.spread(path_of(prepared, built))
         agree(ranks)
         try:
-            built.step.meet()
+            warning = built.step.meet()
         except BrimfulError:  # all have met it
             ranks.end_orders()
             raise
+        if warning:
+            callbacks.warning(warning)
     callbacks.recipe(built.recipe)
     return built, first_batch
 

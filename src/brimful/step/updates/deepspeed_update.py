@@ -69,7 +69,7 @@ class DeepSpeedUpdate(Update):
             if ranks.watch is not None:
                 ranks.watch.leavings.append(self._swaps.remove)
 
-    def meet(self) -> None:
+    def meet(self) -> str:
         """Cut weights, one after another on the device, as all processes do together."""
         deepspeed, ranks, half = self._deepspeed, self._shared_ranks, self._half
         folder = None if self._swaps is None else self._swaps.path
@@ -88,6 +88,7 @@ class DeepSpeedUpdate(Update):
             owner, _, own = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[own] = buffer.to(self.device)
         self._engine, self._optimizer = engine, engine.optimizer
+        return ""
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         decays = sorted({self._weight_decay.get(name, 0.0) for name in self.named}, reverse=True)

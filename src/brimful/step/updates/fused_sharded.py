@@ -50,6 +50,8 @@ class FusedShardedAdamW(FusedAdamW):
     releases_together = True
     #: Finds memory of the other processes, for copies there instead of what is sent; None to send.
     find_peers: Callable[[Ranks, torch.device], tuple[Peers | None, str]] | None = None
+    #: Whether to end where there is none, and not to send.
+    must_copy = False
 
     def share(self, ranks: Ranks, *, half: bool = False, overlap: bool = True) -> None:
         """As `Update` has it; parts are cut for these processes."""
@@ -75,21 +77,24 @@ class FusedShardedAdamW(FusedAdamW):
         self._parts = self._told[: adamw.PARTIALS]
         self._is_used = torch.zeros(len(sizes), dtype=torch.bool, device=self.device)
 
-    def meet(self) -> None:
+    def meet(self) -> str:
         """As `Update` has it: with `find_peers`, what is sent moves to memory that all processes reach.
 
-        Raises: OptionError in all processes where there is none.
+        Raises: OptionError in all processes where there is none, with `must_copy`.
         """
         if self.find_peers is None:
-            return
+            return ""
         ranks = self._sums.ranks
         peers, why = self.find_peers(ranks, self.device)
         if peers is None:
-            raise OptionError(f"--peer-copies does not work here: {why}", hint="leave it out")
+            if self.must_copy:
+                raise OptionError(f"--peer-copies does not work here: {why}", hint="leave it out")
+            return f"gradients and weights are sent by NCCL and not copied: {why}; --no-peer-copies does not try"
         self._sums.remove()
         gradients = self._move_to_peers(peers)
         fetched = (self._buckets, gradients, self._gather_bucket, self._add_parts)
         self.reduction = self._sums = PeerParts(ranks, self.parameters, *fetched, **self._beside)
+        return ""
 
     def _move_to_peers(self, peers: Peers) -> PeerMemory:
         """Keep what processes send one another where all of them reach it: gradients, which are returned, copies of the

@@ -52,11 +52,12 @@ class TensorParallelUpdate(PartsUpdate):
         self._is_cut = [self._plan.is_cut(name) for name in self.named]
         self._is_partial = [self._plan.is_partial(name) for name in self.named]
 
-    def meet(self) -> None:
+    def meet(self) -> str:
         """Compare what cut layers compute with what whole ones do, once."""
         if self._check is not None:
             self._check(self._shared_ranks)
             self._check = None
+        return ""
 
     def reduce(self) -> None:
         """As `Update` has it: each number once."""

@@ -86,8 +86,10 @@ class Update:
         """Have states that were put aside again, as zeros. Where memory runs out, what is missing can be restored
         later."""
 
-    def meet(self) -> None:
-        """Do what all processes do together before the first step. Unless overridden, nothing."""
+    def meet(self) -> str:
+        """Do what all processes do together before the first step; return what users are to be warned of, or "".
+        Unless overridden, nothing."""
+        return ""
 
     def begin(self) -> None:
         """Prepare for a step, on the host, before anything of it is launched. Unless overridden, nothing."""
