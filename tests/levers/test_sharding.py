@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, get_args
+
 import pytest
 
-from brimful.levers.sharding import Sharding
+from brimful.core.options.choices import ShardingChoice
+from brimful.core.place import Place
+from brimful.hardware.ranks import Ranks
+from brimful.levers import token_budget
+from brimful.levers.sharding import OF_WEIGHTS, Sharding
 from levers.assemblies import assembly_of
 from tiny import FAMILIES
 
@@ -14,3 +20,21 @@ def test_weights_that_modules_share_are_not_cut(family: str, ok: bool) -> None:
     verdict = Sharding._of_weights(assembly_of(FAMILIES[family].model()))
     assert verdict.ok is ok
     assert ok or "modules share a weight" in verdict.because
+
+
+@pytest.mark.parametrize("sharding", [name for name in get_args(ShardingChoice) if name != "auto"])
+def test_micro_batches_leave_room_for_what_each_way_keeps(sharding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; the more it keeps, the fewer tokens."""
+    model = FAMILIES["llama"].model(hidden_size=64, intermediate_size=128)
+    whole = 20 * sum(p.numel() for p in model.parameters())
+    monkeypatch.setattr(token_budget, "device_free_bytes", lambda _: 8 * whole // 5)
+
+    def tokens(sharding: str, **asked: Any) -> int:
+        assembly = assembly_of(model, device="cuda", num_tokens=10**6, **asked)
+        assembly.ranks = Ranks(Place(count=2))
+        assembly.levers[Sharding] = Sharding(value=sharding, reason="asked for", count=2)
+        return token_budget._largest(assembly)
+
+    assert tokens(sharding) >= tokens("none") > token_budget.TILE
+    if sharding in OF_WEIGHTS:
+        assert tokens(sharding, optimizer_offload=True) >= tokens(sharding) > tokens("none")

@@ -138,8 +138,12 @@ def fuses(assembly: Assembly) -> bool:
 
 
 def needed_bytes(assembly: Assembly, sharding: str) -> int:
-    """Bytes that a process keeps of weights in fp32, their copies in half precision, gradients, their sums, and
-    AdamW's states."""
+    """Bytes that a process keeps on its device of weights in fp32, their copies in half precision, gradients, their
+    sums, and AdamW's states. Layers that are put together for their turn are left out."""
+    options = assembly.options
+    on_host = isinstance(options, TrainOptions) and (options.optimizer_offload or options.offload_folder is not None)
+    if sharding in OF_WEIGHTS and on_host and assembly.device.type != "cpu":
+        return 0
     parameters, linear = list(assembly.model.parameters()), linear_parameters(assembly.model)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.nbytes for p in parameters if not p.requires_grad)
@@ -150,9 +154,10 @@ def needed_bytes(assembly: Assembly, sharding: str) -> int:
         "states": 4 + 8 + 12 * part,
         "gradients": 4 + 12 * part,
         "parameters": 16 * part,
+        "deepspeed": 20 * part,
     }[sharding]
     whole = copies + frozen
-    return int(trained * each + (whole * part if sharding == "parameters" else whole))
+    return int(trained * each + (whole * part if sharding in OF_WEIGHTS else whole))
 
 
 def _free_bytes(assembly: Assembly) -> int | None:
