@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from brimful.hardware.pulse import Pulse
 from brimful.hardware.traffic import BLOCKED, SENT, Traffic
 
 
@@ -39,7 +40,7 @@ def test_time_of_collectives_under_way_together_counts_once(monkeypatch: pytest.
     traffic.begin(second)
     second.future.set_result(None)
     traffic.wait(first, number)
-    assert (traffic.sent_s, traffic.blocked_s, traffic.hidden_s) == (4.0, 1.0, 3.0)
+    assert (traffic.sent_s, traffic.blocked_s) == (4.0, 1.0)
 
 
 def test_what_was_waited_for_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,4 +59,21 @@ def test_what_was_waited_for_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_has_a_clock_of_its_own() -> None:
     traffic = Traffic()
     traffic.device = SimpleNamespace(seconds={SENT: 5.0, BLOCKED: 1.5}.__getitem__, start=None, stop=None)  # type: ignore[assignment]
-    assert (traffic.sent_s, traffic.blocked_s, traffic.hidden_s) == (5.0, 1.5, 3.5)
+    assert (traffic.sent_s, traffic.blocked_s) == (5.0, 1.5)
+
+
+def test_sums_of_the_first_step_are_not_counted() -> None:
+    """Nor those of a checkpoint: they wait for processes that compile, or write, and steps alone have seconds."""
+    counted, pulse = {SENT: 0.0, BLOCKED: 0.0}, Pulse()
+    pulse.traffic.device = SimpleNamespace(seconds=counted.__getitem__, start=None, stop=None)  # type: ignore[assignment]
+    for work, sent, blocked in (
+        (lambda: pulse.begin(1), 30.0, 20.0),
+        (lambda: pulse.begin(2), 5.0, 1.0),
+        (lambda: pulse.enter("saving"), 7.0, 7.0),
+        (lambda: pulse.begin(3), 0.5, 0.25),
+    ):
+        work()
+        counted[SENT] += sent
+        counted[BLOCKED] += blocked
+    pulse.move()
+    assert (pulse.beat().sent_s, pulse.beat().hidden_s) == (5.5, 4.25)

@@ -45,7 +45,7 @@ class Beat:
     waiting: whether it does now. idle_s: since it last got on. limit_s: most of that in this phase. where: line of code
     that it is at, if it has been there for a while. told: signal to stop that it was sent, for the leader. ended:
     whether it has done its part. warnings: that it has for the terminal. tokens, rows, steps_s, waited_s: of its steps
-    so far, seconds in all and in waiting. sent_s, hidden_s: of `Traffic`; 0 where it is not seen.
+    so far, seconds in all and in waiting. sent_s, hidden_s: of `Traffic` within them; 0 where it is not seen.
     """
 
     rank: int
@@ -124,6 +124,7 @@ class Pulse:
         self.warnings: tuple[str, ...] = ()
         self.tokens, self.rows, self.traffic = 0, 0, Traffic()
         self._steps_s, self._waited_s, self._longest_s = 0.0, 0.0, 0.0
+        self._sent_s, self._blocked_s, self._traffic_by_now = 0.0, 0.0, (0.0, 0.0)
         self._depth, self._reads, self._count = 0, False, 0
         self._thread = threading.get_ident()
         self._moved = time.monotonic()
@@ -153,8 +154,12 @@ class Pulse:
         """Say that work got on."""
         now = time.monotonic()
         passed, self._moved = max(0.0, now - self._moved), now  # a pardon may come after `move`
+        traffic = self.traffic.sent_s, self.traffic.blocked_s
+        before, self._traffic_by_now = self._traffic_by_now, traffic
         if self.phase in _STEPS:
             self._steps_s += passed
+            self._sent_s += traffic[0] - before[0]
+            self._blocked_s += traffic[1] - before[1]
             if self._depth:
                 self._waited_s += passed
             elif self.phase == "steps":
@@ -213,8 +218,8 @@ class Pulse:
             rows=self.rows,
             steps_s=self._steps_s,
             waited_s=self._waited_s,
-            sent_s=self.traffic.sent_s,
-            hidden_s=self.traffic.hidden_s,
+            sent_s=self._sent_s,
+            hidden_s=max(0.0, self._sent_s - self._blocked_s),
         )
 
     @property

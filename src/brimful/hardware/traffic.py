@@ -69,8 +69,3 @@ class Traffic:
     def blocked_s(self) -> float:
         """Those of them in which this process did nothing else."""
         return self._blocked_s + (0.0 if self.device is None else self.device.seconds(BLOCKED))
-
-    @property
-    def hidden_s(self) -> float:
-        """Seconds on the way beside other work."""
-        return max(0.0, self.sent_s - self.blocked_s)
