@@ -25,7 +25,10 @@ sys.path.append(str(Path(__file__).parents[1]))
 from resumable import default_inputs, parser_of, print_rows, script_of, write_texts
 from sides import Blocks, Row, run_rows, trainer_steps, with_peaks
 
-_BLOCKS = Blocks(warm_up=10, count=5, steps=5, rows=32)
+#: Ours compile kernels and capture graphs in the first steps, as new sizes come.
+_OURS = Blocks(warm_up=60, count=5, steps=10, rows=32)
+_THEIRS = Blocks(warm_up=20, count=5, steps=5, rows=32)
+_SMOKE = Blocks(warm_up=4, count=2, steps=2, rows=4)
 _WRAPPED = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 _ZERO = {
     "zero_optimization": {"stage": 3, "overlap_comm": True},
@@ -55,9 +58,10 @@ ROWS = (
 def ours(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, Any]:
     """`brimful train` as a user calls it, ended after the steps that are timed: no checkpoint is written."""
     gpus, asked = settings["gpus"], {name: value for name, value in settings.items() if name != "gpus"}
+    blocks = _SMOKE if smoke else _OURS
     asked |= {
-        "max-steps": 10 * _BLOCKS.num_steps, "save-steps": 10 * _BLOCKS.num_steps, "logging-steps": _BLOCKS.steps,
-        "batch-size": _BLOCKS.rows * gpus, "eval-split": 0, "precision": "fp32" if smoke else "bf16",
+        "max-steps": 10 * blocks.num_steps, "save-steps": 10 * blocks.num_steps, "logging-steps": blocks.steps,
+        "batch-size": blocks.rows * gpus, "eval-split": 0, "precision": "fp32" if smoke else "bf16",
         "device": "cpu" if smoke else "cuda",
     }  # fmt: skip
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus}", "-m"]
@@ -70,26 +74,27 @@ def ours(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, Any]:
         command = [*start, *map(str, words), *flags, *more]
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            steps = _steps(process, output / "events.jsonl")
+            steps = _steps(process, output / "events.jsonl", blocks.num_steps)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if len(steps) < _BLOCKS.num_steps // _BLOCKS.steps:
+        if len(steps) < blocks.num_steps // blocks.steps:
             said.seek(0)
             raise RuntimeError(said.read()[-1500:])
-    timed = [step for step in steps if step["step"] > _BLOCKS.warm_up][: _BLOCKS.count]
-    return {"rates": sorted(step["samples_per_s"] for step in timed), "loss": timed[-1]["loss"]}
+    timed = [step for step in steps if step["step"] > blocks.warm_up][: blocks.count]
+    rates = [step["samples_per_s"] for step in steps]
+    return {"rates": sorted(step["samples_per_s"] for step in timed), "all_rates": rates, "loss": timed[-1]["loss"]}
 
 
-def _steps(process: subprocess.Popen[str], events: Path) -> list[dict[str, Any]]:
-    """Events of steps, once there are those that are timed, or the run has ended."""
+def _steps(process: subprocess.Popen[str], events: Path, number: int) -> list[dict[str, Any]]:
+    """Events of steps, once so many are done, or the run has ended."""
     while True:
         ended = process.poll() is not None
         lines = events.read_text().splitlines(keepends=True) if events.exists() else []
         found = [json.loads(line) for line in lines if line.endswith("\n")]
         steps = [event for event in found if event["kind"] == "step"]
-        if ended or (steps and steps[-1]["step"] >= _BLOCKS.num_steps):
+        if ended or (steps and steps[-1]["step"] >= number):
             return steps
         time.sleep(0.2)
 
@@ -102,13 +107,14 @@ def theirs(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, Any
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     data = [{"input_ids": tokenizer(row["text"])["input_ids"], "labels": int(row["label"] == "yes")} for row in rows]
+    blocks = _SMOKE if smoke else _THEIRS
     arguments = {
-        "per_device_train_batch_size": _BLOCKS.rows, "bf16": not smoke, "tf32": None if smoke else True,
+        "per_device_train_batch_size": blocks.rows, "bf16": not smoke, "tf32": None if smoke else True,
         "optim": "adamw_torch_fused", "dataloader_num_workers": 0 if smoke else 4,
         **({"ddp_backend": "gloo"} if smoke and settings["gpus"] > 1 else {}), **asked,
     }  # fmt: skip
     model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=2, dtype="float32")
-    found = trainer_steps(model, data, _BLOCKS, smoke, collator=DataCollatorWithPadding(tokenizer), **arguments)
+    found = trainer_steps(model, data, blocks, smoke, collator=DataCollatorWithPadding(tokenizer), **arguments)
     return found | {"rates": [settings["gpus"] * rate for rate in found["rates"]]}
 
 
