@@ -154,8 +154,9 @@ def test_weights_together_learn_what_one_does(train: Train, tmp_path: Path, prec
     assert {name: w.shape for name, w in saved[0].items()} == {name: w.shape for name, w in saved[1].items()}
 
 
-def test_memory_that_does_not_suffice_is_met_by_both(train: Train, tmp_path: Path) -> None:
+def test_memory_that_does_not_suffice_is_met_by_both(pair: Pair, train: Train, tmp_path: Path) -> None:
     """Under a limit that no graph of the first budget fits, or no batch: the run goes on smaller, and ends."""
+    pair.close()  # the next ones have no memory of runs before
     told = train(tmp_path / "run", 2, "--precision", "fp32", "--memory-limit", "1.5GB", "--batch-size", "512")
     assert len(told) == 40
 

@@ -1,4 +1,4 @@
-"""What joins the GPUs of a host, as a made-up driver has it."""
+"""Links between the GPUs of a host, as a made-up driver has them."""
 
 from __future__ import annotations
 
