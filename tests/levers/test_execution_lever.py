@@ -13,8 +13,10 @@ from brimful.core.errors import OptionError
 from brimful.core.place import Place
 from brimful.data.batches.padding import PaddedShapes
 from brimful.hardware.ranks import Ranks
-from brimful.levers.execution import ExecutionMode, saved_seconds
+from brimful.levers.execution import ExecutionMode, fused_error_of, saved_seconds
 from brimful.levers.optimizer import Optimizer
+from brimful.levers.sharding import Sharding
+from brimful.levers.tensor_parallel import TensorParallel
 from brimful.levers.token_budget import TokenBudget
 from brimful.models.packed.packed_forward import PaddedModel
 from brimful.step.updates.torch_update import TorchUpdate
@@ -170,3 +172,37 @@ def test_layers_of_short_steps_are_compiled_where_their_number_pays(share: float
     assembly.ranks = Ranks(Place(count=num_ranks))
     assembly.levers[Optimizer] = Optimizer(value="adamw_torch_fused", fused=True)
     assert ExecutionMode.choose(assembly).value == value
+
+
+@pytest.mark.parametrize(
+    ("error", "precision", "num_tokens", "value", "said"),
+    [
+        (0.4, "bf16", 10**14, "fused", "layers on fused kernels, at 0.40 of their tolerance"),
+        (0.4, "bf16", 1000, "eager", "our kernels update weights"),
+        (1.7, "bf16", 10**14, "eager", "fused layers are 1.7 times over their tolerance"),
+        (None, "bf16", 10**14, "eager", "our kernels do not cover its layers"),
+        (0.4, "fp8", 10**14, "eager", "in other than fp8"),
+    ],
+)
+def test_layers_in_parts_are_fused_where_that_pays(
+    error: float | None, precision: str, num_tokens: int, value: str, said: str
+) -> None:
+    def assembly(**asked: Any) -> Any:
+        found = assembly_of(
+            FAMILIES["llama"].model(), device="cuda", precision=precision, num_tokens=num_tokens, **asked
+        )
+        found.ranks = Ranks(Place(count=2))
+        found.levers[Sharding] = Sharding(value="parameters", reason="a test", count=2)
+        found.levers[TensorParallel], found.levers[Optimizer] = None, Optimizer(value="sgd", sharding="parameters")
+        found.facts[fused_error_of] = error
+        return found
+
+    mode = ExecutionMode.choose(assembly())
+    assert (mode.value, mode.compiled, mode.captured) == (value, value == "fused", False)
+    assert said in mode.reason
+    asked = assembly(execution="fused")
+    if error == 0.4 and precision == "bf16":
+        assert ExecutionMode.choose(asked).value == "fused"
+    else:
+        with pytest.raises(OptionError, match=f"--execution fused does not work here: .*{said}"):
+            ExecutionMode.choose(asked)

@@ -141,7 +141,9 @@ class TextClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self._outputs = np.array([run.labels.values[name] for name in labels.names])
         params = self.get_params(deep=False)
         given = {} if self.max_length is None else {"max_length": _plain(self.max_length)}
-        self.model_ = FittedModel(folder, {name: params[name] for name in _OF_ANSWERS} | given)
+        answers = {name: params[name] for name in _OF_ANSWERS}
+        answers["execution"] = "auto" if self.execution == "fused" else self.execution  # that is a way to train
+        self.model_ = FittedModel(folder, answers | given)
         return self
 
     def predict(self, X: Any) -> np.ndarray:

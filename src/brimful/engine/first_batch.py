@@ -118,7 +118,7 @@ def _slower(made: Assembled, options: TrainOptions, precision: Precision) -> tup
         return options, precision.in_bf16("its first batch was not the plain model's"), False, "bf16"
     if mode == "compiled":
         return replace(options, execution="captured"), precision, False, "the captured step"
-    if mode == "captured":
+    if mode in ("captured", "fused"):
         return replace(options, execution="eager"), precision, False, "the eager step"
     return replace(options, execution="eager", packing="off"), precision, True, "the plain model on padded rows"
 

@@ -18,9 +18,9 @@ from brimful.engine.sequence_lengths import DEFAULT_MAX_LENGTH
 from brimful.hardware.process_settings import matmul_precision
 from brimful.integrations.packed_execution import no_autocast
 from brimful.models.packed.check_inputs import make_sequences, one_layer_of_each_kind, wake
-from brimful.models.packed.equivalence import relative_error
 from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
 from brimful.models.packed.training_check import without_dropout
+from brimful.models.packed.tried_row import relative_error
 
 _found: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 

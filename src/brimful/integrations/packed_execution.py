@@ -19,9 +19,9 @@ from brimful.integrations.module_hooks import PLACES
 from brimful.integrations.padded_batch import LeftPositions, PaddedBatch
 from brimful.kernels.forward_context import ForwardContext, active_context
 from brimful.models.packed.check_inputs import make_sequences, one_layer_of_each_kind, wake
-from brimful.models.packed.equivalence import relative_error
 from brimful.models.packed.packed_forward import PackedForm, PackedModel, PaddedModel, padding_id_of
 from brimful.models.packed.training_check import without_dropout
+from brimful.models.packed.tried_row import relative_error
 
 
 class PackedExecution(PackedModel):

@@ -1,4 +1,4 @@
-"""A model's layers compiled in place: onto fused kernels, ours or torch.compile's."""
+"""A model's layers compiled or recorded in place: onto fused kernels, ours or torch.compile's."""
 
 from __future__ import annotations
 
@@ -43,6 +43,19 @@ def fuse_padded_layers(model: nn.Module, lists: Iterable[nn.ModuleList]) -> None
     for layers in lists:
         if all(everywhere[id(parameter)] == 1 for parameter in layers.parameters()):
             record_calls(layers, fuse_parts, fixed=True)
+
+
+def record_layers(execution: LayoutModel) -> None:
+    """Have the model's layers run on our kernels where their code can be recorded, and as they are where not."""
+    layers = layers_of(execution.model)
+    if layers is None or not _own_parameters(layers):
+        return
+    if isinstance(execution, PackedModel):
+        execution.run_whole()
+    from brimful.models.fusion import fuse
+    from brimful.models.fusion.recording import record_calls
+
+    record_calls(layers, fuse)
 
 
 def compile_layers(

@@ -1,6 +1,7 @@
 """The way that the host launches a step.
 
     eager     one kernel after another
+    fused     the same, with layers on our fused kernels: for weights in parts, which no graph holds
     captured  as CUDA graphs: cheap, and it always pays. In longer runs parts of padded layers are on our kernels
     compiled  captured, with layers on fused kernels, ours or torch.compile's. Where ours cover them, they are recorded
               in tenths of a second; otherwise it takes seconds, and pays in long runs
@@ -19,13 +20,21 @@ from torch import nn
 from brimful.core.errors import OptionError
 from brimful.levers.activations import compiled_for_less, fuses_layers
 from brimful.levers.checkpointing import Checkpointing
-from brimful.levers.compiled_layers import compile_layers, compile_padded_layers, fuse_padded_layers
+from brimful.levers.compiled_layers import (
+    compile_layers,
+    compile_padded_layers,
+    fuse_padded_layers,
+    record_layers,
+)
 from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing, streamed
+from brimful.levers.sharding import Sharding
+from brimful.levers.tensor_parallel import TensorParallel
 from brimful.levers.token_budget import TokenBudget, cuts_windows
 from brimful.models.model_stats import layer_lists, layers_of, matmul_parameters
+from brimful.models.packed.fused_check import fused_error
 from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.host_reads import Recording, how_recorded
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
@@ -71,8 +80,8 @@ class ExecutionMode(Lever):
 
     @property
     def compiled(self) -> bool:
-        """True where layers are compiled."""
-        return self.value == "compiled"
+        """True where layers are compiled, or recorded."""
+        return self.value in ("compiled", "fused")
 
     @classmethod
     def supports(cls, assembly: Assembly) -> Verdict:
@@ -102,15 +111,41 @@ class ExecutionMode(Lever):
         return Verdict(ok=why_not is None, because=why_not or "rows have few shapes")
 
     @classmethod
+    def supports_fused(cls, assembly: Assembly) -> Verdict:
+        """Return whether layers on our fused kernels can be launched one after another, and compute what plain ones do:
+        in training with weights whole, or in parts that torch puts together."""
+        if assembly.device.type != "cuda" or not assembly.training or streamed(assembly):
+            return Verdict(ok=False, because="it is for training on a GPU that layers' weights are on")
+        if assembly.find(TensorParallel) is not None or _sharding(assembly) == "deepspeed":
+            return Verdict(ok=False, because="layers are cut, or called in a way of DeepSpeed's")
+        if assembly.precision.value == "fp8" or not fuses_layers(assembly):
+            return Verdict(ok=False, because="layers are fused of packed rows around our attention, in other than fp8")
+        error = assembly.fact(fused_error_of)
+        if error is None:
+            return Verdict(ok=False, because="our kernels do not cover its layers, or their code cannot be recorded")
+        if not error <= 1.0:
+            return Verdict(ok=False, because=f"fused layers are {error:.1f} times over their tolerance")
+        return Verdict(ok=True, because=f"layers on fused kernels, at {error:.2f} of their tolerance")
+
+    @classmethod
     def choose(cls, assembly: Assembly) -> ExecutionMode:
         """Choose the mode asked for, for `auto` the fastest that works here and pays."""
         asked, verdict = assembly.options.execution, cls.supports(assembly)
         fused = assembly.lever(Packing).packed and assembly.fact(kernels_of).fused
+        if asked == "fused":
+            launched = cls.supports_fused(assembly)
+            if not launched.ok:
+                raise OptionError(f"--execution fused does not work here: {launched.because}", hint="leave it out")
+            return cls(value="fused", reason="asked for", fused=True)
         if asked == "auto" and assembly.precision.value == "fp8" and cuts_windows(assembly):
             asked = "compiled"  # fp8 is of fused layers
         if not verdict.ok:
             if asked not in ("auto", "eager"):
                 raise OptionError(f"--execution {asked} does not work here: {verdict.because}", hint="leave it out")
+            if asked == "auto" and _in_parts(assembly) and saved_seconds(assembly) >= _RECORD_S:
+                launched = cls.supports_fused(assembly)
+                reason = f"{verdict.because}; {launched.because}"
+                return cls(value="fused" if launched.ok else "eager", reason=reason, fused=launched.ok)
             return cls(value="eager", reason="asked for" if asked == "eager" else verdict.because)
         has_layers = bool(lists_to_compile(assembly))
         if asked == "compiled" and not has_layers:
@@ -164,13 +199,35 @@ class ExecutionMode(Lever):
             lists = lists_to_compile(assembly)
             if _SAVED_BY_PARTS_S * sum(map(len, lists)) * num_steps_of(assembly) >= _RECORD_S:
                 fuse_padded_layers(assembly.model, lists)
-        if not self.compiled:
+        if self.value == "fused":
+            record_layers(execution)
+        if self.value != "compiled":
             return
         if isinstance(execution, PackedModel):
             fused = fuses_layers(assembly)
             compile_layers(execution, fused=fused, note=assembly.warn, forward_only=not assembly.training)
         else:
             compile_padded_layers(execution, note=assembly.warn)
+
+
+def fused_error_of(assembly: Assembly) -> float | None:
+    """Return the error of fused layers, as `fused_error` has it."""
+    form, kernels = assembly.lever(Packing).equivalence.form, assembly.fact(kernels_of)
+    if form is None:
+        return None
+    return fused_error(
+        assembly.model, form, max_length=assembly.max_length, device=assembly.device,
+        precision=assembly.precision.value, kernel=(kernels.typical_length, kernels.fastest),
+    )  # fmt: skip
+
+
+def _sharding(assembly: Assembly) -> str:
+    sharding = assembly.find(Sharding)
+    return "none" if sharding is None else sharding.value
+
+
+def _in_parts(assembly: Assembly) -> bool:
+    return assembly.training and _sharding(assembly) == "parameters"
 
 
 def saved_seconds(assembly: Assembly) -> float:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from brimful.core.tolerances import TOLERANCES
 from brimful.models.packed.check_inputs import make_check_inputs
-from brimful.models.packed.equivalence import relative_error
 from brimful.models.packed.packed_forward import PaddedModel
+from brimful.models.packed.tried_row import relative_error
 
 #: Rows and columns that a weight must have: a smaller one is not worth the operator's call.
 _LEAST = 64

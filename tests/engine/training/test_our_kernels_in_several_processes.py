@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,13 +18,17 @@ from brimful.engine import first_batch
 from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
 from brimful.hardware.peers import peers_of
 from brimful.hardware.ranks import Ranks
-from brimful.levers import data_parallel, optimizer, sharding
+from brimful.kernels.attention.dispatch import triton_attention
+from brimful.levers import data_parallel, execution, optimizer, sharding
+from brimful.levers.lever import Assembly, Verdict
+from brimful.models import fusion
+from brimful.models.packed import packed_forward
 from brimful.step.step import Step
 from brimful.step.updates.fused_sharded import FusedShardedAdamW
 from engine.training import test_sharded_training
 from engine.training.test_several_processes import start, words
 from file_peers import FilePeers
-from runs import events
+from runs import events, save_tiny_model, single_label_rows, write_rows
 
 files = test_sharded_training.files  # a fixture
 
@@ -156,4 +161,41 @@ def test_gpus_that_turn_out_not_to_reach_one_another_send(
     assert both.results() == [0, 0]
     assert "sent by NCCL and not copied: GPUs do not reach one another's memory" in both.said(0)
     losses = [[each["loss"] for each in events(tmp_path / name, "step")] for name in ("run", "sent")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_layers_in_parts_are_fused_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first process chooses so; they learn what plain ones do."""
+    save_tiny_model(tmp_path / "model", dropout=0.0, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+    write_rows(tmp_path / "rows.jsonl", single_label_rows(40))
+    ask = asked(tmp_path, tmp_path / "plain", "--max-steps", "2", "--sharding", "parameters")
+    assert start(tmp_path / "logs of plain", *ask).results() == [0, 0]
+    record, fuse = execution.record_layers, fusion.fuse
+
+    def record_layers(*given: Any) -> None:
+        (tmp_path / f"recorded {os.environ['RANK']}").touch()
+        record(*given)
+
+    def cover(graph: Any) -> Any:
+        found = fuse(graph)
+        assert found is not None
+        (tmp_path / f"covered {os.environ['RANK']}").touch()
+        return found
+
+    def ours(_: type, assembly: Assembly) -> Verdict:
+        return Verdict(ok=True, because="a test")
+
+    monkeypatch.setattr(execution, "record_layers", record_layers)
+    monkeypatch.setattr(fusion, "fuse", cover)
+    monkeypatch.setattr(packed_forward, "choose_attention", lambda *_: triton_attention)
+    monkeypatch.setattr(execution, "saved_seconds", lambda _: 100.0 if os.environ["RANK"] == "0" else 0.0)
+    monkeypatch.setattr(execution.ExecutionMode, "supports_fused", classmethod(ours))
+    ask[ask.index(str(tmp_path / "plain"))] = str(tmp_path / "fused")
+    assert start(tmp_path / "logs of fused", *ask).results() == [0, 0]
+    recipe = json.loads((tmp_path / "fused" / "run.json").read_text())["recipe"]["levers"]
+    mode = next(lever for lever in recipe if lever["name"] == "execution")
+    assert (mode["value"], mode["reason"].endswith("; a test")) == ("fused", True)
+    names = {file.name for file in tmp_path.iterdir()}
+    assert {f"{what} {rank}" for what in ("recorded", "covered") for rank in (0, 1)} <= names
+    losses = [[each["loss"] for each in events(tmp_path / name, "step")] for name in ("plain", "fused")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)

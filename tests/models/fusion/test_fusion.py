@@ -28,7 +28,7 @@ from brimful.kernels.attention.pattern import Pattern
 from brimful.models import fusion
 from brimful.models.fusion.recording import record_calls
 from brimful.models.model_stats import embeddings_of, layers_of
-from brimful.models.packed import check_inputs, equivalence, packed_forward
+from brimful.models.packed import check_inputs, equivalence, packed_forward, tried_row
 from brimful.step.step import Step
 from step.test_step import PACKED, TASK, make_step
 from tiny import FAMILIES, sequences
@@ -138,9 +138,9 @@ def float8_check(family: str, **settings: Any) -> tuple[float | None, dict[float
     few = sequences([5, 17, 2])
     row = check_inputs.packed_row(few, model.config, 64)
     logits = packed_forward.PackedModel(model, form, plain=True)(row).logits[: len(few)]
-    gradient = equivalence._gradients(model, logits)
+    gradient = tried_row.gradients_of(model, logits)
     num_tokens = sum(len(each) for each in few)
-    case = equivalence._Case(
+    case = tried_row.TriedRow(
         form=form, row=row, num_tokens=num_tokens, plain=logits.detach(), gradient=gradient, precision="fp32"
     )
     return equivalence._float8_error(model, case)

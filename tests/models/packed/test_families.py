@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification
 from brimful.kernels.attention.dispatch import Attention
 from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.layout import PackedShape, Segments, packed_inputs, padded_inputs
-from brimful.models.packed import equivalence, equivalence_cache, packed_forward
+from brimful.models.packed import equivalence, equivalence_cache, packed_forward, tried_row
 from brimful.models.packed.check_inputs import one_layer_of_each_kind
 from brimful.models.packed.equivalence import Equivalence, check_equivalence
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
@@ -462,7 +462,7 @@ def test_refusals_are_remembered_and_accidents_are_not(cache: Path, monkeypatch:
         raise RuntimeError("CUDA out of memory\nand more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(equivalence._Case, "kernel_error", fall)
+        patch.setattr(tried_row.TriedRow, "kernel_error", fall)
         found = check_here(FAMILIES["bert"].model(), cache=True)
     assert not found.packed
     assert found.reason.startswith("bert could not be tried: RuntimeError: CUDA out of memory")

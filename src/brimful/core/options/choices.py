@@ -11,6 +11,7 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 ShardingChoice = Literal["auto", "none", "states", "gradients", "parameters", "deepspeed"]
 LauncherChoice = Literal["none", "ray"]
 ExecutionChoice = Literal["auto", "eager", "captured", "compiled"]
+TrainingExecution = Literal["auto", "eager", "fused", "captured", "compiled"]
 AllocatorChoice = Literal["default", "expandable"]
 OptimizerChoice = Literal[
     "adamw_torch_fused", "adamw_torch", "sgd", "adafactor", "adagrad", "rmsprop", "adamw_torch_8bit",

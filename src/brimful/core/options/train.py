@@ -28,7 +28,6 @@ from brimful.core.options.checks import (
 from brimful.core.options.choices import (
     AllocatorChoice,
     DeviceChoice,
-    ExecutionChoice,
     LauncherChoice,
     MissingLabels,
     OptimizerChoice,
@@ -36,6 +35,7 @@ from brimful.core.options.choices import (
     ScheduleChoice,
     ShardingChoice,
     TaskChoice,
+    TrainingExecution,
 )
 from brimful.core.trackers import tracker_names
 from brimful.core.trained_part import check_trained_part
@@ -213,9 +213,10 @@ class TrainOptions:
     gradient."""
     activation_memory: str | None = None
     """Most memory of activations of a micro-batch, as 4GB, for --gradient-checkpointing selective or offload."""
-    execution: ExecutionChoice = "auto"
-    """Launch mode on a GPU. eager: one kernel after another; captured: CUDA graphs; compiled: CUDA graphs of compiled
-    layers. auto: captured, or compiled if the run is long enough to save time."""
+    execution: TrainingExecution = "auto"
+    """Launch mode on a GPU. eager: one kernel after another; fused: the same, of layers on fused kernels; captured:
+    CUDA graphs; compiled: CUDA graphs of compiled layers. auto: captured, or compiled if the run is long enough to save
+    time; fused or eager where graphs do not work."""
     stream_weights: Literal["none", "host", "disk"] = "none"
     """Keep weights of layers, their gradients and AdamW's states in host memory, or in files on a fast disk, and bring
     each layer's to the device for its turn; layers are computed again in the backward pass. For models that do not

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -75,7 +75,8 @@ def mode_of(device: str) -> tuple[bool, bool, torch.dtype]:
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """Copies of a layer's modules with the same parameters: what their code changes of itself is not the model's."""
+    """Copies of a layer's modules with the same parameters: what their code changes of itself is not the model's. The
+    layer's own hooks, by which its weights are whole by now, are left out."""
     copies: dict[nn.Module, nn.Module] = {}
     for each in module.modules():
         copies[each] = object.__new__(type(each))
@@ -83,7 +84,9 @@ def _copied(module: nn.Module) -> nn.Module:
         vars(copies[each]).update(found)
     for each in copies.values():
         each._modules.update((name, copies[child]) for name, child in each._modules.items() if child is not None)
-    return copies[module]
+    layer = copies[module]
+    layer._forward_pre_hooks, layer._forward_hooks = OrderedDict(), OrderedDict()
+    return layer
 
 
 def _state_of(module: nn.Module) -> Iterator[Any]:

@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from transformers import PreTrainedConfig
 
 from brimful.kernels.forward_context import active_context
+from brimful.models.fsdp_hooks import STATE_OF_FSDP, only_of_fsdp
 from brimful.models.fusion.calls import ANY, AS_THEY_ARE, PLAIN, Call, CannotRecordError
 from brimful.models.fusion.recorder import graph_of, mode_of, parameters_of
 from brimful.models.model_stats import LAYER_NUMBERS
@@ -94,7 +95,7 @@ def record_calls(
 
 
 def _as_it_is(module: nn.Module) -> Run:
-    return module._call_impl
+    return module.forward if only_of_fsdp(module) else module._call_impl  # hooks of its weights run around this
 
 
 def _by_dynamo(backend: Any, module: nn.Module) -> Run:
@@ -105,14 +106,16 @@ def _by_dynamo(backend: Any, module: nn.Module) -> Run:
 def _settings(module: nn.Module) -> Iterator[Any]:
     """Kinds and settings of a layer's modules, kinds of its parameters, and which of these are one.
 
-    Raises: CannotRecordError for hooks, and for settings that cannot be told apart.
+    Raises: CannotRecordError for hooks other than those around it that put its weights together, and for settings that
+    cannot be told apart.
     """
     first = dict[int, int]()
     for each in module.modules():
         found = vars(each)
-        if any(found[name] for name in _HOOKS):
+        if any(found[name] for name in _HOOKS) and not (each is module and only_of_fsdp(module)):
             raise CannotRecordError
-        yield type(each), *((name, _setting(value)) for name, value in found.items() if name not in _NO_SETTINGS)
+        named = ((name, value) for name, value in found.items() if name not in _NO_SETTINGS)
+        yield type(each), *((name, _setting(value)) for name, value in named if not name.startswith(STATE_OF_FSDP))
         yield tuple(each._modules)
         for tensors in (each._parameters, each._buffers):
             for name, t in tensors.items():

@@ -38,12 +38,10 @@ from brimful.core.tolerances import TOLERANCES
 from brimful.hardware.memory import is_out_of_memory, once_more
 from brimful.hardware.process_settings import matmul_precision
 from brimful.kernels import float8
-from brimful.kernels.forward_context import ForwardContext
-from brimful.kernels.layout import Inputs, map_tensors
+from brimful.kernels.layout import Inputs
 from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.models.packed import equivalence_cache
 from brimful.models.packed.alike_rows import alike_independent
-from brimful.models.packed.attention_check import Calls
 from brimful.models.packed.check_inputs import (
     Kernel,
     make_sequences,
@@ -62,6 +60,15 @@ from brimful.models.packed.packed_forward import (
 )
 from brimful.models.packed.padding_tokens import with_padding_rule
 from brimful.models.packed.training_check import draws_numbers, mixes_rows, without_dropout
+from brimful.models.packed.tried_row import (
+    HALF,
+    TriedRow,
+    error_of_all,
+    gradients_of,
+    in_tolerances,
+    relative_error,
+    worse,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +194,7 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
             )
         small.train(not (mixes or draws))
         plain = padded(padded_rows(sequences, small.config)).logits
-        plain_gradient = _gradients(small, plain)
+        plain_gradient = gradients_of(small, plain)
         small.eval()
         form, error, why = _find_form(small, sequences, alone, max_length)
         found = Equivalence(
@@ -198,14 +205,14 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
             return found
         row = packed_row(sequences, small.config, max_length, kernel)
         small.train(not (mixes or draws))
-        gradient = _gradients(small, PackedModel(small, form, plain=True)(row).logits[: len(sequences)])
-        gradient_error = _of_all(gradient, plain_gradient)
+        gradient = gradients_of(small, PackedModel(small, form, plain=True)(row).logits[: len(sequences)])
+        gradient_error = error_of_all(gradient, plain_gradient)
         found = replace(found, gradient_error=gradient_error)
         if not gradient_error <= TOLERANCES["fp32"].gradient:
             return replace(found, reason=f"its packed gradient differs from the plain one by {gradient_error:.1e}")
         around = "bf16" if precision == "fp8" else precision  # what is not a product of a layer
         num_tokens = sum(len(sequence) for sequence in sequences)
-        case = _Case(
+        case = TriedRow(
             form=form, row=row, num_tokens=num_tokens, plain=plain.detach(), gradient=plain_gradient, precision=around
         )
         try:
@@ -237,10 +244,10 @@ def _training_only(padded: PaddedModel, sequences: Sequence[np.ndarray]) -> tupl
     return mixes, draws
 
 
-def _on_device(small: Any, case: _Case, found: Equivalence, precision: str) -> Equivalence:
+def _on_device(small: Any, case: TriedRow, found: Equivalence, precision: str) -> Equivalence:
     """Return what was found, completed by what the chosen kernels do on their device."""
     attention_error, worst = case.attention_error(small)
-    kernel_error = _worse(attention_error, case.kernel_error(small))
+    kernel_error = worse(attention_error, case.kernel_error(small))
     passed = kernel_error <= 1.0
     reason = f"equal to the plain forward within {found.forward_error:.1e}, gradient within {found.gradient_error:.1e}"
     if not passed:
@@ -308,7 +315,7 @@ def _form_error(small: Any, sequences: Sequence[np.ndarray], plain: Tensor, max_
         error = relative_error(together, plain)
         if error <= TOLERANCES["fp32"].logits:
             apart = [run(packed_row([s], small.config, max_length)).logits[:1] for s in sequences]
-            error = _worse(error, relative_error(torch.cat(apart), plain))
+            error = worse(error, relative_error(torch.cat(apart), plain))
     return error
 
 
@@ -323,59 +330,7 @@ def _shortened(small: Any, form: PackedForm, error_of: Callable[[PackedForm], fl
         return form
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Case:
-    """A packed row of so many tokens, the plain logits and gradients that a run on it is compared with, and the
-    precision of the run."""
-
-    form: PackedForm
-    row: Inputs
-    num_tokens: int
-    plain: Tensor
-    gradient: list[Tensor]
-    precision: str
-
-    def attention_error(self, small: Any) -> tuple[float, str]:
-        """Error of the chosen kernels call by call, in units of the tolerance, and where the worst is."""
-        calls = Calls()
-        with torch.no_grad():
-            self._logits(small, PackedModel(small, self.form, watch=calls))
-        return calls.error(self.num_tokens, self.precision)
-
-    def kernel_error(self, small: Any) -> float:
-        """Error of the model on the chosen kernel, in units of the tolerance.
-
-        The tolerance is at least three times what the reference attention loses in that precision: rounding in other
-        layers is not the kernel's fault.
-        """
-        lost, found = self.errors(small, reference=True), self.errors(small, reference=False)
-        return _in_tolerances(found, lost, self.precision)
-
-    def errors(self, small: Any, *, reference: bool, plan: float8.Plan | None = None) -> tuple[float, float]:
-        """Relative differences of logits and gradient from fp32, with the reference attention or the chosen kernel.
-
-        Of logits, what all rows share is left out: the head's bias says nothing of attention.
-        """
-        logits = self._logits(small, PackedModel(small, self.form, plain=reference), plan)
-        found, expected = (each - each.mean(0) for each in (logits.detach().cpu(), self.plain))
-        return relative_error(found, expected), _of_all(_gradients(small, logits), self.gradient)
-
-    def _logits(self, small: Any, packed: PackedModel, plan: float8.Plan | None = None) -> Tensor:
-        device, dtype = next(small.parameters()).device, _HALF.get(self.precision)
-        context = ForwardContext(half_residuals=dtype is not None, float8=plan)
-        autocast = torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
-        with matmul_precision("high" if self.precision == "tf32" else "highest"), autocast:
-            logits = packed(map_tensors(self.row, lambda t: t.to(device)), context).logits
-        return logits[: len(self.plain)].float()
-
-
-def _in_tolerances(found: tuple[float, float], lost: tuple[float, float], precision: str) -> float:
-    """Return the worse of two errors, forward and gradient, in units of the tolerance; a plain model loses `lost`."""
-    forward = found[0] / max(TOLERANCES[precision].logits, 3 * lost[0])
-    return _worse(forward, found[1] / max(TOLERANCES[precision].gradient, 3 * lost[1]))
-
-
-def _float8_error(small: Any, case: _Case) -> tuple[float | None, dict[float8.Shape, bool]]:
+def _float8_error(small: Any, case: TriedRow) -> tuple[float | None, dict[float8.Shape, bool]]:
     """Error of fused layers with all products in fp8, in units of the tolerance; shapes of their weights, and if GELU
     follows.
 
@@ -408,10 +363,10 @@ def _float8_error(small: Any, case: _Case) -> tuple[float | None, dict[float8.Sh
     shapes = {shape: activated for shape, activated in plan.met.items() if float8.fits(shape)}
     if not covered or not all(covered) or not shapes:
         return None, {}
-    return _in_tolerances(found, case.errors(rounded, reference=True), "fp8"), shapes
+    return in_tolerances(found, case.errors(rounded, reference=True), "fp8"), shapes
 
 
-def _is_recorded(small: Any, case: _Case) -> bool:
+def _is_recorded(small: Any, case: TriedRow) -> bool:
     """Return whether the layers can be recorded, and our kernels cover them. None of these runs."""
     layers, covered = layers_of(copied := copy.deepcopy(small)), list[bool]()
     if layers is None or next(small.parameters()).device.type != "cuda":
@@ -434,15 +389,15 @@ def _is_recorded(small: Any, case: _Case) -> bool:
         layer._compiled_call_impl = Recorded(layer, cover, uncovered)
     try:
         with torch.no_grad():
-            case._logits(copied, PackedModel(copied, replace(case.form, short=False)))
+            case.logits(copied, PackedModel(copied, replace(case.form, short=False)))
     except Exception:  # nothing of the model is known by it: it runs as it did
         return False
     return bool(covered) and all(covered)
 
 
-def _takes_half_weights(small: Any, case: _Case) -> bool:
+def _takes_half_weights(small: Any, case: TriedRow) -> bool:
     """True if the model computes the same with Linear weights in half precision."""
-    dtype = _HALF.get(case.precision)
+    dtype = HALF.get(case.precision)
     if dtype is None:
         return False
     halved = copy.deepcopy(small)
@@ -456,37 +411,8 @@ def _takes_half_weights(small: Any, case: _Case) -> bool:
         return False
 
 
-def _worse(error: float, other: float) -> float:
-    """The larger error, NaN if either is: `max` keeps a number and drops the NaN behind it."""
-    return float(np.maximum(error, other))
-
-
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of `expected`; NaN if anything is not finite."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
-
-
 def _equal(found: Tensor, expected: Tensor) -> bool:
     return relative_error(found, expected) <= TOLERANCES["fp32"].logits
-
-
-def _gradients(model: nn.Module, logits: Tensor) -> list[Tensor]:
-    """Gradient of each parameter, on the CPU, for a fixed random direction in the logits."""
-    direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad((logits * direction).sum(), parameters, allow_unused=True, materialize_grads=True)
-    return [g.to("cpu", torch.promote_types(g.dtype, torch.float32)) for g in found]
-
-
-def _of_all(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """`relative_error` of all parameters together, in the precision that they are in: most are tables of words."""
-    squares = np.zeros(2)
-    for one, other in zip(found, expected, strict=True):
-        squares += np.square([float(torch.linalg.vector_norm(each)) for each in (one - other, other)])
-    return float(np.sqrt(squares[0]) / max(np.sqrt(squares[1]), 1e-30))
 
 
 def _read(path: Path) -> Equivalence | None:

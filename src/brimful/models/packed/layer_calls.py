@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from brimful.kernels.forward_context import ForwardContext, active_context
+from brimful.models.fsdp_hooks import call_between_hooks, only_of_fsdp
 
 #: Compiled forms of one layer's code: every model that a process compiles counts against the limit.
 _MOST_COMPILED = 64
@@ -45,7 +46,7 @@ class LayerCall:
         module: Any = self._module()
         context = active_context()
         if context is None:  # the model's owner runs it
-            return (self.compiled or module._call_impl)(*args, **kwargs)
+            return _call(module, self.compiled, *args, **kwargs)
         if module.training and getattr(module, "gradient_checkpointing", False):
             # As transformers' own checkpointed layers: a second call must not find what the first one has stored.
             args, kwargs = pytree.tree_map(_no_cache, (args, kwargs), is_leaf=_is_cache)
@@ -67,7 +68,7 @@ class LayerCall:
         dropout = _own_dropout() if compiled is None and context.seeded_dropout else nullcontext()
         outside = nullcontext() if compiled is None else context.outside()
         with context.active(), self._shortened(context), dropout, outside:
-            return (compiled or module._call_impl)(*args, **kwargs)
+            return _call(module, compiled, *args, **kwargs)
 
     @contextmanager
     def _shortened(self, context: ForwardContext) -> Iterator[None]:
@@ -86,6 +87,15 @@ class LayerCall:
             yield
         finally:
             hook.remove()
+
+
+def _call(module: nn.Module, compiled: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    """Call what a module was compiled to, within hooks that put its weights together; as it is where it was not."""
+    if compiled is None:
+        return module._call_impl(*args, **kwargs)
+    if only_of_fsdp(module):
+        return call_between_hooks(module, compiled, *args, **kwargs)
+    return compiled(*args, **kwargs)
 
 
 def place_calls(layers: Sequence[nn.Module], embeddings: nn.Module | None, follows: nn.Module | None) -> None:

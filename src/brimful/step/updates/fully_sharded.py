@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from brimful.hardware.ranks import Ranks
+from brimful.models.fsdp_hooks import is_of_fsdp
 from brimful.models.model_stats import layers_of
 from brimful.models.tensor_plan import local
 from brimful.step.updates.parts import PartsUpdate
@@ -49,9 +50,9 @@ class FullyShardedUpdate(PartsUpdate):
     def _undo(self) -> None:
         for module, kind in self._classes:
             module.__class__ = kind
-            for key in [key for key, hook in module._forward_pre_hooks.items() if _is_of_fsdp(hook)]:
+            for key in [key for key, hook in module._forward_pre_hooks.items() if is_of_fsdp(hook)]:
                 del module._forward_pre_hooks[key]
-            for key in [key for key, hook in module._forward_hooks.items() if _is_of_fsdp(hook)]:
+            for key in [key for key, hook in module._forward_hooks.items() if is_of_fsdp(hook)]:
                 del module._forward_hooks[key]
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
@@ -90,11 +91,7 @@ def _cut(model: Any, ranks: Ranks, device: torch.device, *, half: bool, offload:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if isinstance(module, nn.Embedding):
+                module.set_unshard_in_backward(False)  # type: ignore[operator]  # its gradient is of ids alone
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
-
-
-def _is_of_fsdp(hook: Any) -> bool:
-    """True for a hook that sharding has put there."""
-    inner = getattr(hook, "__wrapped__", hook)
-    return "fsdp" in (getattr(inner, "__module__", "") or "")

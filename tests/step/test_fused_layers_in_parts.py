@@ -1,0 +1,77 @@
+"""Layers on our fused kernels, interpreted, whose weights two processes put together for each layer's turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from brimful.core.place import Place
+from brimful.hardware.ranks import ALONE, Ranks, joined
+from brimful.levers.compiled_layers import record_layers
+from brimful.levers.optimizer import Optimizer
+from brimful.models import fusion
+from brimful.models.model_stats import layers_of
+from brimful.models.packed.layer_calls import LayerCall
+from brimful.models.tensor_plan import together
+from brimful.step.precision import Precision
+from brimful.step.step import Step
+from forked_ranks import Forked
+from models.fusion.test_fusion import our_attention, settings_of
+from step.test_ranks import CPU, part_of, tasks
+from step.test_step import PACKED, execution_of
+from tiny import FAMILIES
+from tolerances import difference
+
+__all__ = ["our_attention"]
+
+
+def learned(ranks: Ranks, family: str, *, fused: bool, recomputed: bool = False) -> tuple[Any, Any, int]:
+    """Losses and norms of three steps of SGD in fp32, the weights then, and how many graphs our kernels covered."""
+    torch.set_num_threads(1)
+    model = FAMILIES[family].model(3, **settings_of(family, num_layers=2)).train()
+    task, targets = tasks()["single_label"]
+    precision, covered = Precision(value="fp32", device=CPU, reason="a test"), list[Any]()
+    sharding = "parameters" if ranks.count > 1 else "none"
+    optimizer = Optimizer(value="sgd", sharding=sharding)
+    update = optimizer.update(model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
+    execution = execution_of(model, family)
+    if recomputed:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    with pytest.MonkeyPatch.context() as patch:
+        fuse = fusion.fuse
+        patch.setattr(fusion, "fuse", lambda graph: covered.append(found := fuse(graph)) or found)
+        if fused:
+            record_layers(execution)
+        step = Step(execution, task, update, precision, seed=0, ranks=ranks)
+        step.meet()
+        told = [step.run(part_of(number, ranks, task, targets, PACKED)).read() for number in (0, 1, 2)]
+    layers = layers_of(model)
+    assert layers is not None
+    for layer in layers:
+        call = layer._compiled_call_impl
+        assert isinstance(call, LayerCall)
+        assert (call.compiled is not None) == fused
+    weights = torch.cat([together(p.detach()).flatten() for p in model.parameters()]).numpy()
+    step.release()
+    return [(each.loss, each.grad_norm) for each in told], weights, sum(each is not None for each in covered)
+
+
+@pytest.mark.parametrize(("family", "recomputed"), [("llama", False), ("llama", True), ("bert", False)])
+def test_they_learn_what_plain_ones_of_one_process_do(family: str, recomputed: bool, tmp_path: Path) -> None:
+    def work(place: Place) -> Any:
+        with joined(place, CPU) as ranks:
+            return learned(ranks, family, fused=True, recomputed=recomputed)
+
+    found = Forked(tmp_path, 2, work).results()
+    told, weights, _ = learned(ALONE, family, fused=False)
+    for each_told, _, covered in found:
+        assert covered >= 1
+        np.testing.assert_allclose(each_told, told, rtol=1e-4)
+    assert difference(found[0][1], weights) < 1e-5
