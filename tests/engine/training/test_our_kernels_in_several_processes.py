@@ -165,7 +165,7 @@ def test_gpus_that_turn_out_not_to_reach_one_another_send(
 
 
 def test_layers_in_parts_are_fused_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the first process chooses so; they learn what plain ones do."""
+    """By the choice of the first process; they learn what plain ones do."""
     save_tiny_model(tmp_path / "model", dropout=0.0, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
     write_rows(tmp_path / "rows.jsonl", single_label_rows(40))
     ask = asked(tmp_path, tmp_path / "plain", "--max-steps", "2", "--sharding", "parameters")
