@@ -51,6 +51,8 @@ _SAVED_A_PADDED_LAYER_S = 300e-6
 #: Seconds that fused kernels of recorded layers cost: 4 on a slow host that compiles them, 1 on one that finds them on
 #: disk (benchmarks/whole_command).
 _RECORD_S = 2.5
+#: The same with their comparison on a copy: of a decoder of 1.2 billion parameters, by arithmetic.
+_COMPARE_S = 10.0
 #: Seconds of a padded layer in a step that parts on our kernels save, by arithmetic: some twenty kernels of 3.5 us.
 _SAVED_BY_PARTS_S = 70e-6
 #: Cold seconds of fused kernels forward only (benchmarks/classification).
@@ -142,7 +144,7 @@ class ExecutionMode(Lever):
         if not verdict.ok:
             if asked not in ("auto", "eager"):
                 raise OptionError(f"--execution {asked} does not work here: {verdict.because}", hint="leave it out")
-            if asked == "auto" and _in_parts(assembly) and saved_seconds(assembly) >= _RECORD_S:
+            if asked == "auto" and _in_parts(assembly) and saved_seconds(assembly) >= _COMPARE_S:
                 launched = cls.supports_fused(assembly)
                 reason = f"{verdict.because}; {launched.because}"
                 return cls(value="fused" if launched.ok else "eager", reason=reason, fused=launched.ok)
@@ -182,6 +184,7 @@ class ExecutionMode(Lever):
     def cost(self, work: StepWork) -> Cost:
         """Gradients in the graphs' pool beside those of eager steps, seconds of compiling, and those that it saves."""
         compile_s = _COMPILE_S if work.num_trained else _COMPILE_FORWARD_S
+        compile_s = _COMPARE_S if self.value == "fused" else compile_s
         return Cost(
             resident_bytes=4 * work.num_trained if self.captured else 0,
             step_s=-_SAVED * work.products_s(work.num_tokens) if self.compiled else 0.0,
