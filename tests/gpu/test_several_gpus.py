@@ -139,19 +139,23 @@ def test_compiled_in_bf16_learns_what_one_does(train: Train, tmp_path: Path, mor
         assert together["loss"] == pytest.approx(alone["loss"], rel=5e-2)
 
 
-@pytest.mark.parametrize("mode", ["fused", "eager"])
+@pytest.mark.parametrize(
+    ("mode", "more"),
+    [("fused", ()), ("fused", ("--gradient-checkpointing", "full")), ("eager", ())],
+    ids=["fused", "fused, computed again", "eager"],
+)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 5e-2)])
 def test_weights_in_parts_learn_what_one_does(
-    train: Train, tmp_path: Path, precision: str, tolerance: float, mode: str
+    train: Train, tmp_path: Path, precision: str, tolerance: float, mode: str, more: tuple[str, ...]
 ) -> None:
     """A decoder and an encoder, each layer put together for its turn; checkpoints go on with one process."""
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256, "num_hidden_layers": 2}
     rows = write_rows(tmp_path / "rows.jsonl", single_label_rows(700))
     for family in ("bert", "llama"):
-        more = {"num_key_value_heads": 1} if family == "llama" else {}
-        model = save_tiny_model(tmp_path / family, family=family, dropout=0.0, **sizes, **more)
+        heads = {"num_key_value_heads": 1} if family == "llama" else {}
+        model = save_tiny_model(tmp_path / family, family=family, dropout=0.0, **sizes, **heads)
         ask = ["--precision", precision, "--lr-scheduler-type", "constant"]
-        in_parts = [*ask, "--sharding", "parameters", "--execution", mode]
+        in_parts = [*ask, "--sharding", "parameters", "--execution", mode, *more]
         output = tmp_path / f"{family} in parts"
         one = train(tmp_path / f"{family} of one", 1, *ask, "--execution", "eager", given=(rows, model))
         train(output, 2, *in_parts, "--max-steps", "20", given=(rows, model))

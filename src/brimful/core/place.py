@@ -125,8 +125,12 @@ def find_local_rank(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def find_local_count(environment: Mapping[str, str] = os.environ) -> int:
-    """Return how many processes the launcher has started on this machine, as far as it says; 1 where it does not."""
-    given = environment.get("LOCAL_WORLD_SIZE", "1")
+    """Return how many processes the launcher has started on this machine, as far as it says; 1 where it does not.
+
+    srun says it of a step on one machine.
+    """
+    one_machine = _numbered_by_srun(environment) and environment.get("SLURM_STEP_NUM_NODES") == "1"
+    given = environment.get("LOCAL_WORLD_SIZE", environment.get(_SLURM[1], "1") if one_machine else "1")
     return int(given) if given.isascii() and given.isdigit() else 1
 
 

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 TaskName = Literal["single_label", "multi_label", "regression"]
@@ -90,6 +90,11 @@ class Recipe:
     def value(self, name: str) -> str | None:
         """Value of the lever called `name`, None if the recipe has none."""
         return next((lever.value for lever in self.levers if lever.name == name), None)
+
+    def with_note(self, name: str, note: str) -> Recipe:
+        """Return the same with more to the reason of the lever called `name`."""
+        levers = (replace(each, reason=f"{each.reason}; {note}") if each.name == name else each for each in self.levers)
+        return replace(self, levers=tuple(levers))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,14 +93,16 @@ def process_bytes(device: torch.device) -> int | None:
     container or a virtual machine), all that is used on the GPU. None where NVML cannot be read."""
     try:
         import pynvml
-
+    except ImportError:
+        return None
+    try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
             if process.pid == os.getpid() and process.usedGpuMemory:
                 return int(process.usedGpuMemory)
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-    except (ImportError, AttributeError, pynvml.NVMLError):
+    except (AttributeError, pynvml.NVMLError):
         return None
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from brimful.core.errors import DeviceError, first_line
+from brimful.core.place import find_local_count
 from brimful.hardware.pulse import system_name
 from brimful.hardware.ranks import Ranks
 
@@ -84,15 +85,19 @@ class PeerGpus:
 
 
 def why_not_linked(count: int) -> str:
-    """Return why NVLink does not join `count` GPUs of this process's host, or "". Asks no other process.
+    """Return why NVLink does not join the GPUs of `count` processes on one host, or "". Asks no other process.
 
     Copies work without it where GPUs reach one another by PCIe; how fast they are there is not known.
     """
+    if find_local_count() < count:
+        return "its launcher does not say that all processes are on this host"
     if torch.cuda.device_count() < count:
         return f"of {count} GPUs this process sees {torch.cuda.device_count()}"
     try:
         import pynvml
-
+    except ImportError:
+        return "pynvml is missing, which says what joins the GPUs"
+    try:
         pynvml.nvmlInit()
         gpus = [
             pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(number).uuid}")
@@ -102,7 +107,7 @@ def why_not_linked(count: int) -> str:
             status = pynvml.nvmlDeviceGetP2PStatus(gpus[first], gpus[second], pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
             if status != pynvml.NVML_P2P_STATUS_OK:
                 return f"NVLink does not join GPUs {first} and {second}"
-    except (ImportError, AttributeError, pynvml.NVMLError) as error:
+    except (AttributeError, pynvml.NVMLError) as error:
         return f"the driver does not say what joins the GPUs ({first_line(error) or type(error).__name__})"
     return ""
 

@@ -129,8 +129,8 @@ def _copies(assembly: Assembly) -> tuple[bool, str]:
         if why:
             raise OptionError(f"--peer-copies does not work here: {why}", hint="leave it out")
         return True, ""
-    why_not = "" if why else why_not_linked(assembly.num_ranks)
-    return not why and not why_not, why_not
+    why_not = why or why_not_linked(assembly.num_ranks)
+    return not why_not, why_not if by_parts else ""
 
 
 def _runs_layers_twice(assembly: Assembly) -> bool:

@@ -136,7 +136,7 @@ class ExecutionMode(Lever):
         fused = assembly.lever(Packing).packed and assembly.fact(kernels_of).fused
         if asked == "fused":
             launched = cls.supports_fused(assembly)
-            if not launched.ok:
+            if not launched.ok and assembly.ranks.leads:  # others do what it has found, as far as they can
                 raise OptionError(f"--execution fused does not work here: {launched.because}", hint="leave it out")
             return cls(value="fused", reason="asked for", fused=True)
         if asked == "auto" and assembly.precision.value == "fp8" and cuts_windows(assembly):
@@ -144,7 +144,8 @@ class ExecutionMode(Lever):
         if not verdict.ok:
             if asked not in ("auto", "eager"):
                 raise OptionError(f"--execution {asked} does not work here: {verdict.because}", hint="leave it out")
-            if asked == "auto" and _in_parts(assembly) and saved_seconds(assembly) >= _COMPARE_S:
+            in_half = assembly.precision.half is not None  # in fp32 fused layers would keep copies of weights
+            if asked == "auto" and in_half and _in_parts(assembly) and saved_seconds(assembly) >= _COMPARE_S:
                 launched = cls.supports_fused(assembly)
                 reason = f"{verdict.because}; {launched.because}"
                 return cls(value="fused" if launched.ok else "eager", reason=reason, fused=launched.ok)
@@ -214,9 +215,9 @@ class ExecutionMode(Lever):
 
 
 def fused_error_of(assembly: Assembly) -> float | None:
-    """Return the error of fused layers, as `fused_error` has it."""
+    """Return the error of fused layers, as `fused_error` has it, in the process that leads."""
     form, kernels = assembly.lever(Packing).equivalence.form, assembly.fact(kernels_of)
-    if form is None:
+    if form is None or not assembly.ranks.leads:
         return None
     return fused_error(
         assembly.model, form, max_length=assembly.max_length, device=assembly.device,

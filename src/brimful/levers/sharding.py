@@ -139,11 +139,11 @@ def fuses(assembly: Assembly) -> bool:
 
 def needed_bytes(assembly: Assembly, sharding: str) -> int:
     """Bytes that a process keeps on its device of weights in fp32, their copies in half precision, gradients, their
-    sums, and AdamW's states. Layers that are put together for their turn are left out."""
+    sums, and AdamW's states. Weights in parts are cast as they are put together for their turn, and casts are kept for
+    the backward pass, unless layers are computed again there; what is put together is left out."""
     options = assembly.options
-    on_host = isinstance(options, TrainOptions) and (options.optimizer_offload or options.offload_folder is not None)
-    if sharding in OF_WEIGHTS and on_host and assembly.device.type != "cpu":
-        return 0
+    assert isinstance(options, TrainOptions)
+    on_host = assembly.device.type != "cpu" and (options.optimizer_offload or options.offload_folder is not None)
     parameters, linear = list(assembly.model.parameters()), linear_parameters(assembly.model)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.nbytes for p in parameters if not p.requires_grad)
@@ -156,8 +156,10 @@ def needed_bytes(assembly: Assembly, sharding: str) -> int:
         "parameters": 16 * part,
         "deepspeed": 20 * part,
     }[sharding]
-    whole = copies + frozen
-    return int(trained * each + (whole * part if sharding in OF_WEIGHTS else whole))
+    if sharding not in OF_WEIGHTS:
+        return int(trained * each + copies + frozen)
+    casts = 0 if recomputes(options) else copies
+    return casts if on_host else int(trained * each + frozen * part + casts)
 
 
 def _free_bytes(assembly: Assembly) -> int | None:

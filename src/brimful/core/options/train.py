@@ -216,7 +216,7 @@ class TrainOptions:
     execution: TrainingExecution = "auto"
     """Launch mode on a GPU. eager: one kernel after another; fused: the same, of layers on fused kernels; captured:
     CUDA graphs; compiled: CUDA graphs of compiled layers. auto: captured, or compiled if the run is long enough to save
-    time; fused or eager where graphs do not work."""
+    time; eager where graphs do not work, or fused with --sharding parameters."""
     stream_weights: Literal["none", "host", "disk"] = "none"
     """Keep weights of layers, their gradients and AdamW's states in host memory, or in files on a fast disk, and bring
     each layer's to the device for its turn; layers are computed again in the backward pass. For models that do not
@@ -245,8 +245,9 @@ class TrainOptions:
     twice."""
     peer_copies: bool | None = None
     """Have copy engines move gradients and weights between the GPUs of one host, and not NCCL's kernels, which take
-    multiprocessors from the model: 2 to 14 % more of two H100s' rate. For AdamW in fp32. Default: where NVLink joins
-    the GPUs. --no-peer-copies: by NCCL."""
+    multiprocessors from the model: 2 to 14 % more of two H100s' rate. For AdamW in fp32 without --memory-limit.
+    Default: where NVLink joins the GPUs, and each process sees all of them. --peer-copies: copy, or end with an error;
+    --no-peer-copies: by NCCL."""
     sharding: ShardingChoice = "auto"
     """Parts that each of several processes keeps alone: none; of the optimizer's states; of gradients, too; of weights,
     too, with --optimizer-offload in host memory; deepspeed: of weights, by its ZeRO-3, for --offload-folder; needs

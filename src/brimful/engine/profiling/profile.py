@@ -27,7 +27,7 @@ from brimful.data.readers.in_memory import Tables
 from brimful.engine.assemble import Built, build
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.profiling.timing import Round, run_steps, time_steps, warm_up
-from brimful.engine.training.same_path import agree, on_path, options_of, path_of
+from brimful.engine.training.same_path import agree, met, on_path, options_of, path_of
 from brimful.engine.training.shared_work import SharedWork
 from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
@@ -85,8 +85,7 @@ def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None
         if ranks.reachable:
             ranks.spread(path_of(prepared, built))
             agree(ranks)
-            if warning := built.step.meet():
-                callbacks.warning(warning)
+            built = met(built, callbacks)
         callbacks.recipe(built.recipe)
         with closing(built.source):
             result, document = _profile(built, options, callbacks)

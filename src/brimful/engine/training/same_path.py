@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from brimful.core.callbacks import Callbacks
 from brimful.core.errors import BrimfulError, DataError, ModelError, OutputError, listed, printable
 from brimful.core.options.train import TrainOptions
 from brimful.data.batches.batch import Layout, PackedLayout, PaddedLayout
@@ -43,6 +44,7 @@ def path_of(prepared: Prepared, built: Built) -> str:
             "packed": built.packing.packed,
             "eager_attention": built.eager_attention,
             "sharding": built.recipe.value("sharding"),
+            "copies": getattr(built.step.update, "find_peers", None) is not None,
             "precision": "fp8" if built.precision.plan is not None else built.precision.value,
             "sizes": sizes,
             "ways": ways_of(layers_of(built.model) or ()),
@@ -58,6 +60,7 @@ def options_of(path: str, options: TrainOptions) -> tuple[TrainOptions, bool]:
     packing: Literal["auto", "off"] = "auto" if told["packed"] else "off"
     sharding = told["sharding"]
     asked = replace(options, execution=told["execution"], packing=packing, precision=precision, sharding=sharding)
+    asked = replace(asked, peer_copies=told["copies"])
     return asked, bool(told["eager_attention"])
 
 
@@ -107,6 +110,15 @@ def on_path(path: str, prepared: Prepared, built: Built, ranks: Ranks) -> Built:
         refusal = error
     agree(ranks, refusal)
     return built
+
+
+def met(built: Built, callbacks: Callbacks) -> Built:
+    """Return a run whose step all processes have met for. What turned out otherwise is warned of, and in its recipe."""
+    warning = built.step.meet()
+    if not warning:
+        return built
+    callbacks.warning(warning)
+    return replace(built, recipe=built.recipe.with_note("processes", warning))
 
 
 def agree(ranks: Ranks, refusal: BrimfulError | None = None) -> None:

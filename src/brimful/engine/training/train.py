@@ -41,7 +41,7 @@ from brimful.engine.training.resume import (
 )
 from brimful.engine.training.run_context import RunContext
 from brimful.engine.training.run_folder import RunFolder, check_free, check_space, differences_of_machine
-from brimful.engine.training.same_path import agree, path_of
+from brimful.engine.training.same_path import agree, met, path_of
 from brimful.engine.training.tracked_log import tracked
 from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
@@ -190,12 +190,10 @@ def _built(
         ranks.spread(path_of(prepared, built))
         agree(ranks)
         try:
-            warning = built.step.meet()
+            built = met(built, callbacks)
         except BrimfulError:  # all have met it
             ranks.end_orders()
             raise
-        if warning:
-            callbacks.warning(warning)
     callbacks.recipe(built.recipe)
     return built, first_batch
 

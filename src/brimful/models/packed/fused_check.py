@@ -1,7 +1,7 @@
 """Compare what fused layers compute with what the model's own code does: logits and gradients, in the run's precision.
 
-On a copy with one layer of each kind, for runs of which no first batch can be compared: weights in parts are whole
-layer by layer only.
+On a copy with one layer of each kind, in train mode with dropout that keeps all, for runs of which no first batch can
+be compared: weights in parts are whole layer by layer only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from brimful.hardware.memory import is_out_of_memory
+from brimful.hardware.memory import release_unused
 from brimful.hardware.process_settings import matmul_precision
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.check_inputs import Kernel, make_sequences, one_layer_of_each_kind, packed_row, wake
@@ -28,10 +28,12 @@ def fused_error(
 ) -> float | None:
     """Return the error of fused layers in units of its tolerance: at least three times what plain ones lose.
 
-    None where layers do not run so: their code cannot be recorded, our kernels do not cover it, or they fail.
+    None where layers do not run so: their code cannot be recorded, our kernels do not cover it, they fail, or memory
+    does not suffice.
     """
     small = one_layer_of_each_kind(model).to("cpu", torch.float32).eval().requires_grad_(True)
     wake(small)
+    fused = copy.deepcopy(small).train()
     sequences = make_sequences(small.config, max_length)
     row = packed_row(sequences, small.config, max_length, kernel)
     form = replace(form, short=False)  # fused layers run whole
@@ -42,18 +44,18 @@ def fused_error(
             gradient=gradients_of(small, plain), precision=precision,
         )  # fmt: skip
         try:
-            return _tried(small.to(device), tried)
-        except Exception as failure:
-            if is_out_of_memory(failure):
-                raise
+            return _tried(small.to(device), fused.to(device), tried)
+        except Exception:
             return None
+        finally:
+            release_unused(device)
 
 
-def _tried(small: Any, row: TriedRow) -> float | None:
+def _tried(small: Any, fused: Any, row: TriedRow) -> float | None:
     from brimful.models.fusion import fuse  # it needs Triton, which is missing beside torch for CPUs
     from brimful.models.fusion.recording import record_calls
 
-    layers, covered = layers_of(fused := copy.deepcopy(small)), list[bool]()
+    layers, covered = layers_of(fused), list[bool]()
 
     def cover(graph: GraphModule) -> Callable[..., Any] | None:
         found = fuse(graph)
@@ -63,7 +65,7 @@ def _tried(small: Any, row: TriedRow) -> float | None:
     if layers is None:
         return None
     record_calls(layers, cover)
-    found = row.errors(fused, reference=False)
+    found = replace(row, keeps_all=True).errors(fused, reference=False)
     if not covered or not all(covered):
         return None
     return in_tolerances(found, row.errors(small, reference=True), row.precision)

@@ -24,7 +24,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 @dataclass(frozen=True, kw_only=True)
 class TriedRow:
     """A packed row of so many tokens, the plain logits and gradients that a run on it is compared with, and the
-    precision of the run."""
+    precision of the run. keeps_all: whether dropout is compiled into our kernels, and drops nothing."""
 
     form: PackedForm
     row: Inputs
@@ -32,6 +32,7 @@ class TriedRow:
     plain: Tensor
     gradient: list[Tensor]
     precision: str
+    keeps_all: bool = False
 
     def attention_error(self, small: Any) -> tuple[float, str]:
         """Error of the chosen kernels call by call, in units of the tolerance, and where the worst is."""
@@ -60,7 +61,7 @@ class TriedRow:
 
     def logits(self, small: Any, packed: PackedModel, plan: float8.Plan | None = None) -> Tensor:
         device, dtype = next(small.parameters()).device, HALF.get(self.precision)
-        context = ForwardContext(half_residuals=dtype is not None, float8=plan)
+        context = ForwardContext(half_residuals=dtype is not None, float8=plan, keeps_all=self.keeps_all)
         autocast = torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
         with matmul_precision("high" if self.precision == "tf32" else "highest"), autocast:
             logits = packed(map_tensors(self.row, lambda t: t.to(device)), context).logits

@@ -50,7 +50,7 @@ class FusedShardedAdamW(FusedAdamW):
     releases_together = True
     #: Finds memory of the other processes, for copies there instead of what is sent; None to send.
     find_peers: Callable[[Ranks, torch.device], tuple[Peers | None, str]] | None = None
-    #: Whether to end where there is none, and not to send.
+    #: Whether to end where there is none, and not to send: by the process that leads.
     must_copy = False
 
     def share(self, ranks: Ranks, *, half: bool = False, overlap: bool = True) -> None:
@@ -87,7 +87,7 @@ class FusedShardedAdamW(FusedAdamW):
         ranks = self._sums.ranks
         peers, why = self.find_peers(ranks, self.device)
         if peers is None:
-            if self.must_copy:
+            if ranks.spread("must" if self.must_copy else ""):
                 raise OptionError(f"--peer-copies does not work here: {why}", hint="leave it out")
             return f"gradients and weights are sent by NCCL and not copied: {why}; --no-peer-copies does not try"
         self._sums.remove()
