@@ -80,10 +80,12 @@ class Follower:
     [("auto", "tf32", "tf32"), ("auto", "bf16", "bf16"), ("fp8", "bf16", "bf16"), ("fp8", "fp8", "fp8")],
 )
 def test_products_are_as_precise_as_in_the_first_process(asked: Any, told: str, precision: str) -> None:
-    """It may have found that the model has no half precision, or that fp8 does not do."""
-    way = {"precision": told, "packed": True, "execution": "eager", "eager_attention": False, "sharding": "none"}
+    """It may have found that the model has no half precision, or that fp8 does not do. Nor are launches and copies
+    another process's to choose."""
+    way = {"precision": told, "packed": True, "execution": "fused", "eager_attention": False, "sharding": "none"}
+    way |= {"copies": True}
     options, _ = same_path.options_of(json.dumps(way), TrainOptions(data="", model="", output="", precision=asked))
-    assert options.precision == precision
+    assert (options.precision, options.execution, options.peer_copies) == (precision, "fused", True)
 
 
 def test_layers_keep_as_much_as_in_the_first_process() -> None:
