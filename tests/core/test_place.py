@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from brimful.core.errors import OptionError
-from brimful.core.place import Place, find_address, find_place
+from brimful.core.place import Place, find_address, find_local_count, find_place
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 SRUN = {
@@ -140,3 +140,16 @@ def _port(job: int, step: int) -> int:
 
 def _without(environment: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("told", "count"),
+    [
+        ({}, 1),
+        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"}, 8),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}, 1),
+    ],
+)
+def test_processes_of_this_machine_are_counted_where_a_launcher_says_so(told: dict[str, str], count: int) -> None:
+    assert find_local_count(told) == count

@@ -124,7 +124,7 @@ class ExecutionMode(Lever):
             return Verdict(ok=False, because="layers are fused of packed rows around our attention, in other than fp8")
         error = assembly.fact(fused_error_of)
         if error is None:
-            return Verdict(ok=False, because="our kernels do not cover its layers, or their code cannot be recorded")
+            return Verdict(ok=False, because="our kernels do not cover its layers, or these failed on a copy")
         if not error <= 1.0:
             return Verdict(ok=False, because=f"fused layers are {error:.1f} times over their tolerance")
         return Verdict(ok=True, because=f"layers on fused kernels, at {error:.2f} of their tolerance")
