@@ -154,7 +154,7 @@ def test_weights_in_parts_learn_what_one_does(
     for family in ("bert", "llama"):
         heads = {"num_key_value_heads": 1} if family == "llama" else {}
         model = save_tiny_model(tmp_path / family, family=family, dropout=0.0, **sizes, **heads)
-        ask = ["--precision", precision, "--lr-scheduler-type", "constant"]
+        ask = ["--precision", precision, "--lr-scheduler-type", "constant", "--max-length", "80"]
         in_parts = [*ask, "--sharding", "parameters", "--execution", mode, *more]
         output = tmp_path / f"{family} in parts"
         one = train(tmp_path / f"{family} of one", 1, *ask, "--execution", "eager", given=(rows, model))
