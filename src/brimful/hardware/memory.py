@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,9 @@ T = TypeVar("T")
 
 #: How allocators and libraries say that memory ran out, where they have no exception of their own for it.
 _SAID = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+#: Most bytes of what torch takes for small.
+_SMALL_BYTES = 1 << 20
 
 
 class CaptureMemoryError(RuntimeError):
@@ -75,6 +79,20 @@ def release_unused(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+def let_go(error: BaseException) -> None:
+    """Drop what the frames hold that an error came through: it can then be kept without the memory of what failed."""
+    traceback.clear_frames(error.__traceback__)
+
+
+def set_aside(device: torch.device) -> None:
+    """Have torch keep 1 MiB for small tensors of the current stream, if it has none: the next ones take no more.
+
+    Raises: torch.OutOfMemoryError.
+    """
+    if device.type == "cuda":
+        torch.empty(_SMALL_BYTES, dtype=torch.uint8, device=device)
 
 
 def release_workspaces() -> None:

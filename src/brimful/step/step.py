@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from brimful.data.batches.batch import Batch, MicroBatch
-from brimful.hardware.memory import ElsewhereMemoryError, is_out_of_memory
+from brimful.hardware.memory import ElsewhereMemoryError, is_out_of_memory, let_go, set_aside
 from brimful.hardware.process_settings import RandomStream
 from brimful.hardware.ranks import ALONE, Ranks
 from brimful.hardware.read_back import ReadBack, host_room
@@ -230,9 +230,11 @@ class Step:
         try:
             with self.with_others():
                 self._accumulate_all(batch, rows, gather_last=False)
+                set_aside(self.device)  # for the update, which must not fail any more
         except Exception as error:
             if not is_out_of_memory(error) or self.update.gathers_weights:
                 raise
+            let_go(error)  # others wait for what comes now, and it takes memory, too
             failure, sums = error, self.update.reduction
             if sums is not None and sums.each:
                 for _ in range(len(batch.micro_batches) - 1 - len(rows)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -118,6 +119,35 @@ def test_what_was_done_before_memory_ran_out_is_saved(
     assert 0 < done < 6
     assert start(tmp_path / "again", *ask, "--resume").results() == [0, 0]
     assert [each["step"] for each in events(tmp_path / "run", "step")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_sums_after_a_failed_pass_have_its_memory(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the pass of one process held is free before it takes part in the sums that the others wait for."""
+    real, real_fill = Step.backward, FusedShardedAdamW._gather_bucket
+    held, passes = list[weakref.ref[torch.Tensor]](), [0]
+
+    def backward(step: Step, micro: Any) -> Any:
+        passes[0] += step.is_shared and step.ranks.rank == 1
+        if step.is_shared and passes[0] == 2:
+            passes[0] += 1
+            activations = torch.zeros(1000)
+            held.append(weakref.ref(activations))
+            (tmp_path / "ran out").touch()
+            raise torch.OutOfMemoryError(f"CUDA out of memory beside {len(activations)}")
+        return real(step, micro)
+
+    def fill(update: FusedShardedAdamW, bucket: Any) -> None:
+        if any(each() is not None for each in held):
+            raise torch.OutOfMemoryError("CUDA out of memory for the sums")
+        real_fill(update, bucket)
+
+    monkeypatch.setattr(Step, "backward", backward)
+    monkeypatch.setattr(FusedShardedAdamW, "_gather_bucket", fill)
+    both = start(tmp_path / "logs", *asked(files, tmp_path / "run", "--max-steps", "4"))
+    assert both.results() == [0, 0], both.said(0)
+    assert (tmp_path / "ran out").exists()
 
 
 def test_a_bucket_that_memory_ran_out_for_is_begun_again(

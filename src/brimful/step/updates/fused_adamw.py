@@ -140,6 +140,8 @@ class FusedAdamW(Update):
         # Tables of graphs, made beforehand: memory of a capture is written to at every replay. Those that a capture has
         # taken wait for its end to be filled.
         self._spare = self._tables_of_graphs(MOST_GRAPHS)
+        # Those of launched kernels, of all gradients first: what is sent to others takes no memory.
+        self._launched = self._tables_of_graphs(1)
         self._waiting: list[tuple[Tensor, list[int]]] = []
 
         with torch.no_grad():
@@ -232,9 +234,10 @@ class FusedAdamW(Update):
             for bucket in self._buckets
         ]
         self._spare += self._tables_of_graphs(MOST_GRAPHS * len(self._buckets))
+        self._launched = self._tables_of_graphs(1 + len(self._buckets))
 
     def _gather_bucket(self, bucket: Bucket) -> None:
-        self._gathering(self._blocks_of[bucket.number], set(bucket.members)).run()
+        self._gathering(bucket).run()
 
     def reduce(self) -> None:
         """As `Update` has it. Which parameters are used is summed on the device."""
@@ -263,13 +266,13 @@ class FusedAdamW(Update):
     def _readings(self) -> Tensor:
         return torch.empty(5, dtype=torch.float64, device=self.device)
 
-    def _gathering(self, blocks_B3: Tensor | None = None, members: Collection[int] | None = None) -> Launch:
-        """blocks_B3, members: of a part of the parameters; None for all."""
+    def _gathering(self, bucket: Bucket | None = None) -> Launch:
+        """bucket: whose gradients; None for all."""
         self.prepare_gathering()
         places = self._places
-        blocks_B3 = places.blocks_B3 if blocks_B3 is None else blocks_B3
+        blocks_B3 = places.blocks_B3 if bucket is None else self._blocks_of[bucket.number]
         gathered = (
-            blocks_B3, places.starts_P, places.copied_P, self._addresses(members), self._used, self._gathered,
+            blocks_B3, places.starts_P, places.copied_P, self._addresses(bucket), self._used, self._gathered,
             self._sum,
         )  # fmt: skip
         return Launch(adamw.gather_gradients, (len(blocks_B3),), gathered, self._constants)
@@ -314,16 +317,18 @@ class FusedAdamW(Update):
         assert self._sum is not None
         return self._places.starts_P * 4 + self._sum.data_ptr()
 
-    def _addresses(self, members: Collection[int] | None = None) -> Tensor:
-        """(P,) int64: where each parameter's gradient is, 0 where there is none. members: those asked for."""
-        chosen = [p if members is None or i in members else None for i, p in enumerate(self.parameters)]
+    def _addresses(self, bucket: Bucket | None = None) -> Tensor:
+        """(P,) int64: where each parameter's gradient is, 0 where there is none. bucket: of the parameters asked for."""
+        members = range(len(self.parameters)) if bucket is None else set(bucket.members)
+        chosen = [p if i in members else None for i, p in enumerate(self.parameters)]
         for parameter in (p for p in chosen if p is not None):
             gradient = parameter.grad
             if gradient is not None and (not gradient.is_contiguous() or gradient.data_ptr() % 16):
                 parameter.grad = gradient.clone(memory_format=torch.contiguous_format)  # a view of something larger
-        return self._to_device([0 if p is None or p.grad is None else p.grad.data_ptr() for p in chosen])
+        launched = self._launched[0 if bucket is None else 1 + bucket.number]
+        return self._to_device([0 if p is None or p.grad is None else p.grad.data_ptr() for p in chosen], launched)
 
-    def _to_device(self, addresses: list[int]) -> Tensor:
+    def _to_device(self, addresses: list[int], launched: Tensor) -> Tensor:
         if not self.parameters[0].is_cuda:
             return torch.tensor(addresses)
         if torch.cuda.is_current_stream_capturing():
@@ -331,7 +336,7 @@ class FusedAdamW(Update):
                 raise RuntimeError(f"more than {MOST_GRAPHS} graphs read gradients")
             self._waiting.append((self._spare.pop(), addresses))
             return self._waiting[-1][0]
-        return torch.tensor(addresses).pin_memory().to(self.device, non_blocking=True)
+        return launched.copy_(torch.tensor(addresses).pin_memory(), non_blocking=True)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
