@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import threading
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import DeviceError
+from brimful.core.errors import DeviceError, MemoryFullError
 from brimful.core.options.classify import ClassifyOptions
 from brimful.data.tokens.encoder import Tokens
-from brimful.engine.classification.gpu_workers import GpuProcess, GpuWorkers, job_of, other_gpus
+from brimful.engine.classification.gpu_worker import _serve
+from brimful.engine.classification.gpu_workers import (
+    READY,
+    GpuProcess,
+    GpuWorkers,
+    Job,
+    _Member,
+    job_of,
+    other_gpus,
+)
 from brimful.engine.classification.runner import Runner, check_model, make_runner
 from brimful.levers.precision import choose_precision
 from tiny_files import review, save_classifier
 
 pytestmark = pytest.mark.xdist_group("gpu workers")  # one process makes what they share
+
+
+class _Process:
+    """Stands for a `GpuProcess` whose end of the connection is a thread of this one."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+
+    def kill(self) -> None:
+        """It is a thread."""
+
 
 #: So many that the logits of a few thousand texts are more than a socket holds.
 LABELS = [f"label {number}" for number in range(60)]
@@ -64,6 +89,65 @@ def test_windows_keep_their_order(made: tuple[Runner, ClassifyOptions, list[Toke
         large, member = Tokens.join([windows[0]] * 150), gpu_workers._others[0]
         for submitted in [member.submit(large) for _ in range(4)]:
             assert submitted.result(timeout=240).logits_NC.shape == (3000, len(LABELS))
+
+
+class _Held:
+    """Logits that are there when the next window has been launched."""
+
+    def __init__(self, launched: threading.Event) -> None:
+        self._launched, self.busy_s = launched, 0.5
+
+    def result(self) -> np.ndarray:
+        assert self._launched.wait(60)
+        return np.zeros((1, 2), np.float32)
+
+
+def test_a_window_is_launched_while_the_one_before_is_computed(
+    made: tuple[Runner, ClassifyOptions, list[Tokens]],
+) -> None:
+    """Though it comes when that one is all there is to do: the device never waits for a window to be sent."""
+    _, options, windows = made
+    ours, theirs = Pipe()
+    job = Job(options=options, precision="fp32", sample=windows[0], num_tokens=0)
+    member = _Member(job, cast(GpuProcess, _Process(ours)))
+    launched = [threading.Event() for _ in windows]
+    coming = iter(launched)
+
+    def submit(tokens: Tokens) -> _Held:
+        """Its logits are there once the next one but the last is launched."""
+        number = next(numbers)
+        launched[number].set()
+        return _Held(launched[min(number + 1, len(launched) - 1)])
+
+    numbers = itertools.count()
+    assert isinstance(theirs.recv(), Job)
+    theirs.send(READY)
+    runner = cast(Runner, SimpleNamespace(submit=submit))
+    threading.Thread(target=_serve, args=(theirs, runner, []), daemon=True).start()
+    assert member.ready.wait(60)
+    results = []
+    for window in windows:
+        results.append(member.submit(window))
+        assert next(coming).wait(60)
+    assert [each.result(60).logits_NC.shape for each in results] == [(1, 2)] * len(windows)
+    member.close()
+
+
+def test_a_window_that_fails_ends_the_process_with_its_error(
+    made: tuple[Runner, ClassifyOptions, list[Tokens]],
+) -> None:
+    _, _, windows = made
+    ours, theirs = Pipe()
+
+    class _Failing:
+        busy_s = 0.0
+
+        def result(self) -> np.ndarray:
+            raise MemoryFullError("nothing is left", hint="less")
+
+    ours.send(windows[0])
+    with pytest.raises(MemoryFullError, match="nothing is left"):
+        _serve(theirs, cast(Runner, SimpleNamespace(submit=lambda tokens: _Failing())), [])
 
 
 def test_a_process_that_ended_is_told(made: tuple[Runner, ClassifyOptions, list[Tokens]], tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import queue
 import signal
 import sys
 import threading
-from collections import deque
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,6 +24,9 @@ from brimful.hardware.device_start import DeviceStart
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_forward_precision
 from brimful.step.precision import Precision
+
+#: Windows that have come: None behind the last one, an exception where work has failed meanwhile.
+_Windows = queue.Queue[Tokens | Exception | None]
 
 
 def main(connection: Connection[Any, Any]) -> None:
@@ -53,23 +56,37 @@ def _work(connection: Connection[Any, Any], job: Job, precision: Precision, hear
 
 
 def _serve(connection: Connection[Any, Any], runner: Runner, heard: list[OutOfMemory]) -> None:
-    """A thread always reads: else both ends could wait for the other to read what they send.
+    """Launch each window as it comes, behind the one that the device computes. A thread reads them, another sends logits.
 
-    heard: each time that memory ran out, which is told with the next logits.
+    Who sends never reads: else both ends could wait for the other to read what they send. heard: each time that memory
+    ran out, which is told with the next logits.
     """
-    windows: queue.Queue[Tokens | None] = queue.Queue()
-    threading.Thread(target=_read, args=(connection, windows), name="brimful-read", daemon=True).start()
-    pending: deque[Result] = deque()
+    windows: _Windows = queue.Queue()
+    launched: queue.Queue[Result] = queue.Queue()
+    for name, work in (("read", _read), ("send", partial(_send, launched=launched, heard=heard))):
+        threading.Thread(target=work, args=(connection, windows), name=f"brimful-{name}", daemon=True).start()
     while (tokens := windows.get()) is not None:
-        pending.append(runner.submit(tokens))
-        while pending and (len(pending) > 1 or windows.empty()):
-            result = pending.popleft()
+        if isinstance(tokens, Exception):
+            raise tokens
+        launched.put(runner.submit(tokens))
+
+
+def _send(
+    connection: Connection[Any, Any], windows: _Windows, *, launched: queue.Queue[Result], heard: list[OutOfMemory]
+) -> None:
+    """Send the logits of each window that was launched, in order. What fails takes the place of the next window."""
+    try:
+        while True:
+            result = launched.get()
             logits_NC = result.result()
-            connection.send(Done(logits_NC, result.busy_s, tuple(heard)))
-            heard.clear()
+            told = tuple(heard)
+            del heard[: len(told)]
+            connection.send(Done(logits_NC, result.busy_s, told))
+    except Exception as error:
+        windows.put(error)
 
 
-def _read(connection: Connection[Any, Any], windows: queue.Queue[Tokens | None]) -> None:
+def _read(connection: Connection[Any, Any], windows: _Windows) -> None:
     try:
         while True:
             windows.put(connection.recv())

@@ -13,7 +13,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -34,8 +34,6 @@ from brimful.engine.classification.runner import Result, Runner
 from brimful.engine.inference import Done
 from brimful.hardware.probe import num_gpus_of
 
-#: Windows that a process has at a time: one that it computes, one that it launches.
-_IN_FLIGHT = 2
 #: What a process says first.
 READY = "ready"
 
@@ -142,7 +140,8 @@ class _Counted:
 
 
 class _Member:
-    """A process and the thread that talks to it.
+    """A process and the thread that listens to it. Windows are sent as they come: it launches each behind the one that
+    it computes.
 
     ready: set when it waits for windows; or when it has failed before, which the next window's result says.
     """
@@ -150,44 +149,35 @@ class _Member:
     def __init__(self, job: Job, process: GpuProcess) -> None:
         self._process, self._connection = process, process.connection
         self.ready = threading.Event()
-        self._waiting: queue.Queue[tuple[Tokens, Future[Result]] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._talk, args=(job,), name="brimful-gpu", daemon=True)
+        self._in_flight: queue.Queue[Future[Result] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._listen, args=(job,), name="brimful-gpu", daemon=True)
         self._thread.start()
 
     def submit(self, tokens: Tokens) -> Future[Result]:
+        """Send a window to a process that is ready."""
         done: Future[Result] = Future()
-        self._waiting.put((tokens, done))
+        self._in_flight.put(done)
+        with suppress(OSError):  # that it ended is told by what it does not send
+            self._connection.send(tokens)
         return done
 
     def close(self) -> None:
         self._process.kill()
-        self._waiting.put(None)
+        self._in_flight.put(None)
         self._thread.join()
         self._connection.close()
 
-    def _talk(self, job: Job) -> None:
-        in_flight: deque[Future[Result]] = deque()
+    def _listen(self, job: Job) -> None:
         with suppress(OSError):
             self._connection.send(job)
         greeting = self._received()
         self.ready.set()
-        while True:
-            if in_flight and (len(in_flight) == _IN_FLIGHT or self._waiting.empty()):
-                found, done = self._received(), in_flight.popleft()
-                if isinstance(found, Exception):
-                    done.set_exception(found)
-                else:
-                    done.set_result(found)
-                continue
-            item = self._waiting.get()
-            if item is None:
-                return
-            if isinstance(greeting, Exception):
-                item[1].set_exception(greeting)
-                continue
-            with suppress(OSError):  # that it ended is told by what it does not send
-                self._connection.send(item[0])
-            in_flight.append(item[1])
+        while (done := self._in_flight.get()) is not None:
+            found = greeting if isinstance(greeting, Exception) else self._received()
+            if isinstance(found, Exception):
+                done.set_exception(found)
+            else:
+                done.set_result(found)
 
     def _received(self) -> Any:
         """Next message of the process: ready, a window's logits, or an exception."""
