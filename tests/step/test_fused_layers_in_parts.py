@@ -31,10 +31,12 @@ from tolerances import difference
 __all__ = ["our_attention"]
 
 
-def learned(ranks: Ranks, family: str, *, fused: bool, recomputed: bool = False) -> tuple[Any, Any, int]:
+def learned(
+    ranks: Ranks, family: str, *, fused: bool, recomputed: bool = False, num_layers: int = 2
+) -> tuple[Any, Any, int]:
     """Losses and norms of three steps of SGD in fp32, the weights then, and how many graphs our kernels covered."""
     torch.set_num_threads(1)
-    model = FAMILIES[family].model(3, **settings_of(family, num_layers=2)).train()
+    model = FAMILIES[family].model(3, **settings_of(family, num_layers=num_layers)).train()
     task, targets = tasks()["single_label"]
     precision, covered = Precision(value="fp32", device=CPU, reason="a test"), list[Any]()
     sharding = "parameters" if ranks.count > 1 else "none"
@@ -63,14 +65,20 @@ def learned(ranks: Ranks, family: str, *, fused: bool, recomputed: bool = False)
     return [(each.loss, each.grad_norm) for each in told], weights, sum(each is not None for each in covered)
 
 
-@pytest.mark.parametrize(("family", "recomputed"), [("llama", False), ("llama", True), ("bert", False)])
-def test_they_learn_what_plain_ones_of_one_process_do(family: str, recomputed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "recomputed", "num_layers"), [("llama", False, 5), ("llama", True, 5), ("bert", False, 2)]
+)
+def test_they_learn_what_plain_ones_of_one_process_do(
+    family: str, recomputed: bool, num_layers: int, tmp_path: Path
+) -> None:
+    """Each layer's weights alone, and those of two and two."""
+
     def work(place: Place) -> Any:
         with joined(place, CPU) as ranks:
-            return learned(ranks, family, fused=True, recomputed=recomputed)
+            return learned(ranks, family, fused=True, recomputed=recomputed, num_layers=num_layers)
 
     found = Forked(tmp_path, 2, work).results()
-    told, weights, _ = learned(ALONE, family, fused=False)
+    told, weights, _ = learned(ALONE, family, fused=False, num_layers=num_layers)
     for each_told, _, covered in found:
         assert covered >= 1
         np.testing.assert_allclose(each_told, told, rtol=1e-4)

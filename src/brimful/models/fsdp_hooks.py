@@ -25,12 +25,13 @@ def only_of_fsdp(module: nn.Module) -> bool:
 
 def call_between_hooks(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call what stands for a module's code, weights being whole within. As `nn.Module` calls hooks of `only_of_fsdp`:
-    those before are given keywords, and return both."""
+    those before are given keywords, and return both; one that returns None changes nothing."""
     for hook in module._forward_pre_hooks.values():
-        args, kwargs = hook(module, args, kwargs)  # type: ignore[misc, call-arg]
+        args, kwargs = hook(module, args, kwargs) or (args, kwargs)  # type: ignore[misc, call-arg]
     out = call(*args, **kwargs)
     for hook in module._forward_hooks.values():
-        out = hook(module, args, out)  # type: ignore[call-arg]
+        found = hook(module, args, out)  # type: ignore[call-arg]
+        out = out if found is None else found
     return out
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from brimful.cli.commands import run
 from brimful.core.errors import CheckpointError, DiskFullError
 from brimful.engine.training import checkpoint_writer
 from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint, save_part
+from brimful.step.updates.fully_sharded import layer_groups
 from brimful.step.updates.sharded import ShardedUpdate
 from engine.training.test_several_processes import start, told, words
 from runs import checkpoints, save_tiny_model, single_label_rows, write_rows
@@ -26,6 +28,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     save_tiny_model(folder / "model", dropout=0.0)
     write_rows(folder / "rows.jsonl", single_label_rows(75))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deep(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same rows, and a model whose layers are put together two at a time."""
+    folder = tmp_path_factory.mktemp("deep")
+    save_tiny_model(folder / "model", dropout=0.0, num_hidden_layers=5)
+    (folder / "rows.jsonl").write_bytes((files / "rows.jsonl").read_bytes())
     return folder
 
 
@@ -103,10 +114,28 @@ def test_a_disk_that_is_full_for_one_process_costs_the_checkpoint(
     load_checkpoint(checkpoint_path(tmp_path / "run" / "checkpoints", 8))
 
 
-def test_the_best_of_parts_of_weights_is_kept(files: Path, tmp_path: Path) -> None:
+def test_neighbouring_layers_are_put_together_at_once() -> None:
+    """Not of many in too few groups, nor of many bytes; one by one where the backward pass calls but some again."""
+
+    def sizes(number: int, width: int = 4, *, recomputed: int = 0) -> list[int]:
+        layers = [nn.Linear(width, width, device="meta") for _ in range(number)]
+        for layer in layers[:recomputed]:
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
+        return [len(group) for group in layer_groups(layers)]
+
+    assert sizes(2) == [1, 1]
+    assert sizes(9) == [3, 3, 3]
+    assert sizes(9, 10_000) == [2, 2, 2, 2, 1]
+    assert sizes(9, 20_000) == [1] * 9
+    assert sizes(9, recomputed=9) == [3, 3, 3]
+    assert sizes(9, recomputed=4) == [1] * 9
+    assert sizes(0) == []
+
+
+def test_the_best_of_parts_of_weights_is_kept(deep: Path, tmp_path: Path) -> None:
     """In host memory, evaluated together; what is saved is a plain model, that of the best step."""
     best = ("--metric-for-best-model", "loss", "--eval-steps", "1", "--max-steps", "4", "--sharding", "parameters")
-    ask = words(files, tmp_path / "run", *best, "--optimizer-offload", "--freeze", "embeddings")
+    ask = words(deep, tmp_path / "run", *best, "--optimizer-offload", "--freeze", "embeddings")
     ask[ask.index("1e-3")] = "10"  # worse and worse
     both = start(tmp_path / "logs", *ask)
     assert both.results() == [0, 0]

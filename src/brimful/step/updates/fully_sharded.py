@@ -1,7 +1,7 @@
 """Weights of which each process keeps a part (FSDP2, `torch.distributed.fsdp.fully_shard`).
 
-A layer's weights are put together for its turn, in the forward pass and again in the backward pass, in which sums of
-its gradients are scattered. All processes therefore run each pass together, with as many micro-batches.
+A few layers' weights are put together for their turn, in the forward pass and again in the backward pass, in which sums
+of their gradients are scattered. All processes therefore run each pass together, with as many micro-batches.
 
 Embeddings, what is around the layers and the head are sharded by themselves: a packed pass calls the base model and the
 head one after the other, not the whole.
@@ -10,6 +10,8 @@ Source: Zhao et al. 2023, arXiv 2304.11277; Rajbhandari et al. 2020, arXiv 1910.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,10 @@ from brimful.models.fsdp_hooks import is_of_fsdp
 from brimful.models.model_stats import layers_of
 from brimful.models.tensor_plan import local
 from brimful.step.updates.parts import PartsUpdate
+
+#: Most bytes of weights of several layers that are put together at once, and the fewest such groups of a model: each
+#: costs the host 2 to 4 ms a step, however large, and nothing hides the first one's way.
+_GROUP_BYTES, _FEWEST_GROUPS = 1 << 30, 4
 
 
 class FullyShardedUpdate(PartsUpdate):
@@ -35,10 +41,29 @@ class FullyShardedUpdate(PartsUpdate):
         super().__init__(model, schedule, **given)
         self._offload = offload
         self._classes: list[tuple[nn.Module, type]] = []
+        self._last: Any = None  # a layer of the last group
 
     def _cut(self, ranks: Ranks, *, half: bool) -> None:
         self._classes = [(module, type(module)) for module in self.model.modules()]
-        _cut(self.model, ranks, self.device, half=half, offload=self._offload)
+        groups = layer_groups(list(layers_of(self.model) or ()))
+        _cut(self.model, groups, ranks, self.device, half=half, offload=self._offload)
+        self._last = groups[-1][-1] if groups else None
+
+    def before(self) -> None:
+        """As `Update` has it. The last layers stay whole after this forward pass: theirs is the next turn, too."""
+        super().before()
+        self._keep_last(whole=True)
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """As `Update` has it."""
+        with super().around_backward():
+            yield
+        self._keep_last(whole=False)
+
+    def _keep_last(self, *, whole: bool) -> None:
+        if self._last is not None:
+            self._last.set_reshard_after_forward(not whole, recurse=False)
 
     def reduce(self) -> None:
         """As `Update` has it; gradients were summed in the backward passes."""
@@ -65,8 +90,22 @@ class FullyShardedUpdate(PartsUpdate):
         return part
 
 
-def _cut(model: Any, ranks: Ranks, device: torch.device, *, half: bool, offload: bool) -> None:
-    """Shard each layer, each module beside them, which may be called by itself, the rest, and the head's modules."""
+def layer_groups(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return neighbouring layers whose weights are put together at once: each alone where only some are computed again
+    in the backward pass, as sharding counts the layers of a group that are called."""
+    recomputed = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
+    if not layers or 0 < len(recomputed) < len(layers):
+        return [[layer] for layer in layers]
+    largest = max(sum(4 * p.numel() for p in layer.parameters()) for layer in layers)
+    size = max(1, min(_GROUP_BYTES // max(1, largest), -(-len(layers) // _FEWEST_GROUPS)))
+    return [list(layers[at : at + size]) for at in range(0, len(layers), size)]
+
+
+def _cut(
+    model: Any, groups: Sequence[list[nn.Module]], ranks: Ranks, device: torch.device, *, half: bool, offload: bool
+) -> None:
+    """Shard groups of layers, each module beside them, which may be called by itself, the rest, and the head's
+    modules."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -81,11 +120,12 @@ def _cut(model: Any, ranks: Ranks, device: torch.device, *, half: bool, offload:
     }
     base = model.base_model
     heads = [each for each in model.children() if each is not base and any(True for _ in each.parameters())]
-    layers = list(layers_of(model) or ())
-    own = {id(layer) for layer in layers}
+    own = {id(layer) for group in groups for layer in group}
     around = [each for each in base.children() if any(True for _ in each.parameters())]
     around = [each for each in around if not any(id(module) in own for module in each.modules())]
-    for module in [*layers, *around, base, *heads]:
+    for group in groups:
+        fully_shard(group[0] if len(group) == 1 else group, **given)
+    for module in [*around, base, *heads]:
         fully_shard(module, **given)
     for module in model.modules():
         if isinstance(module, FSDPModule):
