@@ -121,10 +121,8 @@ def test_what_was_done_before_memory_ran_out_is_saved(
     assert [each["step"] for each in events(tmp_path / "run", "step")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_sums_after_a_failed_pass_have_its_memory(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the pass of one process held is free before it takes part in the sums that the others wait for."""
+def test_sums_after_a_failed_pass_have_its_memory(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a pass that failed in one process is free before this one takes part in sums that others wait for."""
     real, real_fill = Step.backward, FusedShardedAdamW._gather_bucket
     held, passes = list[weakref.ref[torch.Tensor]](), [0]
 

@@ -56,10 +56,10 @@ def _work(connection: Connection[Any, Any], job: Job, precision: Precision, hear
 
 
 def _serve(connection: Connection[Any, Any], runner: Runner, heard: list[OutOfMemory]) -> None:
-    """Launch each window as it comes, behind the one that the device computes. A thread reads them, another sends logits.
+    """Launch each window as it comes, behind the one that the device computes.
 
-    Who sends never reads: else both ends could wait for the other to read what they send. heard: each time that memory
-    ran out, which is told with the next logits.
+    A thread reads windows, another one sends logits: were they one, both ends could wait for the other to read what
+    they send. heard: each time that memory ran out, which is told with the next logits.
     """
     windows: _Windows = queue.Queue()
     launched: queue.Queue[Result] = queue.Queue()

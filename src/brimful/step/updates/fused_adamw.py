@@ -318,7 +318,7 @@ class FusedAdamW(Update):
         return self._places.starts_P * 4 + self._sum.data_ptr()
 
     def _addresses(self, bucket: Bucket | None = None) -> Tensor:
-        """(P,) int64: where each parameter's gradient is, 0 where there is none. bucket: of the parameters asked for."""
+        """(P,) int64: where each parameter's gradient is, 0 where there is none. bucket: of those asked for."""
         members = range(len(self.parameters)) if bucket is None else set(bucket.members)
         chosen = [p if i in members else None for i, p in enumerate(self.parameters)]
         for parameter in (p for p in chosen if p is not None):
