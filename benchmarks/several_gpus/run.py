@@ -21,7 +21,7 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tr
 
 import settings as trainer_settings
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
-from works import Work, make_inputs
+from works import Work, data_file, make_inputs
 
 WORKS = ("tweets/base", "bbc/base", "bbc/large")
 #: The last two are for two GPUs: by NCCL; and with gradients in bf16 on the way, only asked for, as it rounds.
@@ -68,6 +68,7 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
     from brimful.cli.launch import watch_launcher
 
     watch_launcher()
+    plan = plan | {"limit": whole_batches(inputs, Work.parse(plan["work"]))}
     if plan["side"] in _OURS:
         import together
 
@@ -90,6 +91,14 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
         for each in found["rounds"]:
             each["samples"] *= plan["gpus"]
         yield found
+
+
+def whole_batches(inputs: Path, work: Work) -> int:
+    """Return how many of a work's rows fill whole batches of every size: the last one of an epoch has fewer rows on a
+    GPU, and of batches of 64 twice as many are last ones as of batches of 32."""
+    largest = max(batch for _, batch in SIZES)
+    with data_file(inputs, work).open() as file:
+        return sum(1 for _ in file) // largest * largest
 
 
 def one(plan: dict[str, Any], inputs: Path) -> int:

@@ -33,6 +33,7 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
         model=str(model_folder(inputs, work)),
         output="",
         eval_split=0.0,
+        limit=plan["limit"],
         max_length=max_length(plan["smoke"]),
         batch_size=plan["batch_size"],
         learning_rate=1e-5,

@@ -41,7 +41,7 @@ def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
 def measure_work(work: Any, plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
     """The same for a work of any table, which has a `size` and `texts`."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder(inputs, work))
-    rows = read_rows(data_file(inputs, work))
+    rows = read_rows(data_file(inputs, work))[: plan.get("limit")]
     names = sorted({row["label"] for row in rows})
     encoded = tokenizer([row["text"] for row in rows], truncation=True, max_length=max_length(plan["smoke"]))
     data = [
