@@ -22,6 +22,7 @@ from brimful.core.errors import OptionError
 from brimful.core.place import find_local_count
 from brimful.hardware.ranks import ALONE, Ranks
 from brimful.measurement.memory import Kept
+from brimful.models.model_stats import layers_of
 from brimful.step.state import Counters, StepState
 from brimful.step.updates.deepspeed_parts import OwnParts, SwapFolder
 from brimful.step.updates.own_state import own_state
@@ -76,6 +77,8 @@ class DeepSpeedUpdate(Update):
         config = _config(ranks, half=half, offload=self._offload, folder=folder, clipping=self.max_grad_norm)
         self._own_forms = [(module, dict(module.__dict__)) for module in self.model.modules()]
         deepspeed.init_distributed(dist_backend="gloo" if self.device.type == "cpu" else "nccl")
+        if layers := layers_of(self.model):  # it looks after each module within otherwise, which takes the host longer
+            deepspeed.utils.set_z3_leaf_modules(self.model, list({type(layer) for layer in layers}))
         own_hooks = [set(hooks) for hooks in _hooks(self.model)]
         deepspeed.zero.Init(module=self.model, config_dict_or_path=config)
         engine, *_ = deepspeed.initialize(
