@@ -3,9 +3,9 @@
     python benchmarks/several_gpus/classify.py --output benchmarks/several_gpus/DATE-GPU-classify --tokenizer FOLDER
 
 Texts are the tweets, and as many again with their words in other orders as it takes: no text occurs twice, and lengths
-are the tweets'. The rate is of the second half of the rows but for the last twentieth, when all GPUs are at work; that of
-the whole pass, from the first row read to the last one written, is beside it: the second GPU's process joins when it has
-loaded the model, and the GPU that is done first waits for the other one.
+are the tweets'. The rate is of the second half of the rows but for the last twentieth, when all GPUs are at work; that
+of the whole pass, from the first row read to the last one written, is beside it: the second GPU's process joins when it
+has loaded the model, and the GPU that is done first waits for the other one.
 """
 
 from __future__ import annotations
