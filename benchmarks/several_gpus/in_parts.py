@@ -44,6 +44,7 @@ ROWS = (
         Row(side="brimful", name=name, settings={"gpus": 2, "sharding": name})
         for name in ("parameters", "deepspeed", "states", "none")
     ),
+    Row(side="brimful", name="fused", settings={"gpus": 2, "sharding": "parameters", "execution": "fused"}),
     Row(side="trainer", name="one GPU", settings={"gpus": 1}),
     Row(
         side="trainer",
