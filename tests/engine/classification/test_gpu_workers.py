@@ -150,6 +150,27 @@ def test_a_window_that_fails_ends_the_process_with_its_error(
         _serve(theirs, cast(Runner, SimpleNamespace(submit=lambda tokens: _Failing())), [])
 
 
+def test_logits_of_earlier_windows_come_before_an_error(
+    made: tuple[Runner, ClassifyOptions, list[Tokens]],
+) -> None:
+    """Though they are not there yet when the next window cannot be launched."""
+    _, _, windows = made
+    ours, theirs = Pipe()
+    tried, calls = threading.Event(), itertools.count()
+
+    def submit(tokens: Tokens) -> _Held:
+        if next(calls):
+            tried.set()
+            raise MemoryFullError("nothing is left", hint="less")
+        return _Held(tried)
+
+    for window in windows[:2]:
+        ours.send(window)
+    with pytest.raises(MemoryFullError, match="nothing is left"):
+        _serve(theirs, cast(Runner, SimpleNamespace(submit=submit)), [])
+    assert ours.recv().logits_NC.shape == (1, 2)
+
+
 def test_a_process_that_ended_is_told(made: tuple[Runner, ClassifyOptions, list[Tokens]], tmp_path: Path) -> None:
     runner, options, windows = made
     with GpuWorkers(

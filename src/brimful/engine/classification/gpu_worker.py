@@ -25,8 +25,8 @@ from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_forward_precision
 from brimful.step.precision import Precision
 
-#: Windows that have come: None behind the last one, an exception where work has failed meanwhile.
-_Windows = queue.Queue[Tokens | Exception | None]
+#: Windows that have come, None behind the last one.
+_Windows = queue.Queue[Tokens | None]
 
 
 def main(connection: Connection[Any, Any]) -> None:
@@ -62,28 +62,38 @@ def _serve(connection: Connection[Any, Any], runner: Runner, heard: list[OutOfMe
     they send. heard: each time that memory ran out, which is told with the next logits.
     """
     windows: _Windows = queue.Queue()
-    launched: queue.Queue[Result] = queue.Queue()
-    for name, work in (("read", _read), ("send", partial(_send, launched=launched, heard=heard))):
-        threading.Thread(target=work, args=(connection, windows), name=f"brimful-{name}", daemon=True).start()
-    while (tokens := windows.get()) is not None:
-        if isinstance(tokens, Exception):
-            raise tokens
-        launched.put(runner.submit(tokens))
+    launched: queue.Queue[Result | None] = queue.Queue()
+    failed: list[Exception] = []
+    sends = partial(_send, connection, windows, launched, failed=failed, heard=heard)
+    sender = threading.Thread(target=sends, name="brimful-send", daemon=True)
+    sender.start()
+    threading.Thread(target=_read, args=(connection, windows), name="brimful-read", daemon=True).start()
+    try:
+        while (tokens := windows.get()) is not None:
+            launched.put(runner.submit(tokens))
+    except Exception:
+        launched.put(None)
+        sender.join()  # logits of the windows before come first, and nobody else writes to the connection then
+        if not failed:
+            raise
+    if failed:
+        raise failed[0]
 
 
 def _send(
-    connection: Connection[Any, Any], windows: _Windows, *, launched: queue.Queue[Result], heard: list[OutOfMemory]
-) -> None:
-    """Send the logits of each window that was launched, in order. What fails takes the place of the next window."""
+    connection: Connection[Any, Any], windows: _Windows, launched: queue.Queue[Result | None], *,
+    failed: list[Exception], heard: list[OutOfMemory],
+) -> None:  # fmt: skip
+    """Send the logits of each window that was launched, in order. An error ends both, and is put into `failed`."""
     try:
-        while True:
-            result = launched.get()
+        while (result := launched.get()) is not None:
             logits_NC = result.result()
             told = tuple(heard)
             del heard[: len(told)]
             connection.send(Done(logits_NC, result.busy_s, told))
     except Exception as error:
-        windows.put(error)
+        failed.append(error)
+        windows.put(None)
 
 
 def _read(connection: Connection[Any, Any], windows: _Windows) -> None:
