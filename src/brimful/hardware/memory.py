@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -31,16 +31,22 @@ class ElsewhereMemoryError(MemoryError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if memory ran out, or an error that followed from that: a capture may end with one of its own."""
-    seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
+    for found in _chain(error):
         if isinstance(found, torch.OutOfMemoryError | CaptureMemoryError | MemoryError):
             return True
         if isinstance(found, RuntimeError | torch.AcceleratorError) and any(said in str(found) for said in _SAID):
             return True
+    return False
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Return an error, and those that it followed from."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        yield found
         seen.add(id(found))
         found = found.__cause__ or found.__context__
-    return False
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -82,8 +88,10 @@ def release_unused(device: torch.device) -> None:
 
 
 def let_go(error: BaseException) -> None:
-    """Drop what the frames hold that an error came through: it can then be kept without the memory of what failed."""
-    traceback.clear_frames(error.__traceback__)
+    """Drop what the frames hold that an error, and those that it followed from, came through: it can then be kept
+    without the memory of what failed."""
+    for each in _chain(error):
+        traceback.clear_frames(each.__traceback__)
 
 
 def set_aside(device: torch.device) -> None:
