@@ -52,6 +52,11 @@ def test_deepspeed_learns_what_one_process_does(files: Path, tmp_path: Path) -> 
     whole, parts = (torch.cat([each[name].flatten() for name in one]) for each in (one, other))
     assert float((whole - parts).norm() / whole.norm()) < 1e-3
     AutoModelForSequenceClassification.from_pretrained(output / "model")
+    frozen = ("--max-steps", "2", *constant, "--freeze", "embeddings")  # the first layer's input has no gradient
+    assert run(words(files, tmp_path / "one frozen", *frozen)) == 0
+    ask = words(files, tmp_path / "frozen", *frozen, "--sharding", "deepspeed")
+    assert start(tmp_path / "logs-frozen", *ask).results() == [0, 0]
+    same(told(tmp_path / "one frozen"), told(tmp_path / "frozen"))
     ask = words(
         files, tmp_path / "off", "--max-steps", "2", *constant, "--sharding", "deepspeed", "--optimizer-offload"
     )

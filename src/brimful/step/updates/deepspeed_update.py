@@ -77,8 +77,8 @@ class DeepSpeedUpdate(Update):
         config = _config(ranks, half=half, offload=self._offload, folder=folder, clipping=self.max_grad_norm)
         self._own_forms = [(module, dict(module.__dict__)) for module in self.model.modules()]
         deepspeed.init_distributed(dist_backend="gloo" if self.device.type == "cpu" else "nccl")
-        if layers := layers_of(self.model):  # it looks after each module within otherwise, which takes the host longer
-            deepspeed.utils.set_z3_leaf_modules(self.model, list({type(layer) for layer in layers}))
+        for layer in leaves_of(self.model):  # it looks after each module within otherwise, which takes the host longer
+            deepspeed.utils.set_z3_leaf_module(layer, True)
         own_hooks = [set(hooks) for hooks in _hooks(self.model)]
         deepspeed.zero.Init(module=self.model, config_dict_or_path=config)
         engine, *_ = deepspeed.initialize(
@@ -202,6 +202,17 @@ class DeepSpeedUpdate(Update):
 
     def _used_names(self) -> tuple[str, ...]:
         return tuple(self.named) if int(self.applied) else ()
+
+
+def leaves_of(model: Any) -> list[nn.Module]:
+    """Return the layers that are one module each to DeepSpeed: those behind the first that is trained, as it sums up a
+    layer's gradients when that of its input comes; none where some are computed again, in a backward pass of their own.
+    """
+    layers = list(layers_of(model) or ())
+    if any(getattr(layer, "gradient_checkpointing", False) for layer in layers):
+        return []
+    trained = (any(p.requires_grad for p in layer.parameters()) for layer in layers)
+    return layers[next((number + 1 for number, is_trained in enumerate(trained) if is_trained), len(layers)) :]
 
 
 def _deepspeed(device: torch.device, *, needs_disk: bool) -> Any:
